@@ -44,27 +44,23 @@ def parser() -> argparse.ArgumentParser:
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "make a store of a folder of files, a .npy, Parquet, tars (WebDataset) or MDS shards"
     command = commands.add_parser("convert", help=words, description=words)
-    command.add_argument("source", metavar="SOURCE")
-    command.add_argument("folders", metavar="FOLDER", nargs="+", help="of the store; made if it is missing")
-    command.add_argument("--shard-bytes", type=size, default="4G", metavar="SIZE", help="of a data file (default 4G)")
-    command.add_argument(
-        "--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)"
-    )
-    command.add_argument(
-        "--dtype", metavar="DTYPE", help="SOURCE has nothing but values of this NumPy dtype (numpy.memmap)"
-    )
-    command.add_argument(
-        "--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)"
-    )
-    command.add_argument("--overwrite", action="store_true", help="replace a store that is there")
-    command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    add = command.add_argument
+    add("source", metavar="SOURCE")
+    add("folders", metavar="FOLDER", nargs="+", help="of the store; made if it is missing")
+    add("--shard-bytes", type=size, default="4G", metavar="SIZE", help="of a data file (default 4G)")
+    add("--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)")
+    add("--dtype", metavar="DTYPE", help="SOURCE has nothing but values of this NumPy dtype (numpy.memmap)")
+    add("--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)")
+    add("--overwrite", action="store_true", help="replace a store that is there")
     for name, words in (
         ("info", "what a store holds; reads only its index"),
         ("verify", "read every sample, and compare checksums where there are any"),
     ):
-        command = commands.add_parser(name, help=words, description=words)
-        command.add_argument("path", metavar="PATH", help="a store, or a folder of tars or MDS shards")
-        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+        commands.add_parser(name, help=words, description=words).add_argument(
+            "path", metavar="PATH", help="a store, or a folder of tars or MDS shards"
+        )
+    for each in commands.choices.values():
+        each.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
 
 
@@ -88,16 +84,9 @@ def _convert(given: argparse.Namespace) -> int:
         say(printable(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}"))
     for folder in given.folders:
         make_folder(folder)
-    with (
-        SampleWriter(
-            given.folders,
-            source.columns,
-            shard_bytes=given.shard_bytes,
-            alignment=given.alignment,
-            overwrite=given.overwrite,
-        ) as writer,
-        byte_bar(source.nbytes, "convert") as advance,
-    ):
+    options = {name: getattr(given, name) for name in ("shard_bytes", "alignment", "overwrite")}
+    bar = byte_bar(source.nbytes, "convert")
+    with SampleWriter(given.folders, source.columns, **options) as writer, bar as advance:
         count = convert(source, writer, advance)
     nbytes = SampleStore(given.folders[0]).nbytes
     if given.json:
@@ -109,20 +98,14 @@ def _convert(given: argparse.Namespace) -> int:
 
 def _info(given: argparse.Namespace) -> int:
     with SampleStore(given.path) as store:
-        index = store.index
-        columns = store.columns.words() if store.columns else index.more.get("column_names", [])
-        found: dict[str, Any] = {
-            "kind": index.kind,
-            "samples": len(store),
-            "bytes": store.nbytes,
-            "record_bytes": index.record_bytes,
-            "alignment": index.alignment,
-            "columns": columns,
-            "files": [
-                {"path": path, "bytes": file.nbytes, "samples": count}
-                for path, file, count in zip(store._files.paths, index.files, index.counts(), strict=True)
-            ],
-        }
+        index, paths = store.index, store._files.paths
+        columns = list(map(str, store.columns.all)) if store.columns else index.more.get("column_names", [])
+        files = [
+            {"path": path, "bytes": file.nbytes, "samples": count}
+            for path, file, count in zip(paths, index.files, index.counts(), strict=True)
+        ]
+        found: dict[str, Any] = {"kind": index.kind, "samples": len(store), "bytes": store.nbytes}
+        found |= {"record_bytes": index.record_bytes, "alignment": index.alignment, "columns": columns, "files": files}
     if given.json:
         print(json.dumps(found, indent=2))
         return 0

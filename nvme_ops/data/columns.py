@@ -41,18 +41,28 @@ class Column:
         """Bytes in each record; None if they vary."""
         return None if -1 in self.shape else math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def kind(self) -> str:
+        """The name of the dtype."""
+        return str(self.dtype).removeprefix("torch.")
+
+    def __str__(self) -> str:
+        """Returns for example ``label: int64 []``."""
+        return f"{self.name or '(unnamed)'}: {'str' if self.text else f'{self.kind} {list(self.shape)}'}"
+
     @classmethod
     def of(cls, name: str, spec: Spec) -> Column:
         """Makes a column. Raises TypeError or ValueError for an invalid ``spec``."""
         if spec is bytes or spec is str:
             return cls(name, torch.uint8, (-1,), spec is str)
-        dtype, shape = (spec, ()) if isinstance(spec, torch.dtype) else spec if isinstance(spec, tuple) else (None, ())
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{_words(name)} must be bytes, str, a dtype, or a dtype and a shape, not {spec!r}")
+        pair: Any = (spec, ()) if isinstance(spec, torch.dtype) else spec
         try:
-            shape = tuple(operator.index(length) for length in shape)
-        except TypeError as error:
-            raise TypeError(f"{_words(name)}: the shape must be a sequence of ints, not {shape!r}") from error
+            dtype, lengths = pair
+            shape = tuple(operator.index(length) for length in lengths)
+        except (TypeError, ValueError):
+            dtype, shape = None, ()
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{_words(name)} must be bytes, str, a dtype, or a dtype and a shape of ints, not {spec!r}")
         if any(length < 0 for length in shape[1:]) or (shape and shape[0] < -1):
             raise ValueError(f"{_words(name)}: only the first dimension of {shape} may be -1")
         if math.prod(shape[1:]) == 0 and -1 in shape:
@@ -71,7 +81,7 @@ class Column:
         if isinstance(value, bytes | bytearray | memoryview) and self.dtype == torch.uint8 and len(self.shape) == 1:
             view = memoryview(value)
             view = view.cast("B") if view.nbytes else memoryview(b"")
-            if self.nbytes is not None and len(view) != self.nbytes:
+            if self.nbytes not in (None, len(view)):
                 raise ValueError(f"{_words(self.name)} needs {self.nbytes} bytes, not {len(view)}")
             return view
         try:
@@ -83,11 +93,9 @@ class Column:
         exact = isinstance(value, torch.Tensor)  # numbers and lists of them have no dtype of their own
         if tensor.dtype != self.dtype if exact else tensor.numel() and not torch.can_cast(tensor.dtype, self.dtype):
             raise TypeError(f"{_words(self.name)} needs {self.dtype}, not {tensor.dtype}")
-        fits = len(tensor.shape) == len(self.shape) and all(
-            want in (-1, length) for want, length in zip(self.shape, tensor.shape, strict=True)
-        )
-        if not fits:
-            raise ValueError(f"{_words(self.name)} needs the shape {self.shape}, not {tuple(tensor.shape)}")
+        shape = tuple(tensor.shape)
+        if shape != self.shape and (not shape or (-1, *shape[1:]) != self.shape):
+            raise ValueError(f"{_words(self.name)} needs the shape {self.shape}, not {shape}")
         made = tensor.to(self.dtype).contiguous().resolve_conj().resolve_neg()
         if not exact and not _fits(tensor, made):
             raise ValueError(f"{_words(self.name)}: {value!r} does not fit {self.dtype}")
@@ -98,9 +106,7 @@ class Column:
             try:  # torch makes Python's numbers int64, and cannot convert NumPy's large ones
                 return cpu_tensor(value)
             except (OverflowError, RuntimeError, TypeError, ValueError):
-                return torch.tensor(
-                    value.tolist() if hasattr(value, "tolist") else value, dtype=self.dtype, device="cpu"
-                )
+                return cpu_tensor(value.tolist() if hasattr(value, "tolist") else value, self.dtype)
         tensor = cpu_tensor(value).detach()
         if not hasattr(value, "dtype") and (tensor.is_floating_point() or tensor.is_complex()):
             # Python's numbers have 64 bits, and torch gives them its default dtype.
@@ -137,6 +143,7 @@ class Columns:
             self.all = [Column.of(name, spec) for name, spec in given.items()]
         else:
             self.all = [Column.of(_UNNAMED, bytes if given is None else given)]
+        self.given = given
         self.fixed = [column for column in self.all if column.nbytes is not None]
         self.variable = [column for column in self.all if column.nbytes is None]
         self._lengths = max(0, len(self.variable) - 1) * _WORD
@@ -212,15 +219,7 @@ class Columns:
 
     def as_json(self) -> list[dict[str, Any]]:
         """Returns what an index keeps about the columns."""
-        return [
-            {
-                "name": column.name,
-                "dtype": str(column.dtype).removeprefix("torch."),
-                "shape": list(column.shape),
-                "text": column.text,
-            }
-            for column in self.all
-        ]
+        return [{"name": each.name, "dtype": each.kind, "shape": each.shape, "text": each.text} for each in self.all]
 
     @classmethod
     def from_json(cls, given: Sequence[Mapping[str, Any]]) -> Columns:
@@ -230,18 +229,6 @@ class Columns:
             dtype = getattr(torch, each["dtype"])
             specs[str(each["name"])] = str if each["text"] else (dtype, tuple(int(length) for length in each["shape"]))
         return cls(specs[_UNNAMED]) if list(specs) == [_UNNAMED] else cls(specs)
-
-    def __repr__(self) -> str:
-        """Returns for example ``Columns(image: bytes, label: int64 [])``."""
-        return f"Columns({', '.join(self.words())})"
-
-    def words(self) -> list[str]:
-        """Returns each column in words."""
-        return [
-            f"{column.name or '(unnamed)'}: "
-            + ("str" if column.text else f"{str(column.dtype).removeprefix('torch.')} {list(column.shape)}")
-            for column in self.all
-        ]
 
 
 def _words(name: str) -> str:
@@ -261,9 +248,7 @@ def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
 
 def cpu_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Returns the tensor of a value, on the CPU whatever torch's default device is."""
-    flags = getattr(
-        value, "flags", None
-    )  # NumPy's arrays have them; torch takes some only with a warning or not at all
+    flags = getattr(value, "flags", None)  # of NumPy's arrays, which torch takes with a warning or not at all
     if flags is not None and not (flags.writeable and flags.c_contiguous):
         value = value.copy()
     return torch.as_tensor(value, dtype=dtype, device="cpu")

@@ -20,7 +20,6 @@ from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
-from nvme_ops.memory.carve import lay_out
 from nvme_ops.settings import PIECE
 from nvme_ops.tensors import empty
 
@@ -82,23 +81,18 @@ def _folder(path: str) -> SampleSource:
     names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
         raise FormatError(f"{path}: has no files")
-    if tables := [name for name in names if name.endswith(".parquet")]:
-        raise FormatError(
-            f"{path}: has Parquet files in folders, such as {tables[0]}: convert the folders one at a time"
-        )
-    labels = {label: number for number, label in enumerate(sorted({name.split(os.sep)[0] for name in names}))}
+    if table := next((name for name in names if name.endswith(".parquet")), None):
+        raise FormatError(f"{path}: has Parquet files in folders, such as {table}: convert the folders one at a time")
+    tops = [name.split(os.sep)[0] for name in names]
+    labels = {label: number for number, label in enumerate(sorted(set(tops)))}
     labelled = all(os.sep in name for name in names)
     sizes = [os.path.getsize(os.path.join(path, name)) for name in names]
-    columns: dict[str, Spec] = {"data": bytes, "name": str}
-    if labelled:
-        columns["label"] = torch.int64
+    columns: dict[str, Spec] = {"data": bytes, "name": str, **({"label": torch.int64} if labelled else {})}
 
     def samples() -> Iterator[tuple[Sample, int]]:
-        for name, content in _contents(path, names, sizes):
-            sample: dict[str, Any] = {"data": content, "name": name}
-            if labelled:
-                sample["label"] = labels[name.split(os.sep)[0]]
-            yield sample, content.nbytes
+        for name, top, content in zip(names, tops, _contents(path, names, sizes), strict=True):
+            label = {"label": labels[top]} if labelled else {}
+            yield {"data": content, "name": name, **label}, content.nbytes
 
     return SampleSource(columns, samples(), sum(sizes), path)
 
@@ -117,29 +111,23 @@ def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str
             yield entry.path
 
 
-def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields names and contents of files; one request reads many of them."""
-    group: list[tuple[str, int]] = []
-    together = 0  # bytes
-    for name, nbytes in zip(names, sizes, strict=True):
-        if group and together + nbytes > _AT_ONCE:
-            yield from _read(path, group)
-            group, together = [], 0
-        together += nbytes
-        group.append((name, nbytes))
-    yield from _read(path, group)
-
-
-def _read(path: str, group: list[tuple[str, int]]) -> Iterator[tuple[str, torch.Tensor]]:
-    places, total = lay_out([(0, nbytes) for _, nbytes in group])
-    memory = empty(total, dtype=torch.uint8)
-    parts = [memory[place : place + nbytes] for place, (_, nbytes) in zip(places, group, strict=True)]
-    wanted = [(part, os.path.join(path, name)) for part, (name, nbytes) in zip(parts, group, strict=True) if nbytes]
-    if wanted:
-        tensors, files = zip(*wanted, strict=True)
-        shared_handle().submit_preadv(tensors, files, [0] * len(files)).result()
-    for (name, _), part in zip(group, parts, strict=True):
-        yield name, part
+def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[torch.Tensor]:
+    """Yields contents of files; one request reads many of them."""
+    start = 0
+    while start < len(names):
+        end, together = start + 1, sizes[start]
+        while end < len(names) and together + sizes[end] <= _AT_ONCE:
+            together += sizes[end]
+            end += 1
+        memory = empty(together, dtype=torch.uint8)
+        parts = memory.split(sizes[start:end])
+        wanted = [(part, os.path.join(path, name)) for part, name in zip(parts, names[start:end], strict=True)
+                  if part.numel()]  # fmt: skip
+        if wanted:
+            tensors, files = zip(*wanted, strict=True)
+            shared_handle().submit_preadv(tensors, files, [0] * len(files)).result()
+        yield from parts
+        start = end
 
 
 def _rows(nbytes: float) -> int:
@@ -208,15 +196,13 @@ def _parquet(paths: list[str]) -> SampleSource:
                 if file.schema_arrow != schema:
                     raise FormatError(f"{path}: other columns than those of {paths[0]}")
                 each = os.path.getsize(path) / max(1, file.metadata.num_rows)
-                carried = 0.0
-                for batch in file.iter_batches(_rows(each)):
-                    for row in batch.to_pylist():
-                        missing = next((name for name, value in row.items() if value is None), None)
-                        if missing is not None:
-                            raise FormatError(f"{path}: column {missing!r} has no value in some row")
-                        carried += each
-                        yield row, int(carried)
-                        carried -= int(carried)
+                for number, row in enumerate(
+                    row for batch in file.iter_batches(_rows(each)) for row in batch.to_pylist()
+                ):
+                    missing = next((name for name, value in row.items() if value is None), None)
+                    if missing is not None:
+                        raise FormatError(f"{path}: column {missing!r} has no value in some row")
+                    yield row, int(each * (number + 1)) - int(each * number)
 
     return SampleSource(columns, samples(), sum(map(os.path.getsize, paths)), paths[0])
 
@@ -228,10 +214,8 @@ def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
     if pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
         return bytes
     values = kind.value_type if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) else kind
-    name = {"bool": "bool", "halffloat": "float16", "float": "float32", "double": "float64"}.get(
-        str(values), str(values)
-    )
-    dtype = getattr(torch, name, None)
+    names = {"halffloat": "float16", "float": "float32", "double": "float64"}
+    dtype = getattr(torch, names.get(str(values), str(values)), None)
     if not isinstance(dtype, torch.dtype):
         raise FormatError(f"{path}: column {field.name!r} is of {kind}, which cannot be stored")
     return dtype if values is kind else (dtype, (-1,))
@@ -240,12 +224,11 @@ def _arrow_spec(field: Any, pyarrow: Any, path: str) -> Spec:
 def _store(path: str) -> SampleSource:
     store = SampleStore(path)
     if store.columns is not None:
-        specs = {column.name: _spec(column.dtype, column.shape, column.text) for column in store.columns.all}
-        columns: Mapping[str, Spec] | Spec = specs[""] if store.columns.unnamed else specs
-    else:
-        if len(store) == 0:
-            raise FormatError(f"{path}: has no samples")
+        columns = store.columns.given
+    elif len(store):
         columns = {name: _spec_of(value) for name, value in store[0].items()}
+    else:
+        raise FormatError(f"{path}: has no samples")
 
     def samples() -> Iterator[tuple[Sample, int]]:
         each = store.nbytes // max(1, len(store))
@@ -263,22 +246,13 @@ def _others(folder: str, suffix: str) -> tuple[str, ...]:
     return tuple(name for name in names if not name.startswith(".") and not name.endswith(suffix))
 
 
-def _spec(dtype: torch.dtype, shape: tuple[int, ...], text: bool) -> Spec:
-    return str if text else (dtype, shape)
-
-
 def _spec_of(value: object) -> Spec:
     """Returns the column for values like this one."""
-    if isinstance(value, str | dict | list):
-        return str
-    if isinstance(value, bool):
-        return torch.bool
-    if isinstance(value, int):
-        return torch.int64
-    if isinstance(value, float):
-        return torch.float64
     if isinstance(value, torch.Tensor):
         return (value.dtype, (-1, *value.shape[1:])) if value.dim() else value.dtype
+    for kinds, spec in ((str | dict | list, str), (bool, torch.bool), (int, torch.int64), (float, torch.float64)):
+        if isinstance(value, kinds):
+            return spec
     raise FormatError(f"values of {type(value).__name__} cannot be held")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -38,42 +38,31 @@ def index_of(
         more: what else the index is to hold.
         of: the name of the file, if the index is for a single one, not for the folder.
     """
-    path = os.path.join(
-        folder, f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{_NAME}"
-    )  # hidden: programs list these folders
+    name = f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{_NAME}"  # hidden: programs list these folders
+    path = os.path.join(folder, name)
     found = [os.stat(os.path.join(folder, name)) for name in names]
     # A file that was written to in place may have its modification time put back, but not the time of its change.
     changes = repr([(each.st_ino, each.st_ctime_ns) for each in found]).encode()
     stamp = checksums_of([about + changes], "crc32c")[0]
-    files = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
+    now = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
     try:
         kept = read_index(path)
-        if kept.kind == kind and kept.more.get("about") == stamp and files == [
-            (file.name, file.nbytes, file.stamp) for file in kept.files
-        ]:  # fmt: skip
+        before = [(file.name, file.nbytes, file.stamp) for file in kept.files]
+        if (kept.kind, kept.more.get("about"), before) == (kind, stamp, now):
             return kept
     except (FormatError, OSError):
         pass
-    index = _made(kind, path, files, (scan(os.path.join(folder, name), k) for k, name in enumerate(names)),
-                  {**more, "about": stamp})  # fmt: skip
+    files, ends, records = [], [torch.empty(0, dtype=torch.int64, device="cpu")], 0
+    for number, (name, nbytes, changed) in enumerate(now):
+        start, its_ends = scan(os.path.join(folder, name), number)
+        files.append(DataFile(name, nbytes, records, start, changed))
+        ends.append(its_ends)
+        records += len(its_ends)
+    more = {**more, "about": stamp}
+    index = SampleIndex(os.urandom(8).hex(), kind, records, files, more=more, ends=torch.cat(ends), path=path)
     try:
         write_index(path, index)
     except OSError as error:
-        warnings.warn(
-            f"{folder}: its index cannot be kept and is made anew each time it is opened: {error}",
-            RuntimeWarning,
-            stacklevel=5,
-        )
+        words = f"{folder}: its index cannot be kept and is made anew each time it is opened: {error}"
+        warnings.warn(words, RuntimeWarning, stacklevel=5)
     return index
-
-
-def _made(
-    kind: str, path: str, files: Sequence[tuple[str, int, int]], found: Iterable[Found], more: dict[str, Any]
-) -> SampleIndex:
-    data, ends, records = [], [], 0
-    for (name, nbytes, stamp), each in zip(files, found, strict=True):
-        data.append(DataFile(name, nbytes, records, each.start, stamp))
-        ends.append(each.ends)
-        records += len(each.ends)
-    whole = torch.cat(ends) if ends else torch.empty(0, dtype=torch.int64, device="cpu")
-    return SampleIndex(os.urandom(8).hex(), kind, records, data, more=more, ends=whole, path=path)

@@ -21,7 +21,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -38,7 +38,10 @@ MAGIC = b"NVMEDATA"
 VERSION = 1
 NAME = "index.nvmedata"  # the file, in the folder of the store
 _PREFIX = struct.Struct("<8sIII")
+_HEADER = ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")
 _SECTIONS = {"ends": torch.int64, "checksums": torch.int32}
+
+Sizes = TypeVar("Sizes", int, torch.Tensor)
 
 
 @dataclass(frozen=True)
@@ -69,22 +72,18 @@ class SampleIndex:
     path: str = ""
 
     def __post_init__(self) -> None:
-        self._bounds = [file.first for file in self.files]
-        self._firsts = torch.tensor([file.first for file in self.files], dtype=torch.int64, device="cpu")
-        self._starts = torch.tensor([file.start for file in self.files], dtype=torch.int64, device="cpu")
-        self._sizes = torch.tensor([file.nbytes for file in self.files], dtype=torch.int64, device="cpu")
-        bounds = [*(file.first for file in self.files), self.records]
-        if any(one > other for one, other in pairwise(bounds)) or bounds[0] != 0:
+        self._bounds = [*(file.first for file in self.files), self.records]
+        if min(self.counts(), default=0) < 0 or self._bounds[0] != 0:
             raise FormatError(f"{self.path}: the index names its files in no possible order")
+        places = [(file.first, file.start, file.nbytes) for file in self.files]
+        self._places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 3)
 
     def _files_of(self, numbers: torch.Tensor) -> torch.Tensor:
         """Returns each record's file. Not by torch.searchsorted: it wakes torch's threads, which spin for a while."""
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
-        bounds = self._bounds
-        return torch.tensor(
-            [bisect_right(bounds, number) - 1 for number in numbers.tolist()], dtype=torch.int64, device="cpu"
-        )
+        found = [bisect_right(self._bounds, number) - 1 for number in numbers.tolist()]
+        return torch.tensor(found, dtype=torch.int64, device="cpu")
 
     @property
     def stride(self) -> int | None:
@@ -93,8 +92,7 @@ class SampleIndex:
 
     def counts(self) -> list[int]:
         """Returns the number of records of each file."""
-        bounds = [*(file.first for file in self.files), self.records]
-        return [stop - start for start, stop in pairwise(bounds)]
+        return [stop - start for start, stop in pairwise(self._bounds)]
 
     def locate(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Returns for each record the number of its file, its offset and its size in bytes, all int64.
@@ -102,7 +100,7 @@ class SampleIndex:
         Raises FormatError where the index is inconsistent.
         """
         files = self._files_of(numbers)
-        firsts, starts = self._firsts[files], self._starts[files]
+        firsts, starts, sizes = self._places[files].unbind(1)
         if self.stride is not None:
             begins = starts + (numbers - firsts) * self.stride
             lengths = torch.full_like(begins, self.record_bytes or 0)
@@ -111,14 +109,11 @@ class SampleIndex:
             if self.ends is None:
                 raise FormatError(f"{self.path}: the index has no section 'ends'")
             ends = self.ends[numbers]
-            before = self.ends[(numbers - 1).clamp_(min=0)]
-            if self.alignment > 1:
-                before = (before + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
+            before = aligned(self.ends[(numbers - 1).clamp_(min=0)], self.alignment)
             begins = torch.where(numbers == firsts, starts, before)
             lengths = ends - begins
-        spans = (lengths + (self.alignment - 1)).div_(self.alignment, rounding_mode="floor") * self.alignment
-        wrong = (begins < 0) | (ends < begins) | (ends > self._sizes[files])  # compares places: lengths could overflow
-        wrong |= begins + spans > self._sizes[files]  # a whole span is read
+        wrong = (begins < 0) | (ends < begins) | (ends > sizes)  # compares places: lengths could overflow
+        wrong |= begins + aligned(lengths, self.alignment) > sizes  # a whole span is read
         if wrong.any():
             place = int(wrong.nonzero()[0])
             raise FormatError(
@@ -128,27 +123,20 @@ class SampleIndex:
         return files, begins, lengths
 
 
-def aligned(value: int, alignment: int) -> int:
+def aligned(value: Sizes, alignment: int) -> Sizes:
     """Returns ``value`` rounded up."""
-    return -(-value // alignment) * alignment
+    return value if alignment == 1 else -(-value // alignment) * alignment
 
 
 def write_index(path: str, index: SampleIndex, durable: bool = True) -> None:
     """Writes the file atomically; replaces a symbolic link itself. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
-    header = {
-        **{
-            name: getattr(index, name)
-            for name in ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")
-        },
-        "files": [asdict(file) for file in index.files],
-        "sections": {},
-    }
+    header = {name: getattr(index, name) for name in _HEADER}
+    header.update(files=[asdict(file) for file in index.files], sections={})
     place = 0  # of the sections, after the header
     for name, values in sections.items():
-        header["sections"][name] = {
-            "offset": place, "bytes": values.nbytes, "crc32c": checksum_of(values, "crc32c")
-        }  # fmt: skip
+        checksum = checksum_of(values, "crc32c")
+        header["sections"][name] = {"offset": place, "bytes": values.nbytes, "crc32c": checksum}
         place = aligned(place + values.nbytes, PAGE)
     text = json.dumps(header).encode()
     body = aligned(_PREFIX.size + len(text), PAGE)
@@ -216,18 +204,13 @@ def _header(fd: int, path: str) -> tuple[dict[str, Any], int]:
     _, version, nbytes, checksum = _PREFIX.unpack(prefix)
     if version != VERSION:
         raise FormatError(f"{path}: version {version} of the format; this program knows {VERSION}")
-    size = os.fstat(fd).st_size
-    if _PREFIX.size + nbytes > size:
-        raise FormatError(f"{path}: the header of the index has {nbytes} bytes, and the file {size}")
-    text = os.pread(fd, nbytes, _PREFIX.size)
-    if len(text) != nbytes or checksums_of([text], "crc32c")[0] != checksum:
-        raise FormatError(f"{path}: the header of the index is damaged")
+    text = os.pread(fd, min(nbytes, os.fstat(fd).st_size), _PREFIX.size)
     try:
-        header: dict[str, Any] = parse_json(text)
-    except ValueError as error:
+        if len(text) != nbytes or checksums_of([text], "crc32c")[0] != checksum:
+            raise ValueError("its checksum is wrong")
+        header = dict(parse_json(text))
+    except (ValueError, TypeError) as error:
         raise FormatError(f"{path}: the header of the index is damaged: {error}") from error
-    if not isinstance(header, dict):
-        raise FormatError(f"{path}: the header of the index is no JSON object")
     return header, aligned(_PREFIX.size + nbytes, PAGE)
 
 

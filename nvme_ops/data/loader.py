@@ -10,10 +10,11 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from nvme_ops import ranks
@@ -99,10 +100,9 @@ class Loader:
         self._arena: Arena | None = None
         self._forks = _forks
         self._order(0)  # raises for an unknown shuffle
-        # What an order by files depends on.
-        self._files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
-        self._next = _State(0, 0)
-        self._state = self._next
+        files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
+        self._identity = {"seed": self.seed, "shuffle": shuffle, "samples": len(self.store), "files": files}
+        self._next = self._state = _State(0, 0)
         self._loaded = False  # the next iteration continues from what load_state_dict was given
 
     def __len__(self) -> int:
@@ -124,14 +124,7 @@ class Loader:
 
         After the last batch of an epoch, that is at the beginning of the next one, as in ``StatefulDataLoader``.
         """
-        return {
-            "epoch": self._state.epoch,
-            "position": self._state.position,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
-            "samples": len(self.store),
-            "files": self._files,
-        }
+        return {**asdict(self._state), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Makes the next iteration continue where another loader was, whose ranks and batches may differ.
@@ -139,8 +132,7 @@ class Loader:
         Raises ValueError if its seed, shuffle or number of samples differs or, to shuffle by files, its files do;
         KeyError for what is not such a state.
         """
-        for name in ("seed", "shuffle", "samples", "files"):
-            mine = self.state_dict()[name]
+        for name, mine in self._identity.items():
             if state[name] != mine:
                 raise ValueError(f"the state has {name}={state[name]!r}, and this loader {mine!r}")
         position = int(state["position"])
@@ -161,7 +153,7 @@ class Loader:
         process = os.getpid()
         pool = ThreadPoolExecutor(self._threads, "nvme_ops.data") if self.decode else None
         steps, ahead = self._steps(state), deque[_Batch]()
-        stop = _Stop()
+        stop = threading.Event()
         _stops.add(stop)
         try:
             flying, room, step = 0, -1, next(steps, None)
@@ -234,24 +226,23 @@ class Loader:
         return len(ahead) < 2 or (not busy and len(ahead) < _MOST_BATCHES)
 
     def _begin(
-        self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, stop: _Stop, urgent: bool
+        self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, stop: threading.Event, urgent: bool
     ) -> _Batch:
         priority = Priority.DEMAND if urgent else Priority.PREFETCH
         read = self.store.submit(numbers, priority=priority, allocate=self._allocate, limit=self._budget)
-        batch = _Batch(read, position)
-        if pool is not None and self.decode is not None:
-            for first in range(self._threads):
-                batch.tasks.append(pool.submit(_decoded, read, self.decode, first, self._threads, stop))
-        return batch
+        if pool is None or self.decode is None:
+            return _Batch(read, position, [])
+        given = [(read, self.decode, first, self._threads, stop) for first in range(self._threads)]
+        return _Batch(read, position, [pool.submit(_decoded, *each) for each in given])
 
     def _end(self, batch: _Batch) -> Any:
         if self.decode is not None:
             parts = [task.result() for task in batch.tasks]
             samples = [parts[k % len(parts)][k // len(parts)] for k in range(len(batch.read))]
-            return self._moved((self.collate_fn or default_collate)(samples))
-        if self.collate_fn is not None:
-            return self._moved(self.collate_fn(batch.read.samples()))
-        return self._moved(batch.read.batch())
+            made = (self.collate_fn or default_collate)(samples)
+        else:
+            made = batch.read.batch() if self.collate_fn is None else self.collate_fn(batch.read.samples())
+        return made if self.device is None else tree_map(self._copied, made)
 
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self.device is not None and self.device.type != "cpu" and can_pin():
@@ -266,19 +257,10 @@ class Loader:
                 return memory
         return huge_pages(nbytes)
 
-    def _moved(self, batch: Any) -> Any:
-        if self.device is None:
-            return batch
-        if isinstance(batch, torch.Tensor):
-            return batch.to(self.device, non_blocking=batch.is_pinned())  # other memory may be freed before the copy
-        if isinstance(batch, dict):
-            return {name: self._moved(value) for name, value in batch.items()}
-        if isinstance(batch, list | tuple):
-            moved = [self._moved(value) for value in batch]
-            return (
-                moved if isinstance(batch, list) else type(batch)(*moved) if hasattr(batch, "_fields") else tuple(moved)
-            )
-        return batch
+    def _copied(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(self.device, non_blocking=value.is_pinned())  # other memory may be freed before the copy
 
     def __repr__(self) -> str:
         """Returns for example ``<Loader '/mnt/nvme/train': 16 batches of 64, rank 0 of 1>``."""
@@ -299,11 +281,7 @@ class _State:
 class _Batch:
     read: Read
     position: int  # after it
-    tasks: list[Future[list[Any]]] = field(default_factory=list)
-
-
-class _Stop(threading.Event):
-    """Set when nobody wants what is being decoded any more."""
+    tasks: list[Future[list[Any]]]
 
 
 _forks = 0  # of this process: the first write to huge pages that a child shares splits them into small ones
@@ -316,7 +294,7 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_parent=_forked, after_in_child=_forked)
 
-_stops: weakref.WeakSet[_Stop] = weakref.WeakSet()
+_stops: weakref.WeakSet[threading.Event] = weakref.WeakSet()  # each set when nobody wants what is decoded any more
 
 
 def _stop_all() -> None:
@@ -329,7 +307,7 @@ if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_stop_all)
 
 
-def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int, stop: _Stop) -> list[Any]:
+def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int, stop: threading.Event) -> list[Any]:
     made = []
     for sample in read.samples(slice(first, None, step)):
         if stop.is_set():
@@ -341,10 +319,8 @@ def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int,
 def _nbytes(made: Any) -> int:
     """Returns the bytes of the tensors and arrays in a batch."""
     if isinstance(made, Mapping):
-        return sum(map(_nbytes, made.values()))
-    if isinstance(made, list | tuple):
-        return sum(map(_nbytes, made))
-    return int(getattr(made, "nbytes", 0))
+        made = list(made.values())
+    return sum(map(_nbytes, made)) if isinstance(made, list | tuple) else int(getattr(made, "nbytes", 0))
 
 
 def _int(name: str, value: Any, least: int) -> int:
@@ -360,16 +336,16 @@ def _int(name: str, value: Any, least: int) -> int:
 def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if (rank is None) != (num_replicas is None):
         raise ValueError("rank and num_replicas must be given together")
-    if rank is None or num_replicas is None:
-        if (me := ranks.distributed()) is not None:
-            return me.rank, me.world_size
-        if (size := ranks.started().world_size) != 1:
-            raise RuntimeError(
-                f"WORLD_SIZE is {size}, and torch.distributed is not initialized: every rank would get the same "
-                "batches; call init_process_group first, or give rank and num_replicas"
-            )
-        return 0, 1
-    rank, num_replicas = _int("rank", rank, 0), _int("num_replicas", num_replicas, 1)
-    if rank >= num_replicas:
-        raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
-    return rank, num_replicas
+    if rank is not None:
+        num_replicas = _int("num_replicas", num_replicas, 1)
+        if _int("rank", rank, 0) >= num_replicas:
+            raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
+        return _int("rank", rank, 0), num_replicas
+    if (me := ranks.distributed()) is not None:
+        return me.rank, me.world_size
+    if (size := ranks.started().world_size) != 1:
+        raise RuntimeError(
+            f"WORLD_SIZE is {size}, and torch.distributed is not initialized: every rank would get the same "
+            "batches; call init_process_group first, or give rank and num_replicas"
+        )
+    return 0, 1

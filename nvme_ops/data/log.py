@@ -11,6 +11,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterator, Mapping
+from io import FileIO
 from typing import Literal
 
 from nvme_ops import at_exit
@@ -21,6 +22,7 @@ from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record
 _NOTHING = 0, 0  # records, and bytes, that are written but not durable
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # of what another user may have put there
 _PARTS = 4  # flushes in a window: what comes right after one waits for the next, and both take time
 
 Full = Literal["block", "drop", "raise"]
@@ -66,12 +68,12 @@ class AsyncLog:
         for name, value in whole.items():
             if isinstance(value, bool) or not isinstance(value, int):
                 raise TypeError(f"{name} must be an int, not {value!r}")
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, not {value}")
         if isinstance(window, bool) or not 0.001 <= window <= 3600:
             raise ValueError(f"window must be between 0.001 and 3600 seconds, not {window}")
         if on_full not in ("block", "drop", "raise"):
             raise ValueError(f"on_full must be 'block', 'drop' or 'raise', not {on_full!r}")
-        if self._limit < 1 or self._rotate < 1 or (keep is not None and keep < 1):
-            raise ValueError("buffer_bytes, rotate_bytes and keep must be at least 1")
         make_last_folder(os.path.dirname(self.path))
         #: Records that ``append`` has dropped.
         self.dropped = 0
@@ -268,18 +270,13 @@ class AsyncLog:
     def _remove_oldest(self, mine: Segment) -> None:
         if self._keep is None:
             return
-        ours: list[str] = []
+        present = mine.path if self._segment is not None else None
         with contextlib.suppress(OSError):  # neither others' files nor the one not ended yet push ours out
-            ours = [path for path in segments(self.path) if is_owned_by(path, mine.owner)]
-            ours = [path for path in ours if self._segment is None or path != mine.path]
-        for path in ours[: -self._keep]:
-            with contextlib.suppress(OSError):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-                try:
-                    if locks.take(fd):  # nobody is writing to it
+            ours = [path for path in segments(self.path) if path != present and is_owned_by(path, mine.owner)]
+            for path in ours[: -self._keep]:
+                with contextlib.suppress(OSError), FileIO(os.open(path, _FLAGS)) as file:
+                    if locks.take(file.fileno()):  # nobody is writing to it
                         os.unlink(path)
-                finally:
-                    os.close(fd)
 
     def _forget(self) -> None:
         """Empties the log in a forked child: its records are the parent's, a thread of which may have held the lock."""
@@ -300,7 +297,7 @@ class AsyncLog:
         if self._segment is not None:
             self._segment.close()
         if lost:
-            _warn_of_loss(self, self._failure)
+            warnings.warn(_loss(self, self._failure), RuntimeWarning, stacklevel=1)
         warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
 
     def __enter__(self) -> AsyncLog:
@@ -350,10 +347,6 @@ def _close_all() -> None:
             log.close()
         except Exception as error:
             at_exit.tell(_loss(log, error))
-
-
-def _warn_of_loss(log: AsyncLog, error: Exception | None) -> None:
-    warnings.warn(_loss(log, error), RuntimeWarning, stacklevel=2)
 
 
 def _loss(log: AsyncLog, error: Exception | None) -> str:

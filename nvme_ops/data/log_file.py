@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import os
 import re
 import stat
@@ -75,20 +76,19 @@ class Segment:
 
     def write(self, records: list[bytes]) -> int:
         """Adds a block; returns the bytes of its records and their lengths."""
-        lengths = array("I", map(len, records))
-        if sys.byteorder != "little":
-            lengths.byteswap()
+        lengths = _lengths(array("I", map(len, records)).tobytes())  # in little-endian
         rest = b"".join([lengths.tobytes(), *records])
-        payload = len(rest) - 4 * len(records)
-        checksum = checksums_of([_HEAD.pack(_MAGIC, 0, len(records), payload)[_AFTER_CRC:]], "crc32c")[0]
+        head = _HEAD.pack(_MAGIC, 0, len(records), len(rest) - 4 * len(records))[_AFTER_CRC:]
+        checksum = checksums_of([head], "crc32c")[0]
         if rest:
             checksum = joined(checksum, checksums_of([rest], "crc32c")[0], len(rest), "crc32c")
         place = self.nbytes
         with naming("write of records", self.path):
-            for part in (memoryview(_HEAD.pack(_MAGIC, checksum, len(records), payload)), memoryview(rest)):
-                end = place + len(part)
-                while place < end:
-                    place += os.pwrite(self._fd, part[len(part) - (end - place) :], place)
+            for part in (_MAGIC + struct.pack("<I", checksum) + head, rest):
+                left = memoryview(part)
+                while left:
+                    written = os.pwrite(self._fd, left, place)
+                    left, place = left[written:], place + written
         self.nbytes = place
         return len(rest)
 
@@ -175,26 +175,20 @@ def _read(path: str, file: File) -> Iterator[bytes]:
         ended = _is_ended(file.fileno(), nbytes)
         if _MAGIC < (magic := os.pread(file.fileno(), len(_MAGIC), 0)) <= _LAST_MAGIC:
             raise FormatError(f"{path}: version {magic.decode()} of the format; this program knows {_MAGIC.decode()}")
-        place = 0
-        while place < nbytes:
-            block = _block(file, nbytes - place)
-            if block is None:
-                if ended:
-                    raise FormatError(f"{path}: damaged at byte {place}")
-                after = _next_block(file, place, nbytes)
-                if after is None:
-                    return
+        place: int | None = 0
+        while place is not None and place < nbytes:
+            block = _block(file, place, nbytes)
+            if block is not None:
+                records, place = block
+                yield from records
+            elif ended:
+                raise FormatError(f"{path}: damaged at byte {place}")
+            elif (after := _next_block(file, place, nbytes)) is not None:
                 words = f"{path}: damaged from byte {place} to {after}; what was there is lost"
                 warnings.warn(words, RuntimeWarning, stacklevel=3)
                 place = after
-                file.seek(place)
-                continue
-            lengths, payload = block
-            begin = 0
-            for length in lengths:
-                yield payload[begin : begin + length]
-                begin += length
-            place += _HEAD.size + 4 * len(lengths) + len(payload)
+            else:
+                return
 
 
 def _is_ended(fd: int, nbytes: int) -> bool:
@@ -209,72 +203,56 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
     behind = _end_by_head(file, damaged, nbytes)
     if behind is not None:
         return behind if behind < nbytes else None
-    place, before = damaged + 1, b""
+    place = damaged + 1
     while place < nbytes:
-        data = _data_from(file.fileno(), place)
-        if data is None:
-            return None
-        if data > place:
-            place, before = data, b""
-        file.seek(place)
-        part = before + file.read(min(_SEARCHED, nbytes - place))
-        if len(part) <= len(before):
+        try:
+            place = os.lseek(file.fileno(), place, os.SEEK_DATA)  # a hole may be of any size
+        except OSError as error:
+            if error.errno == errno.ENXIO:  # a hole up to the end
+                return None
+        part = _at(file, place, min(_SEARCHED, nbytes - place))
+        if not part:  # it was cut off meanwhile
             return None
         found = part.find(_MAGIC)
         while found >= 0:
-            start = place - len(before) + found
-            if _is_block(file, start, nbytes):
-                return start
+            if _block(file, place + found, nbytes) is not None:
+                return place + found
             found = part.find(_MAGIC, found + 1)
-        place += len(part) - len(before)
-        before = part[1 - len(_MAGIC) :]
+        place += max(1, len(part) - len(_MAGIC) + 1)
     return None
-
-
-def _data_from(fd: int, place: int) -> int | None:
-    """Returns where the next bytes are that the file has blocks for: a hole may be of any size. None: nowhere."""
-    try:
-        return os.lseek(fd, place, os.SEEK_DATA)
-    except OSError as error:
-        return None if error.errno == errno.ENXIO else place
 
 
 def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:
     """Returns the end of a damaged block if its head can be trusted: a record may contain what looks like a block."""
-    file.seek(damaged)
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    count: int
-    payload: int
-    magic, _, count, payload = _HEAD.unpack(head)
+    head = _at(file, damaged, _HEAD.size)
+    magic, _, count, payload = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
     if magic != _MAGIC or count > _BLOCK:
         return None
     lengths = file.read(4 * count)
-    behind = damaged + _HEAD.size + 4 * count + payload
-    if len(lengths) == 4 * count and sum(_lengths(lengths)) == payload:
-        return behind
-    return behind if behind < nbytes and _is_block(file, behind, nbytes) else None
+    behind: int = damaged + _HEAD.size + 4 * count + payload
+    trusted = len(lengths) == 4 * count and sum(_lengths(lengths)) == payload
+    return behind if trusted or (behind < nbytes and _block(file, behind, nbytes) is not None) else None
 
 
-def _is_block(file: File, place: int, nbytes: int) -> bool:
+def _block(file: File, place: int, nbytes: int) -> tuple[Iterator[bytes], int] | None:
+    """Returns the records of a block, and where it ends; None if it is not a whole block."""
+    head = _at(file, place, _HEAD.size)
+    magic, checksum, count, payload = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
+    end: int = place + _HEAD.size + 4 * count + payload
+    if magic != _MAGIC or count > _BLOCK or end > nbytes:
+        return None
+    body = file.read(4 * count + payload)
+    if len(body) != 4 * count + payload or checksums_of([head[_AFTER_CRC:] + body], "crc32c")[0] != checksum:
+        return None
+    places = list(itertools.accumulate(_lengths(body[: 4 * count]), initial=4 * count))
+    if places[-1] != len(body):
+        return None
+    return (body[start:stop] for start, stop in itertools.pairwise(places)), end
+
+
+def _at(file: File, place: int, nbytes: int) -> bytes:
     file.seek(place)
-    return _block(file, nbytes - place) is not None
-
-
-def _block(file: File, left: int) -> tuple[array[int], bytes] | None:
-    """Returns the lengths of the records in the next block, and the records; None if it is not a whole block."""
-    head = file.read(_HEAD.size)
-    if len(head) < _HEAD.size:
-        return None
-    magic, checksum, count, nbytes = _HEAD.unpack(head)
-    if magic != _MAGIC or count > _BLOCK or _HEAD.size + 4 * count + nbytes > left:
-        return None
-    body = file.read(4 * count + nbytes)
-    if len(body) != 4 * count + nbytes or checksums_of([head[_AFTER_CRC:] + body], "crc32c")[0] != checksum:
-        return None
-    lengths = _lengths(body[: 4 * count])
-    return (lengths, body[4 * count :]) if sum(lengths) == nbytes else None
+    return file.read(nbytes)
 
 
 def _lengths(content: bytes) -> array[int]:

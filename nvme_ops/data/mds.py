@@ -24,27 +24,13 @@ from nvme_ops.tensors import bytes_of
 from nvme_ops.text import parse_json
 
 _LIST = "index.json"
+_KEYS = ("column_names", "column_encodings", "column_sizes")
 _WORD = 4
 _MOST = 100_000_000  # bytes of the index
-_SCALARS = {
-    name: getattr(torch, name)
-    for name in (
-        "uint8",
-        "uint16",
-        "uint32",
-        "uint64",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "float16",
-        "float32",
-        "float64",
-    )
-}
 # A byte stands for the dtype of an array, and two bits for that of its shape.
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
+_SCALARS = {name: getattr(torch, name) for name in _DTYPES.values()}
 _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 
@@ -67,55 +53,45 @@ def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001
     text = content_of(name, _MOST)
     try:
         shards = parse_json(text)["shards"]
-        if not shards:
-            raise FormatError(f"{name}: lists no shards")
-        names = []
-        for shard in shards:
-            if shard["format"] != "mds":
-                raise FormatError(f"{name}: shards of the format {shard['format']!r}; only mds is read")
-            names.append(str(shard["raw_data"]["basename"]))
-            if not os.path.exists(os.path.join(path, names[-1])) and shard.get("zip_data"):
-                raise FormatError(f"{name}: {names[-1]} is compressed ({shard['compression']}): decompress it first")
-            if os.path.isabs(names[-1]) or os.pardir in names[-1].split(os.sep):
-                raise FormatError(f"{name}: {names[-1]!r} is not in the folder")
-        keys = ("column_names", "column_encodings", "column_sizes")
-        columns = {key: shards[0][key] for key in keys}
-        if any(shard[key] != columns[key] for shard in shards for key in keys):
-            raise FormatError(f"{name}: its shards have different columns")
+        names = [_name_of(shard, path) for shard in shards]
+        columns = {key: shards[0][key] for key in _KEYS}
+        if any(shard[key] != columns[key] for shard in shards for key in _KEYS):
+            raise FormatError("its shards have different columns")
         counts = [int(shard["samples"]) for shard in shards]
         if min(counts) < 0 or any(b"\0" in os.fsencode(each) for each in names):
             raise ValueError("a shard that cannot be")
+    except FormatError as error:
+        raise FormatError(f"{name}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
-        if isinstance(error, FormatError):
-            raise
         raise FormatError(f"{name}: no index of MDS shards: {error!r}") from error
+    return foreign.index_of("mds", path, names, text, lambda shard, number: _places(shard, counts[number]), columns)
 
-    def scan(shard: str, number: int) -> foreign.Found:
-        return _places(shard, counts[number])
 
-    return foreign.index_of("mds", path, names, text, scan, columns)
+def _name_of(shard: dict[str, Any], folder: str) -> str:
+    """Returns the name of a shard's file. Raises FormatError if it cannot be read in place."""
+    if shard["format"] != "mds":
+        raise FormatError(f"shards of the format {shard['format']!r}; only mds is read")
+    name = str(shard["raw_data"]["basename"])
+    if not os.path.exists(os.path.join(folder, name)) and shard.get("zip_data"):
+        raise FormatError(f"{name} is compressed ({shard['compression']}): decompress it first")
+    if os.path.isabs(name) or os.pardir in name.split(os.sep):
+        raise FormatError(f"{name!r} is not in the folder")
+    return name
 
 
 def _places(shard: str, count: int) -> foreign.Found:
     with opened(shard) as fd:
-        status, wanted = os.fstat(fd), (count + 2) * _WORD
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise FormatError(f"{shard}: is no file")
-        size = status.st_size
-        head = b"" if wanted > size else _read(fd, wanted)
+        size, wanted = os.fstat(fd).st_size, (count + 2) * _WORD
+        with open(fd, "rb", closefd=False) as file:
+            head = file.read(wanted) if wanted <= size else b""
     if len(head) != wanted or int.from_bytes(head[:_WORD], "little") != count:
         raise FormatError(f"{shard}: does not begin with the places of {count} samples, as the index says")
     places = torch.frombuffer(bytearray(head), dtype=torch.int32)[1:].to(torch.int64) & 0xFFFFFFFF
     if (places[1:] < places[:-1]).any() or int(places[-1]) > size:
         raise FormatError(f"{shard}: the places of its samples are damaged")
     return foreign.Found(int(places[0]), places[1:])
-
-
-def _read(fd: int, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count and (part := os.pread(fd, count - len(parts), len(parts))):
-        parts += part
-    return bytes(parts)
 
 
 class NotDecodedError(FormatError, ImportError):
@@ -132,14 +108,14 @@ class Shards:
 
     def __init__(self, index: SampleIndex) -> None:
         try:
-            names, encodings, sizes = (index.more[f"column_{key}"] for key in ("names", "encodings", "sizes"))
+            names, encodings, sizes = (index.more[key] for key in _KEYS)
             if not all(size is None or (type(size) is int and size >= 0) for size in sizes):
                 raise ValueError(f"column_sizes are {sizes!r}")
-            self._columns = [(str(name), _decoder(str(encoding)), size)
-                             for name, encoding, size in zip(names, encodings, sizes, strict=True)]  # fmt: skip
+            decoders = [_decoder(str(encoding)) for encoding in encodings]
+            self._columns = list(zip(map(str, names), decoders, sizes, strict=True))
+        except UnsafeError as error:
+            raise UnsafeError(f"{index.path}: {error}") from error
         except (KeyError, ValueError, TypeError) as error:
-            if isinstance(error, FormatError):
-                raise type(error)(f"{index.path}: {error}") from error
             raise FormatError(f"{index.path}: the columns are damaged: {error!r}") from error
         self._head = sum(size is None for _, _, size in self._columns) * _WORD
 
@@ -174,23 +150,15 @@ def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
         dtype, _, shape = arguments.partition(":")
         lengths = tuple(int(length) for length in shape.split(",")) if shape else None
         return lambda part: _array(part, dtype, lengths)
-    if name in _SCALARS:
-        return lambda part: _numbers(part, _SCALARS[name]).item()
-    plain: dict[str, Callable[[torch.Tensor], Any]] = {
-        "bytes": lambda part: part,
-        "jpeg": lambda part: part,
-        "png": lambda part: part,
-        "str": _text,
-        "json": lambda part: parse_json(_text(part)),
-        "int": lambda part: _numbers(part, torch.int64).item(),
-        "str_int": lambda part: int(_text(part)),
-        "str_float": lambda part: float(_text(part)),
-    }
-    return plain[encoding] if encoding in plain else lambda part: _by_streaming(encoding, part)
-
-
-def _text(part: torch.Tensor) -> str:
-    return bytes(bytes_of(part)).decode()
+    dtypes = {**_SCALARS, "int": torch.int64}
+    if name in dtypes:
+        return lambda part: _numbers(part, dtypes[name]).item()
+    if encoding in ("bytes", "jpeg", "png"):
+        return lambda part: part
+    texts: dict[str, Callable[[str], Any]] = {"str": str, "json": parse_json, "str_int": int, "str_float": float}
+    if encoding in texts:
+        return lambda part: texts[encoding](bytes(bytes_of(part)).decode())
+    return lambda part: _by_streaming(encoding, part)
 
 
 def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -215,11 +183,8 @@ def _array(part: torch.Tensor, dtype: str, shape: tuple[int, ...] | None) -> tor
 
 def _by_streaming(encoding: str, part: torch.Tensor) -> Any:
     try:
-        from streaming.base.format.mds.encodings import (  # type: ignore[import-not-found,import-untyped,unused-ignore]
-            mds_decode,
-        )
+        from streaming.base.format.mds import encodings  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
-        raise NotDecodedError(
-            f"columns of the encoding {encoding!r} are decoded by MosaicML's package: pip install mosaicml-streaming"
-        ) from None
-    return mds_decode(encoding, bytes(bytes_of(part)))
+        words = f"the encoding {encoding!r} is decoded by MosaicML's package: pip install mosaicml-streaming"
+        raise NotDecodedError(words) from None
+    return encodings.mds_decode(encoding, bytes(bytes_of(part)))

@@ -1,36 +1,49 @@
-"""``SampleStore``: reads samples, many at a time by one vectored request."""
+"""``SampleStore``: reads samples, many at a time by one vectored request, from files that it keeps open."""
 
 from __future__ import annotations
 
 import copy
+import errno
+import json
 import operator
 import os
+import resource
+import stat
 import threading
+import weakref
 import zlib
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 import torch.utils.data
 
+from nvme_ops._native import native
 from nvme_ops.checksums import checksums_of
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
-from nvme_ops.data.files import DataFiles, Opened
-from nvme_ops.data.index import SampleIndex, unsigned
+from nvme_ops.data.index import SampleIndex, aligned, unsigned
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.errors import ChecksumError, FormatError, naming
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
+from nvme_ops.storage.publication import FileState
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import OpenFile
 
 #: Returns memory of so many bytes, ``torch.uint8``.
 Allocate: TypeAlias = Callable[[int], torch.Tensor]
 
 _APART = 1 << 44  # bytes: no file is larger
 _LOOKED_UP = 4096  # samples whose sizes are looked up at once
+_MOST, _LEAST = 1 << 14, 4  # files that are kept open
+_AT_ONCE = 256  # of these are opened at the beginning
+_SHARE = 20  # one file is kept open for so many descriptors of the process's limit; each may need up to four
 
 
 class SampleStore(torch.utils.data.Dataset[Any]):
@@ -62,22 +75,20 @@ class SampleStore(torch.utils.data.Dataset[Any]):
     ) -> None:
         self.path, self.transform = os.path.abspath(os.fspath(path)), transform
         self._given = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
-        self.index: SampleIndex = formats.index_of(self.path, verify)
         while True:
-            folder = os.path.dirname(self.index.path)
-            paths = [os.path.join(folder, file.name) for file in self.index.files]
+            self.index: SampleIndex = formats.index_of(self.path, verify)
             try:
-                self._files = DataFiles(self.index.files, paths, self.index.id if self.index.kind == "native" else None)
+                self._files = DataFiles(self.index)
                 break
             except FileNotFoundError:
-                before, self.index = self.index.id, formats.index_of(self.path, verify)
-                if self.index.id == before:  # else the store has just been replaced
+                if formats.index_of(self.path).id == self.index.id:  # else the store has just been replaced
                     raise
         self._reader = formats.reader_of(self.index)
-        folders = list(dict.fromkeys(map(os.path.dirname, paths))) if self.index.kind == "native" else [folder]
+        places = [os.path.dirname(path) for path in self._files.paths]
+        folders = list(dict.fromkeys(places)) if self.index.kind == "native" else []
         first = handle or aio_handle()
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
-        self._handle_of = [folders.index(os.path.dirname(path)) if len(folders) > 1 else 0 for path in paths]
+        self._handle_of = [folders.index(place) if folders else 0 for place in places]
         self._verify = verify
         self._closed = False
 
@@ -140,33 +151,31 @@ class SampleStore(torch.utils.data.Dataset[Any]):
 
     def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
         """Returns sample numbers as int64, none negative. Raises IndexError or TypeError."""
-        if isinstance(numbers, str):
-            raise TypeError("numbers of samples must be a sequence of integers")
         count = len(self)
+        wrong = TypeError("numbers of samples must be a sequence of integers")
+        too_large = IndexError(f"{self.path}: there are no such samples: it has {count}")
         try:
             found = cpu_tensor(numbers)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            if isinstance(numbers, Sequence) and all(isinstance(number, int) for number in numbers):
-                raise IndexError(f"{self.path}: there are no such samples: it has {count}") from error  # 2**63
-            raise TypeError("numbers of samples must be a sequence of integers") from error
-        if found.numel() == 0 and found.dim() == 1:
-            return found.to(torch.int64)
-        if found.dim() != 1 or found.is_floating_point() or found.is_complex() or found.dtype == torch.bool:
-            raise TypeError("numbers of samples must be a sequence of integers")
+            whole = not isinstance(numbers, str) and isinstance(numbers, Sequence)
+            raise (too_large if whole and all(isinstance(each, int) for each in numbers) else wrong) from error
+        if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
+            raise wrong
+        if found.dim() != 1:
+            raise wrong
         if found.dtype == torch.uint64 and (found.view(torch.int64) < 0).any():
-            raise IndexError(f"{self.path}: there are no such samples: it has {count}")
+            raise too_large
         found = found.to(torch.int64)
-        least, most = (int(bound) for bound in torch.aminmax(found))
-        if least < -count or most >= count:
-            wrong = most if most >= count else least
-            raise IndexError(f"{self.path}: there is no sample {wrong}: it has {count}")
-        return torch.where(found < 0, found + count, found) if least < 0 else found
+        outside = (found < -count) | (found >= count)
+        if outside.any():
+            raise IndexError(f"{self.path}: there is no sample {int(found[outside][0])}: it has {count}")
+        return torch.where(found < 0, found + count, found)
 
     def room(self, numbers: torch.Tensor) -> int:
         """Returns how many bytes ``submit`` asks ``allocate`` for, given checked numbers. Raises FormatError."""
         if self.index.stride is not None:
             return len(numbers) * self.index.stride
-        return int(_rooms(self.index, _spans(self.index, self.index.locate(numbers)[2])).sum())
+        return int(_rooms(self.index, aligned(self.index.locate(numbers)[2], self.index.alignment)).sum())
 
     def ranges(self, nbytes: int) -> Iterator[range]:
         """Yields ranges of all samples, in order, each of at most ``nbytes`` or one sample. Raises FormatError."""
@@ -240,14 +249,10 @@ class Read:
                 f"{store.path}: sample {int(numbers[place])} has {size_words(int(self._lengths[place]))}, and only "
                 f"{size_words(limit)} are allowed"
             )
-        spans = _spans(index, self._lengths)
-        self._rows: torch.Tensor | None = None
+        spans = aligned(self._lengths, index.alignment)  # whole strides, so that neighbours touch and are read together
         self._rooms = _rooms(index, spans)
-        if index.stride is not None:
-            self.memory = allocate(len(numbers) * index.stride)
-            self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
-        else:
-            self.memory = allocate(int(self._rooms.sum()))
+        self.memory = allocate(int(self._rooms.sum()))
+        self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
         try:
             self._submit(files, begins, spans, priority)
         except BaseException:
@@ -405,20 +410,111 @@ def _ends_of_groups(numbers: list[int], most: int) -> list[int]:
     return [*changes[most - 1 :: most], len(numbers)]
 
 
-def _spans(index: SampleIndex, lengths: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes that are read per record: whole strides, so that neighbours touch and are read together."""
-    return lengths if index.alignment == 1 else _rounded(lengths, index.alignment)
-
-
 def _rooms(index: SampleIndex, spans: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of memory per record."""
-    return spans if index.stride is not None else _rounded(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
-
-
-def _rounded(values: torch.Tensor, unit: int) -> torch.Tensor:
-    return (values + (unit - 1)) // unit * unit
+    return spans if index.stride is not None else aligned(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
 
 
 def huge_pages(nbytes: int) -> torch.Tensor:
     """Returns memory from the buffer pool."""
     return empty(nbytes, dtype=torch.uint8)
+
+
+# The files
+
+
+def trailer(store: str, number: int) -> bytes:
+    """Returns the last page of a data file of this package: it says which file of which store it is."""
+    return json.dumps({"nvme_ops": "samples", "store": store, "file": number}).encode().ljust(PAGE)
+
+
+class Opened:
+    """A file that stays open while a read or the store refers to it; the store may drop it first."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self.file: OpenFile = native().OpenFile(fd)
+
+    def __del__(self) -> None:
+        if hasattr(self, "file"):
+            self.file.close()
+            os.close(self._fd)
+
+
+class DataFiles:
+    """Files that are opened when they are first read. Threads may share them; a forked child inherits them.
+
+    Raises:
+        FormatError: a file's size or modification time is not what the index says, or it has changed since.
+        OSError: a file is missing or cannot be read.
+    """
+
+    def __init__(self, index: SampleIndex) -> None:
+        folder = os.path.dirname(index.path)
+        self._index, self.paths = index, [os.path.join(folder, file.name) for file in index.files]
+        self._seen: dict[int, FileState] = {}
+        self._lock, self._process = threading.Lock(), os.getpid()
+        self._open: OrderedDict[int, Opened] = OrderedDict()
+        self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # also those of reads
+        #: The most files that are kept open, and that one read has open at a time.
+        self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
+        for number, path in enumerate(self.paths):
+            self._check(number, os.stat(path))
+        for number in range(min(len(self.paths), self.most, _AT_ONCE)):
+            self.open(number)
+
+    def crowded(self) -> bool:
+        """Returns whether reads under way have so many files open that others should wait."""
+        return len(self._alive) > 2 * self.most
+
+    def open(self, number: int) -> Opened:
+        """Returns an open file: keep it while a transfer uses it. Raises what the constructor raises."""
+        found = self._open.get(number) or self._alive.get(number)
+        if found is not None:
+            return found
+        if self._process != os.getpid():  # another thread of the parent may have held the lock
+            self._lock, self._process = threading.Lock(), os.getpid()
+        with self._lock:
+            while len(self._open) >= self.most:
+                self._open.popitem(last=False)
+            found = self._open[number] = self._alive[number] = self._opened(number)
+            return found
+
+    def check(self, number: int, opened: Opened) -> None:
+        """Raises FormatError if an open file has changed since it was first seen."""
+        self._check(number, os.fstat(opened._fd), opened._fd)
+
+    def close(self) -> None:
+        """Closes the files that no transfer uses, and the others when theirs have ended."""
+        self._open.clear()
+
+    def _opened(self, number: int) -> Opened:
+        path = self.paths[number]
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            self._check(number, os.fstat(fd), fd)
+            if self._index.kind == "native":
+                with naming("read of the end", path):
+                    end = os.pread(fd, PAGE, self._index.files[number].nbytes - PAGE)
+                if end != trailer(self._index.id, number):
+                    raise FormatError(f"{path}: belongs to another store than its index, or is damaged at its end")
+            return Opened(fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def _check(self, number: int, status: os.stat_result, fd: int = -1) -> None:
+        file, path = self._index.files[number], self.paths[number]
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(errno.EINVAL, "is no file", path)
+        if status.st_size != file.nbytes:
+            raise FormatError(
+                f"{path}: has {status.st_size} bytes, and {file.nbytes} by the index: it was cut off or replaced"
+            )
+        if file.stamp is not None and status.st_mtime_ns != file.stamp:
+            raise FormatError(f"{path}: was changed after its index was made: make the index again")
+        seen = self._seen.get(number)
+        if seen is None:
+            self._seen[number] = FileState(status, fd)
+        elif not seen.holds(status, fd):
+            raise FormatError(f"{path}: was replaced or changed while the store was open")

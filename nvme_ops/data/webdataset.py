@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import SampleIndex
+from nvme_ops.data.index import SampleIndex, aligned
 from nvme_ops.errors import FormatError
 from nvme_ops.storage.publication import opened
 from nvme_ops.tensors import bytes_of
@@ -143,31 +143,29 @@ def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:
             break
         plain = _plain(head)
         if plain is None:
-            return _by_tarfile(bytes(view))
+            members = [each for each, _ in _walk(io.BytesIO(view), len(view), "it is not part of a tar")]
+            return [(each.name, each.offset_data, each.size) for each in members if each.isreg()]
         name, size = plain
         begin = place + _BLOCK
         if begin + size > len(view):
             raise FormatError(f"{name!r} does not fit its record of {len(view)} bytes")
         found.append((name, begin, size))
-        place = begin + -(-size // _BLOCK) * _BLOCK
+        place = begin + aligned(size, _BLOCK)
     return found
 
 
 def _plain(head: bytes) -> tuple[str, int] | None:
-    """Returns name and bytes of a regular file with an ordinary header; None for anything else."""
+    """Returns name and bytes of a regular file with an ordinary header; None for anything else.
+
+    As ``TarInfo.frombuf`` does for all headers, in ten times the time.
+    """
     size = head[124:136].rstrip(b"\0 ")
     if head[156:157] not in (b"0", b"\0") or head[345:346] != b"\0" or not size.isdigit():
         return None
-    # The sum of the header, with spaces in place of the sum itself.
-    given = head[148:156].strip(b"\0 ")
+    summed = sum(head) - sum(head[148:156]) + 8 * 0x20  # with spaces in place of the sum itself
     try:
-        if int(given, 8) != sum(head) - sum(head[148:156]) + 8 * 0x20:
-            return None
-        return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)
+        if int(head[148:156].strip(b"\0 "), 8) == summed:
+            return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)
     except ValueError:  # not octal numbers
-        return None
-
-
-def _by_tarfile(content: bytes) -> list[tuple[str, int, int]]:
-    members = [member for member, _ in _walk(io.BytesIO(content), len(content), "it is not part of a tar")]
-    return [(member.name, member.offset_data, member.size) for member in members if member.isreg()]
+        pass
+    return None

@@ -18,8 +18,8 @@ from nvme_ops import at_exit
 from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.data.claim import WriterClaim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
-from nvme_ops.data.files import trailer
-from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
+from nvme_ops.data.store import trailer
 from nvme_ops.durable import make_last_folder, sync_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.file import File
@@ -88,7 +88,7 @@ class SampleWriter:
         self.path = os.path.join(self._folders[0], NAME)
         self._overwrite = overwrite
         self._require_right_to_replace()
-        self._alignment = alignment and max(alignment, self.columns.alignment)
+        self._alignment = alignment and max(alignment, self.columns.alignment)  # None until it is settled
         self._first_records: list[list[memoryview]] = []  # which are written once they have decided the alignment
         self._looked_at = 0  # bytes of those
         self._id = os.urandom(8).hex()
@@ -122,25 +122,24 @@ class SampleWriter:
             self._state = "failed"  # until the whole record is in the file
             if self._sums is not None:
                 self._sums.append(checksum)
-            if self._alignment is None:
-                self._look_at(parts)
-            else:
+            if self._alignment is not None:
                 self._append(parts, self._alignment)
+            else:
+                self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its own
+                self._looked_at += max(_LEAST, sum(map(len, parts)))
+                if self.columns.record_bytes is not None or self._looked_at >= min(_LOOKED_AT, self._shard_bytes):
+                    self._settle_alignment()
             self._state = "open"
             return len(self) - 1
-
-    def _look_at(self, parts: Sequence[memoryview]) -> None:
-        self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its memory
-        self._looked_at += max(_LEAST, sum(map(len, parts)))
-        if self._looked_at >= min(_LOOKED_AT, self._shard_bytes) or self.columns.record_bytes is not None:
-            self._settle_alignment()
 
     def _settle_alignment(self) -> int:
         """Returns the alignment. Writes the records that have decided it, unless that is done."""
         if self._alignment is None:
-            alignment = _alignment_of([sum(map(len, parts)) for parts in self._first_records])
-            self._alignment = max(alignment, self.columns.alignment)
             records, self._first_records = self._first_records, []
+            sizes = [sum(map(len, parts)) for parts in records]
+            padding, together = sum(-nbytes % PAGE for nbytes in sizes), sum(sizes)
+            cheap = together and padding * 16 <= together  # what is aligned to pages is read without a copy
+            self._alignment = max(PAGE if cheap else _SMALL_ALIGNMENT, self.columns.alignment)
             for parts in records:
                 self._append(parts, self._alignment)
         return self._alignment
@@ -151,9 +150,7 @@ class SampleWriter:
             self._end_shard(alignment)
         if self._file is None:
             self._begin_shard()
-        self._pad(alignment)
-        for part in parts:
-            self._write(part)
+        self._write(bytes(-self._end % alignment), *parts)
         self._ends.append(self._end)
 
     def extend(self, samples: Iterable[Sample]) -> None:
@@ -177,7 +174,7 @@ class SampleWriter:
                 raise
 
     def _publish(self) -> None:
-        before: WriterClaim | None = None
+        before = None
         with locks.locked(self.path):
             try:
                 self._require_right_to_replace()
@@ -186,9 +183,12 @@ class SampleWriter:
                     sync_folder(folder)
                 write_index(self.path, self._index())
                 self._claim.settle()
-                _settle(before)
             finally:
-                _settle(before)  # again, if Ctrl-C has ended the first call: the next writer would wait for it
+                if before is not None:
+                    try:
+                        before.settle()
+                    finally:
+                        before.settle()  # if Ctrl-C has ended the first call: the next writer would wait for it
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
@@ -233,47 +233,50 @@ class SampleWriter:
             raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
 
     def _begin_shard(self) -> None:
-        number = len(self._files)
-        folder = self._folders[number % len(self._folders)]
-        unlink.require_room(folder)
-        self._file = open_file(os.path.join(folder, data_file(self._id, number)), "x")
+        unlink.require_room(self._folder())
+        self._file = open_file(os.path.join(self._folder(), data_file(self._id, len(self._files))), "x")
         self._end, self._first = 0, len(self._ends)
 
+    def _folder(self) -> str:
+        """Returns the folder of the present data file."""
+        return self._folders[len(self._files) % len(self._folders)]
+
     def _end_shard(self, alignment: int) -> None:
-        file = self._file
+        file, number = self._file, len(self._files)
         if file is None:
             return
-        self._pad(alignment)
-        self._pad(PAGE)
-        number = len(self._files)
-        self._write(memoryview(trailer(self._id, number)))
+        end = aligned(aligned(self._end, alignment), PAGE)
+        self._write(bytes(end - self._end), trailer(self._id, number))
         file.sync()
         file.close()
         self._file = None
-        folder = number % len(self._folders)
         name = data_file(self._id, number)
-        self._files.append(
-            DataFile(name if folder == 0 else os.path.join(self._folders[folder], name), self._end, self._first)
-        )
+        name = name if self._folder() == self._folders[0] else os.path.join(self._folder(), name)
+        self._files.append(DataFile(name, self._end, self._first))
 
-    def _pad(self, alignment: int) -> None:
-        if padding := -self._end % alignment:
-            self._write(memoryview(bytes(padding)))
-
-    def _write(self, part: memoryview) -> None:
+    def _write(self, *parts: bytes | memoryview) -> None:
         if self._file is None:
             raise ValueError("no file to write to")
-        self._file.write(part)
-        self._end += len(part)
+        for part in parts:
+            if part:
+                self._file.write(part)
+                self._end += len(part)
 
     def _index(self) -> SampleIndex:
         fixed = self.columns.record_bytes
-        ends = _tensor(self._ends, torch.int64)
-        sums = None if self._sums is None else _tensor(self._sums, torch.int32)
         return SampleIndex(
-            self._id, "native", len(self._ends), self._files, self._settle_alignment(), fixed, self.columns.as_json(),
-            {"path": self.path} if len(self._folders) > 1 else {}, ends if fixed is None else None, sums, self.path,
-        )  # fmt: skip
+            self._id,
+            "native",
+            len(self._ends),
+            self._files,
+            self._settle_alignment(),
+            fixed,
+            self.columns.as_json(),
+            {"path": self.path} if len(self._folders) > 1 else {},
+            _tensor(self._ends, torch.int64) if fixed is None else None,
+            None if self._sums is None else _tensor(self._sums, torch.int32),
+            self.path,
+        )
 
     def __enter__(self) -> SampleWriter:
         return self
@@ -315,19 +318,8 @@ class SampleWriter:
         return f"<SampleWriter {self.path!r}: {len(self)} samples{', closed' * (self._state == 'closed')}>"
 
 
-def _settle(claim: WriterClaim | None) -> None:
-    if claim is not None:
-        claim.settle()
-
-
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(values, dtype=dtype) if values else torch.empty(0, dtype=dtype, device="cpu")
-
-
-def _alignment_of(sizes: Sequence[int]) -> int:
-    """Returns the alignment for records of sizes like these: aligned to pages they are read without a copy."""
-    padding, together = sum(-nbytes % PAGE for nbytes in sizes), sum(sizes)
-    return PAGE if together and padding * 16 <= together else _SMALL_ALIGNMENT
 
 
 def _checksum(parts: Sequence[Any]) -> int:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import json
+import struct
+import tarfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +33,10 @@ def is_sample(found: dict[str, Any], number: int) -> bool:
     )
 
 
+def are_samples(found: Sequence[dict[str, Any]], numbers: Sequence[int]) -> bool:
+    return all(is_sample(each, number) for each, number in zip(found, numbers, strict=True))
+
+
 def write(folders: Path | Sequence[Path], count: int = 100, **more: Any) -> None:
     """A store of samples of varying size, in several files."""
     for folder in [folders] if isinstance(folders, Path) else folders:
@@ -50,3 +58,99 @@ def write_fixed(folder: Path, count: int = 100, nbytes: int = 4096, **more: Any)
 
 def data_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("samples-*"))
+
+
+# MosaicML's shards
+
+ENCODINGS = {"image": "jpeg", "label": "int", "name": "str", "meta": "json", "x": "float32", "a": "ndarray:int16:2,3",
+             "b": "ndarray"}  # fmt: skip
+SIZES = [None, 8, None, None, 4, 12, None]
+
+
+def mds_sample(number: int) -> dict[str, Any]:
+    return {
+        "image": bytes(pattern(number * 91 % 3000, number).tolist()),
+        "label": number - 50,
+        "name": f"sample {number}",
+        "meta": {"number": number},
+        "x": number / 2,
+        "a": torch.full((2, 3), number, dtype=torch.int16),
+        "b": torch.arange(number % 4 * 2, dtype=torch.float32).view(-1, 2),
+    }
+
+
+def mds_bytes(sample: dict[str, Any]) -> bytes:
+    values = sample["b"]
+    array = bytes([34, len(values.shape) << 2, *values.shape]) + values.numpy().tobytes()  # float32; uint8 for lengths
+    parts = [
+        sample["image"], struct.pack("<q", sample["label"]), sample["name"].encode(),
+        json.dumps(sample["meta"]).encode(), struct.pack("<f", sample["x"]), sample["a"].numpy().tobytes(), array,
+    ]  # fmt: skip
+    sizes = [len(part) for part, size in zip(parts, SIZES, strict=True) if size is None]
+    return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(parts)
+
+
+def shard(
+    folder: Path, name: str, samples: list[bytes], encodings: Sequence[str], sizes: Sequence[Any]
+) -> dict[str, Any]:
+    """Writes one, and returns what the index says of it."""
+    head, places = 4 * (len(samples) + 2) + 5, [0]  # and 5 bytes of something that the format allows in between
+    for each in samples:
+        places.append(places[-1] + len(each))
+    content = struct.pack("<I", len(samples)) + struct.pack(f"<{len(places)}I", *(head + place for place in places))
+    (folder / name).write_bytes(content + b"extra" + b"".join(samples))
+    return {
+        "column_encodings": encodings, "column_names": list(ENCODINGS)[: len(encodings)], "column_sizes": sizes,
+        "compression": None, "format": "mds", "hashes": [], "samples": len(samples), "version": 2,
+        "raw_data": {"basename": name, "bytes": (folder / name).stat().st_size, "hashes": {}}, "zip_data": None,
+    }  # fmt: skip
+
+
+def write_index(folder: Path, shards: list[dict[str, Any]]) -> None:
+    (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
+
+
+def write_mds(folder: Path, count: int = 100, each: int = 30, name: str = "shard.{:05d}.mds") -> None:
+    folder.mkdir(exist_ok=True)
+    shards = []
+    for start in range(0, count, each):
+        samples = [mds_bytes(mds_sample(number)) for number in range(start, min(count, start + each))]
+        shards.append(shard(folder, name.format(start), samples, list(ENCODINGS.values()), SIZES))
+    write_index(folder, shards)
+
+
+def same_mds(found: dict[str, Any], number: int) -> bool:
+    wanted = mds_sample(number)
+    return (
+        list(found) == list(wanted)
+        and bytes(found["image"].tolist()) == wanted["image"]
+        and all(torch.equal(found[name], wanted[name]) for name in ("a", "b"))
+        and all(found[name] == wanted[name] for name in ("label", "name", "meta", "x"))
+    )
+
+
+# WebDataset's tars
+
+
+def add(tar: tarfile.TarFile, name: str, content: bytes = b"", kind: bytes = tarfile.REGTYPE) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.type = len(content), kind
+    tar.addfile(member, io.BytesIO(content))
+
+
+def write_tar(path: Path, numbers: range, prefix: str = "", form: int = tarfile.USTAR_FORMAT) -> None:
+    with tarfile.open(path, "w", format=form) as tar:
+        for number in numbers:
+            for extension, content in tar_sample(number).items():
+                add(tar, f"{prefix}{number:06d}.{extension}", content)
+
+
+def tar_sample(number: int) -> dict[str, bytes]:
+    image = bytes(pattern(number * 77 % 4000, number).tolist())
+    return {"jpg": image, "cls": str(number).encode(), "seg.png": b"p" * 10}
+
+
+def same_tar(found: dict[str, Any], number: int, prefix: str = "") -> bool:
+    wanted = tar_sample(number)
+    key = found.pop("__key__")
+    return key == f"{prefix}{number:06d}" and {name: bytes(value.tolist()) for name, value in found.items()} == wanted

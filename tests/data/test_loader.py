@@ -1,15 +1,12 @@
-"""Batches: every sample once in an epoch, the same order for any number of ranks, resumed where they were left."""
+"""Batches: the same order for any number of ranks, resumed anywhere, within a budget; and torch's own loader."""
 
 from __future__ import annotations
 
 import collections
 import gc
 import itertools
+import json
 import os
-import re
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -17,12 +14,17 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
+from nvme_ops import aio_handle
 from nvme_ops.data import Loader, SampleStore, SampleWriter
-from nvme_ops.data.order import Shuffle
+from nvme_ops.data import loader as module
+from nvme_ops.data.order import EpochOrder, Shuffle
+from nvme_ops.engine import Priority
 from nvme_ops.errors import FormatError
-from tests.conftest import MIB, REPOSITORY, in_child, in_threads, run_python
-from tests.data.samples import data_files, fixed, is_sample, write, write_fixed
+from tests.conftest import MIB, in_child, in_threads, run_python
+from tests.data.samples import data_files, fixed, is_sample, sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
 
@@ -33,109 +35,189 @@ def store(folder: Path) -> SampleStore:
     return SampleStore(folder / "store")
 
 
-def labels(batches: Any) -> list[list[int]]:
-    return [batch["label"].tolist() for batch in batches]
-
-
 def flat(batches: Any) -> list[int]:
-    return list(itertools.chain.from_iterable(labels(batches)))
+    return list(itertools.chain.from_iterable(batch["label"].tolist() for batch in batches))
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-def test_every_sample_comes_once(store: SampleStore, shuffle: Shuffle) -> None:
-    loader = Loader(store, 10, shuffle=shuffle)
-    first, second = flat(loader), flat(loader)
-    assert sorted(first) == sorted(second) == list(range(103))
-    assert (first == second) == (shuffle is False)
-    assert len(loader) == 11
-    assert len(labels(loader)[-1]) == 3
+# The order
 
 
-def test_samples_are_what_was_written(store: SampleStore) -> None:
-    loader = Loader(store, 7, shuffle=True, collate_fn=list)
-    for batch in loader:
-        assert all(is_sample(found, int(found["label"])) for found in batch)
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[int, SampleStore]:
+    """Stores of so many samples, which are their numbers, in files of twenty."""
+    made = {}
+    for count in (0, 3, 103):
+        folder = tmp_path_factory.mktemp(f"store{count}")
+        with SampleWriter(folder, torch.int64, shard_bytes=160, alignment=8) as writer:
+            writer.extend(range(count))
+        made[count] = SampleStore(folder)
+    return made
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_the_order_does_not_depend_on_the_ranks(store: SampleStore, shuffle: Shuffle, ranks: int) -> None:
-    alone = flat(Loader(store, 30, shuffle=shuffle, drop_last=True))
-    loaders = [
-        Loader(store, 30 // ranks, shuffle=shuffle, drop_last=True, rank=rank, num_replicas=ranks)
-        for rank in range(ranks)
-    ]
-    together = [number for step in zip(*map(labels, loaders), strict=True) for batch in step for number in batch]
-    assert together == alone
+def steps(order: list[int], start: int, batch: int, ranks: int, drop_last: bool) -> list[list[list[int]]]:
+    """The batches of all ranks, step by step."""
+    found, step = [], batch * ranks
+    for place in range(start, len(order), step):
+        taken = order[place : place + step]
+        if len(taken) < step and drop_last:
+            break
+        each = -(-len(taken) // ranks)
+        taken = [*taken, *itertools.islice(itertools.cycle(order), each * ranks - len(taken))]
+        found.append([taken[rank * each : (rank + 1) * each] for rank in range(ranks)])
+    return found
 
 
-def test_ranks_have_as_many_batches_as_each_other(store: SampleStore) -> None:
-    for ranks in (2, 4, 7):
-        found = [labels(Loader(store, 8, shuffle=True, rank=rank, num_replicas=ranks)) for rank in range(ranks)]
-        assert len({tuple(map(len, batches)) for batches in found}) == 1
-        assert {number for batches in found for batch in batches for number in batch} == set(range(103))
-        assert len(found[0]) == len(Loader(store, 8, rank=0, num_replicas=ranks))
+def taken(loaders: list[Loader]) -> list[list[list[int]]]:
+    return [[batch.tolist() for batch in step] for step in zip(*loaders, strict=True)]
 
 
-@pytest.mark.parametrize("shuffle", SHUFFLES)
-@pytest.mark.parametrize("prefetch", [None, 0, 3])
-def test_it_goes_on_in_mid_epoch(store: SampleStore, shuffle: Shuffle, prefetch: int | None) -> None:
-    def made(batch: int = 10) -> Loader:
-        return Loader(store, batch, shuffle=shuffle, seed=5, prefetch=prefetch)
+@settings(max_examples=120)
+@given(
+    st.sampled_from((0, 3, 103)), st.sampled_from(SHUFFLES), st.sampled_from((None, 0, 3)), st.booleans(),
+    st.tuples(st.integers(1, 40), st.integers(1, 8)), st.tuples(st.integers(1, 40), st.integers(1, 8)),
+    st.integers(0, 3), st.integers(1, 12),
+)  # fmt: skip
+def test_ranks_share_one_order_and_resume_anywhere(
+    stores: dict[int, SampleStore], count: int, shuffle: Shuffle, prefetch: int | None, drop_last: bool,
+    first: tuple[int, int], second: tuple[int, int], epoch: int, stop: int,
+) -> None:  # fmt: skip
+    """Two runs, with other batches and ranks; the second continues where the first was left."""
+    store = stores[count]
+    options: dict[str, Any] = {"shuffle": shuffle, "seed": 5, "drop_last": drop_last, "prefetch": prefetch}
 
-    whole = made()
-    flat(whole)
-    expected = [flat(whole), flat(whole)]
-    first = made()
-    flat(first)
-    batches = iter(first)
-    seen = flat(itertools.islice(batches, 4))
-    state = first.state_dict()
-    assert state["position"] == 40
-    for batch in (10, 7):
-        second = made(batch)
-        second.load_state_dict(state)
-        assert second.state_dict() == state
-        assert seen + flat(second) == expected[0]
-        assert flat(second) == expected[1], "then the next epoch"
+    def loaders(batch: int, ranks: int) -> list[Loader]:
+        return [Loader(store, batch, rank=rank, num_replicas=ranks, **options) for rank in range(ranks)]
 
+    def order(epoch: int) -> list[int]:
+        return EpochOrder(store.index.counts(), shuffle, 5, epoch).at(0, count).tolist()
 
-def test_it_goes_on_with_other_ranks(store: SampleStore) -> None:
-    one = Loader(store, 24, shuffle=True, drop_last=True)
+    ours = loaders(*first)
+    for each in ours:
+        each.set_epoch(epoch)
+    expected = steps(order(epoch), 0, *first, drop_last)
+    assert {len(each) for each in ours} == {len(expected)}
+    assert taken(ours) == expected
+    assert taken(ours) == steps(order(epoch + 1), 0, *first, drop_last), "then the next epoch"
+
+    one = ours[0]
+    one.set_epoch(epoch)
     batches = iter(one)
+    done = len(list(itertools.islice(batches, stop)))
+    state = json.loads(json.dumps(one.state_dict()))
+    position = min(count, done * first[0] * first[1])
+    assert state["position"] == position
+    rest = steps(order(epoch), position, *second, drop_last)
+    if not rest and position:
+        epoch, rest = epoch + 1, steps(order(epoch + 1), 0, *second, drop_last)
+    theirs = loaders(*second)
+    for each in theirs:
+        each.load_state_dict(state)
+        assert each.state_dict() == state
+    assert taken(theirs) == rest
+    assert taken(theirs) == steps(order(epoch + 1), 0, *second, drop_last)
+
+
+def test_set_epoch_right_behind_load_state_dict_goes_on(stores: dict[int, SampleStore]) -> None:
+    """The usual loop: for epoch in range(start, stop): loader.set_epoch(epoch)."""
+    first, second = (Loader(stores[103], 10, shuffle=True) for _ in range(2))
+    first.set_epoch(torch.tensor(4))  # type: ignore[arg-type]  # any integer
+    batches = iter(first)
     next(batches)
-    state = one.state_dict()
-    rest = flat(batches)
-    loaders = [Loader(store, 12, shuffle=True, drop_last=True, rank=rank, num_replicas=2) for rank in range(2)]
-    for loader in loaders:
-        loader.load_state_dict(state)
-    together = [number for step in zip(*map(labels, loaders), strict=True) for batch in step for number in batch]
-    assert together == rest
+    state = first.state_dict()
+    second.load_state_dict(state)
+    second.set_epoch(4)
+    assert [each.tolist() for each in second] == [each.tolist() for each in batches]
+    second.set_epoch(4)
+    assert len(list(second)) == 11, "and the same epoch again begins at its beginning"
+    second.load_state_dict(state)
+    second.set_epoch(5)
+    assert len(list(second)) == 11, "as does another one"
+    with pytest.raises(TypeError):
+        second.set_epoch(1.5)  # type: ignore[arg-type]
 
 
-def test_states_of_something_else(store: SampleStore) -> None:
+def test_states_of_something_else(store: SampleStore, folder: Path) -> None:
     state = Loader(store, 5, seed=1).state_dict()
     for wrong in ({"seed": 2}, {"samples": 5}, {"shuffle": True}, {"position": 104}, {"position": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             Loader(store, 5, seed=1).load_state_dict({**state, **wrong})
     with pytest.raises(KeyError):
         Loader(store, 5).load_state_dict({})
+    write(folder / "other", 103, shard_bytes="64K")
+    with pytest.raises(ValueError, match="the state has files="):
+        Loader(folder / "other", shuffle="shards").load_state_dict(Loader(store, shuffle="shards").state_dict())
+    Loader(folder / "other", shuffle=True).load_state_dict(Loader(store, shuffle=True).state_dict())
 
 
-def test_epochs_can_be_chosen(store: SampleStore) -> None:
-    loader = Loader(store, 10, shuffle=True)
-    found = [flat(loader) for _ in range(3)]
-    loader.set_epoch(1)
-    assert flat(loader) == found[1]
-    assert flat(loader) == found[2]
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"batch_size": 0}, {"batch_size": 2.5}, {"prefetch": -1}, {"threads": 0, "decode": len}, {"threads": 2},
+        {"memory_budget": 0}, {"memory_budget": "many"}, {"shuffle": "files"}, {"shuffle": 1}, {"rank": 1},
+        {"rank": 2, "num_replicas": 2}, {"rank": 0, "num_replicas": 0}, {"rank": 0, "num_replicas": 2.0},
+        {"rank": 0.5, "num_replicas": 2}, {"rank": -1, "num_replicas": 2}, {"rank": True, "num_replicas": 2},
+    ],
+)  # fmt: skip
+def test_wrong_arguments(stores: dict[int, SampleStore], wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=rf"{next(iter(wrong))}|num_replicas|decode|size"):
+        Loader(stores[3], **wrong)
 
 
-def test_an_iteration_that_is_left(store: SampleStore) -> None:
-    loader = Loader(store, 10, shuffle=True)
-    for _ in loader:
-        break
-    gc.collect()
-    assert sorted(flat(loader)) == list(range(103))
+def test_ranks_that_nobody_has_told(stores: dict[int, SampleStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(RuntimeError, match="call init_process_group first"):
+        Loader(stores[103], 2)
+    assert len(Loader(stores[103], 2, rank=1, num_replicas=4)) == 13
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert len(Loader(stores[103], 2)) == 52
+
+
+def test_ranks_of_torch_distributed(folder: Path) -> None:
+    write(folder / "store", 40)
+    program = """
+        import sys, torch
+        from nvme_ops.data import Loader
+        def work(rank):
+            torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
+            loader = Loader(sys.argv[1], 5, shuffle=True)
+            found = [None] * 2
+            torch.distributed.all_gather_object(found, [batch["label"].tolist() for batch in loader])
+            if rank == 0:
+                print([number for step in zip(*found) for batch in step for number in batch])
+            torch.distributed.destroy_process_group()
+        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
+    """
+    done = run_python(program, folder / "store", folder / "rendezvous")
+    assert done.stdout.splitlines()[-1] == str(flat(Loader(folder / "store", 10, shuffle=True)))
+
+
+def test_other_default_devices(folder: Path) -> None:
+    write_fixed(folder / "store", 10)
+    torch.set_default_device("meta")
+    try:
+        found = [list(Loader(folder / "store", 3, shuffle=shuffle)) for shuffle in SHUFFLES]
+        with SampleWriter(folder, torch.float64) as writer:
+            writer.extend([1.0, 2.0])
+    finally:
+        torch.set_default_device(None)
+    for batches, shuffle in zip(found, SHUFFLES, strict=True):
+        assert torch.equal(torch.cat(batches), torch.cat(list(Loader(folder / "store", 3, shuffle=shuffle))))
+    assert [float(each) for each in SampleStore(folder).read([0, 1])] == [1.0, 2.0]
+
+
+# What is made of the samples
+
+
+def test_batches_of_any_samples(store: SampleStore) -> None:
+    for batch in Loader(store, 7, shuffle=True, collate_fn=list):
+        assert all(is_sample(found, int(found["label"])) for found in batch)
+    for number, batch in enumerate(Loader(store, 7)):
+        assert batch["name"][0] == f"sample {7 * number}"
+        assert torch.equal(batch["image"][0], sample(7 * number)["image"])
+    pair = collections.namedtuple("pair", "one two")
+    (batch, *_) = Loader(store, 8, device="cpu", collate_fn=lambda samples: pair(torch.zeros(1), (1, [2])))
+    assert isinstance(batch, pair)
+    assert batch.two == (1, [2])
 
 
 def test_decoding_in_threads(store: SampleStore) -> None:
@@ -159,39 +241,64 @@ def test_what_decode_raises_ends_the_iteration(store: SampleStore) -> None:
         return int(sample["label"])
 
     batches = iter(Loader(store, 10, decode=decode))
-    assert next(batches).tolist() == list(range(10))
-    next(batches)
+    assert [next(batches).tolist() for _ in range(2)] == [list(range(10)), list(range(10, 20))]
     with pytest.raises(RuntimeError, match="cannot decode 25"):
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
 
 
-def test_samples_of_one_size_come_as_one_tensor(folder: Path) -> None:
-    write_fixed(folder / "store", 50)
-    batches = list(Loader(folder / "store", 16))
-    assert [tuple(batch.shape) for batch in batches] == [(16, 4096), (16, 4096), (16, 4096), (2, 4096)]
+def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
+    write_fixed(folder / "store", 200, 4096, shard_bytes="64K")
+    batches = iter(Loader(folder / "store", 8, prefetch=1))
+    next(batches)
+    for path in data_files(folder / "store"):
+        os.truncate(path, 0)
+    with pytest.raises((EOFError, FormatError), match="samples-"):  # by what was read ahead of it
+        list(batches)
 
 
-def test_reading_ahead_stays_within_the_budget(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_fixed(folder / "store", 64, MIB, shard_bytes="16M")
-    store = SampleStore(folder / "store")
-    live: list[int] = []
+def test_at_exit_nothing_more_is_decoded(folder: Path) -> None:
+    write(folder, 200)
+    program = """
+        import sys, time
+        from nvme_ops.data import Loader
+        def slow(sample):
+            time.sleep(0.2)
+            return 1
+        found = iter(Loader(sys.argv[1], 4, decode=slow, threads=2))
+        next(found)
+        print(time.time())
+    """
+    done = run_python(program, folder)
+    assert time.time() - float(done.stdout) < 15, "all that is read ahead would take 20 seconds"
+
+
+# Memory, and who waits for what
+
+
+@pytest.mark.parametrize("kind", ["rows", "a few large"])
+def test_reading_ahead_stays_within_the_budget(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    if kind == "rows":
+        write_fixed(folder / "store", 64, MIB, shard_bytes="16M")
+    else:
+        with SampleWriter(folder / "store") as writer:
+            writer.extend([b"small"] * 30 + [bytes(MIB)] * 12 + [b"small"] * 30)
+    begun: list[int] = []
     submit = SampleStore.submit
 
-    def counted(self: SampleStore, *arguments: Any, **more: Any) -> Any:
-        read = submit(self, *arguments, **more)
-        live.append(read.nbytes)
+    def counted(self: SampleStore, *given: Any, **more: Any) -> Any:
+        read = submit(self, *given, **more)
+        begun.append(read.nbytes)
         return read
 
     monkeypatch.setattr(SampleStore, "submit", counted)
-    returned = 0
-    for batch in Loader(store, 4, memory_budget="16M", prefetch=50):
-        returned += batch.nbytes
-        assert sum(live) - returned <= 16 * MIB
-    live.clear()
-    for number, _ in enumerate(Loader(store, 4, memory_budget="2M")):
-        assert len(live) <= number + 1, "a batch larger than the budget is alone"
+    for budget, batch in ((16 * MIB, 4), (2 * MIB, 4), (4 * MIB, 6)):
+        begun.clear()
+        for number, _ in enumerate(Loader(folder / "store", batch, memory_budget=budget, prefetch=50)):
+            flying = begun[number:]
+            assert sum(flying) <= budget or len(flying) == 1, "a batch larger than the budget is alone"
+            assert kind != "rows" or len(flying) == max(1, min(16 - number, budget // (batch * MIB))) or batch == 6
 
 
 def test_a_sample_larger_than_the_budget(folder: Path) -> None:
@@ -202,15 +309,21 @@ def test_a_sample_larger_than_the_budget(folder: Path) -> None:
         next(batches)
 
 
-def test_batches_may_be_kept(folder: Path) -> None:
-    write_fixed(folder / "store", 256, 64 << 10)
-    kept = list(Loader(folder / "store", 16, memory_budget="2M"))
-    assert sum(batch.nbytes for batch in kept) == 256 * (64 << 10)
+def test_what_decode_makes_is_within_the_budget(folder: Path) -> None:
+    write_fixed(folder / "store", 400)
+    made = 0
+
+    def decode(_: Any) -> torch.Tensor:
+        nonlocal made
+        made += 1
+        return torch.zeros(1 << 16, dtype=torch.uint8)
+
+    loader = Loader(folder / "store", 10, decode=decode, threads=1, memory_budget="2M")
+    for number, _ in enumerate(loader, 1):
+        assert made <= 10 * (number + 3), "three batches of 640 KiB are within 2 MiB"
 
 
 def test_memory_of_large_batches_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nvme_ops.data import loader as module
-
     monkeypatch.setattr(module, "_LARGE", MIB)
     write_fixed(folder / "store", 64, 256 << 10, shard_bytes="4M")
     loader = Loader(folder / "store", 4, memory_budget="4M")
@@ -226,179 +339,57 @@ def test_memory_of_large_batches_is_used_again(folder: Path, monkeypatch: pytest
     assert all(torch.equal(batch[0], fixed(4 * number, 256 << 10)) for number, batch in enumerate(kept))
 
 
-def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
-    write_fixed(folder / "store", 200, 4096, shard_bytes="64K")
-    loader = Loader(folder / "store", 8, prefetch=1)
-    batches = iter(loader)
-    next(batches)
-    for path in data_files(folder / "store"):
-        os.truncate(path, 0)
-    with pytest.raises((EOFError, FormatError), match="samples-"):  # by what was read ahead of it
-        list(batches)
+class Noting(aio_handle):
+    """Notes the priority of each request."""
+
+    noted: list[Priority]
+
+    def submit_preadv(self, *given: Any, priority: Priority = Priority.DEMAND, **more: Any) -> Any:
+        self.noted.append(priority)
+        return super().submit_preadv(*given, priority=priority, **more)
 
 
-def test_an_empty_store(folder: Path) -> None:
-    with SampleWriter(folder):
-        pass
-    for shuffle in SHUFFLES:
-        loader = Loader(folder, 4, shuffle=shuffle)
-        assert list(loader) == []
-        assert len(loader) == 0
-        assert list(Loader(folder, 4, shuffle=shuffle, rank=1, num_replicas=2)) == []
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [({}, [Priority.DEMAND] + [Priority.PREFETCH] * 9), ({"prefetch": 0}, [Priority.DEMAND] * 10)],
+)
+def test_what_is_waited_for_goes_first(folder: Path, more: dict[str, Any], expected: list[Priority]) -> None:
+    write_fixed(folder / "store", 100)
+    handle = Noting()
+    handle.noted = []
+    assert len(list(Loader(SampleStore(folder / "store", handle=handle), 10, **more))) == 10
+    assert handle.noted == expected
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-def test_behind_the_last_batch_is_the_next_epoch(store: SampleStore, drop_last: bool) -> None:
-    loader = Loader(store, 30, shuffle=True, drop_last=drop_last)
-    assert list(loader)
-    again = Loader(store, 30, shuffle=True, drop_last=drop_last)
-    again.load_state_dict(loader.state_dict())
-    assert labels(again) == labels(loader)
-    again.set_epoch(5)
-    assert again.state_dict()["epoch"] == 5
-
-
-def test_a_state_of_other_files(folder: Path) -> None:
-    for name, size in (("one", 80), ("two", 160)):
-        (folder / name).mkdir()
-        with SampleWriter(folder / name, torch.int64, shard_bytes=size) as writer:
-            writer.extend(range(100))
-    state = Loader(folder / "one", shuffle="shards").state_dict()
-    with pytest.raises(ValueError, match="the state has files="):
-        Loader(folder / "two", shuffle="shards").load_state_dict(state)
-    Loader(folder / "two", shuffle=True).load_state_dict(Loader(folder / "one", shuffle=True).state_dict())
-
-
-def test_a_large_batch_is_read_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with SampleWriter(folder) as writer:
-        writer.extend([b"small"] * 30)
-        writer.extend([bytes(MIB)] * 12)
-        writer.extend([b"small"] * 30)
-    begun: list[int] = []
-    begin = Loader._begin
-
-    def noted(*given: Any, **more: Any) -> Any:
-        batch = begin(*given, **more)
-        begun.append(batch.read.nbytes)
-        return batch
-
-    monkeypatch.setattr(Loader, "_begin", noted)
-    ended = 0
-    for number, _ in enumerate(Loader(folder, 6, memory_budget=4 * MIB)):
-        flying = begun[number:]
-        assert sum(flying) <= 4 * MIB or len(flying) == 1
-        ended += 1
-    assert ended == len(begun) == 12
-
-
-def test_a_child_does_not_go_on_with_its_parents_iterator(store: SampleStore) -> None:
-    parents = iter(Loader(store, 8, decode=lambda sample: sample["name"], collate_fn=list, threads=2))
-    first = next(parents)
-
-    def body() -> None:
-        with pytest.raises(RuntimeError, match="forked child iterates over the loader anew"):
-            next(parents)
-
-    in_child(body)
-    assert next(parents) != first
-
-
-def test_at_exit_nothing_more_is_decoded(folder: Path) -> None:
-    write(folder, 200)
-    program = f"""
-import time
-from nvme_ops.data import Loader
-def slow(sample):
-    time.sleep(0.2)
-    return 1
-found = iter(Loader({str(folder)!r}, 4, decode=slow, threads=2))
-next(found)
-print(time.time())
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=REPOSITORY, check=True, stdout=subprocess.PIPE, text=True
-    )
-    assert time.time() - float(done.stdout) < 20, "all that is read ahead would take 40 seconds"
-
-
-def test_batches_keep_their_types(store: SampleStore) -> None:
-    pair = collections.namedtuple("pair", "one two")
-    (batch, *_) = Loader(store, 8, device="cpu", collate_fn=lambda samples: pair(torch.zeros(1), (1, [2])))
-    assert isinstance(batch, pair)
-    assert batch.two == (1, [2])
+# Threads and children
 
 
 def test_threads_iterate_at_once(store: SampleStore) -> None:
-    loaders = [Loader(store, 10, shuffle=True, seed=seed) for seed in range(3)]
     shared = Loader(store, 10)
 
     def work(number: int) -> None:
-        assert sorted(flat(loaders[number])) == list(range(103))
+        assert sorted(flat(Loader(store, 10, shuffle=True, seed=number))) == list(range(103))
         assert flat(shared) == list(range(103)), "each iteration is its own"
 
     in_threads(work, 3)
 
 
 def test_a_child_that_is_forked_in_mid_epoch(store: SampleStore) -> None:
+    decoded = iter(Loader(store, 8, decode=lambda sample: sample["name"], collate_fn=list, threads=2))
     batches = iter(Loader(store, 10, prefetch=4))
-    seen = flat([next(batches)])
+    first, seen = next(decoded), flat([next(batches)])
 
     def child() -> None:
         nonlocal batches
+        with pytest.raises(RuntimeError, match="forked child iterates over the loader anew"):
+            next(decoded)
         del batches  # what its parent reads ahead is not the child's to wait for
         gc.collect()
         assert flat(Loader(store, 10)) == list(range(103))
 
     in_child(child)
+    assert next(decoded) != first
     assert seen + flat(batches) == list(range(103))
-
-
-class Interrupted(Exception):  # noqa: N818
-    pass
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in a callback, it is lost
-def test_a_signal_whose_handler_raises(store: SampleStore) -> None:
-    """It ends the iteration, and the next one has every sample."""
-
-    def interrupt(*_: object) -> None:
-        raise Interrupted
-
-    loader, interrupted = Loader(store, 3, shuffle=True), 0
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        for attempt in range(20):
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 0.0005 * (1 + attempt))
-                flat(loader)
-            except Interrupted:
-                interrupted += 1
-            finally:
-                signal.setitimer(signal.ITIMER_REAL, 0)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert interrupted > 0
-    assert sorted(flat(loader)) == list(range(103))
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"batch_size": 0}, {"batch_size": 2.5}, {"prefetch": -1}, {"threads": 0, "decode": len}, {"threads": 2},
-        {"memory_budget": 0}, {"memory_budget": "many"}, {"rank": 1}, {"rank": 2, "num_replicas": 2},
-        {"shuffle": "files"},
-    ],
-)  # fmt: skip
-def test_wrong_arguments(store: SampleStore, wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011  (a message for each)
-        Loader(store, **wrong)
-
-
-def test_a_few_samples_for_many_ranks(folder: Path) -> None:
-    write(folder / "store", 3)
-    found = [flat(Loader(folder / "store", 4, rank=rank, num_replicas=8)) for rank in range(8)]
-    assert [len(each) for each in found] == [1] * 8
-    assert {each[0] for each in found} == {0, 1, 2}
 
 
 # torch's own loader, and what is built on it
@@ -425,78 +416,23 @@ def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pyte
         return read(self, numbers)
 
     monkeypatch.setattr(SampleStore, "read", counted)
-    batches = list(torch.utils.data.DataLoader(SampleStore(folder / "store"), 16, shuffle=True))
-    assert calls == [16] * 4
+    dataset = SampleStore(folder / "store")
+    batches = list(torch.utils.data.DataLoader(dataset, 16, shuffle=True))
     assert batches[0].shape == (16, 4096)
-
-
-def test_a_worker_that_is_killed(store: SampleStore) -> None:
-    """In a process of its own: torch raises what it learns of a worker wherever the program is at that moment."""
-    done = run_python(
-        """
-        import os, sys, torch
-        from nvme_ops.data import SampleStore
-        def die(sample):
-            if int(sample["label"]) == 50:
-                os.kill(os.getpid(), 9)
-            return int(sample["label"])
-        store = SampleStore(sys.argv[1], transform=die)
-        list(torch.utils.data.DataLoader(store, 10, num_workers=1, multiprocessing_context="fork"))
-        """,
-        store.path,
-        check=False,
-    )
-    assert done.returncode == 1
-    # Whether torch sees the signal first, or the end of the worker's pipe, is chance.
-    assert re.search(r"RuntimeError: DataLoader worker|ConnectionResetError|EOFError", done.stderr), done.stderr
-    assert is_sample(store[3], 3)
-
-
-def test_the_stateful_loader_of_torchdata(store: SampleStore) -> None:
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-    dataset = SampleStore(store.path, transform=double)
-    loader = stateful.StatefulDataLoader(dataset, batch_size=10, num_workers=1, multiprocessing_context="fork")
-    batches = iter(loader)
-    seen = [next(batches).tolist() for _ in range(3)]
-    state = loader.state_dict()
-    other = stateful.StatefulDataLoader(dataset, batch_size=10, num_workers=1, multiprocessing_context="fork")
-    other.load_state_dict(state)
-    rest = [batch.tolist() for batch in other]
-    assert list(itertools.chain(*seen, *rest)) == [2 * number for number in range(103)]
+    sampler = torch.utils.data.BatchSampler(torch.utils.data.SequentialSampler(dataset), 32, drop_last=False)
+    assert len(list(torch.utils.data.DataLoader(dataset, sampler=sampler, batch_size=None))) == 2
+    assert calls == [16] * 4 + [32] * 2
 
 
 def test_accelerate_prepares_it(folder: Path) -> None:
     pytest.importorskip("accelerate")
     write(folder / "store", 20)
-    done = run_python(
-        """
+    program = """
         import sys, torch
         from accelerate import Accelerator
         from nvme_ops.data import SampleStore
         store = SampleStore(sys.argv[1], transform=lambda sample: int(sample["label"]))
-        loader = torch.utils.data.DataLoader(store, 6, shuffle=True)
-        prepared = Accelerator(cpu=True).prepare(loader)
-        print(sorted(number for batch in prepared for number in batch.tolist()))
-        """,
-        folder / "store",
-    )
-    assert done.stdout.splitlines()[-1] == str(list(range(20)))
-
-
-def test_ranks_of_torch_distributed(folder: Path) -> None:
-    write(folder / "store", 40)
-    program = """
-        import sys, torch
-        from nvme_ops.data import Loader
-        def work(rank):
-            torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-            loader = Loader(sys.argv[1], 5, shuffle=True)
-            found = [None] * 2
-            torch.distributed.all_gather_object(found, [batch["label"].tolist() for batch in loader])
-            if rank == 0:
-                print([number for step in zip(*found) for batch in step for number in batch])
-            torch.distributed.destroy_process_group()
-        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
+        loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(store, 6, shuffle=True))
+        print(sorted(number for batch in loader for number in batch.tolist()))
     """
-    done = run_python(program, folder / "store", folder / "rendezvous")
-    assert done.stdout.splitlines()[-1] == str(flat(Loader(folder / "store", 10, shuffle=True)))
+    assert run_python(program, folder / "store").stdout.splitlines()[-1] == str(list(range(20)))

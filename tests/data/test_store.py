@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import pickle
 import random
+import resource
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,195 +14,169 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.data import SampleStore, SampleWriter, files
-from tests.conftest import MIB, HandleFactory, in_child, in_threads, run_python
-from tests.data.samples import data_files, fixed, is_sample, sample, write, write_fixed
+from nvme_ops.data import Loader, SampleStore, SampleWriter
+from tests.conftest import MIB, HandleFactory, in_child, in_threads, pattern, run_python
+from tests.data.samples import are_samples, data_files, fixed, is_sample, sample, write, write_fixed
+
+SIZES = {
+    "varying": [70_000 + number if number % 10 == 9 else number * 37 % 5000 for number in range(60)],
+    "bytes": [1] * 40,
+    "pages": [4096] * 100,
+    "odd": [5000] * 40,
+    "large": [70_001] * 20,
+    "very large": [2 << 20] * 5,
+    "without bytes": [0, 3, 0, 0],
+    "none": [],
+}
 
 
-def test_every_sample_comes_back(folder: Path, make_handle: HandleFactory) -> None:
-    write(folder / "store")
-    with SampleStore(folder / "store", handle=make_handle(), verify=True) as store:
-        assert len(store) == 100
-        assert len(data_files(folder / "store")) > 2
-        assert all(is_sample(store[number], number) for number in range(100))
-        numbers = random.Random(1).choices(range(-100, 100), k=300)
-        found = store.read(numbers)
-        assert all(is_sample(each, number % 100) for each, number in zip(found, numbers, strict=True))
+@pytest.mark.parametrize("alignment", [None, 1, 512, 4096])
+@pytest.mark.parametrize("kind", SIZES)
+def test_any_samples_in_any_order(folder: Path, kind: str, alignment: int | None) -> None:
+    sizes = SIZES[kind]
+    contents = [pattern(size, number) for number, size in enumerate(sizes)]
+    rows: Any = (torch.uint8, (sizes[0] if sizes else 4096,))
+    for name, columns in {"varying": None, **({"rows": rows} if len({*sizes}) < 2 else {})}.items():
+        with SampleWriter(folder / name, columns, alignment=alignment, shard_bytes=200_000) as writer:
+            writer.extend(contents)
+        store = SampleStore(folder / name, verify=True)
+        assert len(store) == len(sizes)
+        numbers = random.Random(1).choices(range(-len(sizes), len(sizes)), k=2 * len(sizes)) if sizes else []
+        for found in (
+            store.read(numbers),
+            store.submit(numbers).batch(),
+            store.submit(torch.tensor(numbers)).records(),
+        ):
+            assert all(torch.equal(each, contents[at]) for each, at in zip(found, numbers, strict=True))
+        assert name == "varying" or store.submit([]).batch().shape == (0, *rows[1])
 
 
-@pytest.mark.parametrize("nbytes", [1, 100, 4096, 5000, 64 << 10, 70_001, 2 << 20])
-def test_samples_of_one_size_are_one_tensor(folder: Path, nbytes: int) -> None:
-    write_fixed(folder / "store", 20, nbytes, shard_bytes=5 * nbytes)
-    store = SampleStore(folder / "store", verify=True)
-    numbers = [19, 0, 7, 8, 9, -1, 7]
-    batch = store.submit(numbers).batch()
-    assert batch.shape == (7, nbytes)
-    for row, number in zip(batch, numbers, strict=True):
-        assert torch.equal(row, fixed(number % 20, nbytes))
-    assert torch.equal(store[3], fixed(3, nbytes))
-
-
-@pytest.mark.parametrize("alignment", [1, 8, 512, 4096])
-def test_alignments(folder: Path, alignment: int) -> None:
-    write(folder / "store", 60, alignment=alignment)
-    store = SampleStore(folder / "store", verify=True)
-    assert store.index.alignment == max(8, alignment), "not less than a label's 8 bytes"
-    assert all(is_sample(found, number) for number, found in enumerate(store.read(range(60))))
-
-
-def test_elements_are_aligned_whatever_the_records(folder: Path) -> None:
-    columns: dict[str, Any] = {"z": torch.complex128, "n": torch.int8, "x": torch.float64, "b": bytes}
-    for name, given in (("varying", columns), ("fixed", {key: columns[key] for key in "znx"})):
-        (folder / name).mkdir()
-        with SampleWriter(folder / name, given, alignment=1) as writer:
-            for number in range(20):
-                sample = {"z": complex(number, 1), "n": number, "x": number / 2, "b": bytes(number)}
-                writer.add({key: sample[key] for key in given})
-        batch = SampleStore(folder / name, verify=True).submit(range(20)).batch()
-        assert batch["z"].tolist() == [complex(number, 1) for number in range(20)]
-        assert batch["x"].tolist() == [number / 2 for number in range(20)]
-        assert batch["n"].tolist() == list(range(20))
-
-
-def test_pages_are_read_in_place(folder: Path) -> None:
-    """The kernel fills the batch itself: no byte is copied."""
-    write_fixed(folder / "store", 64, 64 << 10, shard_bytes="1M")
-    handle = aio_handle(cache="direct")
-    store = SampleStore(folder / "store", handle=handle)
-    store.submit(torch.randperm(32) * 2).batch()
-    assert handle.statistics().staged_bytes == 0
-    assert handle.statistics().read_bytes == 32 * (64 << 10)
-
-
-def test_neighbours_are_read_together(folder: Path) -> None:
-    write_fixed(folder / "store", 256, 4096, shard_bytes="1M")
-    handle = aio_handle(cache="direct")
-    store = SampleStore(folder / "store", handle=handle)
-    numbers = list(range(256))
-    random.Random(0).shuffle(numbers)
-    batch = store.submit(numbers).batch()
-    assert all(torch.equal(row, fixed(number)) for row, number in zip(batch, numbers, strict=True))
-    assert handle.statistics().requests <= 4
-
-
-def test_hot_samples_come_from_the_page_cache(folder: Path) -> None:
-    write_fixed(folder / "store", 8, 128 << 10)
-    for path in data_files(folder / "store"):
-        path.read_bytes()
-    handle = aio_handle()
-    SampleStore(folder / "store", handle=handle).read(range(8))
-    assert handle.statistics().cached_bytes == 8 * (128 << 10)
-
-
-def test_several_folders_share_the_load(folder: Path) -> None:
+def test_columns_from_several_folders(folder: Path, make_handle: HandleFactory) -> None:
     folders = [folder / "one", folder / "two", folder / "three"]
     write(folders)
-    assert all(len(data_files(each)) >= 1 for each in folders)
-    store = SampleStore(folders[0], verify=True)
-    assert len(store._handles) == 3
-    assert all(is_sample(found, number) for number, found in enumerate(store.read(range(100))))
-    store.submit(torch.randperm(100)).batch()
-    assert all(handle.statistics().read_bytes > 0 for handle in store._handles)
+    assert all(data_files(each) for each in folders)
+    with SampleStore(folders[0], handle=make_handle(), verify=True) as store:
+        assert are_samples(store.read(range(100)), range(100))
+        batch = store.submit([4, 2, -1]).batch()
+        assert are_samples([{key: batch[key][k] for key in batch} for k in range(3)], [4, 2, 99])
+        assert batch["label"].tolist() == [4, 2, 99]
+        assert all(handle.statistics().read_bytes > 0 for handle in store._handles)
+        empty = store.submit([]).batch()
+        assert (empty["image"], empty["label"].tolist()) == ([], [])
 
 
-def test_a_batch_by_column(folder: Path) -> None:
-    write(folder / "store")
-    batch = SampleStore(folder / "store").submit([4, 2]).batch()
-    assert batch["label"].tolist() == [4, 2]
-    assert batch["name"] == ["sample 4", "sample 2"]
-    assert torch.equal(batch["image"][1], sample(2)["image"])
+@pytest.mark.parametrize("names", ["zxnb", "zxn"])
+def test_elements_are_aligned_whatever_the_records(folder: Path, names: str) -> None:
+    columns: dict[str, Any] = {"z": torch.complex128, "n": torch.int8, "x": torch.float64, "b": bytes}
+    with SampleWriter(folder, {name: columns[name] for name in names}, alignment=1) as writer:
+        for number in range(20):
+            values = {"z": complex(number, 1), "n": number, "x": number / 2, "b": bytes(number)}
+            writer.add({name: values[name] for name in names})
+    batch = SampleStore(folder, verify=True).submit(range(20)).batch()
+    assert batch["z"].tolist() == [complex(number, 1) for number in range(20)]
+    assert batch["x"].tolist() == [number / 2 for number in range(20)]
+    assert batch["n"].tolist() == list(range(20))
+
+
+def test_what_a_batch_costs(folder: Path) -> None:
+    """The kernel fills the batch itself, neighbours come by one request, and what the page cache has from there."""
+    write_fixed(folder / "store", 256, shard_bytes="512K")
+    handle = aio_handle(cache="direct")
+    store = SampleStore(folder / "store", handle=handle)
+    numbers = torch.randperm(256)
+    read = store.submit(numbers)
+    batch = read.batch()
+    assert all(torch.equal(row, fixed(number)) for row, number in zip(batch, numbers.tolist(), strict=True))
+    assert batch.untyped_storage().data_ptr() == read.memory.untyped_storage().data_ptr()
+    assert handle.statistics().requests <= 8
+    before = handle.statistics().staged_bytes
+    store.submit(torch.randperm(128) * 2).batch()
+    assert handle.statistics().staged_bytes == before
+    hot = [path.read_bytes() for path in data_files(folder / "store")]
+    handle = aio_handle()
+    SampleStore(folder / "store", handle=handle).read(range(256))
+    assert hot
+    assert handle.statistics().cached_bytes == 256 * 4096
 
 
 def test_the_memory_is_the_samples_alone(folder: Path) -> None:
     write_fixed(folder / "store")
     store = SampleStore(folder / "store")
-    first = store.submit([1, 2]).batch()
-    second = store.submit([3, 4]).batch()
-    assert torch.equal(first[0], fixed(1))
-    assert torch.equal(second[0], fixed(3))
+    first, second = store.submit([1, 2]).batch(), store.submit([3, 4]).batch()
     del store, second
     assert torch.equal(first[1], fixed(2))
 
 
-def test_an_empty_store(folder: Path) -> None:
-    for name, columns in (("bytes", None), ("rows", (torch.float32, (3,))), ("none", (torch.float32, (0,)))):
-        (folder / name).mkdir()
-        with SampleWriter(folder / name, columns):
-            pass
-        store = SampleStore(folder / name)
-        assert len(store) == 0
-        assert store.read([]) == []
-        with pytest.raises(IndexError, match="no sample 0: it has 0"):
-            store[0]
-
-
-def test_no_samples_at_all(folder: Path) -> None:
-    write(folder / "store", 3)
-    batch = SampleStore(folder / "store").submit([]).batch()
-    assert (batch["image"], batch["name"], batch["label"].tolist()) == ([], [], [])
-    write_fixed(folder / "rows", 3)
-    assert SampleStore(folder / "rows").submit([]).batch().shape == (0, 4096)
-
-
-def test_samples_without_bytes(folder: Path) -> None:
-    folder = folder / "store"
-    folder.mkdir()
-    with SampleWriter(folder) as writer:
-        writer.extend([b"", b"abc", b"", b""])
-    store = SampleStore(folder, verify=True)
-    assert [bytes(found.tolist()) for found in store.read([0, 1, 2, 3, 1])] == [b"", b"abc", b"", b"", b"abc"]
-
-
-@pytest.mark.parametrize("numbers", [[100], [-101], [0, 5, 2**40], [-(2**62)]])
-def test_numbers_out_of_range(folder: Path, numbers: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ([100], IndexError), ([-101], IndexError), ([0, 5, 2**40], IndexError), ([-(2**62)], IndexError),
+        ([2**63], IndexError), ([0, -(2**64)], IndexError), (torch.tensor([2**63], dtype=torch.uint64), IndexError),
+        (torch.tensor([100], dtype=torch.uint64), IndexError), ([1.5], TypeError), (None, TypeError),
+        ({1, 2}, TypeError), ([None], TypeError), ("12", TypeError), (torch.ones(2), TypeError),
+        (torch.ones(1, 1, dtype=torch.int64), TypeError), (torch.ones(2, dtype=torch.bool), TypeError),
+    ],
+)  # fmt: skip
+def test_what_is_no_number_of_a_sample(folder: Path, numbers: Any, error: type[Exception]) -> None:
     write(folder / "store")
     store = SampleStore(folder / "store")
-    with pytest.raises(IndexError, match=f"no sample {numbers[-1]}: it has 100"):
+    with pytest.raises(error, match="it has 100" if error is IndexError else "must be a sequence of integers"):
         store.read(numbers)
-
-
-@pytest.mark.parametrize(
-    "numbers",
-    [[2**63], [0, -(2**64)], torch.tensor([2**63], dtype=torch.uint64), torch.tensor([3], dtype=torch.uint64)],
-)
-def test_numbers_that_no_store_has(folder: Path, numbers: Any) -> None:
-    write_fixed(folder / "store", 3)
-    store = SampleStore(folder / "store")
-    with pytest.raises(IndexError, match="it has 3"):
-        store.read(numbers)
-    with pytest.raises(IndexError, match="it has 3"):
-        store[2**63]
-    assert torch.equal(store.read(torch.tensor([2], dtype=torch.uint64))[0], fixed(2))
-
-
-def test_what_is_no_number(folder: Path) -> None:
-    write_fixed(folder / "store", 3)
-    store = SampleStore(folder / "store")
-    several: tuple[Any, ...] = (torch.ones(2), torch.ones(1, 1, dtype=torch.int64), torch.ones(2, dtype=torch.bool))
-    for wrong in ([1.5], None, {1, 2}, [None], *several):
-        with pytest.raises(TypeError, match="must be a sequence of integers"):
-            store.read(wrong)
     for one in ("a", slice(0, 2), None, 1.0):
         with pytest.raises(TypeError):
             store[one]  # type: ignore[index]
-    with pytest.raises(TypeError, match="sequence of integers"):
-        store.read("12")  # type: ignore[arg-type]
+    assert is_sample(store.read(torch.tensor([2], dtype=torch.uint64))[0], 2)
 
 
-def test_more_files_than_are_kept_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "_MOST", 2)
-    monkeypatch.setattr(files, "_LEAST", 2)
-    write_fixed(folder / "store", 60, shard_bytes="16K")
-    assert len(data_files(folder / "store")) > 10
-    store = SampleStore(folder / "store", verify=True)
-    reads = [store.submit(torch.randperm(60)) for _ in range(5)]
-    for read in reads:
-        for number, row in zip(read._numbers.tolist(), read.batch(), strict=True):
-            assert torch.equal(row, fixed(number))
-    assert len(store._files._open) == 2
-    before = len(os.listdir("/proc/self/fd"))
-    store.close()
-    assert len(os.listdir("/proc/self/fd")) < before
+FILES = 300
+USUAL = 40  # descriptors of a process that has just begun to test
+
+
+def test_few_descriptors_are_enough(folder: Path) -> None:
+    with SampleWriter(folder, torch.int64, shard_bytes=8) as writer:
+        writer.extend(range(FILES))
+
+    def body() -> None:
+        most = 100 + max(0, len(os.listdir("/proc/self/fd")) - USUAL)  # earlier tests of this process may have some
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+        with SampleStore(folder) as store:
+            orders = [torch.randperm(FILES) for _ in range(5)]
+            reads = [store.submit(order) for order in orders]
+            assert all(torch.equal(read.batch(), order) for read, order in zip(reads, orders, strict=True))
+            for batch in (7, FILES):
+                found = torch.cat(list(Loader(store, batch, shuffle=True)))
+                assert torch.equal(found.sort().values, torch.arange(FILES))
+            assert len(list(Loader(store, 64, shuffle=True, decode=int))) == -(-FILES // 64)
+            before = len(os.listdir("/proc/self/fd"))
+        assert len(os.listdir("/proc/self/fd")) < before
+
+    in_child(body)
+
+
+def test_opening_while_others_replace_it(folder: Path) -> None:
+    def replace(first: int) -> None:
+        with SampleWriter(folder, torch.int64, shard_bytes=8, overwrite=True) as writer:
+            writer.extend(range(first, first + 30))
+
+    def keep_opening() -> None:
+        while not ended.is_set():
+            with SampleStore(folder) as store:
+                first, *others = (int(each) for each in store.read([0, 1, 29]))
+                assert others == [first + 1, first + 29]
+
+    def work(number: int) -> None:
+        if number:
+            return keep_opening()
+        try:
+            for round_ in range(1, 12):
+                replace(1000 * round_)
+        finally:
+            ended.set()
+
+    ended = threading.Event()
+    replace(0)
+    in_threads(work, 3)
+    assert len(os.listdir(folder)) == 30 + 1
 
 
 def test_threads_share_a_store(folder: Path) -> None:
@@ -209,9 +185,9 @@ def test_threads_share_a_store(folder: Path) -> None:
 
     def work(seed: int) -> None:
         chosen = random.Random(seed)
-        for _ in range(20):
+        for _ in range(10):
             numbers = chosen.choices(range(100), k=16)
-            assert all(is_sample(found, number) for found, number in zip(store.read(numbers), numbers, strict=True))
+            assert are_samples(store.read(numbers), numbers)
 
     in_threads(work, 4)
 
@@ -220,68 +196,47 @@ def test_a_forked_child_uses_the_store(folder: Path) -> None:
     write(folder / "store")
     store = SampleStore(folder / "store")
     ahead = store.submit(range(100))
-
-    def child() -> None:
-        assert all(is_sample(found, number) for number, found in enumerate(store.read(range(100))))
-
-    in_child(child)
-    assert all(is_sample(found, number) for number, found in enumerate(ahead.samples()))
-    in_child(child)
+    in_child(lambda: are_samples(store.read(range(100)), range(100)) or pytest.fail("other samples"))
+    assert are_samples(ahead.samples(), range(100))
 
 
-def test_another_process_opens_it_by_pickle(folder: Path) -> None:
+def test_another_process_opens_it_by_pickle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(folder / "store")
-    store = pickle.loads(pickle.dumps(SampleStore(folder / "store", verify=True)))
-    assert is_sample(store[5], 5)
-    done = run_python(
-        "import pickle, sys; print(int(pickle.load(open(sys.argv[1], 'rb'))[7]['label']))",
-        _kept(folder / "pickled", store),
-    )
-    assert done.stdout == "7\n"
+    monkeypatch.chdir(folder)
+    store = SampleStore("store", verify=True)
+    monkeypatch.chdir("/")
+    (folder / "pickled").write_bytes(pickle.dumps(store))
+    assert are_samples(store.read(range(100)), range(100))
+    program = "import pickle, sys; print(int(pickle.load(open(sys.argv[1], 'rb'))[7]['label']))"
+    assert run_python(program, folder / "pickled").stdout == "7\n"
 
 
-def _kept(path: Path, value: object) -> Path:
-    path.write_bytes(pickle.dumps(value))
-    return path
-
-
-def test_a_closed_store(folder: Path) -> None:
-    write(folder / "store")
-    store = SampleStore(folder / "store")
-    read = store.submit([1])
-    store.close()
-    store.close()
-    assert is_sample(read.samples()[0], 1)
-    with pytest.raises(ValueError, match="the store is closed"):
-        store.read([1])
-
-
-def test_a_read_that_nobody_waits_for(folder: Path) -> None:
-    write_fixed(folder / "store", 64, MIB, shard_bytes="8M")
+def test_a_closed_store_has_what_is_being_read(folder: Path) -> None:
+    write_fixed(folder / "store", 64, MIB // 4, shard_bytes="8M")
     store = SampleStore(folder / "store")
     for _ in range(20):
-        store.submit(torch.randperm(64))
+        store.submit(torch.randperm(64))  # nobody waits for it
+    read = store.submit([5])
     store.close()
-    assert torch.equal(SampleStore(folder / "store")[5], fixed(5, MIB))
-
-
-def test_what_it_says_of_itself(folder: Path) -> None:
-    write(folder / "store", 3)
-    store = SampleStore(folder / "store")
-    assert repr(store) == f"<SampleStore {str(folder / 'store')!r}: 3 samples, native>"
-    assert repr(store.columns) == "Columns(image: uint8 [-1], label: int64 [], name: str)"
-    assert store.nbytes == sum(path.stat().st_size for path in data_files(folder / "store"))
+    store.close()
+    assert torch.equal(read.samples()[0], fixed(5, MIB // 4))
+    with pytest.raises(ValueError, match="the store is closed"):
+        store.read([1])
 
 
 def test_ranges_of_bounded_bytes(folder: Path) -> None:
     sizes = [100] * 5000 + [1 << 20] * 5 + [0, 3 << 20, 7]
     with SampleWriter(folder) as writer:
         writer.extend(bytes(size) for size in sizes)
-    store = SampleStore(folder)
-    found = list(store.ranges(2 << 20))
+    found = list(SampleStore(folder).ranges(2 << 20))
     assert [number for each in found for number in each] == list(range(len(sizes)))
     assert all(len(each) == 1 or sum(sizes[number] for number in each) <= 2 << 20 for each in found)
     assert len(found) < 12
-    (folder / "empty").mkdir()
-    SampleWriter(folder / "empty").close()
-    assert list(SampleStore(folder / "empty").ranges(1)) == []
+
+
+def test_what_it_says_of_itself(folder: Path) -> None:
+    write(folder / "store", 3)
+    store = SampleStore(folder / "store")
+    assert repr(store) == f"<SampleStore {str(folder / 'store')!r}: 3 samples, native>"
+    assert store.nbytes == sum(path.stat().st_size for path in data_files(folder / "store"))
+    assert sample(0)["name"] == store[0]["name"]

@@ -46,8 +46,6 @@ def read_samples(folder: Path) -> None:
         for numbers in store.ranges(1 << 20):
             store.read(numbers)
         store.submit(range(len(store))).batch() if len(store) else None
-        if store.columns is not None:
-            store.columns.words()
 
 
 def changed_store(content: bytes, draw: random.Random) -> bytes | None:
