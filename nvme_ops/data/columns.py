@@ -143,7 +143,7 @@ class Columns:
             self.all = [Column.of(name, spec) for name, spec in given.items()]
         else:
             self.all = [Column.of(_UNNAMED, bytes if given is None else given)]
-        self.given = given
+        self.given: Mapping[str, Spec] | Spec = bytes if given is None else given
         self.fixed = [column for column in self.all if column.nbytes is not None]
         self.variable = [column for column in self.all if column.nbytes is None]
         self._lengths = max(0, len(self.variable) - 1) * _WORD
