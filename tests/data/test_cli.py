@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-import signal
 import struct
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,7 @@ import pytest
 import torch
 
 from nvme_ops.data import SampleStore, cli
-from tests.conftest import REPOSITORY, give_up_root, in_child, open_to_all, pattern, refusal
+from tests.conftest import give_up_root, in_child, open_to_all, pattern
 from tests.contract.faulty import flip
 from tests.data.samples import data_files, same_mds, shard, tar_sample, write, write_index, write_mds, write_tar
 
@@ -206,13 +202,6 @@ def test_what_cannot_be_converted_is_named(
     assert not list(folder.glob("store/*"))
 
 
-def test_an_array_that_is_cut_off(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    numpy.save(folder / "rows.npy", numpy.zeros((10, 1000)))
-    os.truncate(folder / "rows.npy", 5000)
-    assert run("convert", folder / "rows.npy", folder / "store") == 2
-    assert "rows.npy: " in capsys.readouterr().err
-
-
 def test_what_a_package_is_needed_for(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     monkeypatch.setitem(sys.modules, "numpy", None)
     (folder / "rows.npy").touch()
@@ -234,37 +223,6 @@ def test_a_folder_or_a_link_that_cannot_be_read(folder: Path, capsys: pytest.Cap
         assert run("convert", folder / "source", folder / "store") == 2
 
     in_child(body)
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path], folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    device = make_file_system(16 << 20)
-    (folder / "source").mkdir()
-    for number in range(5):
-        (folder / "source" / str(number)).write_bytes(bytes(8 << 20))
-    assert run("convert", folder / "source", device / "store") == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert list((device / "store").iterdir()) == []
-
-
-def test_interrupted_it_leaves_nothing(folder: Path) -> None:
-    (folder / "source").mkdir()
-    for number in range(100):
-        (folder / "source" / str(number)).write_bytes(bytes(4 << 20))
-    words = [sys.executable, "-m", "nvme_ops.data.cli", "convert", str(folder / "source"), str(folder / "store")]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    restored = lambda: signal.signal(signal.SIGINT, signal.default_int_handler)  # noqa: E731
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True, preexec_fn=restored) as process:
-        deadline = time.monotonic() + 60
-        while not list((folder / "store").glob("samples*")) and process.poll() is None:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-        process.send_signal(signal.SIGINT)
-        assert process.stderr is not None
-        told = process.stderr.read()
-    if process.returncode != 0:  # else it was done before
-        assert process.returncode == 130
-        assert "interrupted" in told
-        assert list((folder / "store").iterdir()) == []
 
 
 # What a store holds
@@ -300,10 +258,3 @@ def test_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tar(folder / "x.tar", range(3))
     assert run("verify", folder / "x.tar") == 0
     assert "there are no checksums" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("words", [[], ["convert"], ["convert", "one"], ["verify", "a", "b"], ["make"], ["info", "-a"]])
-def test_wrong_words(words: list[str]) -> None:
-    status, told = refusal(cli.main, words)
-    assert status == 2
-    assert "usage: nvme-data" in told

@@ -18,9 +18,8 @@ from nvme_ops.data import SampleStore
 from nvme_ops.data import store as store_module
 from nvme_ops.data.index import _PREFIX, MAGIC, NAME, VERSION, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
-from tests.conftest import give_up_root, in_child, open_to_all
 from tests.contract.faulty import flip
-from tests.data.samples import are_samples, data_files, fixed, is_sample, write, write_fixed, write_tar
+from tests.data.samples import data_files, fixed, write, write_fixed, write_tar
 
 
 def cut(path: Path, nbytes: int) -> None:
@@ -250,28 +249,3 @@ def test_a_tar_that_is_written_to_in_place(folder: Path, later: int) -> None:
     with pytest.raises(FormatError, match="was replaced since"):
         pickle.loads(sent)
     assert len(SampleStore(folder)) == 11
-
-
-def test_another_user(folder: Path) -> None:
-    write(folder / "store", 10)
-    open_to_all(folder / "store")
-    (folder / "store").chmod(0o755)
-
-    def child() -> None:
-        give_up_root()
-        if os.geteuid() != 0:
-            assert is_sample(SampleStore(folder / "store")[3], 3), "may read"
-            with pytest.raises(PermissionError):
-                write(folder / "store", overwrite=True)
-
-    def shut_out() -> None:
-        give_up_root()
-        if os.geteuid() != 0:
-            with pytest.raises(PermissionError):
-                SampleStore(folder / "store")
-
-    in_child(child)
-    for path in data_files(folder / "store"):
-        path.chmod(0o600)
-    in_child(shut_out)
-    assert are_samples(SampleStore(folder / "store").read(range(10)), range(10))

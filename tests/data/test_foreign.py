@@ -35,25 +35,6 @@ def test_mds_shards(folder: Path, name: str) -> None:
     assert sorted(label for batch in batches for label in batch["label"]) == list(range(-50, 50))
 
 
-def test_mds_as_its_own_package_writes_it(folder: Path) -> None:
-    streaming = pytest.importorskip("streaming")
-    numpy = pytest.importorskip("numpy")
-    columns = {"data": "bytes", "n": "int", "u": "uint16", "a": "ndarray", "s": "ndarray:int32", "d": "str_float"}
-    made = [
-        {"data": bytes(number), "n": number, "u": numpy.uint16(number), "d": number / 4,
-         "a": numpy.arange(number % 7 + 1, dtype=numpy.float64).reshape(1, -1),
-         "s": numpy.ones((2, number % 3 + 1), numpy.int32)}
-        for number in range(100)
-    ]  # fmt: skip
-    with streaming.MDSWriter(out=str(folder / "mds"), columns=columns, size_limit=5000) as writer:
-        for each in made:
-            writer.write(each)
-    for found, wanted in zip(SampleStore(folder / "mds").read(range(100)), made, strict=True):
-        assert bytes(found["data"].tolist()) == wanted["data"]
-        assert all(found[name] == wanted[name] for name in "nud")
-        assert all(found[name].tolist() == wanted[name].tolist() for name in "as")
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -176,17 +157,6 @@ def test_tars(folder: Path, form: int, prefix: str) -> None:
     store = SampleStore(folder)
     assert len(store) == 20
     assert all(same_tar(found, number, prefix) for number, found in enumerate(store.read(range(20))))
-
-
-def test_tars_as_webdataset_reads_them(folder: Path) -> None:
-    theirs = pytest.importorskip("webdataset")
-    with theirs.TarWriter(str(folder / "x.tar"), encoder=False) as writer:
-        for number in range(50):
-            writer.write({"__key__": f"{number:06d}", **tar_sample(number)})
-    assert [found["__key__"] for found in theirs.WebDataset(str(folder / "x.tar"), shardshuffle=False)] == [
-        f"{number:06d}" for number in range(50)
-    ]
-    assert all(same_tar(found, number) for number, found in enumerate(SampleStore(folder / "x.tar").read(range(50))))
 
 
 def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:

@@ -16,7 +16,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.data import Loader, SampleStore, SampleWriter
 from tests.conftest import MIB, HandleFactory, in_child, in_threads, pattern, run_python
-from tests.data.samples import are_samples, data_files, fixed, is_sample, sample, write, write_fixed
+from tests.data.samples import are_samples, data_files, fixed, is_sample, write, write_fixed
 
 SIZES = {
     "varying": [70_000 + number if number % 10 == 9 else number * 37 % 5000 for number in range(60)],
@@ -232,11 +232,3 @@ def test_ranges_of_bounded_bytes(folder: Path) -> None:
     assert [number for each in found for number in each] == list(range(len(sizes)))
     assert all(len(each) == 1 or sum(sizes[number] for number in each) <= 2 << 20 for each in found)
     assert len(found) < 12
-
-
-def test_what_it_says_of_itself(folder: Path) -> None:
-    write(folder / "store", 3)
-    store = SampleStore(folder / "store")
-    assert repr(store) == f"<SampleStore {str(folder / 'store')!r}: 3 samples, native>"
-    assert store.nbytes == sum(path.stat().st_size for path in data_files(folder / "store"))
-    assert sample(0)["name"] == store[0]["name"]
