@@ -25,7 +25,7 @@ from nvme_ops.op_builder.cufile import Requirement
 from nvme_ops.op_builder.machine import Host
 
 from . import ops
-from .result import Json, Result, Status, run_checks
+from .result import Json, Result, Status, judged, run_checks
 
 _MODE = cufile.MODE
 _MODES = ("auto", "require", "off")
@@ -110,17 +110,15 @@ def _header(host: Host) -> Result:
 
 
 def _settings(found: CuFileSettings) -> Result:
-    name = "cuFile settings"
     data: dict[str, Json] = {
         "path": found.path,
         "allow_compat_mode": found.allow_compatibility,
         "force_compat_mode": found.force_compatibility,
         "use_pci_p2pdma": found.peer_to_peer,
     }
-    if found.problem:
-        return Result(name, Status.WARNING, found.problem, found.fix, data)
     values = ", ".join(f"{key} {str(value).lower()}" for key, value in data.items() if key != "path")
-    return Result(name, Status.INFO, f"{found.path or 'defaults, no /etc/cufile.json'}: {values}", data=data)
+    words = found.problem or f"{found.path or 'defaults, no /etc/cufile.json'}: {values}"
+    return judged("cuFile settings", words, found.fix, data, good=Status.INFO)
 
 
 def _way(facts: _Facts) -> Result:
@@ -143,13 +141,14 @@ def _way(facts: _Facts) -> Result:
         words = "gds where the file system takes part (see --folder), else bounce"
         return Result(name, Status.OKAY, words, data={**data, "paths": ["gds", "bounce"]})
     if mode == "require":
-        words = f"none: gds_handle() raises RuntimeError, because {_MODE}=require and {why_not}"
-        return Result(name, Status.NO, words, f"unset {_MODE}  # or see the lines above", data)
-    if not settings.allow_compatibility:
-        words = f"none: gds_handle() raises RuntimeError, because {why_not} and allow_compat_mode is false"
-        return Result(name, Status.NO, words, f'set "allow_compat_mode": true in {settings.path}  # or: {off}', data)
-    words = f"compat or bounce, whichever turns out faster, because {why_not}"
-    return Result(name, Status.INFO, words, data={**data, "paths": ["compat", "bounce"]})
+        why, fix = f"because {_MODE}=require and {why_not}", f"unset {_MODE}  # or see the lines above"
+    elif not settings.allow_compatibility:
+        why = f"because {why_not} and allow_compat_mode is false"
+        fix = f'set "allow_compat_mode": true in {settings.path}  # or: {off}'
+    else:
+        words = f"compat or bounce, whichever turns out faster, because {why_not}"
+        return Result(name, Status.INFO, words, data={**data, "paths": ["compat", "bounce"]})
+    return Result(name, Status.NO, f"none: gds_handle() raises RuntimeError, {why}", fix, data)
 
 
 def _why_not_direct(facts: _Facts) -> str:
@@ -355,13 +354,10 @@ def _judge(found: dict[str, Json]) -> Result:
         return Result(_DRIVER, Status.NO, words, fix or _OFF, {"opened": False})
     version = found.get("version")
     number = f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) and version else "unknown version"
-    data: dict[str, Json] = {"opened": True, **found, "version": number}
     words = f"opens: {number}, {found.get('path')}"
     if found.get("fake"):
         words += ", a test double that says nothing about this machine"
     why_not = str(found.get("why_not_direct") or "")
-    if not why_not:
-        return Result(_DRIVER, Status.OKAY, f"{words}; GPUDirect Storage is available", data=data)
-    return Result(
-        _DRIVER, Status.WARNING, f"{words}; no GPUDirect Storage: {why_not}", "nvme-report  # see cuFile", data
-    )
+    words += f"; no GPUDirect Storage: {why_not}" if why_not else "; GPUDirect Storage is available"
+    fix = "nvme-report  # see cuFile" if why_not else ""
+    return judged(_DRIVER, words, fix, {"opened": True, **found, "version": number})

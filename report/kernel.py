@@ -10,13 +10,14 @@ import re
 import resource
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nvme_ops.op_builder import ALL_OPS
 from nvme_ops.op_builder.machine import Host
+from nvme_ops.text import MIB, size_words
 
 from . import ops
-from .result import Json, Result, Status, run_checks
+from .result import Json, Result, Status, judged, run_checks, symbol
 
 ORDER = ("io_uring", "libaio", "threads")  # as csrc/backends/registry.cpp
 OVERRIDE = "NVME_OPS_BACKEND"
@@ -48,6 +49,17 @@ LIBAIO = ("libaio.so.1", "libaio.so.1t64")  # Debian renamed it with the 64-bit 
 _EVENTS = 128  # the default queue depth
 _LOW = 4096  # contexts for some 30 handles of the default depth
 _RAISE = "sysctl -w fs.aio-max-nr=1048576"
+_FILTER = "a seccomp filter forbids io_setup", "docker run --security-opt seccomp=unconfined ..."
+# the same for io_setup
+_AIO_REFUSALS = {
+    errno.EAGAIN: ("the system's AIO requests are used up", _RAISE),
+    errno.ENOSYS: (
+        "the kernel has no AIO (CONFIG_AIO), or a seccomp filter hides it",
+        "use a kernel with CONFIG_AIO=y; io_uring and threads do without",
+    ),
+    errno.EPERM: _FILTER,
+    errno.EACCES: _FILTER,
+}
 
 
 def version(host: Host) -> Result:
@@ -73,15 +85,14 @@ def io_uring(host: Host) -> Result:
         features = io_uring_setup(8)
     except OSError as error:
         return _forbidden(host, error)
-    data = {"features": features}
-    if not features & _FEAT_RW_CUR_POS:
-        words = "the kernel's io_uring is older than 5.6 and has no plain read and write"
-        return Result("io_uring", Status.NO, words, f"upgrade the kernel to 5.6 or later, or: {_OTHERWISE}", data)
-    return Result("io_uring", Status.OKAY, "io_uring_setup succeeds", data=data)
+    old = not features & _FEAT_RW_CUR_POS
+    words = "the kernel's io_uring is older than 5.6 and has no plain read and write"
+    fix = f"upgrade the kernel to 5.6 or later, or: {_OTHERWISE}" if old else ""
+    return judged("io_uring", words if old else "io_uring_setup succeeds", fix, {"features": features}, bad=Status.NO)
 
 
 def _forbidden(host: Host, error: OSError) -> Result:
-    code, symbol = error.errno or 0, errno.errorcode.get(error.errno or 0, str(error.errno))
+    code = error.errno or 0
     sysctl = host.read_or(_SYSCTL)
     filtered = seccomp_mode(host) == 2
     if code == errno.EPERM and sysctl in ("1", "2"):
@@ -91,19 +102,16 @@ def _forbidden(host: Host, error: OSError) -> Result:
         reason, fix = "a seccomp filter forbids it (the default of container runtimes)", _ALLOW
     else:
         reason, fix = _REFUSALS.get(code, ("io_uring_setup fails", _OTHERWISE))
-    data: dict[str, Json] = {"errno": symbol, "seccomp": filtered, "io_uring_disabled": sysctl}
-    return Result("io_uring", Status.NO, f"{reason} [{symbol}]", fix, data)
+    data: dict[str, Json] = {"errno": symbol(error), "seccomp": filtered, "io_uring_disabled": sysctl}
+    return Result("io_uring", Status.NO, f"{reason} [{symbol(error)}]", fix, data)
 
 
 def io_uring_sysctl(host: Host) -> Result:
     """Reports the sysctl that forbids io_uring system-wide; kernels before 6.6 have none."""
-    name = "io_uring sysctl"
     value = host.read_or(_SYSCTL)
-    data = {"io_uring_disabled": value}
-    if value in ("1", "2"):
-        words = {"1": "1 (privileged processes only)", "2": "2 (forbidden)"}[value]
-        return Result(name, Status.WARNING, words, _ENABLE, data)
-    return Result(name, Status.INFO, f"{value} (allowed)" if value else "none (kernels before 6.6)", data=data)
+    words = {"": "none (kernels before 6.6)", "1": "1 (privileged processes only)", "2": "2 (forbidden)"}
+    fix, data = _ENABLE if value in ("1", "2") else "", {"io_uring_disabled": value}
+    return judged("io_uring sysctl", words.get(value, f"{value} (allowed)"), fix, data, good=Status.INFO)
 
 
 def seccomp(host: Host) -> Result:
@@ -115,14 +123,10 @@ def seccomp(host: Host) -> Result:
 
 def aio_limit(host: Host) -> Result:
     """Reports how many of the system's AIO requests (fs.aio-max-nr) are left."""
-    name = "aio-max-nr"
     most = int(host.read("/proc/sys/fs/aio-max-nr"))
     used = int(host.read("/proc/sys/fs/aio-nr"))
     data = {"aio_max_nr": most, "aio_nr": used}
-    words = f"{most}, {used} in use"
-    if most - used < _LOW:
-        return Result(name, Status.WARNING, words, _RAISE, data)
-    return Result(name, Status.OKAY, words, data=data)
+    return judged("aio-max-nr", f"{most}, {used} in use", _RAISE if most - used < _LOW else "", data)
 
 
 def aio_context(events: int = _EVENTS) -> tuple[str, str]:
@@ -130,15 +134,8 @@ def aio_context(events: int = _EVENTS) -> tuple[str, str]:
     try:
         io_setup(events)
     except OSError as error:
-        symbol = errno.errorcode.get(error.errno or 0, str(error.errno))
-        if error.errno == errno.EAGAIN:
-            return f"the system's AIO requests are used up [{symbol}]", _RAISE
-        if error.errno == errno.ENOSYS:
-            reason = f"the kernel has no AIO (CONFIG_AIO), or a seccomp filter hides it [{symbol}]"
-            return reason, "use a kernel with CONFIG_AIO=y; io_uring and threads do without"
-        if error.errno in (errno.EPERM, errno.EACCES):
-            return f"a seccomp filter forbids io_setup [{symbol}]", "docker run --security-opt seccomp=unconfined ..."
-        return f"io_setup fails [{symbol}]", _RAISE
+        reason, fix = _AIO_REFUSALS.get(error.errno or 0, ("io_setup fails", _RAISE))
+        return f"{reason} [{symbol(error)}]", fix
     return "", ""
 
 
@@ -158,7 +155,8 @@ def libaio_name() -> str | None:
 
 def backends(host: Host, look: ops.Look) -> tuple[Result, ...]:
     """Returns every backend in order of preference, then the one that a handle would choose."""
-    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(look), "threads": threads})
+    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(look)})
+    results += (Result("threads", Status.OKAY, "pread and pwrite, always there"),)
     return results + run_checks({"chosen": lambda: chosen(results)})
 
 
@@ -166,21 +164,16 @@ def libaio(look: ops.Look) -> Result:
     """Checks its header, if the op is compiled here, its library, and the kernel's AIO."""
     compiled_in = ops.has_libaio(ALL_OPS["async_io"], look)
     library = libaio_name()
-    data = {"compiled_in": compiled_in, "library": library}
+    words, fix = f"{library}, io_setup succeeds", ""
     if not compiled_in:
         words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
-        return Result("libaio", Status.NO, words, ops.install_command("libaio"), data)
-    if library is None:
-        return Result("libaio", Status.NO, f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio"), data)
-    reason, fix = aio_context()
-    if reason:
-        return Result("libaio", Status.NO, reason, fix, data)
-    return Result("libaio", Status.OKAY, f"{library}, io_setup succeeds", data=data)
-
-
-def threads() -> Result:
-    """Returns a result that is always OKAY: pread and pwrite on threads."""
-    return Result("threads", Status.OKAY, "pread and pwrite, always there")
+        fix = ops.install_command("libaio")
+    elif library is None:
+        words, fix = f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio")
+    else:
+        reason, fix = aio_context()
+        words = reason or words
+    return judged("libaio", words, fix, {"compiled_in": compiled_in, "library": library}, bad=Status.NO)
 
 
 def chosen(results: Sequence[Result]) -> Result:
@@ -188,24 +181,19 @@ def chosen(results: Sequence[Result]) -> Result:
     usable = [result.name for result in results if result.status is Status.OKAY]
     wanted = os.environ.get(OVERRIDE, "")
     data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
-    if wanted not in ("", "auto", *ORDER):
-        words = f"{OVERRIDE}={wanted} is not one of auto, {', '.join(ORDER)}"
-        return Result("chosen", Status.NO, words, f"unset {OVERRIDE}", data)
-    if wanted in ORDER and wanted not in usable:
-        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted} is not usable here", f"unset {OVERRIDE}", data)
-    if wanted in ORDER:
+    if wanted in usable:
         return Result("chosen", Status.OKAY, f"{wanted} ({OVERRIDE})", data={**data, "backend": wanted})
+    if wanted not in ("", "auto"):
+        why = "is not usable here" if wanted in ORDER else f"is not one of auto, {', '.join(ORDER)}"
+        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted} {why}", f"unset {OVERRIDE}", data)
     data["backend"] = backend = usable[0]
-    if backend == ORDER[-1]:
-        words = f"{backend}: neither of the faster ones is usable"
-        return Result("chosen", Status.WARNING, words, next(filter(None, (result.fix for result in results))), data)
-    return Result("chosen", Status.OKAY, backend, data=data)
+    last = backend == ORDER[-1]
+    words = f"{backend}: neither of the faster ones is usable" if last else backend
+    return judged("chosen", words, next(filter(None, (result.fix for result in results))) if last else "", data)
 
 
 # Memory: what may be locked, huge pages, and the shared memory of DataLoader workers
 
-MIB = 1 << 20
-GIB = 1 << 30
 _MEMLOCK_WANTED = 64 * MIB  # the staging ring of a busy default handle
 _RAISE_MEMLOCK = (
     "docker run --ulimit memlock=-1 ...  # or '* - memlock unlimited' in /etc/security/limits.conf and a new login"
@@ -215,29 +203,20 @@ _CAP_IPC_LOCK = 14  # linux/capability.h
 _TRANSPARENT = "/sys/kernel/mm/transparent_hugepage/enabled"
 
 
-def size(count: int) -> str:
-    """Formats a number of bytes: ``512 B``, ``64 MiB``, ``1.5 GiB``."""
-    power = min(max(count.bit_length() - 1, 0) // 10, 4)
-    return f"{count / (1 << 10 * power):.1f}".removesuffix(".0") + (" B", " KiB", " MiB", " GiB", " TiB")[power]
-
-
 def memlock(host: Host) -> Result:
     """Reports how much memory may be locked; io_uring's registered buffers need as much as the staging memory."""
-    name = "memlock limit"
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     privileged = _may_lock_anything(host)
     limits = [None if each == resource.RLIM_INFINITY else each for each in (soft, hard)]
-    data = {"soft": limits[0], "hard": limits[1], "privileged": privileged}
-    words = "unlimited" if unlimited else size(soft)
+    words, fix = "unlimited" if unlimited else size_words(soft), ""
     if privileged and not unlimited:
         words += ", not binding (CAP_IPC_LOCK)"
-    if unlimited or privileged or soft >= _MEMLOCK_WANTED:
-        return Result(name, Status.OKAY, words, data=data)
-    words += ", staging buffers may stay unregistered and tensors unlocked"
-    enough = hard == resource.RLIM_INFINITY or hard >= _MEMLOCK_WANTED
-    fix = f"ulimit -l {_MEMLOCK_WANTED // 1024}" if enough else _RAISE_MEMLOCK
-    return Result(name, Status.WARNING, words, fix, data)
+    if not (unlimited or privileged or soft >= _MEMLOCK_WANTED):
+        words += ", staging buffers may stay unregistered and tensors unlocked"
+        enough = hard == resource.RLIM_INFINITY or hard >= _MEMLOCK_WANTED
+        fix = f"ulimit -l {_MEMLOCK_WANTED // 1024}" if enough else _RAISE_MEMLOCK
+    return judged("memlock limit", words, fix, {"soft": limits[0], "hard": limits[1], "privileged": privileged})
 
 
 def _may_lock_anything(host: Host) -> bool:
@@ -284,11 +263,9 @@ def shared(host: Host) -> Result:
     except OSError as error:
         return Result(name, Status.WARNING, str(error), "mount -t tmpfs -o size=1G tmpfs /dev/shm")
     total, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
-    data = {"total": total, "free": free}
-    if total < _SHM_WANTED:
-        fix = "docker run --shm-size=1g ...  # or: mount -o remount,size=1G /dev/shm"
-        return Result(name, Status.WARNING, f"{size(total)}, too small for DataLoader workers", fix, data)
-    return Result(name, Status.OKAY, f"{size(total)}, {size(free)} free", data=data)
+    fix = "" if total >= _SHM_WANTED else "docker run --shm-size=1g ...  # or: mount -o remount,size=1G /dev/shm"
+    words = f"{size_words(total)}, " + ("too small for DataLoader workers" if fix else f"{size_words(free)} free")
+    return judged(name, words, fix, {"total": total, "free": free})
 
 
 # System calls that Python does not offer, through ctypes. Each raises OSError with the kernel's errno.
@@ -311,8 +288,7 @@ _DIOALIGN_OFFSET = 0x98  # stx_dio_mem_align, then stx_dio_offset_align
 _AT_EMPTY_PATH = 0x1000
 
 
-@dataclass(frozen=True)
-class Alignment:
+class Alignment(NamedTuple):
     """What direct I/O on a file requires, in bytes; both 0 if the file does not support it."""
 
     memory: int
@@ -358,5 +334,4 @@ def direct_io_alignment(descriptor: int) -> Alignment | None:
         raise
     if not struct.unpack_from("=I", buffer, 0)[0] & _STATX_DIOALIGN:
         return None
-    memory, offset = struct.unpack_from("=II", buffer, _DIOALIGN_OFFSET)
-    return Alignment(memory, offset)
+    return Alignment(*struct.unpack_from("=II", buffer, _DIOALIGN_OFFSET))

@@ -21,7 +21,7 @@ from typing import TypeAlias
 from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, cache, cufile, machine, prebuilt, recipe
 from nvme_ops.op_builder.machine import Host
 
-from .result import Json, Result, Status
+from .result import Json, Result, Status, judged
 
 _HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
 
@@ -180,10 +180,9 @@ def ninja() -> Result:
     if folder is None:
         return Result("ninja", Status.FAIL, "not found", fix, {"path": None})
     path = str(Path(folder, "ninja"))
-    try:
-        version = _output(path, "--version")
-    except OSError as error:
-        return Result("ninja", Status.FAIL, str(error), fix, {"path": path})
+    version, problem = _answer([path])
+    if problem:
+        return Result("ninja", Status.FAIL, problem, fix, {"path": path})
     return Result("ninja", Status.OKAY, f"{version}, {path}", data={"path": path, "version": version})
 
 
@@ -200,15 +199,10 @@ def compiler() -> Result:
         wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
         return Result(name, Status.NO, f"not found ({wanted}): ops cannot be compiled here", fix, data)
     data["command"] = " ".join(found.command)
-    try:
-        answer = found.run("--version")
-    except (OSError, subprocess.SubprocessError) as error:
-        return Result(name, Status.NO, str(error), fix, data)
-    banner = answer.stdout.strip().partition("\n")[0]
-    if answer.returncode:
-        words = f"{data['command']} --version: exit status {answer.returncode}: {banner}"
-        return Result(name, Status.NO, words, fix, data)
-    data["version"] = banner
+    answer, problem = _answer(found.command)
+    if problem:
+        return Result(name, Status.NO, problem, fix, data)
+    data["version"] = banner = answer.partition("\n")[0]
     version = re.search(r"\d+\.\d+\.\d+", banner)
     if version and Version(version[0]) < Version(_LEAST_COMPILER):
         words = f"{banner}: torch's headers need version {_LEAST_COMPILER} or later"
@@ -219,10 +213,10 @@ def compiler() -> Result:
 def python_headers() -> Result:
     """Reports Python.h, without which no extension module compiles."""
     include = sysconfig.get_path("include")
-    if machine.python_header() is None:
-        return Result("Python headers", Status.OKAY, include, data={"include": include})
-    words = f"no Python.h in {include}: ops cannot be compiled here"
-    return Result("Python headers", Status.NO, words, install_command("python headers"), {"include": include})
+    missing = machine.python_header() is not None
+    words = f"no Python.h in {include}: ops cannot be compiled here" if missing else include
+    fix = install_command("python headers") if missing else ""
+    return judged("Python headers", words, fix, {"include": include}, bad=Status.NO)
 
 
 def cuda_home(host: Host) -> str | None:
@@ -241,11 +235,10 @@ def cuda(host: Host) -> list[Result]:
     """Reports CUDA_HOME and nvcc as facts: no op of this package needs either."""
     home = cuda_home(host)
     chosen = os.environ.get("CUDA_HOME")
-    data = {"CUDA_HOME": chosen, "used": home}
-    if chosen and not os.path.isdir(chosen):
-        words, fix = f"{chosen} is not a folder", "unset CUDA_HOME  # or set it to the CUDA toolkit"
-        return [Result("CUDA_HOME", Status.WARNING, words, fix, data), _nvcc(home)]
-    return [Result("CUDA_HOME", Status.INFO, home or "none (no op needs it)", data=data), _nvcc(home)]
+    gone = bool(chosen) and not os.path.isdir(str(chosen))
+    words = f"{chosen} is not a folder" if gone else home or "none (no op needs it)"
+    fix = "unset CUDA_HOME  # or set it to the CUDA toolkit" if gone else ""
+    return [judged("CUDA_HOME", words, fix, {"CUDA_HOME": chosen, "used": home}, good=Status.INFO), _nvcc(home)]
 
 
 def _nvcc(home: str | None) -> Result:
@@ -254,27 +247,28 @@ def _nvcc(home: str | None) -> Result:
     path = str(inside) if inside and inside.is_file() else shutil.which("nvcc")
     if path is None:
         return Result(name, Status.INFO, "none (no op needs it)", data={"path": None, "version": None})
-    try:
-        text = _output(path, "--version")
-    except OSError as error:
-        return Result(name, Status.INFO, f"{error} (no op needs it)", data={"path": path, "version": None})
+    text, problem = _answer([path])
+    if problem:
+        return Result(name, Status.INFO, f"{problem} (no op needs it)", data={"path": path, "version": None})
     found = re.search(r"release (\d+\.\d+)", text)
     version = found[1] if found else text.rpartition("\n")[2]
     return Result(name, Status.INFO, f"{version}, {path}", data={"path": path, "version": version})
 
 
-def _output(*command: str) -> str:
-    """What a short command prints; OSError when it cannot run, fails or does not answer."""
+def _answer(command: Sequence[str]) -> tuple[str, str]:
+    """Returns what a program prints of its version, and why it does not."""
+    words = [*command, "--version"]
     try:
         done = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=COMMAND_TIMEOUT, text=True, errors="replace",
         )  # fmt: skip
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{' '.join(command)}: no answer in {COMMAND_TIMEOUT:.0f} s") from error
-    if done.returncode:
-        raise OSError(f"{' '.join(command)}: exit status {done.returncode}: {done.stdout.strip()}")
-    return done.stdout.strip()
+    except subprocess.TimeoutExpired:
+        return "", f"{' '.join(words)}: no answer in {COMMAND_TIMEOUT:.0f} s"
+    except OSError as error:
+        return "", str(error)
+    said = done.stdout.strip()
+    return said, f"{' '.join(words)}: exit status {done.returncode}: {said}" if done.returncode else ""
 
 
 # PyTorch as installed, and this package
@@ -338,11 +332,11 @@ def torch_version(version: str) -> Result:
     """Reports torch's version, and whether it is new enough."""
     from packaging.version import Version  # in the check, which fails alone where this is missing
 
-    data = {"version": version}
-    if Version(version).release < Version(LEAST_TORCH).release:  # a nightly of it will do
-        words = f"{version}, older than {LEAST_TORCH}"
-        return Result("torch version", Status.WARNING, words, f"{_INSTALL_TORCH} --upgrade", data)
-    return Result("torch version", Status.INFO, version, data=data)
+    old = Version(version).release < Version(LEAST_TORCH).release  # a nightly of it will do
+    words, fix = f"{version}, older than {LEAST_TORCH}", f"{_INSTALL_TORCH} --upgrade"
+    return judged(
+        "torch version", words if old else version, fix if old else "", {"version": version}, good=Status.INFO
+    )
 
 
 def package() -> list[Result]:

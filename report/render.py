@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias, cast
 
 from nvme_ops.text import printable
 
@@ -24,8 +24,10 @@ NOTE: Ops not installed will be just-in-time (JIT) compiled at
 _NAME_WIDTH = 23
 _INSTALLED_WIDTH = 11
 _ENVIRONMENT_WIDTH = 33
-_COLOURS = {Status.OKAY: "\033[92m", Status.WARNING: "\033[93m", Status.NO: "\033[91m", Status.FAIL: "\033[91m"}
-_END = "\033[0m"
+_GREEN, _YELLOW, _RED, _END = "\033[92m", "\033[93m", "\033[91m", "\033[0m"
+_COLOURS = {"OKAY": _GREEN, "YES": _GREEN, "JIT": _GREEN, "WARNING": _YELLOW, "NO": _RED, "FAIL": _RED}
+# a mark; not the [NO] of an op that is not installed, which is nothing bad
+_MARK = re.compile(r"\[(OKAY|YES|JIT|WARNING|FAIL|NO(?!\] \.\.))\]")
 
 Sections: TypeAlias = Mapping[str, Sequence[Result]]  # or what lies under each folder
 
@@ -43,23 +45,22 @@ def as_text(sections: Sections, storage: Sections, style: Style) -> str:
     lines: list[str] = []
     if BUILD in sections or OPS in sections:
         lines += [LINE, "nvme_ops op report", LINE, *NOTE.splitlines(), LINE, "JIT compiled ops requires ninja"]
-        lines += result_lines(sections.get(BUILD, ()), style, _NAME_WIDTH)
+        lines += _painted(result_lines(sections.get(BUILD, ()), style), style)
         lines += [LINE, f"op name {'.' * 16} installed .. compatible", LINE]
-        lines += op_lines(sections.get(OPS, ()), style)
+        lines += _painted(op_lines(sections.get(OPS, ()), style), style)
     for name, results in sections.items():
         if name not in (BUILD, OPS):
             lines += [LINE, _TITLES.get(name, name), LINE]
-            plain = replace(style, colour=False) if name == CUFILE and not _has_gpu(sections) else style
-            lines += result_lines(results, plain, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
+            more = result_lines(results, style, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
+            lines += more if name == CUFILE and not _has_gpu(sections) else _painted(more, style)
     for folder, results in storage.items():
-        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *result_lines(results, style)]
+        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *_painted(result_lines(results, style), style)]
     return "\n".join([*lines, LINE, *([verdict(sections, storage)] if sections.get(OPS) else []), LINE]) + "\n"
 
 
 def verdict(sections: Sections, storage: Sections) -> str:
     """Returns one line: what can be used here, and how, or what cannot, be it a folder."""
-    chosen = next((each.detail for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
-    words, ready = [], True
+    words, ready, chosen = [], True, _chosen(sections)
     for op in sections.get(OPS, ()):
         if not op.data.get("expected", True):
             words.append(f"{op.name}: no GPU here")
@@ -67,7 +68,7 @@ def verdict(sections: Sections, storage: Sections) -> str:
             ready = False
             words.append(f"{op.name}: {op.detail}")
         elif op.name == "async_io":
-            words.append(f"{op.name} on {chosen}" if chosen else op.name)
+            words.append(f"{op.name} on {chosen.detail}" if chosen else op.name)
         elif op.data.get("expected") is not None:
             words.append(op.name)
     for folder, results in storage.items():
@@ -75,6 +76,10 @@ def verdict(sections: Sections, storage: Sections) -> str:
             ready = False
             words.append(printable(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
     return f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
+
+
+def _chosen(sections: Sections) -> Result | None:
+    return next((each for each in sections.get(BACKENDS, ()) if each.name == "chosen"), None)
 
 
 def _has_gpu(sections: Sections) -> bool:
@@ -93,31 +98,25 @@ def op_lines(results: Sequence[Result], style: Style) -> list[str]:
     lines = [] if results else ["no op is known"]
     for result in results:
         if "installed" not in result.data:  # its check failed
-            lines += result_lines([result], style, _NAME_WIDTH)
+            lines += result_lines([result], style)
             continue
         just_in_time = result.data.get("compiled") == "cached"
         installed = "[JIT]" if just_in_time else "[YES]" if result.data["installed"] else "[NO]"
-        colour = Status.OKAY if result.data["installed"] or just_in_time else Status.INFO
-        cells = f"{_dotted(result.name, _NAME_WIDTH)} {_paint(installed, colour, style)}"
-        lines.append(f"{cells} {'.' * (_INSTALLED_WIDTH - len(installed))} {bracket(result.status, style)}")
+        dots = "." * (_INSTALLED_WIDTH - len(installed))
+        lines.append(f"{_dotted(result.name, _NAME_WIDTH)} {installed} {dots} [{result.status.value}]")
         if style.fixes:
-            words = [printable(result.detail, lines=True)] if result.detail else []
-            mark = " optional: " if result.status is Status.OKAY else _paint(" [WARNING] ", Status.WARNING, style)
-            lines += [f"{mark}{word}" for word in _warnings(result) or words]
+            mark = " optional: " if result.status is Status.OKAY else " [WARNING] "
+            warnings = result.data.get("warnings") or [*filter(None, [result.detail])]
+            lines += [f"{mark}{printable(word, lines=True)}" for word in cast("list[str]", warnings)]
             lines += _fix(result, style)
     return lines
-
-
-def _warnings(result: Result) -> list[str]:
-    warnings = result.data.get("warnings")
-    return [printable(warning, lines=True) for warning in warnings] if isinstance(warnings, (list, tuple)) else []
 
 
 def result_lines(results: Sequence[Result], style: Style, width: int = _NAME_WIDTH, fix: bool = True) -> list[str]:
     """Returns a line for each result, each followed by its ``fix``."""
     lines = []
     for result in results:
-        judged = "" if result.status is Status.INFO else bracket(result.status, style)
+        judged = "" if result.status is Status.INFO else f"[{result.status.value}]"
         words = "" if not style.fixes and result.status.needs_fix else printable(result.detail, lines=True)
         lines.append(" ".join(filter(None, [_dotted(result.name, width), judged, words])))
         lines += _fix(result, style) if fix else []
@@ -132,18 +131,11 @@ def _dotted(name: str, width: int) -> str:
     return f"{name} {'.' * max(2, width - len(name))}"
 
 
-def bracket(status: Status, style: Style) -> str:
-    """Returns a mark such as ``[OKAY]``."""
-    return _paint(f"[{status.value}]", status, style)
-
-
-def uncoloured(text: str) -> str:
-    """Returns the text without the codes of colours."""
-    return re.sub(r"\033\[\d+m", "", text)
-
-
-def _paint(text: str, status: Status, style: Style) -> str:
-    return f"{_COLOURS[status]}{text}{_END}" if style.colour and status in _COLOURS else text
+def _painted(lines: Iterable[str], style: Style) -> Iterable[str]:
+    """Returns the lines with their marks in colours, if there are any."""
+    if not style.colour:
+        return lines
+    return [_MARK.sub(lambda found: f"{_COLOURS[found[1]]}{found[0]}{_END}", line) for line in lines]
 
 
 def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: Sections) -> str:
@@ -185,41 +177,36 @@ def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -
     if OPS in sections:
         rows = [each for each in sections[OPS] if each.data.get("expected", True)]
         lines += [f"op name {'.' * 16} installed .. compatible"]
-        lines += op_lines(rows, Style(style.colour, fixes=False))
+        lines += op_lines(rows, Style(fixes=False))
         lines += [LINE]
     for result in sections.get(BACKENDS, ()):
-        lines += _clipped(result, style)
-    lines += [_folder_line(folder, results, style) for folder, results in storage.items()]
+        lines += map(_fitting, result_lines([result], Style(), fix=False))
+    lines += [_folder_line(folder, results) for folder, results in storage.items()]
     if style.fixes:
-        lines += _complaints(sections, storage, style)
+        lines += _complaints(sections, storage)
     last = _wrapped(verdict(sections, storage)) if sections.get(OPS) else []
-    return "\n".join([*lines, LINE, *last, _MORE]) + "\n"
+    return "\n".join([*_painted(lines, style), LINE, *last, _MORE]) + "\n"
 
 
-def _complaints(sections: Sections, storage: Sections, style: Style) -> Iterator[str]:
+def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
     """Yields what limits, each with what to do, and then what is optional."""
-    needed: list[Result] = []
-    optional: list[Result] = []
+    found: list[tuple[str, Result]] = []
+    optional: list[tuple[str, Result]] = []
     gpu = any(each.name == "gds" and each.data.get("expected") for each in sections.get(OPS, ()))
-    chosen = next((str(each.data.get("backend")) for each in sections.get(BACKENDS, ()) if each.name == "chosen"), "")
+    chosen = _chosen(sections)
+    served = chosen is not None and chosen.data.get("backend") not in (None, "threads")
     for section in (OPS, BUILD, BACKENDS, *([CUFILE] if gpu else []), ENVIRONMENT):
         for each in sections.get(section, ()):
-            if section == OPS and not each.data.get("expected", True):
-                continue
-            unneeded = section == BACKENDS and each.name == _OPTIONAL and chosen not in ("", "None", "threads")
-            if each.status.needs_fix and each.fix:
-                (optional if unneeded else needed).append(each)
-    found = [(each.name, each) for each in needed]
-    found += [(f"{printable(folder)}: {each.name}", each) for folder, results in storage.items() for each in results
-              if each.status.needs_fix]  # fmt: skip
+            if each.status.needs_fix and each.data.get("expected", True):
+                (optional if served and each.name == _OPTIONAL else found).append((each.name, each))
+    for folder, results in storage.items():
+        found += [(f"{printable(folder)}: {each.name}", each) for each in results if each.status.needs_fix]
     told: set[str] = set()  # fixes, of which one may help several
-    for title, group in (("what limits, and what to do:", found), ("optional:", [(one.name, one) for one in optional])):
+    for title, group in (("what limits, and what to do:", found), ("optional:", optional)):
         if group:
             yield from (LINE, title)
         for name, each in group:
-            mark = bracket(each.status, Style())
-            first, *more = _wrapped(f"{mark} {name}: {printable(each.detail)}", "  ")
-            yield from (first.replace(mark, bracket(each.status, style), 1), *more)
+            yield from _wrapped(f"[{each.status.value}] {name}: {printable(each.detail)}", "  ")
             if each.fix not in told:
                 yield from _command(printable(each.fix))
                 told.add(each.fix)
@@ -235,22 +222,16 @@ def _command(fix: str) -> Iterator[str]:
         yield f"{'      ' if number else '  fix:'} {line}" + (" \\" if number < len(lines) - 1 else "")
 
 
-def _folder_line(folder: str, results: Sequence[Result], style: Style) -> str:
+def _folder_line(folder: str, results: Sequence[Result]) -> str:
     found = [each.status for each in results if each.status.needs_fix]
     worst = Status.NO if Status.NO in found else (*found, Status.OKAY)[0]
     facts: Mapping[str, str] = {each.name: each.detail for each in results}
     words = ", ".join(filter(None, (facts.get("file system", "").partition(" ")[0], facts.get("device", ""))))
-    return _fitting(f"{printable(folder)}: {bracket(worst, style)} {printable(words)}")
-
-
-def _clipped(result: Result, style: Style) -> list[str]:
-    return [_fitting(line) for line in result_lines([result], Style(style.colour, fixes=True), fix=False)]
+    return _fitting(f"{printable(folder)}: [{worst.value}] {printable(words)}")
 
 
 def _fitting(line: str) -> str:
-    """Cuts what is beyond the width, not counting colours."""
-    hidden = len(line) - len(uncoloured(line))
-    return line if len(line) - hidden <= WIDTH else f"{line[: WIDTH + hidden - 3]}..."
+    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
 
 
 def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:

@@ -6,6 +6,7 @@ too. Rendering is in render.py.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,6 +45,18 @@ class Result:
         """Refuses a complaint without a fix, so that no check can forget one."""
         if self.status.needs_fix and not self.fix:
             raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
+
+
+def judged(
+    name: str, detail: str, fix: str, data: Mapping[str, Json], good: Status = Status.OKAY, bad: Status = Status.WARNING
+) -> Result:
+    """Returns a result that is ``bad`` if there is something to fix, else ``good``."""
+    return Result(name, bad if fix else good, detail, fix, data)
+
+
+def symbol(error: OSError) -> str:
+    """Returns ``ENOENT`` and the like."""
+    return errno.errorcode.get(error.errno or 0, str(error.errno))
 
 
 Checks: TypeAlias = Mapping[str, Callable[[], Result | Sequence[Result]]]

@@ -14,10 +14,10 @@ from dataclasses import asdict
 from nvme_ops.op_builder import cufile
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage.device import MEMORY, NETWORK, Device, Mount, devices_under, logical_block, mount_of
+from nvme_ops.text import GIB, size_words
 
 from . import kernel
-from .kernel import GIB, size
-from .result import Checks, Json, Result, Status, run_checks
+from .result import Checks, Json, Result, Status, judged, run_checks, symbol
 
 _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
 
@@ -114,13 +114,13 @@ def _refusal(name: str) -> OSError | None:
 def _direct_result(folder: str, refusal: OSError | None) -> Result:
     if refusal is None:
         return Result("O_DIRECT", Status.OKAY, "a block was written and read back", data={"supported": True})
-    symbol = errno.errorcode.get(refusal.errno or 0, str(refusal.errno))
-    data: dict[str, Json] = {"supported": False, "errno": symbol}
+    data: dict[str, Json] = {"supported": False, "errno": symbol(refusal)}
+    words = f"refused by the file system [{symbol(refusal)}]: I/O goes through the page cache"
+    fix = _LIST_DISKS
     if refusal.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        words = f"opens, but a block could not be written [{symbol(refusal)}]"
         fix = f"df -h {shlex.quote(folder)}  # then make room; ulimit -f bounds the size of a file too"
-        return Result("O_DIRECT", Status.WARNING, f"opens, but a block could not be written [{symbol}]", fix, data)
-    words = f"refused by the file system [{symbol}]: I/O goes through the page cache"
-    return Result("O_DIRECT", Status.WARNING, words, _LIST_DISKS, data)
+    return Result("O_DIRECT", Status.WARNING, words, fix, data)
 
 
 def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
@@ -149,9 +149,9 @@ def _device(host: Host, folder: str) -> Result:
     words = "; ".join(map(_words, found))
     devices = [{**asdict(device), "stack": list(device.stack)} for device in found]
     data: dict[str, Json] = {"kind": found[0].kind, "devices": devices}
-    if any(device.kind == "rotational" for device in found):
-        return Result("device", Status.WARNING, f"{words}: a rotating disk", _LIST_DISKS, data)
-    return Result("device", Status.INFO, words, data=data)
+    rotating = any(device.kind == "rotational" for device in found)
+    words += ": a rotating disk" if rotating else ""
+    return judged("device", words, _LIST_DISKS if rotating else "", data, good=Status.INFO)
 
 
 def _words(device: Device) -> str:
@@ -160,12 +160,11 @@ def _words(device: Device) -> str:
 
 
 def _no_device(file_system: str) -> Result:
-    kind = "memory" if file_system in MEMORY else "network" if file_system in NETWORK else "unknown"
-    words = {
-        "network": f"network file system ({file_system})",
-        "memory": f"none, {file_system} lives in memory",
-        "unknown": f"none found behind {file_system}",
-    }[kind]
+    kind, words = "unknown", f"none found behind {file_system}"
+    if file_system in MEMORY:
+        kind, words = "memory", f"none, {file_system} lives in memory"
+    elif file_system in NETWORK:
+        kind, words = "network", f"network file system ({file_system})"
     return Result("device", Status.INFO, words, data={"kind": kind, "devices": []})
 
 
@@ -173,13 +172,11 @@ def _free(folder: str) -> Result:
     space = os.statvfs(folder)
     free, total = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
     data = {"free": free, "total": total, "free_inodes": space.f_favail if space.f_files else None}
-    words = f"{size(free)} of {size(total)}"
-    fix = f"df -h {shlex.quote(folder)}; df -i {shlex.quote(folder)}  # then make room"
     no_inode = space.f_files and not space.f_favail
-    words += ", but no inode is left for a new file" if no_inode else ""
-    if no_inode or (total and free < GIB):
-        return Result("free space", Status.WARNING, words, fix, data)
-    return Result("free space", Status.OKAY, words, data=data)
+    words = f"{size_words(free)} of {size_words(total)}" + (", but no inode is left for a new file" if no_inode else "")
+    full = no_inode or (total and free < GIB)
+    fix = f"df -h {shlex.quote(folder)}; df -i {shlex.quote(folder)}  # then make room" if full else ""
+    return judged("free space", words, fix, data)
 
 
 # Whether GPUDirect Storage supports a file system, by NVIDIA's release notes and the page of nvidia-fs. ext4 must be

@@ -26,6 +26,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops._native import native
 from nvme_ops.measure import stop
+from nvme_ops.op_builder import ALL_OPS
 from tests import prepared
 
 pytest_plugins = ("tests.running",)
@@ -42,6 +43,12 @@ hypothesis.settings.load_profile("repeatable")
 
 
 os.environ["COLUMNS"] = "80"  # whatever terminal the tests run in
+
+
+def pytest_collection_finish() -> None:
+    """Collecting loads no op: it is quick, and works, where none has been compiled yet."""
+    if loaded := [name for name, builder in ALL_OPS.items() if builder.is_loaded()]:
+        pytest.exit(f"a module of tests loads {', '.join(loaded)} when it is imported", pytest.ExitCode.USAGE_ERROR)
 
 
 def pattern(size: int, seed: int = 0) -> torch.Tensor:
@@ -175,6 +182,23 @@ def run_python(
     if check:
         assert result.returncode == 0, result.stdout + result.stderr
     return result
+
+
+def with_mounts(mounts: str, *command: object, **environment: str) -> str:
+    """What a command prints after ``mounts``, one line of shell, in a mount namespace that ends with it.
+
+    Skips the test where there can be none.
+    """
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    # one who is not root becomes it in a user namespace, where the kernel allows that
+    unshare = ["unshare", "-m" if os.geteuid() == 0 else "-rm", "sh", "-c", f'({mounts}) || exit 77; exec "$@"', "sh"]
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **environment}
+    done = subprocess.run([*unshare, *map(str, command)], env=environment, capture_output=True, text=True, timeout=60)
+    if done.returncode == 77 or done.stderr.startswith("unshare:"):
+        pytest.skip(f"cannot be mounted here: {done.stderr.strip()}")
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def refusal(main: Callable[[list[str]], int], words: list[str]) -> tuple[int, str]:

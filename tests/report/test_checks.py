@@ -5,13 +5,11 @@ The machines are made up of files: nothing here says anything about a real GPU. 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
 import platform
 import resource
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -26,14 +24,12 @@ from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage
 from nvme_ops.report.result import Result, Status
 from nvme_ops.storage.device import Device, Mount
+from tests.conftest import run_python, with_mounts
 from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
 
 ROOT = Path(__file__).parents[2]
-# Mounts of a process of its own; one who is not root becomes it in a user namespace, where the kernel allows that.
-UNSHARE = ["unshare", "-m" if os.geteuid() == 0 else "-rm"]
 OKAY, INFO, WARNING, NO, FAIL = Status.OKAY, Status.INFO, Status.WARNING, Status.NO, Status.FAIL
-Check = Callable[[Host], "Result | Sequence[Result]"]
-CHECKS: dict[str, Check] = {
+CHECKS: dict[str, Callable[[Host], Result | Sequence[Result]]] = {
     "kernel": kernel.version,
     "io_uring": kernel.io_uring,
     "io_uring sysctl": kernel.io_uring_sysctl,
@@ -134,30 +130,24 @@ NO_CUDA = {"CUDA_HOME": None, "CUDA_PATH": None, "PATH": "ROOT"}
 
 CASES = {
     "the kernel": Case("kernel", INFO, "5.4.0-42", files={"proc/sys/kernel/osrelease": "5.4.0-42"}),
-    "the kernel without /proc": Case("kernel", INFO, platform.release()),
     # io_uring, and who forbids it
     "forbidden to all": refused(errno.EPERM, "io_uring_disabled=2 forbids it to everyone", "sysctl -w", {SYSCTL: "2"}),
     "forbidden to users": refused(errno.EPERM, "to unprivileged processes", "sysctl -w", {SYSCTL: "1"}),
     "seccomp EPERM": refused(errno.EPERM, "(the default of container runtimes)", "seccomp=unconfined", FILTERED),
     "no filter": refused(errno.EPERM, "or a sandbox forbids it", "NVME_OPS_BACKEND=libaio", UNFILTERED),
-    "EACCES": refused(errno.EACCES, "or a sandbox forbids it", "journalctl"),
     "seccomp ENOSYS": refused(errno.ENOSYS, "of container runtimes)", "docker run", {**FILTERED, SYSCTL: "0"}),
     "an old kernel": refused(errno.ENOSYS, "or a sandbox)", "upgrade", {**FILTERED,
         "proc/sys/kernel/osrelease": "4.18.0"}),
     "ENOSYS": refused(errno.ENOSYS, "the kernel has no io_uring (5.1 with CONFIG_IO_URING, or a sandbox)", "upgrade"),
     "ENOMEM": refused(errno.ENOMEM, "the memlock limit is too small for a ring", "ulimit -l unlimited"),
     "EMFILE": refused(errno.EMFILE, "no file descriptor is left", "ulimit -n"),
-    "ENFILE": refused(errno.ENFILE, "no file descriptor is left", "ulimit -n"),
     "EINVAL": refused(errno.EINVAL, "io_uring_setup fails", "NVME_OPS_BACKEND=libaio"),
     "older than its plain reads": Case("io_uring", NO, "5.6", "upgrade",
         patches={"nvme_ops.report.kernel.io_uring_setup": lambda _: 0b111}),
     "unknown architecture": Case("io_uring", NO, "ENOSYS", "upgrade", patches={"platform.machine": lambda: "pdp11"}),
     "sysctl 0": Case("io_uring sysctl", INFO, "0 (allowed)", files={SYSCTL: "0"}),
-    "sysctl 1": Case("io_uring sysctl", WARNING, "1 (privileged", "sysctl -w kernel.io_uring", {SYSCTL: "1"}),
     "sysctl 2": Case("io_uring sysctl", WARNING, "2 (forbidden)", "sysctl -w kernel.io_uring", {SYSCTL: "2"}),
     "no sysctl": Case("io_uring sysctl", INFO, "none (kernels before 6.6)"),
-    "seccomp off": Case("seccomp", INFO, "no filter", files=UNFILTERED),
-    "seccomp strict": Case("seccomp", INFO, "strict", files={STATUS: "Seccomp:\t1"}),
     "seccomp filtered": Case("seccomp", INFO, "filtered", files=FILTERED),
     "seccomp unknown": Case("seccomp", INFO, "unknown"),
     # AIO
@@ -169,29 +159,23 @@ CASES = {
     "aio without a kernel's part": libaio("CONFIG_AIO), or a seccomp filter hides it [ENOSYS]", "CONFIG_AIO=y",
         code=errno.ENOSYS),
     "aio EPERM": libaio("a seccomp filter forbids io_setup [EPERM]", "seccomp=unconfined", code=errno.EPERM),
-    "aio EACCES": libaio("a seccomp filter forbids io_setup [EACCES]", "seccomp=unconfined", code=errno.EACCES),
     "aio EAGAIN": libaio("used up [EAGAIN]", "sysctl -w fs.aio-max-nr=1048576", code=errno.EAGAIN),
-    "aio ENOMEM": libaio("io_setup fails [ENOMEM]", "sysctl -w fs.aio-max-nr", code=errno.ENOMEM),
     "no library": libaio("libaio.so.1 cannot be loaded", "libaio", name=None),
     "no header": libaio("libaio.h was not found when the op was compiled", "libaio", header=False),
-    "neither": libaio("libaio is not installed", "libaio", header=False, name=None),
     # Memory
     "nothing may be locked": memlock(WARNING, "0 B, staging buffers", "ulimit -l 65536"),
     "who may raise it": memlock(WARNING, "1 MiB", "docker run --ulimit memlock", 1 << 20, 8 << 20),
     "enough may be locked": memlock(OKAY, "64 MiB", "", 64 << 20),
     "no limit": memlock(OKAY, "unlimited", "", -1),
-    "all capabilities": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="000001ffffffffff"),
     "CAP_IPC_LOCK": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="0000000000004000"),
     "no capability": memlock(WARNING, "0 B", "ulimit", caps="0"),
     "always": Case("transparent huge pages", OKAY, "always", files={THP: "[always] madvise never"}),
-    "madvise": Case("transparent huge pages", OKAY, "madvise", files={THP: "always [madvise] never"}),
     "never": Case("transparent huge pages", WARNING, "never: staging", f"echo madvise > /{THP}", NEVER),
     "no huge pages": Case("transparent huge pages", WARNING, "not in this kernel", "sysctl -w vm.nr_hugepages="),
     "reserved": Case("transparent huge pages", WARNING, "never", "echo madvise", RESERVED),
     "reserved and asked for": Case("transparent huge pages", INFO, "the reserved ones serve", "", RESERVED,
         environ={"NVME_OPS_HUGETLB": "1"}),
     "some reserved": Case("huge pages (hugetlb)", INFO, "60 of 64 free, 2 MiB each", "", RESERVED),
-    "none reserved": Case("huge pages (hugetlb)", INFO, "none reserved"),
     "no /dev/shm": Case("shared memory (/dev/shm) size", WARNING, "No such file", "mount -t tmpfs"),
     # What compiles an op
     "no ninja": Case("ninja", FAIL, "not found", "pip install",
@@ -201,17 +185,13 @@ CASES = {
     "a ninja that hangs": Case("ninja", FAIL, "no answer", "pip install", {}, {"bin/ninja": "exec sleep 600"}, PATH,
         {"nvme_ops.report.ops.COMMAND_TIMEOUT": 0.1}),
     "no compiler": Case("C++ compiler", NO, "c++, g++, clang++", "g++", environ={"CXX": None, "PATH": "ROOT"}),
-    "a CXX that is not there": Case("C++ compiler", NO, "no-such-compiler", "unset CXX",
-        environ={"CXX": "no-such-compiler -O2"}),
     "a compiler that fails": compiler(NO, "exit status 1: licence expired", "unset CXX",
         "echo licence expired; exit 1"),
     "a CXX that cannot run": Case("C++ compiler", NO, "No such file", "unset CXX", {}, {"cxx": ""},
         {"CXX": "ROOT/cxx"}, {"subprocess.run": fails(2)}),
     "gcc 12": compiler(OKAY, "12.2.0", "", "echo 'c++ (Debian 12.2.0-14+deb12u1) 12.2.0'"),
     "gcc 8": compiler(WARNING, "need version 9", "CXX=", "echo 'g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-22)'"),
-    "clang 14": compiler(OKAY, "14.0.0", "", "echo 'Ubuntu clang version 14.0.0-1ubuntu1.1'"),
     "clang 7": compiler(WARNING, "need version 9", "CXX=", "echo 'clang version 7.0.1-8 (tags/RELEASE_701/final)'"),
-    "another compiler": compiler(OKAY, "some other compiler", "", "echo some other compiler"),
     "no Python headers": Case("Python headers", NO, "no Python.h in /no", "python",
         patches={"sysconfig.get_path": lambda *_: "/no"}),
     "a CUDA_HOME that is gone": Case("CUDA_HOME", WARNING, "gone is not a folder", "unset CUDA_HOME",
@@ -221,7 +201,6 @@ CASES = {
     "an nvcc that fails": Case("nvcc version", INFO, "(no op needs it)", "", {}, {"bin/nvcc": "exit 1"},
         {"CUDA_HOME": "ROOT"}),
     "no CUDA": Case("CUDA_HOME", INFO, "none (no op needs it)", environ=NO_CUDA),
-    "no nvcc": Case("nvcc version", INFO, "none (no op needs it)", environ=NO_CUDA),
 }  # fmt: skip
 
 
@@ -265,22 +244,19 @@ def without(*names: str) -> dict[str, str]:
 
 CUFILE = {
     "no GPU": Case("GPU", NO, "no NVIDIA GPU is visible", "docker run --gpus all"),
-    "GPUs": Case("GPU", OKAY, "2 x NVIDIA H200", files=WITH_GPU),
-    "a GPU by its device": Case("GPU", OKAY, "nvidia0", files={"dev/nvidia0": "", "dev/nvidia-uvm": ""}),
     "no device": Case("GPU", NO, "no GPU is visible (no /dev/nvidia0)", "docker run --gpus all", without("dev/nvidia")),
     **{
         f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", NO, "hides every GPU", "unset CUDA_VISIBLE_DEVICES", WITH_GPU,
             environ={"CUDA_VISIBLE_DEVICES": value})
-        for value in ("", "-1", "-1,0", "NoDevFiles")
+        for value in ("", "-1,0", "NoDevFiles")
     },
     **{
         f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", OKAY, "H200", files=WITH_GPU,
             environ={"CUDA_VISIBLE_DEVICES": value})
-        for value in ("0", "1,0", "GPU-5d0a")
+        for value in ("1,0", "GPU-5d0a")
     },
     "a driver": Case("NVIDIA driver", OKAY, "580.65.06", files=WITH_GPU),
     "no driver": Case("NVIDIA driver", NO, "driver is not loaded", "modprobe nvidia", {"dev/nvidia0": ""}),
-    "a driver by its devices": Case("NVIDIA driver", OKAY, "loaded", files=without("proc/driver/nvidia/")),
     "no driver's library": Case("NVIDIA driver", NO, "libcuda.so.1 is not found", "docker run --gpus all",
         without("libcuda")),
     "nvidia-fs without devices": Case("nvidia-fs", WARNING, "/dev/nvidia-fs* is not here", "NVIDIA_GDS=enabled",
@@ -299,12 +275,10 @@ CUFILE = {
         f"the library {name}": Case("cuFile library", NO,
             f"NVME_OPS_CUFILE_LIBRARY={name} is not the absolute path of a file",
             "unset NVME_OPS_CUFILE_LIBRARY", EVERYTHING, environ={"NVME_OPS_CUFILE_LIBRARY": name})
-        for name in ("relative.so", "/no/such/libcufile.so", os.path.relpath(__file__))
+        for name in ("/no/such/libcufile.so", os.path.relpath(__file__))
     },
     "no library": Case("cuFile library", NO, "libcufile.so.0 is not found", "pip install nvidia-cufile", WITH_GPU),
-    "no library needed without a GPU": Case("cuFile library", INFO, "libcufile.so.0 is not found"),
     "no nvidia-fs": Case("nvidia-fs", WARNING, "data pass through host memory", "modprobe nvidia-fs", WITH_GPU),
-    "nvidia-fs": Case("nvidia-fs", OKAY, "2.22.3", files=EVERYTHING),
     "peers serve": Case("nvidia-fs", INFO, "PCI peer-to-peer does without", files={**HIDDEN, **PEERS}),
     "no modules": Case("kernel modules", NO, "no /proc/modules", "CONFIG_MODULES=y", WITH_GPU),
     "no udev": Case("udev data", WARNING, "no /run/udev/data", "CUFILE_EXPERIMENTAL_FS=1", WITH_GPU),
@@ -313,11 +287,6 @@ CUFILE = {
     "a library": Case("cuFile library", OKAY, "libcufile.so.0 (site-packages)", files=EVERYTHING,
         data={"source": "site-packages"}),
     "a header": Case("cuFile header", OKAY, "site-packages/nvidia/cu13/include/cufile.h", files=EVERYTHING),
-    "no header": Case("cuFile header", INFO, "no op needs it", files=WITH_GPU),
-    "settings": Case("cuFile settings", INFO, "/etc/cufile.json: allow_compat_mode true", files={**EVERYTHING,
-        **PEERS}, data={"use_pci_p2pdma": True}),
-    "no settings": Case("cuFile settings", INFO, "defaults, no /etc/cufile.json", files=EVERYTHING,
-        data={"path": None}),
     "settings that are no JSON": Case("cuFile settings", WARNING, "cannot be read as JSON",
         "correct /etc/cufile.json", {**EVERYTHING, "etc/cufile.json": '{"properties": '}),
     "settings in a folder": Case("cuFile settings", WARNING, "/etc/cufile.json: Is a directory",
@@ -330,8 +299,6 @@ CUFILE = {
         **{"boot/config-6.8.0-made-up": "# CONFIG_PCI_P2PDMA is not set\n"}),
     "proprietary driver": apart("the driver is not NVIDIA's open one, 565 or later (",
         **{MODULE: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06"}),
-    "old driver": apart("the driver is not NVIDIA's",
-        **{MODULE: "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  550.1.1"}),
     "multipath": apart("nvme_core.multipath is on (", sys__module__nvme_core__parameters__multipath="Y\n"),
     "not in the settings": apart("use_pci_p2pdma is not set in /etc/cufile.json (", **{"etc/cufile.json": "{}"}),
     "by symbols": Case(PEER, OKAY, "set up", files={**SYMBOLS, "proc/kallsyms": "x p2pdma_pgmap_ops\n"}),
@@ -341,29 +308,22 @@ CUFILE = {
     "IOMMU passes": Case(PEER, OKAY, "(IOMMU in pass-through;", files={**EVERYTHING, **PEERS,
         "sys/kernel/iommu_groups/0/x": "", "proc/cmdline": "quiet iommu=pt"}),
     # The path
-    "direct": way(OKAY, "gds where the file system takes part", paths="gds bounce"),
     "direct by peers": way(OKAY, "gds where", paths="gds bounce", files={**HIDDEN, **PEERS}),
     "not direct": way(INFO, "because neither nvidia-fs nor PCI peer-to-peer", paths="compat bounce", files=HIDDEN),
     "required": way(NO, "RuntimeError, because NVME_OPS_GDS=require", "unset NVME_OPS_GDS", files=HIDDEN,
         mode="require"),
     "off": way(INFO, "bounce (NVME_OPS_GDS=off)", paths="bounce", files=WITH_GPU, mode="off"),
     "off needs no library": Case("cuFile library", INFO, "not found", files=WITH_GPU, environ={"NVME_OPS_GDS": "off"}),
-    "off needs no modules": Case("kernel modules", INFO, "no /proc/modules", files=WITH_GPU,
-        environ={"NVME_OPS_GDS": "off"}),
     "unknown": way(NO, "NVME_OPS_GDS=maybe is not one of", "unset NVME_OPS_GDS", mode="maybe"),
     "parts are missing": way(NO, "for lack of: cuFile library, kernel modules", "NVME_OPS_GDS=off", files=WITH_GPU),
     "forced": way(INFO, "force_compat_mode is set (/etc/cufile.json)", paths="compat bounce", force_compat_mode=True),
-    "not forced": way(OKAY, "gds where", paths="gds bounce", force_compat_mode=False),
     "forced by the environment": Case(WAY, INFO, "is set (CUFILE_FORCE_COMPAT_MODE)", "", EVERYTHING,
         environ={gds.FORCED_BY: "true"}, data={"paths": ["compat", "bounce"]}),
     "no way": way(NO, "allow_compat_mode is false", "/etc/cufile.json", files=HIDDEN, allow_compat_mode=False),
 }  # fmt: skip
 
 
-IDS = [*CASES, *(f"cuFile: {name}" for name in CUFILE)]
-
-
-@pytest.mark.parametrize("case", [*CASES.values(), *CUFILE.values()], ids=IDS)
+@pytest.mark.parametrize("case", [*CASES.values(), *CUFILE.values()], ids=[*CASES, *CUFILE])
 def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = result_of(case, tmp_path, monkeypatch)
     assert result.status is case.status, result
@@ -373,16 +333,13 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
     assert {name: result.data[name] for name in case.data} == case.data
 
 
-@pytest.mark.parametrize(
-    ("files", "states"), [({}, {INFO, OKAY, NO}), (EVERYTHING, {INFO, OKAY})], ids=["nothing", "all"]
-)
+@pytest.mark.parametrize("files", [{}, EVERYTHING], ids=["nothing", "all"])
 def test_only_the_gpu_is_complained_about_where_there_is_none(
-    files: Mapping[str, str], states: set[Status], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    files: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     result_of(Case("GPU", OKAY, files=files), tmp_path, monkeypatch)
-    found = gds.section(Host(tmp_path))
-    assert {result.status for result in found} == states
-    assert [result.name for result in found if result.status.needs_fix] == ["GPU"] * (not files)
+    complaints = [result.name for result in gds.section(Host(tmp_path)) if result.status.needs_fix]
+    assert complaints == ([] if files else ["GPU"])
 
 
 def test_the_version_of_the_library_is_that_of_the_file_that_a_link_points_to(
@@ -393,20 +350,24 @@ def test_the_version_of_the_library_is_that_of_the_file_that_a_link_points_to(
     assert result_of(Case("cuFile library", OKAY), tmp_path, monkeypatch).detail.startswith("1.15.1, ")
 
 
-def test_looking_loads_no_library_and_leaves_cuda_alone() -> None:
-    script = """
-import torch
-def loaded():
-    return {line.split()[-1] for line in open("/proc/self/maps") if ".so" in line and "libcu" in line}
-before = loaded()
-from nvme_ops.op_builder import GDSBuilder
-from nvme_ops.report import gds
-gds.section(gds.Host())
-GDSBuilder().pieces()
-assert loaded() == before
-assert not torch.cuda.is_initialized()
-"""
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> None:
+    program = """
+        import os, subprocess, torch
+        from nvme_ops.op_builder import GDSBuilder
+        from nvme_ops.report import gds
+        def refuse(*args, **kwargs): raise AssertionError(args)
+        def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}
+        made = GDSBuilder()
+        made.is_installed = lambda: True
+        made.is_compatible()  # asks the compiler, once, where libaio is
+        before = loaded(), dict(os.environ)
+        subprocess.Popen.__init__ = refuse
+        gds.section(gds.Host())
+        made.is_compatible()
+        assert (loaded(), dict(os.environ)) == before
+        assert not torch.cuda.is_initialized()
+    """
+    run_python(program)
 
 
 # cuFile's settings
@@ -430,15 +391,11 @@ PARSED = {
 }
 
 
-@pytest.mark.parametrize("value", [[], {}, {"a": [1, {"b": "//"}]}, "text", 1, PARSED])
-def test_settings_are_json_with_comments_and_trailing_commas(value: object) -> None:
-    assert gds.parse(COMMENTED if value == PARSED else json.dumps(value)) == value
-
-
-@pytest.mark.parametrize("text", ["{", "{'properties': {}}", "{]", "/* never closed"])
-def test_settings_that_are_no_json_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="line 1"):
-        gds.parse(text)
+def test_settings_are_json_with_comments_and_trailing_commas() -> None:
+    assert gds.parse(COMMENTED) == PARSED
+    for text in ("{", "{'properties': {}}", "/* never closed"):
+        with pytest.raises(ValueError, match="line 1"):
+            gds.parse(text)
 
 
 FORCED = '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'
@@ -457,12 +414,11 @@ SETTINGS: dict[str, tuple[dict[str, str], dict[str, str], gds.CuFileSettings]] =
         gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json"),
     ),
     "FORCED": ({}, {gds.FORCED_BY: "TRUE"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
-    "forced": ({}, {gds.FORCED_BY: "1"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
     **{
         f"values of another kind, {text}": (
             {"etc/cufile.json": text}, {}, gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json")
         )
-        for text in ("[]", "1", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')
+        for text in ("[]", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')
     },
 }  # fmt: skip
 
@@ -497,20 +453,17 @@ NVME = device("nvme0n1p1", "nvme0n1")
 STORAGE: dict[str, tuple[Mount | None, list[Device], str]] = {  # "": supported
     "ext4": (mount("ext4", "data=ordered"), [NVME], ""),
     "xfs": (mount("xfs"), [NVME], ""),
-    "xfs over fabrics": (mount("xfs"), [device("nvme1n1", kind="network")], ""),
     "xfs on a RAID": (mount("xfs"), [device("md0", name) for name in ("nvme0n1", "nvme1n1")], ""),
     "nfs over rdma": (mount("nfs4", "proto=rdma"), [], ""),
     **{kind: (mount(kind), [], "") for kind in ("lustre", "wekafs", "gpfs", "beegfs", "scatefs")},
     "no mount": (None, [NVME], "not known"),
     "ext4 by default": (mount("ext4"), [NVME], "do not show data=ordered"),
     "ext4 with its data in the journal": (mount("ext4", "data=journal"), [NVME], "data=journal"),
-    "btrfs": (mount("btrfs"), [NVME], "btrfs is not among"),
     "tmpfs": (mount("tmpfs"), [], "tmpfs is not among"),
     "nfs over tcp": (mount("nfs4", "proto=tcp"), [], "without proto=rdma"),
     "overlay": (mount("overlay"), [], "container"),
     "xfs on sata": (mount("xfs"), [device("sda1", "sda", kind="ssd")], "sda is not an NVMe device (ssd)"),
     "xfs on LVM": (mount("xfs"), [device("dm-0", "nvme0n1")], "it lies on dm-0"),
-    "xfs on a file": (mount("xfs"), [device("loop3", "nvme0n1")], "it lies on loop3"),
     "xfs on both": (mount("xfs"), [NVME, device("sda", kind="ssd")], "sda is not an NVMe device"),
     "xfs on nothing known": (mount("xfs"), [], "device under the file system is not known"),
 }
@@ -565,18 +518,6 @@ def test_the_section_has_every_backend_in_the_order_of_the_engine() -> None:
     order = sorted(kernel.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
     names = [result.name for result in kernel.backends(Host(), ops.built)]
     assert names == [*order, "chosen"] == [*kernel.ORDER, "chosen"]
-
-
-def test_libaio_is_looked_for_under_both_its_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def load(name: str) -> None:
-        asked.append(name)
-        raise OSError("not here")
-
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    assert kernel.libaio_name() is None
-    assert asked == ["libaio.so.1", "libaio.so.1t64"]
 
 
 # This machine's kernel
@@ -658,39 +599,13 @@ def test_an_exhausted_aio_max_nr_is_recognised() -> None:
     assert "used up [EAGAIN]" in kernel.aio_context(most + 1)[0]
 
 
-def test_an_unknown_architecture_reports_no_alignment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "machine", lambda: "pdp11")
-    with open(__file__, "rb") as file:
-        assert kernel.direct_io_alignment(file.fileno()) is None
-
-
 def test_small_shared_memory_is_a_warning() -> None:
-    if shutil.which("unshare") is None:
-        pytest.skip("unshare is not installed")
     script = "from nvme_ops.report.kernel import Host, shared; print(shared(Host()))"
-    mounted = f"mount -t tmpfs -o size=64m none /dev/shm && {sys.executable} -c '{script}'"
-    done = subprocess.run([*UNSHARE, "sh", "-c", mounted], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"needs a mount namespace: {done.stderr.strip()}")
-    assert all(words in done.stdout for words in ("WARNING", "64 MiB, too small", "--shm-size=1g"))
-
-
-@pytest.mark.parametrize(
-    ("count", "words"), [(0, "0 B"), (1023, "1023 B"), (1 << 20, "1 MiB"), (3 << 29, "1.5 GiB"), (1 << 50, "1024 TiB")]
-)
-def test_sizes_read_well(count: int, words: str) -> None:
-    assert kernel.size(count) == words
+    said = with_mounts("mount -t tmpfs -o size=64m none /dev/shm", sys.executable, "-c", script)
+    assert all(words in said for words in ("WARNING", "64 MiB, too small", "--shm-size=1g"))
 
 
 # torch, this package, and the command that installs what is missing
-
-
-def test_torch_and_this_package_are_shown() -> None:
-    results = {result.name: result for result in (*ops.torch(), *ops.package())}
-    assert {"torch install path", "torch version", "torch cuda version", "torch C++ ABI"} <= results.keys()
-    assert Path(results["torch install path"].detail).is_dir()
-    assert Path(results["nvme_ops install path"].detail, "report").is_dir()
-    assert results["nvme_ops version"].detail[0].isdigit()
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.13.0+cpu", INFO), ("2.4.0a0+git", INFO), ("2.3.1", WARNING)])

@@ -37,7 +37,6 @@ ssize_t cuFileWrite(void*, const void*, std::size_t, off_t, off_t) { return -1; 
 }
 """
 DEFAULTS = {"MODULE": "2", "OPENS": "0", "ON_LOAD": "", "ON_OPEN": "", "ON_CLOSE": ""}
-
 Library = Callable[..., Path]
 
 
@@ -60,74 +59,53 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     return make
 
 
-def check(status: Status) -> Result:
+def check(status: Status, *words: str) -> Result:
     result = gds.open_driver()
     assert result.status is status, result
-    assert result.fix or not result.status.needs_fix
+    assert [each for each in words if each not in result.detail] == []
     assert "libcufile_fake" not in Path("/proc/self/maps").read_text(), "it belongs into the other process"
     return result
 
 
-def test_a_driver_that_opens_is_described_and_a_double_is_called_one(library: Library) -> None:
-    path = library()
-    result = check(Status.OKAY)
-    assert result.detail == (
-        f"opens: 1.15, {path}, a test double that says nothing about this machine; GPUDirect Storage is available"
-    )
-    assert (result.data["opened"], result.data["version"], result.data["fake"]) == (True, "1.15", True)
+BEHAVIOURS: dict[str, tuple[dict[str, str], Status, str]] = {
+    "opens": ({}, Status.OKAY, "opens: 1.15, ROOT/libcufile_fake.so, a test double"),
+    "without nvidia-fs": ({"MODULE": "0"}, Status.WARNING, "no GPUDirect Storage: nvidia-fs is not loaded"),
+    "refuses": ({"OPENS": "5001"}, Status.NO, "5001"),
+    "kills the process": ({"ON_OPEN": "std::abort()"}, Status.NO, "ended with status -6"),
+    "exits with words": (
+        {"ON_OPEN": 'std::puts("out of luck"),std::fflush(nullptr),_exit(3)'},
+        Status.NO,
+        "ended with status 3: out of luck",
+    ),
+}
 
 
-def test_a_driver_without_nvidia_fs_says_why_there_is_no_direct_way(library: Library) -> None:
-    library(MODULE="0")
-    result = check(Status.WARNING)
-    assert "no GPUDirect Storage: nvidia-fs is not loaded" in result.detail
-    assert result.data["why_not_direct"]
-
-
-def test_a_driver_that_refuses_gives_its_reason(library: Library) -> None:
-    library(OPENS="5001")
-    result = check(Status.NO)
-    assert "cuFileDriverOpen" in result.detail
-    assert "5001" in result.detail
-    assert "NVME_OPS_GDS=off" in result.fix
-
-
-def test_a_driver_that_kills_the_process_is_reported(library: Library) -> None:
-    library(ON_OPEN="std::abort()")
-    assert "ended with status -6" in check(Status.NO).detail
-
-
-def test_a_driver_that_exits_with_words_is_quoted(library: Library) -> None:
-    library(ON_OPEN='std::puts("out of luck"),std::fflush(nullptr),_exit(3)')
-    assert check(Status.NO).detail == "the process that opened it ended with status 3: out of luck"
-
-
-def test_a_library_that_never_returns_is_given_up(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    library(ON_LOAD="sleep(600)")
-    monkeypatch.setattr(gds, "LIMIT", 5.0)
-    assert "not open after 5 s" in check(Status.NO).detail
-
-
-def test_a_driver_that_opens_and_never_closes_is_reported_as_open(
-    library: Library, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("behaviour", "status", "words"), BEHAVIOURS.values(), ids=BEHAVIOURS)
+def test_what_the_driver_does_is_said(
+    behaviour: dict[str, str], status: Status, words: str, library: Library, tmp_path: Path
 ) -> None:
-    library(ON_CLOSE="for(;;)sleep(600)")
-    assert check(Status.OKAY).data["opened"] is True
+    library(**behaviour)
+    result = check(status, words.replace("ROOT", str(tmp_path)))
+    assert result.data["opened"] == (status is not Status.NO)
 
 
-def test_no_library_is_said_with_the_fix(library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", "/no/such/libcufile.so")
-    assert "/no/such/libcufile.so" in check(Status.NO).detail
+@pytest.mark.parametrize(
+    ("behaviour", "limit", "status"),
+    [({"ON_LOAD": "sleep(600)"}, 1.0, Status.NO), ({"ON_CLOSE": "for(;;)sleep(600)"}, 5.0, Status.OKAY)],
+)
+def test_a_library_that_never_returns_is_given_up_and_what_it_said_before_counts(
+    behaviour: dict[str, str], limit: float, status: Status, library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    library(**behaviour)
+    monkeypatch.setattr(gds, "LIMIT", limit)
+    check(status, "opens" if status is Status.OKAY else "not open after 1 s")
 
 
-def test_an_op_that_is_not_compiled_is_not_compiled_for_this(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "built", lambda builder: None)
-    result = check(Status.WARNING)
-    assert "not compiled yet" in result.detail
-    assert "GDSBuilder().load(" in result.fix
-
-
-def test_without_torch_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_lacking_before_is_said_and_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gds, "_run", lambda: pytest.fail("a process was started"))
+    with monkeypatch.context() as changed:
+        changed.setattr(ops, "built", lambda builder: None)
+        assert "GDSBuilder().load(" in check(Status.WARNING, "not compiled yet").fix
     broken = Result("torch", Status.NO, "not installed", "pip install torch")
     monkeypatch.setattr(ops, "torch_problem", lambda: broken)
     assert check(Status.WARNING).fix == "pip install torch"
