@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, cast
 
 from . import cache, cufile, jit, machine, prebuilt
-from .console import say, warn, working
+from .console import announce, say, warn
 from .recipe import CSRC, UNITED, Recipe, compiled, headers, requirements
 
 if TYPE_CHECKING:
@@ -268,11 +268,11 @@ class OpBuilder:
         if not self.is_buildable(verbose):
             self._refuse()
         started = time.monotonic()
-        with working(
-            f"nvme_ops: compiling the {self.name} op, once for this torch and compiler",
-            "10 to 80 s; built ahead of time it takes none: docs/install.md",
-        ):
-            entry = jit.build(self.recipe())
+        announce(
+            f"nvme_ops: compiling the {self.name} op, once for this torch and compiler "
+            "(10 to 80 s; built ahead of time it takes none: docs/install.md; NVME_OPS_QUIET=1: not a word)"
+        )
+        entry = jit.build(self.recipe())
         if verbose:
             say(f"Time to build the {self.name} op: {time.monotonic() - started:.1f} seconds")
         try:

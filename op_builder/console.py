@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
-import time
 import warnings
 from collections.abc import Iterator
 from typing import TextIO
@@ -20,39 +18,10 @@ def say(text: str) -> None:
             sys.stderr.flush()
 
 
-@contextlib.contextmanager
-def working(text: str, hint: str) -> Iterator[None]:
-    """Announces a slow step on stderr, and on a terminal shows its duration; silent with NVME_OPS_QUIET=1."""
-    if os.environ.get("NVME_OPS_QUIET", "") not in ("", "0"):
-        yield
-        return
-    say(f"{text} ({hint}; NVME_OPS_QUIET=1: not a word)")
-    with contextlib.ExitStack() as stack:
-        if _on_a_terminal():
-            over = threading.Event()
-            counting = threading.Thread(target=_count, args=(over,), name="nvme_ops.op_builder", daemon=True)
-            counting.start()
-            stack.callback(counting.join)
-            stack.callback(over.set)
-        yield
-
-
-def _on_a_terminal() -> bool:
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # there is none, or a closed one
-        return bool(sys.stderr.isatty())
-    return False
-
-
-def _count(over: threading.Event) -> None:
-    started = time.monotonic()
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        while True:
-            sys.stderr.write(f"\r{time.monotonic() - started:.0f} s ")
-            sys.stderr.flush()
-            if over.wait(0.5):
-                break
-        sys.stderr.write("\r\033[K")
-        sys.stderr.flush()
+def announce(text: str) -> None:
+    """Announces a slow step on stderr, unless NVME_OPS_QUIET=1 is set."""
+    if os.environ.get("NVME_OPS_QUIET", "") in ("", "0"):
+        say(text)
 
 
 def warn(text: str) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,12 +29,15 @@ from typing import Any
 
 import pypi
 
-from nvme_ops.op_builder import ALL_OPS, machine, prebuilt
+from nvme_ops.op_builder import ALL_OPS, OpBuilder, jit, machine, prebuilt
 
 ROOT = Path(__file__).parent.parent
 #: One of each minor version whose C++ standard library is the one of manylinux_2_28 and later.
 TORCHES = ("2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 _READ_AHEAD = 4 << 20  # bytes
+_LIMITED_API = "0x030b0000"  # of Python 3.11, as Py_LIMITED_API spells it
+#: What an op is loaded beside. Stand-ins of these names make the linker note that they are needed.
+_TORCH_LIBRARIES = ("c10", "torch_cpu")
 
 
 class RemoteFile(io.RawIOBase):
@@ -96,6 +101,48 @@ def headers(version: str, folder: Path) -> Path:
     return folder / "torch/include"
 
 
+def compile_op(
+    op: OpBuilder, compiler: machine.Compiler, version: str, torch_include: Path, python_include: Path, folder: Path
+) -> Path:
+    """The library of ``op`` in ``folder``, compiled against the headers of a torch that need not be installed.
+
+    RuntimeError with what the compiler said when it fails.
+    """
+    work = folder / f"{op.name}.{version}.work"
+    work.mkdir(parents=True)
+
+    def compiled(*arguments: str) -> None:
+        done = subprocess.run([*compiler.command, *arguments], stdout=-1, stderr=-2, text=True, errors="replace")
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join([*compiler.command, *arguments])}\n{done.stdout}")
+
+    for name in _TORCH_LIBRARIES:
+        compiled("-shared", "-x", "c", "/dev/null", f"-Wl,-soname,lib{name}.so", "-o", f"{work}/lib{name}.so")
+    target = folder / prebuilt.file_name(op.name, prebuilt.minor(version))
+    system = [torch_include, torch_include / "torch/csrc/api/include", python_include]
+    compiled(
+        *op.cxx_args(),
+        *("-std=c++20", "-fPIC", "-shared", "-pthread"),
+        *("-D_GLIBCXX_USE_CXX11_ABI=1", f"-DPy_LIMITED_API={_LIMITED_API}"),
+        *(word for path in op.include_paths() for word in ("-I", path)),
+        *(word for path in system for word in ("-isystem", str(path))),
+        *map(str, jit.unite(work, op.recipe())),
+        *("-Wl,--no-as-needed", f"-L{work}", *(f"-l{name}" for name in _TORCH_LIBRARIES), "-Wl,-s"),
+        *("-o", str(target)),
+    )
+    record = {
+        prebuilt.MARK: True,
+        "name": op.name,
+        "sources": op.recipe().requirements()["sources"],
+        "torch": prebuilt.minor(version),
+        "cxx11_abi": "True",
+        "machine": platform.machine(),
+        "python": prebuilt.PORTABLE_PYTHON,
+    }
+    prebuilt.record_path(target).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    return target
+
+
 def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
     """The ops for one torch, each library followed by its record."""
     include = headers(version, work / f"torch-{version}")
@@ -108,10 +155,8 @@ def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
         raise RuntimeError("no C++ compiler was found; fix: apt-get install g++")
     made = []
     for name in ops:
-        library = prebuilt.compile_portable(
-            ALL_OPS[name], chosen, version, include, Path(sysconfig.get_path("include")), work / "ops"
-        )
-        made += [library, library.with_name(f"{prebuilt.stem(library.name)}.build.json")]
+        library = compile_op(ALL_OPS[name], chosen, version, include, Path(sysconfig.get_path("include")), work / "ops")
+        made += [library, prebuilt.record_path(library)]
         print(f"{library.name}: {library.stat().st_size >> 10} KiB", flush=True)
     shutil.rmtree(work / f"torch-{version}", ignore_errors=True)
     return made

@@ -1,22 +1,26 @@
-"""Loading an op through the cache: what builds, what does not, and what survives processes that collide or die."""
+"""Building an op and loading it through the cache: what builds, what is said, what survives collisions and deaths."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
 import os
+import re
+import shutil
 import signal
 import stat
+import sys
 import tempfile
 import time
+import venv
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from nvme_ops.op_builder import cache, jit
-from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, sandbox
-
-ANSWER = "print(TinyBuilder().load().answer())"
+from nvme_ops.op_builder import cache, jit, recipe
+from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, sandbox
 
 
 def refuse_locks(*_: object) -> None:
@@ -24,66 +28,65 @@ def refuse_locks(*_: object) -> None:
     raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
-def test_a_second_process_starts_no_process(sandbox: Sandbox) -> None:
-    assert sandbox.run(ANSWER) == "42"
-    assert sandbox.compilations() == 1
+def replace(library: Path, content: bytes) -> None:
+    """Gives the path another file: the one there is mapped into this process, which would die of a change."""
+    library.unlink()
+    library.write_bytes(content)
+
+
+def build() -> cache.CacheEntry:
+    return jit.build(TinyBuilder().recipe())
+
+
+# What builds, and what does not
+
+
+def test_a_second_process_compiles_nothing_and_starts_no_process(sandbox: Sandbox) -> None:
+    first = sandbox.end(f"import os; os.chdir('/proc')\n{ANSWER}", {"PATH": "/usr/bin:/bin"})  # ninja is beside Python
+    assert first.stdout == "42\n"
+    (said,) = first.stderr.splitlines()
+    assert said.startswith("nvme_ops: compiling the tiny op, once for this torch and compiler")
     before = sandbox.compiler_calls()
     program = f"""
 import subprocess, sys, torch
 def refuse(*args, **kwargs): raise AssertionError(f"a warm load started {{args}}")
 subprocess.Popen.__init__ = refuse
 {ANSWER}
-assert "torch.utils.cpp_extension" not in sys.modules
-"""
-    assert sandbox.run(program) == "42"
-    assert sandbox.compiler_calls() == before
-
-
-def test_a_second_load_in_one_process_gives_the_same_module(sandbox: Sandbox) -> None:
-    program = """
-import sys
 module = TinyBuilder().load()
 assert TinyBuilder().load() is module and TinyBuilder().jit_load() is module
 assert sys.modules[TinyBuilder().absolute_name()] is module
+assert "torch.utils.cpp_extension" not in sys.modules
 """
-    sandbox.run(program)
-    assert sandbox.compilations() == 1
+    second = sandbox.end(program, {"PATH": "/usr/bin:/bin"})
+    assert (second.stdout, second.stderr) == ("42\n", "")
+    assert sandbox.compiler_calls() == before
+    assert sandbox.run(ANSWER, {"PATH": "/no/such", "CXX": ""}) == "42", "a filled cache needs no compiler"
 
 
 def test_three_processes_at_once_build_once(sandbox: Sandbox) -> None:
     processes = [sandbox.start(ANSWER, {"TINY_SLOW": "2"}) for _ in range(3)]
     answers = [process.communicate(timeout=300) for process in processes]
     assert [output for output, _ in answers] == ["42\n"] * 3
-    assert all(errors.startswith("nvme_ops: compiling") and errors.count("\n") == 1 for _, errors in answers)
     assert sandbox.compilations() == 1
 
 
-def test_four_threads_at_once_build_once(sandbox: Sandbox) -> None:
+def test_threads_and_a_forked_child_build_once(sandbox: Sandbox) -> None:
     program = """
+import os, time, torch
 from concurrent.futures import ThreadPoolExecutor
-with ThreadPoolExecutor(4) as pool:
-    print(len({id(module) for module in pool.map(lambda _: TinyBuilder().load(), range(4))}))
-"""
-    assert sandbox.run(program) == "1"
-    assert sandbox.compilations() == 1
-
-
-def test_a_child_forked_during_a_build_loads_too(sandbox: Sandbox) -> None:
-    program = """
-import os, threading, time, torch
+from collections.abc import Callable
 from pathlib import Path
 calls = Path(os.environ["TINY_CALLS"])
-builder = threading.Thread(target=lambda: TinyBuilder().load())
-builder.start()
+pool = ThreadPoolExecutor(4)
+modules = [pool.submit(lambda: TinyBuilder().load()) for _ in range(4)]
 while not calls.exists() or "tiny.cpp" not in calls.read_text():
     time.sleep(0.05)
 child = os.fork()
 if child == 0:
     os._exit(TinyBuilder().load().answer())
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-builder.join()
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), len({id(each.result()) for each in modules}))
 """
-    assert sandbox.run(program, {"TINY_SLOW": "2"}) == "42"
+    assert sandbox.run(program, {"TINY_SLOW": "1"}) == "42 1"
     assert sandbox.compilations() == 1
 
 
@@ -103,46 +106,35 @@ def test_a_killed_build_blocks_nobody(sandbox: Sandbox) -> None:
     assert not any(path.name.startswith(".") for path in (sandbox.cache / "nvme_ops").iterdir())
 
 
-def replace(library: Path, content: bytes) -> None:
-    """Gives the path another file: the one there is mapped into this process, which would die of a change."""
-    library.unlink()
-    library.write_bytes(content)
-
-
 def test_what_torch_leaves_of_a_killed_build_is_ignored(here: Sandbox) -> None:
-    entry = jit.build(TinyBuilder().recipe())
+    entry = build()
     entry.discard()
     (entry.folder / "lock").touch()  # torch waits for this file to go, for ever
     replace(entry.library, b"half a library")
-    assert jit.build(TinyBuilder().recipe()).record() is not None
+    assert build().record() is not None
     assert not (entry.folder / "lock").exists()
     assert here.compilations() == 2
 
 
-def test_a_truncated_library_is_built_anew(here: Sandbox) -> None:
-    entry = jit.build(TinyBuilder().recipe())
-    replace(entry.library, entry.library.read_bytes()[:100])
-    assert not TinyBuilder().is_cached()
-    assert here.run(ANSWER) == "42"
-
-
-def test_a_library_that_cannot_be_loaded_is_built_anew(here: Sandbox) -> None:
-    entry = jit.build(TinyBuilder().recipe())
-    replace(entry.library, bytes(entry.library.stat().st_size))
+@pytest.mark.parametrize("damage", ["cut short", "nonsense"])
+def test_a_damaged_library_is_built_anew(here: Sandbox, damage: str) -> None:
+    entry = build()
+    whole = entry.library.read_bytes()
+    replace(entry.library, whole[:100] if damage == "cut short" else bytes(len(whole)))
     done = here.end(ANSWER)
-    output, errors = done.stdout, done.stderr
-    assert output == "42\n", errors
-    assert "built anew" in errors
-    assert here.compilations() == 2
+    assert done.stdout == "42\n", done.stderr
+    assert ("UserWarning: the cached tiny op is built anew" in done.stderr) == (damage == "nonsense")
 
 
-def test_a_changed_header_source_or_flag_builds_anew(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_changed_header_source_or_flag_builds_anew_and_a_touched_one_does_not(
+    here: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = [
         lambda: here.header.write_text("#define ANSWER 43\n"),
         lambda: here.source.write_text(here.source.read_text() + "// changed\n"),
         lambda: monkeypatch.setenv("TINY_CXX_ARGS", "-DMORE"),
-        lambda: monkeypatch.setenv("CFLAGS", "-DEVEN_MORE"),
-        lambda: monkeypatch.setenv("LDFLAGS", "-Wl,-O1"),
+        lambda: monkeypatch.setenv("CFLAGS", """-I'/a folder' -DTEXT='"$HOME; {a}"'"""),
+        lambda: monkeypatch.setenv("LDFLAGS", "'-Wl,-rpath,$ORIGIN'"),
         lambda: here.compiler.write_text(here.compiler.read_text() + "# another version\n"),
     ]
     keys = {TinyBuilder().recipe().key()}
@@ -150,66 +142,57 @@ def test_a_changed_header_source_or_flag_builds_anew(here: Sandbox, monkeypatch:
         change()
         keys.add(TinyBuilder().recipe().key())
     assert len(keys) == 1 + len(changes)
-    jit.build(TinyBuilder().recipe())
+    os.utime(here.source)
+    assert TinyBuilder().recipe().key() in keys
+    build()
     compiled, linked = here.compiler_calls()[-2:]
-    assert "-DMORE -DEVEN_MORE" in compiled
-    assert "-Wl,-O1" in linked
+    assert '-DMORE -I/a folder -DTEXT="$HOME; {a}" -c' in compiled
+    assert "-Wl,-rpath,$ORIGIN" in linked
 
 
 @pytest.mark.parametrize("fact", ["torch", "torch_commit", "cxx11_abi", "cuda", "python", "machine"])
 def test_another_runtime_has_another_key(here: Sandbox, monkeypatch: pytest.MonkeyPatch, fact: str) -> None:
-    from nvme_ops.op_builder import recipe
-
     key = TinyBuilder().recipe().key()
     other = {**recipe.runtime(), fact: "another"}
     monkeypatch.setattr(recipe, "runtime", lambda: other)
     assert TinyBuilder().recipe().key() != key
 
 
-def test_a_touched_but_unchanged_source_builds_nothing(here: Sandbox) -> None:
-    key = TinyBuilder().recipe().key()
-    os.utime(here.source)
-    assert TinyBuilder().recipe().key() == key
-
-
-def test_a_filled_cache_needs_no_compiler(sandbox: Sandbox, tmp_path: Path) -> None:
-    sandbox.run(ANSWER)
-    (tmp_path / "empty").mkdir()
-    assert sandbox.run(ANSWER, {"PATH": str(tmp_path / "empty"), "CXX": ""}) == "42"
-    assert sandbox.compilations() == 1
-
-
-def test_a_compiler_of_several_words_works(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CXX", f"'{here.compiler}' -DFROM_CXX")
-    assert jit.build(TinyBuilder().recipe()).record() is not None
-    assert any("-DFROM_CXX" in call and "tiny.cpp" in call for call in here.compiler_calls())
-    assert os.environ["CXX"].startswith("'")
-
-
-def test_flags_reach_the_compiler_unchanged(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CFLAGS", """-I'/a folder' -DTEXT='"$HOME; {a}"'""")
-    monkeypatch.setenv("LDFLAGS", "'-Wl,-rpath,$ORIGIN'")
-    jit.build(TinyBuilder().recipe())
-    compiled, linked = here.compiler_calls()[-2:]
-    assert '-I/a folder -DTEXT="$HOME; {a}" -c' in compiled
-    assert "-Wl,-rpath,$ORIGIN" in linked
-
-
-def test_max_jobs_reaches_ninja(here: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    ninja = programs / "ninja"
-    path = os.environ["PATH"]
+def test_the_users_compiler_and_ninja_are_used_and_the_environment_is_left_as_it_was(
+    here: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ninja, path = tmp_path / "programs" / "ninja", os.environ["PATH"]
+    ninja.parent.mkdir()
     ninja.write_text(f'#!/bin/sh\necho "$*" >> "{tmp_path}/ninja"\nPATH="{path}" exec ninja "$@"\n')
     ninja.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{programs}{os.pathsep}{path}")
+    monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{path}")
     monkeypatch.setenv("MAX_JOBS", "3")
-    jit.build(TinyBuilder().recipe())
+    monkeypatch.setenv("CXX", f"'{here.compiler}' -DFROM_CXX")
+    before = dict(os.environ), sys.stdout, sys.stderr
+    umask = os.umask(0o022)
+    try:
+        entry = build()
+    finally:
+        os.umask(umask)
+    assert (dict(os.environ), sys.stdout, sys.stderr) == before
     assert "-j 3" in (tmp_path / "ninja").read_text()
+    assert any("-DFROM_CXX" in call and "tiny.cpp" in call for call in here.compiler_calls())
+    assert stat.S_IMODE(entry.folder.stat().st_mode) == 0o755, "others may read it"
 
 
-def test_ninja_beside_python_is_found_without_activation(sandbox: Sandbox) -> None:
-    assert sandbox.run(ANSWER, {"PATH": "/usr/bin:/bin"}) == "42"
+def test_sources_that_cannot_be_united_are_compiled_one_by_one(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("first", "second"):
+        (here.csrc / f"{name}.cpp").write_text("namespace { [[maybe_unused]] int same = 1; }\n")
+    united = [str(here.csrc / f"{name}.cpp") for name in ("first", "second")]
+    monkeypatch.setattr(TinyBuilder, "united_sources", lambda _: [united])
+    assert build().record() is not None
+    assert any("united1.cpp" in call for call in here.compiler_calls())
+    (here.csrc / "second.cpp").write_text("namespace { [[maybe_unused]] int other = 1; }\n")
+    build()
+    assert sum("second.cpp" in call for call in here.compiler_calls()) == 1
+
+
+# Where
 
 
 def test_the_default_root_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -226,70 +209,150 @@ def test_the_default_root_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_a_chosen_root_that_cannot_be_written_is_refused(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(here.header / "below a file"))
     with pytest.raises(RuntimeError, match=r"TORCH_EXTENSIONS_DIR cannot be written: .*Not a directory"):
-        jit.build(TinyBuilder().recipe())
+        build()
 
 
-@pytest.fixture
-def no_home(here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """No folder below HOME can be made; returns the folder that builds then go to."""
+def test_without_a_home_builds_go_to_a_private_folder(
+    here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(here.header))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    return tmp_path / f"torch_extensions_{os.geteuid()}"
-
-
-def test_without_a_home_builds_go_to_a_private_folder(no_home: Path) -> None:
-    recipe = TinyBuilder().recipe()
+    private = tmp_path / f"torch_extensions_{os.geteuid()}"
     with pytest.warns(UserWarning, match=r"compiled ops are kept in .*Not a directory"):
-        entry = jit.build(recipe)
-    assert entry.folder.is_relative_to(no_home)
-    assert stat.S_IMODE(no_home.stat().st_mode) == 0o700
-    assert cache.find(recipe) == entry
-
-
-def test_a_fallback_that_others_can_write_to_is_not_trusted(no_home: Path) -> None:
-    no_home.mkdir()
-    no_home.chmod(0o777)
+        entry = build()
+    assert entry.folder.is_relative_to(private)
+    assert stat.S_IMODE(private.stat().st_mode) == 0o700
+    assert cache.find(TinyBuilder().recipe()) == entry
+    private.chmod(0o777)
     assert cache.roots() == [cache.default_root()]
     with pytest.raises(RuntimeError, match="is not private"):
-        jit.build(TinyBuilder().recipe())
-
-
-def test_a_file_system_without_locks_builds_all_the_same(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", refuse_locks)
-    assert jit.build(TinyBuilder().recipe()).record() is not None
+        build()
 
 
 def test_without_locks_the_first_of_two_builds_stays(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
-    recipe = TinyBuilder().recipe()
-    entry = cache.CacheEntry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
+    made = TinyBuilder().recipe()
+    entry = cache.CacheEntry(cache.writable_root() / f"{made.name}-{made.key()}", made.name)
     with cache.building(entry) as slower:
         assert slower is not None
-        jit.build(recipe)
+        build()
         first = entry.library.stat().st_ino
-        jit.compile_into(slower, recipe, entry.log)
+        jit.compile_into(slower, made, entry.log)
     assert entry.library.stat().st_ino == first
     assert [path.name for path in entry.folder.parent.iterdir() if path.name.startswith(".")] == []
 
 
-def test_a_finished_build_can_be_read_by_others(here: Sandbox) -> None:
-    old = os.umask(0o022)
-    try:
-        entry = jit.build(TinyBuilder().recipe())
-    finally:
-        os.umask(old)
-    assert stat.S_IMODE(entry.folder.stat().st_mode) == 0o755
+# What is said
 
 
-def test_sources_that_cannot_be_united_are_compiled_one_by_one(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("first", "second"):
-        (here.csrc / f"{name}.cpp").write_text("namespace { [[maybe_unused]] int same = 1; }\n")
-    united = [str(here.csrc / f"{name}.cpp") for name in ("first", "second")]
-    monkeypatch.setattr(TinyBuilder, "united_sources", lambda _: [united])
-    assert jit.build(TinyBuilder().recipe()).record() is not None
-    assert any("united1.cpp" in call for call in here.compiler_calls())
-    (here.csrc / "second.cpp").write_text("namespace { [[maybe_unused]] int other = 1; }\n")
-    jit.build(TinyBuilder().recipe())
-    assert sum("second.cpp" in call for call in here.compiler_calls()) == 1
+def break_source(here: Sandbox, _: pytest.MonkeyPatch) -> None:
+    here.source.write_text(here.source.read_text() + "int broken() { return no_such_name; }\n")
+
+
+def break_link(_: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LDFLAGS", "-lno_such_library")
+
+
+def break_symbol(here: Sandbox, _: pytest.MonkeyPatch) -> None:
+    here.source.write_text(here.source.read_text().replace("PyLong_FromLong(", "no_such_function("))
+    here.header.write_text("#define ANSWER 42\nextern PyObject* no_such_function(long);\n")
+
+
+def break_names(here: Sandbox, _: pytest.MonkeyPatch) -> None:
+    (here.csrc / "more").mkdir()
+    shutil.copy(here.source, here.csrc / "more")
+
+
+def break_compiler(here: Sandbox, _: pytest.MonkeyPatch) -> None:
+    here.compiler.write_text("#!/bin/sh\necho out of licences; exit 1\n")
+
+
+def lose_compiler(_: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/no/such")
+    monkeypatch.delenv("CXX")
+
+
+FAILURES = {
+    break_source: r"^Unable to build the tiny op\.\n(.|\n)*error: .no_such_name. was not declared(.|\n)*All output: ",
+    break_link: "cannot find -lno_such_library",
+    break_symbol: "no_such_function",
+    break_names: "two source files of the tiny op have the same name: tiny",
+    break_compiler: "Unable to JIT load the tiny op due to .*counting-c.. does not work: out of licences",
+    lose_compiler: r"no C\+\+ compiler was found \(c\+\+, g\+\+, clang\+\+\); fix: install one",
+}
+
+
+@pytest.mark.parametrize(("spoil", "words"), FAILURES.items(), ids=[spoil.__name__ for spoil in FAILURES])
+def test_a_failure_is_in_the_words_of_its_cause(
+    here: Sandbox, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Sandbox, pytest.MonkeyPatch], None], words: str
+) -> None:
+    spoil(here, monkeypatch)
+    with pytest.raises(RuntimeError, match=words) as caught:
+        TinyBuilder().load()
+    message, _, log = str(caught.value).partition("All output: ")
+    assert "-isystem" not in message, "the commands only hide what went wrong"
+    if spoil is break_source:
+        assert "-isystem" in Path(log).read_text()
+
+
+def test_a_repaired_source_builds_in_the_same_process(sandbox: Sandbox) -> None:
+    program = f"""
+from collections.abc import Callable
+from pathlib import Path
+source = Path({str(sandbox.source)!r})
+good = source.read_text()
+source.write_text("nonsense")
+try:
+    TinyBuilder().load()
+except RuntimeError as error:
+    assert "nonsense" in str(error), error
+source.write_text(good)
+{ANSWER}
+"""
+    assert sandbox.run(program) == "42"
+
+
+def test_missing_ninja_is_said(sandbox: Sandbox, tmp_path: Path) -> None:
+    # a Python without ninja beside it, and a PATH with the compiler's programs only
+    venv.create(tmp_path / "environment", symlinks=True)
+    site = Path(torch.__file__).parent.parent
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    (tmp_path / "environment" / "lib" / version / "site-packages" / "all.pth").write_text(f"{site}\n")
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name in ("c++", "as", "ld", "sh", "sleep"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    sandbox.python = str(tmp_path / "environment" / "bin" / "python")
+    process = sandbox.start("TinyBuilder().load()", {"PATH": str(programs), "HOME": str(tmp_path)})
+    _, errors = process.communicate(timeout=300)
+    assert "Unable to JIT load the tiny op due to ninja not being installed." in errors
+    assert errors.strip().endswith("fix: pip install ninja")
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = sys.stdout = open('/dev/full', 'w')"],
+)
+def test_a_verbose_build_needs_no_stderr(sandbox: Sandbox, tmp_path: Path, change: str) -> None:
+    program = f"""
+import os, sys
+{change}
+builder = TinyBuilder()
+builder.warning("nobody reads this")
+answer = builder.load(verbose=True).answer()  # before a file is opened that could become descriptor 2
+open({str(tmp_path / "answer")!r}, "w").write(str(answer))
+sys.stdout = sys.stderr = None
+os._exit(0)  # what Python itself says of its streams at exit is not the subject
+"""
+    sandbox.end(program)
+    assert (tmp_path / "answer").read_text() == "42"
+
+
+def test_a_verbose_build_says_that_it_ends_and_a_quiet_one_nothing(sandbox: Sandbox) -> None:
+    done = sandbox.end("TinyBuilder().load(verbose=True); TinyBuilder().load(verbose=True)")
+    assert re.fullmatch(r"nvme_ops: compiling the tiny op.*\nTime to build the tiny op: .*\n", done.stderr)
+    shutil.rmtree(sandbox.cache)
+    done = sandbox.end(ANSWER, {"NVME_OPS_QUIET": "1"})
+    assert (done.stdout, done.stderr) == ("42\n", "")

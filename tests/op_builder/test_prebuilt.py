@@ -1,16 +1,24 @@
-"""Ahead-of-time built ops: used when they fit this torch and Python, replaced with a warning when they do not."""
+"""Ahead-of-time built ops, for this Python or for every one: used when they fit, replaced with a warning if not."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import json
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import make_wheel
 import pytest
+import torch
 
-from nvme_ops.op_builder import prebuilt
+from nvme_ops.op_builder import machine, prebuilt
 from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, sandbox
+
+MINOR = prebuilt.minor(str(torch.__version__))
+needs_abi3 = pytest.mark.skipif(
+    ".abi3.so" not in importlib.machinery.EXTENSION_SUFFIXES, reason="this Python has no abi3"
+)
 
 
 @pytest.fixture
@@ -22,38 +30,45 @@ def installed(here: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     return library
 
 
-def load(sandbox: Sandbox, installed: Path) -> tuple[str, str]:
+def portable(folder: Path, version: str = torch.__version__) -> Path:
+    """The tiny op as a wheel has it, for one version of torch."""
+    found, include = machine.find_compiler(), Path(torch.__file__).parent / "include"
+    assert found is not None
+    return make_wheel.compile_op(TinyBuilder(), found, version, include, Path(sysconfig.get_path("include")), folder)
+
+
+def load(sandbox: Sandbox, folder: Path, **environment: str) -> tuple[str, str]:
     """The file that a new process loads the op from, and what it says while doing so."""
     program = f"""
 from pathlib import Path
 from nvme_ops.op_builder import prebuilt
-prebuilt.OPS = Path({str(installed.parent)!r})
+prebuilt.OPS = Path({str(folder)!r})
 builder = TinyBuilder()
 module = builder.load()
 assert module.answer() in (42, 43)
 assert builder.jit_mode == (not module.__file__.startswith(str(prebuilt.OPS)))
 print(module.__file__)
 """
-    done = sandbox.end(program)
-    output, errors = done.stdout, done.stderr
-    assert done.returncode == 0, errors
-    return output.strip(), errors
+    done = sandbox.end(program, environment)
+    return done.stdout.strip(), done.stderr
 
 
-def test_a_fitting_op_is_used_in_silence(sandbox: Sandbox, installed: Path) -> None:
+def change_record(library: Path, **changes: str) -> None:
+    record = prebuilt.record_path(library)
+    record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
+
+
+def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_one_built_just_in_time(
+    sandbox: Sandbox, installed: Path
+) -> None:
     assert TinyBuilder().is_installed()
     assert TinyBuilder().is_compatible()
-    assert load(sandbox, installed) == (str(installed), "")
+    assert load(sandbox, installed.parent) == (str(installed), "")
     assert sandbox.compilations() == 1
     assert not (sandbox.cache / "nvme_ops").exists()
-
-
-def change_record(**changes: str) -> Callable[[Path, Sandbox], None]:
-    def change(library: Path, _: Sandbox) -> None:
-        record = prebuilt.record_path(library)
-        record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
-
-    return change
+    sandbox.run("TinyBuilder().jit_load(verbose=False)")
+    ahead, just_in_time = [call for call in sandbox.compiler_calls() if "tiny.cpp" in call]
+    assert ahead == just_in_time
 
 
 def lose_record(library: Path, _: Sandbox) -> None:
@@ -72,11 +87,9 @@ def change_source(_: Path, sandbox: Sandbox) -> None:
     sandbox.header.write_text("#define ANSWER 43\n")
 
 
-MISMATCHES = {
-    "another torch": (change_record(torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
-    "another ABI": (change_record(cxx11_abi="neither"), "cxx11_abi: built for neither"),
-    "another Python": (change_record(python=".cpython-37m.so"), r"python: built for \.cpython-37m\.so"),
-    "another machine": (change_record(machine="pdp11"), "machine: built for pdp11"),
+MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], None], str]] = {
+    "another torch": (lambda op, _: change_record(op, torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
+    "another machine": (lambda op, _: change_record(op, machine="pdp11"), "machine: built for pdp11"),
     "changed sources": (change_source, "its sources changed"),
     "no record": (lose_record, r"tiny\.build\.json is missing"),
     "bad record": (spoil_record, r"tiny\.build\.json is missing"),
@@ -84,7 +97,7 @@ MISMATCHES = {
 }
 
 
-@pytest.mark.parametrize(("spoil", "reason"), MISMATCHES.values(), ids=MISMATCHES.keys())
+@pytest.mark.parametrize(("spoil", "reason"), MISMATCHES.values(), ids=MISMATCHES)
 def test_a_mismatch_is_not_used_and_named(
     sandbox: Sandbox, installed: Path, spoil: Callable[[Path, Sandbox], None], reason: str
 ) -> None:
@@ -93,40 +106,59 @@ def test_a_mismatch_is_not_used_and_named(
         assert TinyBuilder().load_prebuilt() is None
 
 
-def test_a_mismatch_is_built_just_in_time_with_a_warning(sandbox: Sandbox, installed: Path) -> None:
-    change_source(installed, sandbox)
-    file, said = load(sandbox, installed)
+def test_an_op_for_another_python_is_built_just_in_time_with_a_warning(sandbox: Sandbox, installed: Path) -> None:
+    installed.rename(installed.with_name("tiny.cpython-37m-x86_64-linux-gnu.so"))
+    change_record(installed, python=".cpython-37m-x86_64-linux-gnu.so")
+    assert not TinyBuilder().is_installed()
+    file, said = load(sandbox, installed.parent)
     assert Path(file).is_relative_to(sandbox.cache)
-    assert "UserWarning: the prebuilt tiny op is not used (its sources changed)" in said
+    assert "UserWarning: the prebuilt tiny op is not used (python: built for .cpython-37m" in said
     assert sandbox.compilations() == 2
 
 
-def test_an_op_for_another_python_only_is_a_mismatch(sandbox: Sandbox, installed: Path) -> None:
-    installed.rename(installed.with_name("tiny.cpython-37m-x86_64-linux-gnu.so"))
-    change_record(python=".cpython-37m-x86_64-linux-gnu.so")(installed, sandbox)
-    assert not TinyBuilder().is_installed()
-    assert "python: built for .cpython-37m" in load(sandbox, installed)[1]
-
-
-def test_a_mismatch_without_a_compiler_says_both(sandbox: Sandbox, installed: Path, tmp_path: Path) -> None:
-    change_record(torch="1.0.0")(installed, sandbox)
-    program = f"""
-from pathlib import Path
-from nvme_ops.op_builder import prebuilt
-prebuilt.OPS = Path({str(installed.parent)!r})
-TinyBuilder().load()
-"""
-    errors = sandbox.end(program, {"PATH": str(tmp_path), "CXX": ""}).stderr
+def test_a_mismatch_without_a_compiler_says_both(sandbox: Sandbox, installed: Path) -> None:
+    change_record(installed, torch="1.0.0")
+    _, errors = load(sandbox, installed.parent, PATH="/no/such", CXX="")
     assert "torch: built for 1.0.0" in errors
     assert "RuntimeError: Unable to JIT load the tiny op" in errors
     assert "no C++ compiler was found" in errors
 
 
-def test_the_same_flags_as_just_in_time(sandbox: Sandbox, installed: Path) -> None:
-    ahead = next(call for call in sandbox.compiler_calls() if "tiny.cpp" in call)
-    sandbox.run("TinyBuilder().jit_load(verbose=False)")
-    just_in_time = [call for call in sandbox.compiler_calls() if "tiny.cpp" in call][1]
-    assert ahead == just_in_time
+# Of a wheel for every Python
+
+
+@needs_abi3
+def test_of_several_the_one_for_this_torch_is_used_in_silence(here: Sandbox, tmp_path: Path) -> None:
+    folder = tmp_path / "ops"
+    made = portable(folder)
+    assert made.name == f"tiny.torch{MINOR}.abi3.so"
+    for other in ("2.3.0", "9.9.1"):  # that another library is taken would be seen in its name
+        for path, kept in ((made, made.name), (prebuilt.record_path(made), prebuilt.record_path(made).name)):
+            (folder / kept.replace(MINOR, prebuilt.minor(other))).write_bytes(path.read_bytes())
+    assert load(here, folder) == (str(made), "")
+    change_record(made, torch="2.3")
+    file, said = load(here, folder)
+    assert Path(file).name == "tiny.so"
+    assert f"UserWarning: the prebuilt tiny op is not used (torch: built for 2.3, here {MINOR}" in said
+    here.source.write_text("this is not C++\n")
+    with pytest.raises(RuntimeError, match="this is not C"):
+        portable(tmp_path / "others")
+
+
+def test_another_build_of_the_same_torch_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    exact = {"torch": "2.13.0+cpu", "torch_commit": "1", "sources": "2", "cxx11_abi": "True", "cuda": "None",
+             "hip": "None", "python": ".cpython-311-x86_64-linux-gnu.so", "machine": "x86_64"}  # fmt: skip
+    another = {**exact, "torch": "2.13.1+cu130", "torch_commit": "2", "cuda": "13.0", "python": ".cpython-314-....so"}
+    fitting = prebuilt.portable_requirements(exact)
+    assert fitting == prebuilt.portable_requirements(another)
+    for change in ({"torch": "2.14.0"}, {"sources": "3"}, {"cxx11_abi": "False"}, {"machine": "pdp11"}):
+        assert fitting != prebuilt.portable_requirements({**exact, **change})
+    monkeypatch.setattr("importlib.machinery.EXTENSION_SUFFIXES", [".cpython-314t-x86_64-linux-gnu.so", ".so"])
+    without_abi3 = prebuilt.portable_requirements(exact)["python"]
+    assert without_abi3 != prebuilt.PORTABLE_PYTHON
+
+
+# Variables
 
 
 @pytest.mark.parametrize(
@@ -134,7 +166,6 @@ def test_the_same_flags_as_just_in_time(sandbox: Sandbox, installed: Path) -> No
     [
         ({}, None),
         ({"NVME_BUILD_AIO": "1"}, True),
-        ({"NVME_BUILD_AIO": "0"}, False),
         ({"DS_BUILD_AIO": "1"}, True),
         ({"NVME_BUILD_AIO": "0", "DS_BUILD_AIO": "1"}, False),
         ({"NVME_BUILD_AIO": "", "DS_BUILD_AIO": "1"}, True),
@@ -148,10 +179,6 @@ def test_the_variables_and_their_aliases(
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     assert prebuilt.variable("NVME_BUILD_AIO") is expected
-
-
-def test_a_variable_that_is_neither_1_nor_0_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_BUILD_AIO", "yes")
-    monkeypatch.delenv("NVME_BUILD_AIO", raising=False)
-    with pytest.raises(ValueError, match="DS_BUILD_AIO must be 1 or 0, not 'yes'"):
+    monkeypatch.setenv("NVME_BUILD_AIO", "yes")
+    with pytest.raises(ValueError, match="NVME_BUILD_AIO must be 1 or 0, not 'yes'"):
         prebuilt.variable("NVME_BUILD_AIO")

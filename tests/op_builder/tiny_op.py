@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -36,6 +36,7 @@ exec c++ "$@"
 
 
 IMPORT = "from tests.op_builder.tiny_op import TinyBuilder\n"
+ANSWER = "print(TinyBuilder().load().answer())"
 QUIET = {"PYTHONWARNINGS": ""}
 
 
@@ -89,9 +90,7 @@ class Sandbox:
         """Every call of the compiler, whatever for."""
         return self.calls.read_text().splitlines() if self.calls.exists() else []
 
-    def start(
-        self, program: str, environment: Mapping[str, str] | None = None, pass_fds: Sequence[int] = ()
-    ) -> subprocess.Popen[str]:
+    def start(self, program: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start ``program`` in a new Python, with the builder at hand as ``TinyBuilder``."""
         return subprocess.Popen(
             [self.python, "-c", f"{IMPORT}{program}"],
@@ -101,7 +100,6 @@ class Sandbox:
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
-            pass_fds=pass_fds,
         )
 
     def end(self, program: str, environment: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
