@@ -13,8 +13,9 @@ import torch
 
 import nvme_ops
 from nvme_ops.__main__ import COMMANDS as OURS
+from nvme_ops.__main__ import main
 from tests import prepared
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY, refusal, run_python
 
 #: Modules with the parser of a command, by its words.
 COMMANDS = {
@@ -59,21 +60,26 @@ def test_no_command_is_missing() -> None:
     assert {name for name, _ in listed} == {name.partition(" ")[0] for name in COMMANDS}
 
 
-def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named() -> None:
-    said = "\n".join(lines_of("nvme_ops", "--help"))
-    assert [name for name, (_, words) in OURS.items() if f"  {name:12}{words}" not in said] == []
-    assert lines_of("nvme_ops", "--version") == [f"nvme-ops {nvme_ops.__version__}"]
-    for name in OURS:
-        assert lines_of("nvme_ops", name, "--help")[0].startswith(f"usage: nvme-{name} ")
+def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    for words in (["--help"], ["--version"], *([name, "--help"] for name in OURS)):
+        with pytest.raises(SystemExit) as end:
+            main(words)
+        said = capsys.readouterr().out
+        assert end.value.code == 0
+        if words == ["--help"]:
+            assert [name for name, (_, words) in OURS.items() if f"  {name:12}{words}" not in said] == []
+        else:
+            name = words[0] if len(words) > 1 else "ops"
+            assert said.startswith((f"usage: nvme-{name} ", f"nvme-ops {nvme_ops.__version__}\n"))
     done = prepared.run("-m", "nvme_ops", "checkpoint", "info", "/no/such.pt")
     assert (done.returncode, done.stderr.partition(":")[0]) == (2, "nvme-checkpoint")
 
 
 @pytest.mark.parametrize("words", [[], ["fly"], ["--fly"], ["rep"]])
 def test_nvme_ops_refuses_what_is_no_command(words: list[str]) -> None:
-    done = prepared.run("-m", "nvme_ops", *words)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "usage: nvme-ops [-h] [--version] COMMAND" in done.stderr
+    status, said = refusal(main, words)
+    assert status == 2
+    assert "usage: nvme-ops [-h] [--version] COMMAND" in said
 
 
 def test_nvme_ops_imports_no_other_command() -> None:
@@ -96,14 +102,15 @@ def test_what_commands_print_fits_80_columns(folder: Path) -> None:
     model = str(folder / "model.pt")
     name = "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_scale_inv"
     nvme_ops.save({name: torch.ones(2000, 3), "bias": torch.ones(3)}, model, metadata={"words": "many " * 30})
-    bench = ("--folder", str(folder), "--io_size", "2M", "--loops", "2")
+    bench = ("--folder", str(folder), "--io_size", "1M", "--loops", "1")
+    sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference")
     said = [
         *lines_of("nvme_ops.inspection.cli", "info", model),
         *lines_of("nvme_ops.inspection.cli", "verify", model),
-        *lines_of("nvme_ops.bench", *bench, "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference"),
-        *lines_of("nvme_ops.bench", "explain", str(folder), "--io_size", "2M", "--rounds", "2"),
+        *lines_of("nvme_ops.bench", *bench, *sweep),
+        *lines_of("nvme_ops.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
         *lines_of("nvme_ops.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of("nvme_ops.measure.tune", "--folder", str(folder), "--io_size", "32M", "--no_write", "--no_store"),
+        *lines_of("nvme_ops.measure.tune", "--folder", str(folder), "--io_size", "4M", "--no_write", "--no_store"),
     ]
     too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
     assert too_long == []

@@ -1,4 +1,4 @@
-"""The engine's C++ tests: every program of tests/cpp, plain and under the sanitizers that the compiler here has."""
+"""The engine's C++ tests: the programs of tests/cpp, plain and under the sanitizers that the compiler here has."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import os
 import shlex
 import shutil
 import subprocess
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,6 @@ CONFIGURATIONS = {"plain": [], "address": ["-fsanitize=address,undefined"], "thr
 #: What a program links against and does under every sanitizer: a thread that allocates.
 PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"
 
-#: What make test runs; make test-all runs all, and make -C tests/cpp test all of the plain ones.
-SHORT = {("plain", "test_split"), ("plain", "test_planner")}
-
 
 def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     # A make that runs these tests must not hand its own flags and job slots on.
@@ -35,7 +31,6 @@ def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
 
 
-@cache
 def missing(configuration: str, folder: Path) -> str:
     """Why programs of ``configuration`` cannot be built or run here; empty when they can."""
     if not shutil.which("make"):
@@ -62,32 +57,22 @@ def randomisation_can_be_turned_off() -> bool:
         return False
 
 
-def run_program(configuration: str, program: str, **variables: str) -> str:
-    """Builds a program, with what of it an earlier run left, and runs it: what it says."""
-    result = make(f"run-{configuration}-{program}", **variables)
-    print(result.stdout)
+def run_programs(target: str, **variables: str) -> str:
+    """Builds programs, with what of them an earlier run left, and runs them: what they say."""
+    result = make("--keep-going", target, **variables)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
     return result.stdout
 
 
-@pytest.mark.timeout(900)  # the first of each configuration compiles the engine
-@pytest.mark.parametrize(
-    ("configuration", "program"),
-    [
-        pytest.param(name, program, marks=[] if (name, program) in SHORT else pytest.mark.slow)
-        for name in CONFIGURATIONS
-        for program in PROGRAMS
-    ],
-)
-def test_program(configuration: str, program: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    if reason := missing(configuration, tmp_path_factory.getbasetemp()):
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_programs(configuration: str, tmp_path: Path) -> None:
+    if reason := missing(configuration, tmp_path):
         pytest.skip(reason)
-    run_program(configuration, program)
-
-
-def test_there_are_programs() -> None:
+    said = run_programs(f"run-{configuration}").splitlines()
     assert len(PROGRAMS) > 10
-    assert {program for _, program in SHORT} < set(PROGRAMS)
+    assert [name for name in PROGRAMS if f"{configuration} {name}" not in said] == []
 
 
 # libaio's header, there and not there
@@ -120,5 +105,5 @@ def test_libaio_is_compiled_in_where_the_compiler_finds_its_header(without_libai
 
 @pytest.mark.slow
 def test_without_libaios_header_the_other_backends_are_tested(without_libaio: str, tmp_path: Path) -> None:
-    said = run_program("plain", "test_backends", CXX=without_libaio, BUILD=f"{tmp_path}/build")
+    said = run_programs("run-plain-test_backends", CXX=without_libaio, BUILD=f"{tmp_path}/build")
     assert "libaio: built without libaio's headers" in said

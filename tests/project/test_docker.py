@@ -21,7 +21,6 @@ from nvme_ops import limits
 from tests.conftest import REPOSITORY
 
 PROGRAM = REPOSITORY / "tools" / "chroot.py"
-DOCKERFILE = REPOSITORY / "docker" / "Dockerfile"
 #: Of which the last stage must have none.
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "ld", "as")
 
@@ -38,7 +37,7 @@ COPY --from=build /wheels /wheels
 """
 
 
-def test_a_dockerfile_is_its_stages_and_their_steps() -> None:
+def test_a_dockerfile_is_its_stages_and_their_steps_with_variables_put_in() -> None:
     first, last = dockerfile.stages(EXAMPLE, {"PYTHON": "3.11"})
     assert (first.name, first.base, last.name, last.base) == ("build", "python:3.11-slim", "", "build")
     assert [(step.line, step.word, step.rest) for step in first.steps] == [
@@ -46,61 +45,36 @@ def test_a_dockerfile_is_its_stages_and_their_steps() -> None:
         (5, "RUN", 'echo a &&     echo "$b"'),
     ]
     assert last.steps == [dockerfile.Step(10, "COPY", "--from=build /wheels /wheels")]
-    assert dockerfile.declared("PYTHON A=${PYTHON}-1 B", {"B": "2"}, first.arguments, {"PYTHON": "x"}) == {
-        "PYTHON": "3.11",
-        "A": "x-1",
-        "B": "2",
-    }
-
-
-def test_variables_are_put_in() -> None:
+    declared = dockerfile.declared("PYTHON A=${PYTHON}-1 B", {"B": "2"}, first.arguments, {"PYTHON": "x"})
+    assert declared == {"PYTHON": "3.11", "A": "x-1", "B": "2"}
     values = {"A": "1", "EMPTY": ""}
     assert dockerfile.assigned("B=$A C='two words'", values) == {"B": "1", "C": "two words"}
-    with pytest.raises(ValueError, match="only NAME=VALUE"):
-        dockerfile.assigned("B 1", values)
     assert dockerfile.expand(r"$A ${A}b ${EMPTY:-no} ${NONE:-} $NONE \$A", values) == "1 1b no   $A"
 
 
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (
-            "FROM nvidia/cuda:12.4.1-devel",
-            "line 1: nothing stands in for nvidia/cuda:12.4.1-devel, only for python:3.11",
-        ),
-        ("FROM python:3.11-slim-trixie", "nothing stands in for python:3.11-slim-trixie"),
+        ("FROM python:3.11-slim-trixie", "line 1: nothing stands in for python:3.11-slim-trixie, only for python:3.11"),
         ("FROM python:3.11-slim\nUSER nobody", "line 2: not understood: USER nobody"),
         ("FROM python:3.11-slim\nRUN --mount=type=cache,target=/x make", "line 2: not understood: RUN --mount"),
         ("FROM python:3.11-slim\nRUN <<EOF\nls\nEOF", "line 2: not understood: RUN <<EOF"),
         ("RUN ls", "line 1: not understood: RUN ls"),
         ("ARG A", "there is no FROM"),
+        (EXAMPLE.replace("ARG PYTHON=3.9", "ARG PYTHON=3.11"), "there is no ARG TORHC"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_its_line(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
-        dockerfile.stages(text, {})
-
-
-def test_a_build_argument_that_nothing_declares_is_refused() -> None:
-    with pytest.raises(ValueError, match="there is no ARG TORHC"):
-        dockerfile.stages(EXAMPLE, {"PYTHON": "3.11", "TORHC": "torch"})
+        dockerfile.stages(text, {"TORHC": "torch"} if "TORHC" in reason else {})
+    with pytest.raises(ValueError, match="only NAME=VALUE"):
+        dockerfile.assigned("B 1", {})
 
 
 def test_dockerignore_means_what_docker_says() -> None:
-    wanted = dockerfile.kept(
-        ["# not", "", "/.git", "**/*.so", "*.egg-info", "build/", "docs/*", "!docs/a?.md", "x/**/y"]
-    )
-    left_out = [
-        ".git",
-        ".git/config",
-        "a.so",
-        "a/b/c.so",
-        "x.egg-info/z",
-        "build/lib",
-        "docs/index.md",
-        "x/y",
-        "x/1/2/y",
-    ]
+    lines = ["# not", "", "/.git", "**/*.so", "*.egg-info", "build/", "docs/*", "!docs/a?.md", "x/**/y"]
+    wanted = dockerfile.kept(lines)
+    left_out = [".git", ".git/config", "a.so", "a/b.so", "x.egg-info/z", "build/lib", "docs/index.md", "x/y", "x/1/2/y"]
     copied = ["docs", "docs/ab.md", "a/x.egg-info", "a/build", "gitk", ".github/x", "a.so.py", "x/yy"]
     assert [path for path in left_out if wanted(path)] == []
     assert [path for path in copied if not wanted(path)] == []
@@ -115,7 +89,7 @@ def test_the_context_has_what_a_wheel_is_made_from_and_little_else(tmp_path: Pat
     assert list((tmp_path / "src").rglob("*.so")) == []
 
 
-def test_copies_from_another_stage_by_pattern_into_a_folder(tmp_path: Path) -> None:
+def test_copies_from_another_stage_by_pattern_and_never_through_a_link_that_leads_out(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "wheels").mkdir(parents=True)
     here.mkdir()
@@ -125,20 +99,14 @@ def test_copies_from_another_stage_by_pattern_into_a_folder(tmp_path: Path) -> N
     assert sorted(path.name for path in (here / "opt" / "to").iterdir()) == ["a.whl", "b.whl"]
     dockerfile.copy(["--from=build", "/wheels/c.txt", "/d.txt"], here, "/opt", {"build": there}, tmp_path)
     assert (here / "d.txt").read_text() == "c.txt"
+    (here / "out").symlink_to(tmp_path)
     for words, reason in (
         (["--from=no", "a", "b"], "no stage no"),
         (["--from=build", "/none", "b"], "no /none to copy"),
+        (["--from=build", "/wheels/c.txt", "/out/file"], "out/file leads out of"),
     ):
         with pytest.raises(ValueError, match=reason):
             dockerfile.copy(words, here, "/", {"build": there}, tmp_path)
-
-
-def test_nothing_is_copied_to_where_a_link_leads_out(tmp_path: Path) -> None:
-    (tmp_path / "root").mkdir()
-    (tmp_path / "root" / "out").symlink_to(tmp_path)
-    (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="out/file leads out of"):
-        dockerfile.copy(["file", "/out/file"], tmp_path / "root", "/", {}, tmp_path)
 
 
 def test_what_says_where_packages_are_is_handed_on_and_nothing_else(tmp_path: Path) -> None:
@@ -156,14 +124,21 @@ def test_what_says_where_packages_are_is_handed_on_and_nothing_else(tmp_path: Pa
     assert paths == [f"{tmp_path}/ca.pem", f"{tmp_path}/index"]
 
 
-def started(*words: str, folder: Path, path: str = "") -> subprocess.Popen[str]:
+def started(*words: str, folder: Path, debootstrap: str = "", path: str = "") -> subprocess.Popen[str]:
+    """The program, with TMPDIR in ``folder``, and perhaps another ``debootstrap``, whose fourth argument is a place."""
+    if debootstrap:
+        programs = folder.parent / "bin"
+        programs.mkdir()
+        (programs / "debootstrap").write_text(f"#!/bin/sh\n{debootstrap}\n")
+        (programs / "debootstrap").chmod(0o755)
+        path = f"{programs}:{os.environ['PATH']}"
     environment = {**os.environ, "TMPDIR": str(folder), "PATH": path or os.environ["PATH"]}
-    command = [sys.executable, str(PROGRAM), *words]
+    command = [sys.executable, str(PROGRAM), "--build-arg", "PYTHON=3.11", *words]
     return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    process = started("--build-arg", "PYTHON=3.11", folder=tmp_path, path="/no/such")
+    process = started(folder=tmp_path, path="/no/such")
     said, complaint = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "")
     assert complaint.startswith(f"chroot.py: {', '.join(chroot.PROGRAMS)} not found; fix: apt-get install debootstrap")
@@ -185,23 +160,9 @@ def work(tmp_path: Path) -> Path:
     return tmp_path / "work"
 
 
-@pytest.fixture
-def replace_debootstrap(tmp_path: Path) -> Callable[[str], str]:
-    """A PATH with another debootstrap, of which the fourth argument is the folder."""
-
-    def replace(lines: str) -> str:
-        (tmp_path / "bin").mkdir()
-        (tmp_path / "bin" / "debootstrap").write_text(f"#!/bin/sh\n{lines}\n")
-        (tmp_path / "bin" / "debootstrap").chmod(0o755)
-        return f"{tmp_path / 'bin'}:{os.environ['PATH']}"
-
-    return replace
-
-
 @needs_root
-def test_a_failure_is_shown_with_what_was_printed(work: Path, replace_debootstrap: Callable[[str], str]) -> None:
-    path = replace_debootstrap("echo no such mirror; exit 3")
-    process = started("--build-arg", "PYTHON=3.11", folder=work, path=path)
+def test_a_failure_is_shown_with_what_was_printed(work: Path) -> None:
+    process = started(folder=work, debootstrap="echo no such mirror; exit 3")
     said, complaint = process.communicate(timeout=60)
     assert (process.returncode, said) == (1, "")
     assert complaint.startswith("chroot.py: no such mirror\nstatus 3: debootstrap --variant=minbase ")
@@ -209,13 +170,10 @@ def test_a_failure_is_shown_with_what_was_printed(work: Path, replace_debootstra
 
 
 @needs_root
-@pytest.mark.parametrize("signal", ["TERM", "INT", "KILL", "timeout"])
-def test_an_interruption_leaves_no_mount_and_no_process(
-    signal: str, work: Path, replace_debootstrap: Callable[[str], str]
-) -> None:
-    path = replace_debootstrap('mkdir -p "$4/there" && mount -t tmpfs chroot-test "$4/there" && sleep 300')
-    seconds = "2" if signal == "timeout" else "60"
-    process = started("--build-arg", "PYTHON=3.11", "--timeout", seconds, folder=work, path=path)
+@pytest.mark.parametrize("signal", ["TERM", "KILL", "timeout"])
+def test_an_interruption_leaves_no_mount_and_no_process(signal: str, work: Path) -> None:
+    mounting = 'mkdir -p "$4/there" && mount -t tmpfs chroot-test "$4/there" && sleep 300'
+    process = started("--timeout", "2" if signal == "timeout" else "60", folder=work, debootstrap=mounting)
     if signal != "timeout":
         assert within(30, lambda: list(work.glob("chroot-*/bookworm/there")))
         subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 from pathlib import Path
@@ -17,7 +18,7 @@ import torch
 import nvme_ops
 from nvme_ops import data, offload
 from nvme_ops.integrations.safetensors import safe_open
-from tests import prepared
+from tests.conftest import refusal
 
 #: What is written, the class of the exception, and words of its sentence.
 CALLS: list[tuple[str, type[BaseException], str]] = [
@@ -157,12 +158,12 @@ def test_a_mistake_is_one_sentence(place: dict[str, Any], call: str, kind: type[
 
 #: Modules of commands, and words that are wrong; ``FULL`` is a full disk.
 COMMANDS = [
-    ("nvme_ops.bench", ["--folder", "/no/such", "--read"], "/no/such"),
-    ("nvme_ops.bench", ["--folder", "text"], "text"),
-    ("nvme_ops.bench", ["--folder", "dir", "--io_size", "9999T"], "free"),
-    ("nvme_ops.bench", ["--folder", "dir", "--engine", "fast"], "--engine fast: there are aio_handle"),
-    ("nvme_ops.bench", ["explain", "missing"], "missing"),
-    ("nvme_ops.bench", ["workload", "resnet50", "--folder", "missing"], "no such folder"),
+    ("nvme_ops.measure.bench", ["--folder", "/no/such", "--read"], "/no/such"),
+    ("nvme_ops.measure.bench", ["--folder", "text"], "text"),
+    ("nvme_ops.measure.bench", ["--folder", "dir", "--io_size", "9999T"], "free"),
+    ("nvme_ops.measure.bench", ["--folder", "dir", "--engine", "fast"], "--engine fast: there are aio_handle"),
+    ("nvme_ops.measure.bench", ["explain", "missing"], "missing"),
+    ("nvme_ops.measure.bench", ["workload", "resnet50", "--folder", "missing"], "no such folder"),
     ("nvme_ops.inspection.cli", ["info", "missing.pt"], r"missing\.pt"),
     ("nvme_ops.inspection.cli", ["info", "text"], "does not end with"),
     ("nvme_ops.inspection.cli", ["verify", "dir"], "none of model"),
@@ -176,7 +177,7 @@ COMMANDS = [
     ("nvme_ops.measure.tune", ["--nvme_dir", "missing"], "missing"),
     ("nvme_ops.measure.tune", ["--nvme_dir", "dir", "--io_size", "9999T"], "free"),
     ("nvme_ops.measure.tune", ["--nvme_dir", "dir", "--sweep_config", "text"], "text"),
-    ("nvme_ops.report", ["--paths", "x"], "unrecognized arguments"),
+    ("nvme_ops.report.cli", ["--paths", "x"], "unrecognized arguments"),
     ("nvme_ops.offload.cli", ["plan", "dir", "--memory", "1G"], "nvme-checkpoint convert"),
     ("nvme_ops.offload.cli", ["plan", "dir"], "required: --memory"),
     ("nvme_ops.offload.cli", ["generate", "./missing", "--memory", "1G", "--ids", "1"], "missing"),
@@ -189,9 +190,9 @@ def test_a_mistake_in_a_command_is_a_line(
 ) -> None:
     if module == "nvme_ops.offload.cli":
         pytest.importorskip("transformers")
-    done = prepared.run("-m", module, *words, folder=folder)
-    assert done.returncode == 2, done.stdout + done.stderr
-    *usage, last = done.stderr.splitlines()
-    assert re.search(said, last), done.stderr
-    assert all(line.startswith(("usage: ", " ")) for line in usage), done.stderr
+    status, errors = refusal(importlib.import_module(module).main, words)
+    assert status == 2, errors
+    *usage, last = errors.splitlines()
+    assert re.search(said, last), errors
+    assert all(line.startswith(("usage: ", " ")) for line in usage), errors
     assert sorted(os.listdir(folder)) == ["dir", "ok.pt", "ok.safetensors", "text"]

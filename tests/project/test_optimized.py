@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
+from pathlib import Path
 
 from tests.conftest import run_python
 
@@ -50,23 +50,15 @@ PROGRAM = """
 """
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """What the program says with and without assertions."""
-    found = []
-    for level, debug in (("", True), ("1", False)):
-        folder = tmp_path_factory.mktemp("optimized")
-        done = run_python(PROGRAM, folder, fresh=True, PYTHONOPTIMIZE=level)
-        assert f"assertions: {debug}" in done.stderr
-        found.append(done.stdout.replace(str(folder), "FOLDER"))
-    return found
-
-
-def test_misuse_is_refused_in_the_same_words(said: list[str]) -> None:
+def test_misuse_and_wrong_data_are_said_in_the_same_words(tmp_path: Path) -> None:
+    said = []
+    for level in ("", "1"):
+        (tmp_path / f"level{level}").mkdir()
+        # what is prepared has assertions
+        done = run_python(PROGRAM, tmp_path / f"level{level}", fresh=bool(level), PYTHONOPTIMIZE=level)
+        assert f"assertions: {not level}" in done.stderr
+        said.append(done.stdout.replace(f"level{level}/", ""))
     assert said[1] == said[0]
     assert "went through" not in said[1]
-
-
-def test_wrong_data_is_found(said: list[str]) -> None:
     assert "reads nothing True WRONG DATA: tensor and file differ" in said[1]
     assert "loads others True WRONG DATA: tensor and file differ" in said[1]

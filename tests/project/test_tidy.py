@@ -272,6 +272,9 @@ def test_lines_are_short_and_clean() -> None:
     for path in FILES:
         if path.suffix not in TEXT:
             continue
+        text = path.read_bytes()
+        if text and (not text.endswith(b"\n") or text.endswith(b"\n\n")):
+            problems.append(f"{name_of(path)}:{len(text.splitlines())}: must end with one newline")
         for number, line in enumerate(lines_of(path), 1):
             place = f"{name_of(path)}:{number}"
             if "\t" in line:
@@ -283,15 +286,6 @@ def test_lines_are_short_and_clean() -> None:
     clean(problems)
 
 
-def test_files_end_with_one_newline() -> None:
-    problems = []
-    for path in FILES:
-        text = path.read_bytes()
-        if path.suffix in TEXT and text and (not text.endswith(b"\n") or text.endswith(b"\n\n")):
-            problems.append(f"{name_of(path)}:{len(text.splitlines())}: must end with one newline")
-    clean(problems)
-
-
 def test_files_are_small() -> None:
     sizes = {path: len(lines_of(path)) for path in [*PYTHON, *NATIVE]}
     clean([f"{name_of(path)}:{MOST_LINES}: {size} lines" for path, size in sizes.items() if size > MOST_LINES])
@@ -299,11 +293,21 @@ def test_files_are_small() -> None:
     clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
 
 
-def test_nothing_unfinished_is_left() -> None:
+@pytest.mark.parametrize(
+    ("pattern", "files"),
+    [
+        (UNFINISHED, [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]),
+        (NOT_IN_A_LIBRARY, [path for path in NATIVE if inside(path, "csrc")]),
+        (SOMEONES_HOME, [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
+    ],
+    ids=["unfinished", "prints, exits or asserts", "someone's home"],
+)
+def test_what_must_not_be_there_is_not(pattern: re.Pattern[str], files: list[Path]) -> None:
     problems = []
-    for path in [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]:
-        for number, line in enumerate(lines_of(path), 1):
-            if found := UNFINISHED.search(line):
+    for path in files:
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            code = line.partition("//")[0] if pattern is NOT_IN_A_LIBRARY else line
+            if found := pattern.search(code):
                 problems.append(f"{name_of(path)}:{number}: {found[0]}")
     clean(problems)
 
@@ -332,25 +336,6 @@ def test_nothing_is_checked_by_an_assertion() -> None:
                 )
             elif isinstance(node, ast.Name) and node.id == "__debug__":
                 problems.append(f"{name_of(path)}:{node.lineno}: __debug__, which python -O changes")
-    clean(problems)
-
-
-def test_native_code_neither_prints_nor_exits_nor_asserts() -> None:
-    problems = []
-    for path in [path for path in NATIVE if inside(path, "csrc")]:
-        for number, line in enumerate(lines_of(path), 1):
-            if found := NOT_IN_A_LIBRARY.search(line.partition("//")[0]):
-                problems.append(f"{name_of(path)}:{number}: {found[0]}")
-    clean(problems)
-
-
-def test_no_file_names_someones_home() -> None:
-    problems = []
-    for path in FILES:
-        if path.suffix in TEXT or path.suffix == "":
-            for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-                if found := SOMEONES_HOME.search(line):
-                    problems.append(f"{name_of(path)}:{number}: {found[0]}")
     clean(problems)
 
 
