@@ -29,7 +29,7 @@ from typing import Any
 
 import pypi
 
-from nvme_ops.op_builder import ALL_OPS, OpBuilder, jit, machine, prebuilt
+from nvme_ops.op_builder import ALL_OPS, OpBuilder, jit, machine, prebuilt, recipe
 
 ROOT = Path(__file__).parent.parent
 #: One of each minor version whose C++ standard library is the one of manylinux_2_28 and later.
@@ -133,7 +133,7 @@ def compile_op(
     record = {
         prebuilt.MARK: True,
         "name": op.name,
-        "sources": op.recipe().requirements()["sources"],
+        "sources": recipe.content_hash([*map(Path, op.sources()), *recipe.headers(op.source_root())]),
         "torch": prebuilt.minor(version),
         "cxx11_abi": "True",
         "machine": platform.machine(),
