@@ -110,7 +110,9 @@ def test_what_commands_print_fits_80_columns(folder: Path) -> None:
         *lines_of("nvme_ops.bench", *bench, *sweep),
         *lines_of("nvme_ops.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
         *lines_of("nvme_ops.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of("nvme_ops.measure.tune", "--folder", str(folder), "--io_size", "32M", "--no_write", "--no_store"),
+        *lines_of(
+            "nvme_ops.measure.tune", *bench[:2], "--io_size", "32M", "--seconds", "2", "--no_write", "--no_store"
+        ),
     ]
     too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
     assert too_long == []
