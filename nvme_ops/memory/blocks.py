@@ -17,15 +17,15 @@ from nvme_ops._native import native
 from nvme_ops.engine import Op, engine_of
 from nvme_ops.errors import naming
 from nvme_ops.handle import aio_handle
+from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
-    from nvme_ops.engine import Engine, Op
+    from nvme_ops.engine import Engine
     from nvme_ops.ops.async_io import OpenFile, Operation
 
 
 BLOCK, BLOCKS = 4 << 20, 4  # bytes of one, and how many a stream has in each direction
-PAGE = 4096  # pages of a block hold pages of the file, which is what direct I/O can do without a copy
 SMALL = 256 << 10  # bytes below which a transfer is left to the page cache, which gathers small ones
 
 
@@ -41,6 +41,7 @@ class Block:
 
     def place(self, start: int) -> None:
         """Empties the block and places it at ``start`` in the file."""
+        # pages of a block hold pages of the file, which is what direct I/O can do without a copy
         self.start, self._begin, self.length = start, start % PAGE, 0
         self.operations: list[Operation] = []  # the last one is its transfer
         self.written = False  # by an ordinary write, without a transfer
@@ -133,7 +134,7 @@ class ReadAhead:
 
     def read_into(self, data: memoryview, offset: int) -> int:
         """Fills ``data``, unless the file ends before; returns how much."""
-        done, follows = 0, self._follows(offset)
+        done, follows = 0, self._expected >= 0 and 0 <= offset - self._expected <= _GAP
         while done < len(data):
             block = self._block_at(offset + done)
             if block is None and follows and self._begin(offset + done):
@@ -180,9 +181,6 @@ class ReadAhead:
         """Returns when nothing is under way."""
         self.drop()
         self._all.settle()
-
-    def _follows(self, offset: int) -> bool:
-        return 0 <= offset - self._expected <= _GAP and self._expected >= 0
 
     def _block_at(self, offset: int) -> Block | None:
         """The block with this byte; those before it are not needed any more."""

@@ -108,11 +108,14 @@ class Lease:
 
     def release(self) -> None:
         """Returns the memory to the pool as soon as no other tensor uses it. Further calls do nothing."""
-        self._pool._leave(self)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._pool._count(thread, -self._charge)
         self._tensor = None
 
     def __enter__(self) -> torch.Tensor:
-        self._pool._enter(self)
+        self._thread = threading.get_ident()
+        self._pool._count(self._thread, self._charge)
         return self.tensor
 
     def __exit__(self, *_: object) -> None:
@@ -283,17 +286,10 @@ class Pool:
             self._leased.pass_on(mine.held, owner)
         return tensor
 
-    def _enter(self, lease: Lease) -> None:
-        lease._thread = threading.get_ident()
+    def _count(self, thread: int, nbytes: int) -> None:
+        """Counts what a thread has leased in with blocks."""
         with self._lock:
-            self._held[lease._thread] = self._held.get(lease._thread, 0) + lease._charge
-
-    def _leave(self, lease: Lease) -> None:
-        thread, lease._thread = lease._thread, None
-        if thread is None:
-            return
-        with self._lock:
-            self._held[thread] = self._held.get(thread, 0) - lease._charge
+            self._held[thread] = self._held.get(thread, 0) + nbytes
             if self._held[thread] <= 0:
                 del self._held[thread]
 

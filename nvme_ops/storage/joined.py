@@ -141,10 +141,6 @@ class JoinedOperation:
 
     def _outcome(self) -> tuple[BaseException | None, int]:
         """The first failure, or None, and the bytes moved."""
-        if self.trouble is None and len(self._transfers) == 1:
-            transfer = self._transfers[0]
-            failure = transfer.exception()
-            return failure, transfer.result() if failure is None else 0
         failures: list[BaseException] = []
         moved = 0
         for transfer in self._transfers:

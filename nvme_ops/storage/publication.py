@@ -225,12 +225,7 @@ class ReadLease:
 
 
 def _open_to_lease(path: str) -> FileIO:
-    fd = open_to_read(path)
-    try:
-        return FileIO(fd)
-    except OSError as error:  # a folder
-        os.close(fd)
-        raise OSError(error.errno, error.strerror, path) from None
+    return FileIO(path, opener=lambda name, _: open_to_read(name))
 
 
 def _share(fd: int) -> bool:

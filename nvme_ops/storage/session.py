@@ -85,7 +85,8 @@ def is_dead(owner: dict[str, object], lock: int) -> bool:
 
     Where the file system has locks, having it is enough; elsewhere the process must be gone or the machine restarted.
     """
-    if _has_locks(lock):
+    with contextlib.suppress(OSError):
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     if not owner:
         return time.time() - os.fstat(lock).st_mtime > _BEGINNING
@@ -101,14 +102,6 @@ def is_dead(owner: dict[str, object], lock: int) -> bool:
     except PermissionError:
         pass
     return False
-
-
-def _has_locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True
 
 
 _PREFIX = ".nvme_ops-"

@@ -80,7 +80,11 @@ class Slab:
         with self._lock:
             start, size = self._holes.find(nbytes) or self._grow(nbytes)
             if self._punched:
-                self._fill_hole(start, nbytes)
+                try:
+                    self._fill(start, nbytes)
+                except OSError:
+                    self._punch(start, nbytes)  # undoes a partial allocation
+                    raise
             self._holes.take(start, size, nbytes)
             self._in_use += nbytes
             self._used[start] = nbytes
@@ -159,13 +163,6 @@ class Slab:
         start, self._size = self._size, self._size + step
         self._holes.merge(start, step)
         return tail, self._size - tail
-
-    def _fill_hole(self, start: int, nbytes: int) -> None:
-        try:
-            self._fill(start, nbytes)
-        except OSError:
-            self._punch(start, nbytes)  # undoes a partial allocation
-            raise
 
     def _punch(self, start: int, nbytes: int) -> None:
         """Frees the blocks of a hole that may lack some of them anyway."""

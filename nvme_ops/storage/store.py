@@ -344,7 +344,10 @@ class TensorStore:
                     return self._read(key, value, out, fits, memory, priority)
                 wanted = value.nbytes
             memory = None  # goes back first
-            memory = self._memory(wanted)  # for which others may wait at this key meanwhile
+            if self._pool is not None and wanted:
+                memory = self._pool.lease(wanted).tensor  # for which others may wait at this key meanwhile
+            else:
+                memory = empty(wanted, dtype=torch.uint8)
 
     def _read(
         self,
@@ -579,9 +582,6 @@ class TensorStore:
         if not self._slabs.is_measured:
             with self._claims.take(_MEASURE):
                 self._slabs.measure()
-
-    def _memory(self, nbytes: int) -> torch.Tensor:
-        return empty(nbytes, dtype=torch.uint8) if self._pool is None or not nbytes else self._pool.lease(nbytes).tensor
 
     def _reclaim(self) -> None:
         """Frees the extents of what was replaced or dropped, and is not being read any more."""
