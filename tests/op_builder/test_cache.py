@@ -64,7 +64,7 @@ assert "torch.utils.cpp_extension" not in sys.modules
 
 
 def test_three_processes_at_once_build_once(sandbox: Sandbox) -> None:
-    processes = [sandbox.start(ANSWER, {"TINY_SLOW": "2"}) for _ in range(3)]
+    processes = [sandbox.start(ANSWER, {"TINY_SLOW": "1"}) for _ in range(3)]
     answers = [process.communicate(timeout=300) for process in processes]
     assert [output for output, _ in answers] == ["42\n"] * 3
     assert sandbox.compilations() == 1

@@ -132,19 +132,3 @@ def test_deepspeeds_import_places(first: str) -> None:
             assert hasattr(native, f"{place.removesuffix('_memory')}_handle")
     """
     run_python(program, first)
-
-
-def test_the_package_is_found_before_a_prebuilt_op(tmp_path: Path) -> None:
-    """Python's finder prefers a package to an extension module of the same name, and that to a plain module."""
-    program = """
-import importlib.machinery, pathlib, sys
-place = pathlib.Path(sys.argv[1])
-(place / f"gds{importlib.machinery.EXTENSION_SUFFIXES[0]}").write_bytes(b"a prebuilt op")
-import nvme_ops.ops
-package = pathlib.Path(nvme_ops.ops.__path__[0])
-(place / "gds").symlink_to(package / "gds")
-nvme_ops.ops.__path__[:] = [str(place)]
-from nvme_ops.ops.gds import GDSBuilder
-print(GDSBuilder.__name__)
-"""
-    assert run_python(program, tmp_path).stdout == "GDSBuilder\n"

@@ -82,11 +82,6 @@ def test_example_of_a_gpu_ends_with_one_line_where_there_is_none(name: str, tmp_
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "demo"])
-def test_examples_are_short(name: str) -> None:
-    assert len((ROOT / "examples" / f"{name}.py").read_text(encoding="utf-8").splitlines()) <= 50
-
-
 def test_demo_compares_every_byte_and_prints_a_table(tmp_path: Path) -> None:
     status, output, errors = run("demo", "--size", "20000004", "--rounds", "2", "--path", str(tmp_path))
     assert (status, errors) == (0, "")
