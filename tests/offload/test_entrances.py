@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import importlib
 import inspect
 import io
 import multiprocessing.reduction
 import pickle
-import pkgutil
 import random
 import re
 import warnings
@@ -25,8 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils import prune
-from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 from torch.utils import _pytree as pytree
 
 from nvme_ops.offload import stream_weights, swap_params
@@ -38,7 +34,6 @@ KINDS = ("swapped", "swapped, trained", "streamed")
 
 _MEMORY = "has no memory to share or to point to"
 _SHAPE = "a parameter on storage keeps its shape and its memory"
-_SHARED = "a copy, where torch shares memory"
 _CONVERTED = "a converted weight that is streamed is read anew each time: clone() makes it one that can be written to"
 
 #: What differs or is refused, by patterns of kind and name, and why. What changes a streamed weight needs no row.
@@ -46,19 +41,15 @@ DIFFERENT = {
     r".* (__array__|numpy|__dlpack__|apply_|map_|share_memory_?|storage|untyped_storage|_lazy_clone)": _MEMORY,
     r".* (numpy.asarray|(torch|numpy).from_dlpack|torch.jit)": _MEMORY,
     r".* (as_strided_|resize_|resize_as_|set_|(un)?squeeze_|swapaxes_|swapdims_|t_|transpose_)": _SHAPE,
-    r".*parametrize._maybe_set|.*rnn.unpad_sequence": _SHAPE,
-    r".* (__reduce_ex__|_reduce_ex_internal|pickle to another process)|streamed state_dict": _SHARED,
+    r".* (__reduce_ex__|_reduce_ex_internal|pickle to another process)": "a copy, where torch shares memory",
     r"streamed (bfloat16|bool|byte|cdouble|cfloat|chalf|char|double|half|int|long|short)": _CONVERTED,
     r".* dequantize": "returns another tensor, as if it were quantized",
-    r".* _python_dispatch": "has a dispatch of its own",
     r".* new(_empty)?": "whatever is in memory",
-    r".* (_register_|register_)\w*hook": "another class in the words of an error",
+    r".* register_\w*hook": "another class in the words of an error",
     r"swapped.* type": "a wider dtype than the budget of this test has room for",
-    r"streamed (train|float|_apply|share_memory)": "a streamed model stays in eval mode, where it is and as it is",
     r".* is_shared": "open: torch's is_shared ends the process where a storage has no memory",
     r".* (tensor_split|vsplit)": "open: more parts than there are rows divide by zero",
     r".* _neg_view": "open: writes to this view are lost",
-    r".*(remove_parametrizations|register_parametrization|remove_spectral_norm)": "open: these set_() the original",
 }
 
 #: What is another in each process, or for each tensor, or is words for people.
@@ -66,8 +57,7 @@ OWN = re.compile(
     r"__(repr|str|format|hash|dir|sizeof|class|dict|doc|module|weakref|new|init|init_subclass|subclasshook|del|delattr|"
     r"getattribute|getattr|setattr|torch_function|torch_dispatch|subclasscheck|annotations|getstate|setstate|reduce|"
     r"cuda_array_interface|abstractmethods)__|_backward_hooks|_cdata|_use_count|_post_accumulate_grad_hooks|"
-    r"_make_.*|_is_view|_base|_typed_storage|_version|extra_repr|_get_name|storage_type|__orig_bases__|_make_dtensor|"
-    r"(share_memory_|is_shared)?_debug.*|compile|_compiled_call_impl|_call_impl|_slow_forward|__torch_.*"
+    r"_make_.*|_is_view|_base|_typed_storage|_version|storage_type|__orig_bases__|__torch_.*"
 )
 OURS = re.compile(r"on storage|swapped|streamed")  # in a sentence of ours
 
@@ -92,7 +82,7 @@ def rigs(kind: str, count: int, folder: Path) -> Iterator[tuple[list[torch.nn.Li
         yield made, root.filler.any
 
 
-def about_tensors() -> list[tuple[Any, ...]]:
+def arguments() -> list[tuple[Any, ...]]:
     """Returns arguments that methods of a matrix may take."""
     torch.manual_seed(1)
     t, other, row = torch.rand(4, 4), torch.rand(2, 3), torch.rand(4)
@@ -105,21 +95,6 @@ def about_tensors() -> list[tuple[Any, ...]]:
         (0, indices), (0, indices, t), (0, indices, 1.0), (0, indices, t, "sum"), (0, index, t[:2], "mean"), (2,),
         (mask, 1.0), (mask, t), (index, t[0, :2]), ((index,), t[:2]), (0, 1.0), (0, row), (0, 0, 1), (0, 1, 2), (-1,),
         (0, 0, 2, 1), ("A", "B"), (lambda x: x,), (t, lambda x, y: x + y), ([1.0, 2.0],), ((4, 4), 2.0), (t.shape,),
-    ]  # fmt: skip
-
-
-def about_modules(p: Any, module: Any) -> list[tuple[Any, ...]]:
-    """Returns arguments that functions of modules, and methods of these, may take."""
-    torch.manual_seed(1)
-    t, x = torch.rand(4, 4), torch.rand(2, 4)
-    return [
-        (), (p,), ([p],), (p, p), ([p, p],), (p, 1.0), ([p], 1.0), (torch.rand(16), [p]), ([p], t), ([p], [t]),
-        (module,), (module, "weight"), (module, "weight", 0.5), (module, "weight", 1), (module, "weight", t),
-        (module, "weight", 0.5, 2, 0), (module, "weight", torch.nn.Tanh()), (module, {"weight": t}, (x,)), (module, x),
-        (lambda *a: a[0] * 2, p), ((p, [0, 1]),), (p, p, p), (p, 0.5, 1.0), (x,), ("weight",), ("weight", t), (True,),
-        ("weight", torch.nn.Parameter(t)), (torch.float64,), ("cpu",), ("meta",), (lambda each: each,), ({},),
-        ({"weight": t, "filler": None if module is None else values(module.filler)},), ("x", t), (None,),
-        (lambda each: each.mul_(2),),
     ]  # fmt: skip
 
 
@@ -230,82 +205,34 @@ class Call:
     Args:
         number: of the arguments.
         of: returns what is called, from a parameter and its module; what is not called is returned itself.
-        module: whether the arguments are about a module.
         put: name of an attribute that is set instead.
-        first: what is done with the module before.
     """
 
-    def __init__(
-        self, number: int, of: Callable[[Any, Any], Any], module: bool = True, put: str = "", first: Any = None
-    ) -> None:
-        self.number, self._of, self._module, self._put, self._first = number, of, module, put, first
+    def __init__(self, number: int, of: Callable[[Any, Any], Any], put: str = "") -> None:
+        self.number, self._of, self._put = number, of, put
 
     def __repr__(self) -> str:
-        return f"#{self.number}{' put' if self._put else ''}{' after ' + self._first.__name__ if self._first else ''}"
+        return f"#{self.number}{' put' if self._put else ''}"
 
     def __call__(self, p: Any, module: Any) -> Any:
         """Calls it, with new arguments."""
-        if self._first is not None:
-            self._first(module, "weight")
-        of, args = self._of(p, module), (about_modules(p, module) if self._module else about_tensors())[self.number]
+        of, args = self._of(p, module), arguments()[self.number]
         if self._put:
             return setattr(of, self._put, *args)
         return of(*args) if callable(of) else of
 
 
-NOTHING = Call(0, lambda p, _: p.dim, module=False)
+NOTHING = Call(0, lambda p, _: p.dim)
 
 
 def walk_tensor(name: str, kind: str, folder: Path) -> list[str]:
     """Walks an attribute of a tensor."""
-    every = list(enumerate(about_tensors()))
+    every = list(enumerate(arguments()))
     if callable(getattr(torch.Tensor, name, None)):
-        calls = [Call(number, lambda p, _: getattr(p, name), module=False) for number, _ in every]
+        calls = [Call(number, lambda p, _: getattr(p, name)) for number, _ in every]
     else:
-        calls = [Call(0, lambda p, _: getattr(p, name), module=False)]
-        calls += [Call(number, lambda p, _: p, module=False, put=name) for number, args in every if len(args) == 1]
-    return differences(name, calls, kind, folder)
-
-
-def walk_module(name: str, kind: str, folder: Path) -> list[str]:
-    """Walks an attribute of a module."""
-    calls = [Call(number, lambda _, module: getattr(module, name)) for number in range(len(about_modules(None, None)))]
-    return [line for call in calls for line in differences(name, [call], kind, folder)]
-
-
-def l1_unstructured(module: Any, name: str) -> Any:
-    """Prunes half of it."""
-    return prune.l1_unstructured(module, name, 0.5)
-
-
-FIRST = (l1_unstructured, torch.nn.utils.weight_norm, torch.nn.utils.spectral_norm, weight_norm, spectral_norm)
-
-
-def functions(*modules: Any) -> dict[str, Any]:
-    """Finds functions and classes of modules and of what these consist of, by their names."""
-    found = {}
-    for module in modules:
-        inner = [
-            importlib.import_module(f"{module.__name__}.{each.name}")
-            for each in pkgutil.iter_modules(getattr(module, "__path__", ()))
-        ]
-        for each in (module, *inner):
-            for name, value in vars(each).items():
-                own = getattr(value, "__module__", "").startswith(module.__name__)
-                if own and not name.startswith("__") and callable(value):
-                    found[f"{value.__module__}.{name}"] = value
-    return found
-
-
-FUNCTIONS = functions(torch.nn.utils, torch.nn.init, torch.utils.dlpack, torch.utils.checkpoint, torch.utils.data)
-
-
-def walk_function(name: str, kind: str, folder: Path) -> list[str]:
-    """Walks a function; if it takes no new module then one that others have been to."""
-    number = range(len(about_modules(None, None)))
-    calls = [Call(each, lambda *_: FUNCTIONS[name]) for each in number]
-    if "remove" in name:
-        calls += [Call(each, lambda *_: FUNCTIONS[name], first=first) for each in number for first in FIRST]
+        calls = [Call(0, lambda p, _: getattr(p, name))]
+        calls += [Call(number, lambda p, _: p, put=name) for number, args in every if len(args) == 1]
     return differences(name, calls, kind, folder)
 
 
@@ -354,8 +281,6 @@ def walk_other(name: str, kind: str, folder: Path) -> list[str]:
 
 WALKS: dict[str, tuple[Callable[..., list[str]], list[str]]] = {
     "tensor": (walk_tensor, [name for name in dir(torch.Tensor) if not OWN.fullmatch(name)]),
-    "module": (walk_module, [name for name in dir(torch.nn.Module) if not OWN.fullmatch(name)]),
-    "function": (walk_function, list(FUNCTIONS)),
     "other": (walk_other, list(OTHERS)),
 }
 

@@ -1,17 +1,31 @@
-"""Each operation of torch's OpInfo, with tensors elsewhere and within ``save_on_nvme``; see ``operations.py``."""
+"""Each operation and module that torch has samples for, with its tensors elsewhere: as with usual ones, or refused."""
 
 from __future__ import annotations
 
 import random
 import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.common_modules import module_db
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from tests.offload.elsewhere import KINDS, alone, apart
-from tests.offload.operations import OPERATIONS, POLICIES, check
+from nvme_ops.offload import save_on_nvme, stream_weights, swap_params
+from nvme_ops.offload.weights import streamed
+from nvme_ops.settings import PAGE
+from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
+
+OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
+MODULES = {f"{each.module_cls.__module__}.{each.module_cls.__name__}": each for each in module_db}
+POLICIES = ("nvme", "auto")  # of save_on_nvme
+ANY_VALUES = re.compile(r"empty|resize_")  # whatever is in memory
+MOST = 2  # samples of each operation
 
 #: What differs, as a pattern, and why.
 DIFFERENT = {
@@ -20,11 +34,112 @@ DIFFERENT = {
     r"(linalg\.(cond|eigvalsh)|norm\.nuc).*other bits": "torch computes vectors, too, where a tensor is of a subclass",
 }
 
+Tensors = Sequence[torch.Tensor]
 
-def unexplained(names: list[str], way: str, dtype: torch.dtype, most: int, folder: Path) -> list[str]:
-    found = apart(names, partial(check, dtype=dtype, way=way, most=most, folder=folder))
-    lines = [line for said in found.values() for line in said if not line.endswith(" calls")]
-    return [line for line in lines if not any(re.search(pattern, line) for pattern in DIFFERENT)]
+
+class Case(NamedTuple):
+    """A call, and which of its tensors are elsewhere.
+
+    ``then`` says what is written to afterwards: ``"result"``, which may be a view, ``"tensors"``, or nothing.
+    """
+
+    name: str
+    call: Callable[[Tensors], Any]
+    tensors: Tensors
+    mask: Sequence[int]
+    then: str = ""
+
+    def copies(self) -> list[torch.Tensor]:
+        """Returns copies of the tensors."""
+        return [each.detach().clone().requires_grad_(each.requires_grad) for each in self.tensors]
+
+    def outcome(self, tensors: Tensors) -> tuple[Any, Any]:
+        """Returns the results with other tensors, and gradients unless something is written to afterwards."""
+        torch.manual_seed(1)
+        random.seed(1)
+        result = self.call(tensors)
+        outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        with torch.no_grad():
+            for each in outs if self.then == "result" else tensors if self.then else []:
+                each[(slice(1),) * each.dim()].fill_(1)
+        outs = [each for each in outs if each.requires_grad and not self.then]
+        inputs = [each for each in tensors if each.requires_grad]
+        given = [torch.full_like(values(each), 0.5 + number) for number, each in enumerate(outs)]
+        return result, torch.autograd.grad(outs, inputs, given, allow_unused=True) if outs and inputs else ()
+
+
+def cases(op: Any, sample: Any, way: str) -> Iterator[Case]:
+    """Yields how an operation is called with a sample."""
+    leaves, shape = tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = list({id(each): each for each in leaves if isinstance(each, torch.Tensor)}.values())
+
+    def call(function: Any, given: Tensors) -> Any:
+        others = {id(each): other for each, other in zip(tensors, given)}  # noqa: B905  (the last may be for out=)
+        first, args, kwargs = tree_unflatten([others.get(id(each), each) for each in leaves], shape)
+        return function(first, *args, **kwargs, **({"out": given[-1]} if len(given) > len(tensors) else {}))
+
+    if way in POLICIES:
+        yield Case("", partial(call, op.op), tensors, [])
+        return
+    every = list(range(len(tensors)))
+    for name, function in {"": op.op, "method": op.method_variant, "operator": op.operator_variant}.items():
+        for mask in [[each] for each in every] + [every] * (len(every) > 1) if function is not None else []:
+            untrained = mask if way == "streamed" else ()
+            given = [each.detach() if index in untrained else each for index, each in enumerate(tensors)]
+            yield Case(name, partial(call, function), given, mask)
+    without = [each.detach() for each in tensors]
+    for index in every:
+        yield Case("", partial(call, op.op), without, [index], "result")
+        if way == "swapped":
+            yield Case("", partial(call, op.op), without, [index], "tensors")
+        if op.inplace_variant is not None:
+            yield Case("in place", partial(call, op.inplace_variant), without, [index])
+    if op.supports_out:
+        try:
+            out = torch.zeros_like(call(op.op, without))
+        except Exception:
+            return
+        yield Case("out=", partial(call, op.op), [*without, out], [len(without)])
+
+
+def differences(case: Case, way: Any, folder: Path, theirs: Any, usual: Tensors) -> str:
+    """Returns what differs."""
+    tensors = case.copies()
+    if way in POLICIES:
+        with save_on_nvme(folder, min_bytes=1, memory_budget=0, policy=way):
+            return same(case.outcome(tensors), theirs)
+    with elsewhere(way, [tensors[index] for index in case.mask], folder) as moved:
+        for index, each in zip(case.mask, moved, strict=True):
+            tensors[index] = each
+        found = same(case.outcome(tensors), theirs)
+        moved.forget()
+        return found or same([*map(values, tensors)], [each.detach() for each in usual])
+
+
+def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
+    """Returns what differs, one line each."""
+    warnings.simplefilter("ignore")
+    op, said = OPERATIONS[name], list[str]()
+    if dtype not in op.dtypes or ANY_VALUES.search(name):
+        return said
+    torch.manual_seed(0)
+    random.seed(0)
+    samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
+    for number in sorted(random.Random(0).sample(range(len(samples)), min(MOST, len(samples)))):
+        for case in cases(op, samples[number], way):
+            usual = case.copies()
+            try:
+                theirs = case.outcome(usual)
+            except Exception:
+                continue  # torch does not do that, either
+            try:
+                found = differences(case, way, folder, theirs, usual)
+            except Exception as error:
+                found = f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"
+            line = f"{name} {case.name} {case.then} sample {number}, {case.mask} of {len(case.tensors)}: {found}"
+            if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
+                said.append(line)
+    return said
 
 
 @pytest.mark.slow
@@ -34,4 +149,65 @@ def unexplained(names: list[str], way: str, dtype: torch.dtype, most: int, folde
 @alone
 def test_operations(way: str, dtype: torch.dtype, folder: Path) -> None:
     names = random.Random(str(dtype)).sample(list(OPERATIONS), len(OPERATIONS) // 2)
-    assert unexplained(names, way, dtype, 2, folder) == []
+    found = apart(names, partial(operate, dtype=dtype, way=way, folder=folder))
+    assert [line for lines in found.values() for line in lines] == []
+
+
+def outcome(module: Any, given: Any, training: bool) -> list[Any]:
+    """The result of a module, gradients of parameters and inputs, and the state."""
+    args, kwargs = tree_map(
+        lambda each: (
+            each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
+        ),
+        (given.args, given.kwargs),
+    )
+    torch.manual_seed(1)
+    result = module(*args, **kwargs)
+    outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad]
+    if outs:
+        torch.autograd.backward(outs, [torch.full_like(each, 0.5) for each in outs])
+    leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
+    gradients = [each.grad for each in [*leaves, *(module.parameters() if training else ())]]
+    shown = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, result)
+    return [shown, gradients, {name: values(each) for name, each in module.state_dict().items()}]
+
+
+def compute(name: str, kind: str, folder: Path) -> list[str]:
+    """What differs between a module in memory and one with parameters elsewhere."""
+    torch.backends.mha.set_fastpath_enabled(False)  # which torch does not take with tensors of a subclass
+    info, said, training = MODULES[name], list[str](), kind == "swapped"
+    torch.manual_seed(0)
+    options: Any = {"device": "cpu", "dtype": torch.float32, "requires_grad": training, "training": training}
+    for number, each in enumerate(info.module_inputs_func(info, **options)):
+        modules = []
+        for _ in range(2):
+            torch.manual_seed(2)
+            module: Any = info.module_cls(*each.constructor_input.args, **each.constructor_input.kwargs)
+            module.filler = torch.nn.Parameter(torch.zeros(16 * PAGE, dtype=torch.uint8), False)
+            modules.append(module.train(training))
+        plain, ours = modules
+        lazy = any(isinstance(one, torch.nn.UninitializedParameter) for one in plain.parameters())
+        if lazy or each.forward_input is None:
+            continue
+        try:
+            theirs = outcome(plain, each.forward_input, training)
+        except Exception:
+            continue
+        try:
+            move: Any = partial(swap_params, min_bytes=1) if training else stream_weights
+            with move(ours, folder, memory_budget="64M"):
+                found = same(outcome(ours, each.forward_input, training), theirs)
+        except Exception as error:
+            found = f"{type(error).__name__}: {str(error)[:200]}"
+        said += [f"{number}: {found}"] if found else []
+    return said
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", KINDS)
+@alone
+def test_modules(kind: str, folder: Path) -> None:
+    streamed._SMALL = 0  # else they stay in memory
+    found = apart(list(MODULES), partial(compute, kind=kind, folder=folder))
+    assert {name: lines for name, lines in found.items() if lines} == {}

@@ -284,7 +284,7 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
     embedding: Any = torch.nn.Embedding(4096, 64)
     model, wanted = torch.nn.ModuleList([embedding, torch.nn.Linear(512, 512)]), embedding.weight[3].clone()
     with streamed(model, folder, "1200K"), torch.no_grad():
-        weights, source = embedding.weight._weights._open(), embedding.weight.source
+        weights, source = embedding.weight._weights.open(), embedding.weight.source
         with truncated(folder):
             weight = weights._weight(source)
             assert weights._begin(weight, Priority.PREFETCH)
