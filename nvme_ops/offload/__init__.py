@@ -22,7 +22,7 @@ from nvme_ops.offload.residency import Stats as Stats
 from nvme_ops.offload.weights.gradients import SwappedGradients as SwappedGradients
 from nvme_ops.offload.weights.gradients import swap_gradients as swap_gradients
 from nvme_ops.offload.weights.pretrained import from_pretrained as from_pretrained
-from nvme_ops.offload.weights.resident import SwapStats as SwapStats
+from nvme_ops.offload.weights.residents import SwapStats as SwapStats
 from nvme_ops.offload.weights.stream_weights import stream_weights as stream_weights
 from nvme_ops.offload.weights.swap import SwappedParams as SwappedParams
 from nvme_ops.offload.weights.swap import swap_params as swap_params

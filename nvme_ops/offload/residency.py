@@ -22,6 +22,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
+from nvme_ops.offload.device_memory import Memory
 
 _LONG = 0.2  # seconds without an ending of any transfer
 
@@ -137,9 +138,11 @@ class Residency(Open, Generic[E]):
 
     # What a policy says
 
+    _memory: Memory
+
     def _allocate(self, entry: E) -> torch.Tensor | None:
         """Returns memory for an entry; None while there is none."""
-        raise NotImplementedError
+        return self._memory.allocate(max(1, entry.nbytes))
 
     def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
         """Starts to fill the memory of an entry; returns the tensor over it, and no transfer where it has no bytes.

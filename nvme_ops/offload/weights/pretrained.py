@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -16,7 +17,6 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights import hub
 from nvme_ops.offload.weights.quantized import KINDS, SCALES
 from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
@@ -29,6 +29,10 @@ Path = str | os.PathLike[str]
 
 _COMPARED = 16 << 20  # bytes of a weight that are compared at once
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+#: What transformers' ``from_pretrained`` takes to find a model.
+_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+
+_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def from_pretrained(
@@ -80,8 +84,8 @@ def from_pretrained(
     target = device_of(device or "cpu")
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
-    name = path if hub.is_name(path) else ""
-    options = {key: kwargs.pop(key) for key in hub.OPTIONS if key in kwargs}
+    name = path if is_name(path) else ""
+    options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
     paths = weight_files(path, kwargs.pop("subfolder", ""), **options)
     folder = os.path.dirname(paths[0])
     config = kwargs.pop("config", None)
@@ -127,8 +131,8 @@ def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: An
     """Returns the safetensors files of a model, which is downloaded if need be. Raises OSError."""
     if not isinstance(path, str | os.PathLike):
         return [os.path.abspath(each) for each in path]
-    if hub.is_name(path):
-        folder = hub.local_folder(str(path), subfolder, **options)
+    if is_name(path):
+        folder = _local_folder(str(path), subfolder, **options)
     else:
         folder = os.path.abspath(os.path.join(path, subfolder) if subfolder else path)
     if not os.path.isdir(folder):
@@ -143,6 +147,48 @@ def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: An
     raise FileNotFoundError(
         f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
     )
+
+
+def is_name(path: Any) -> bool:
+    """Returns whether it is no file or folder, and may be a name: ``"org/name"``."""
+    return isinstance(path, str) and not os.path.exists(path) and _NAME.fullmatch(path) is not None
+
+
+def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
+    """Returns the folder of the cache that has configuration and safetensors files of a model, all of one commit.
+
+    Args:
+        name: of the model: ``"org/name"``.
+        subfolder: of the model's files.
+        options: some of ``_OPTIONS``.
+
+    Raises:
+        OSError: transformers' own: no such model or revision, no access, or no connection and not in the cache.
+        FileNotFoundError: it has no safetensors files.
+    """
+    from transformers.utils import cached_file
+    from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
+
+    options["subfolder"] = subfolder
+
+    def find(file: str, **how: Any) -> str | None:
+        found: str | None = cached_file(name, file, **how, **options)
+        return found
+
+    optional = {"_raise_exceptions_for_missing_entries": False}
+    config = find("config.json")
+    options["revision"] = extract_commit_hash(config, None) or options.get("revision")
+    weights = find(_FILE, **optional)
+    if weights is None:
+        weights = find(_INDEX, **optional)
+        if weights is None:
+            raise FileNotFoundError(
+                f"{name} has no safetensors files: download it with 'hf download {name}', then nvme-checkpoint convert"
+            )
+        shards: Any = get_checkpoint_shard_files
+        shards(name, weights, **options)
+    find("generation_config.json", **optional)
+    return os.path.dirname(weights)
 
 
 def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:

@@ -29,13 +29,10 @@ class Weights:
 
     def fetch(self, source: Source) -> torch.Tensor:
         """See ``Window.fetch``."""
-        return self._open().fetch(source)
+        return self.open().fetch(source)
 
-    def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
-        """See ``Window.rows``."""
-        return self._open().rows(source, indices)
-
-    def _open(self) -> Window:
+    def open(self) -> Window:
+        """Returns the window. Raises RuntimeError before the model is complete."""
         if self.window is None:
             raise RuntimeError("the weights of this model cannot be read before it is complete")
         return self.window
@@ -121,16 +118,17 @@ class StoredTensor(OffloadedTensor):
         """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""
         return not self._steps and self._scale is None
 
-    def like(self, source: Source, dtype: torch.dtype | None = None, scale: torch.Tensor | None = None) -> StoredTensor:
-        """Another one of the same weights, without steps."""
-        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale)
-        made._is_part = self._is_part
-        return made
-
-    def part(self, source: Source, outline: torch.Tensor, scale: torch.Tensor | None = None) -> StoredTensor:
-        """A part of this one, of which its own ``source`` alone is read."""
-        made = StoredTensor(self._weights, source, self._converted, self._device, scale, outline)
-        made._is_part = True
+    def like(
+        self,
+        source: Source,
+        dtype: torch.dtype | None = None,
+        scale: torch.Tensor | None = None,
+        outline: torch.Tensor | None = None,
+        is_part: bool = False,
+    ) -> StoredTensor:
+        """Another one of the same weights, without steps. Of a part its own ``source`` alone is read."""
+        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale, outline)
+        made._is_part = self._is_part or is_part
         return made
 
     def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
@@ -257,7 +255,7 @@ def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
     if scale is not None and (scale.dim() != tensor.dim() or tensor.dim() < 3):
         return NotImplemented
     scale = None if scale is None else scale[index if scale.shape[0] > 1 else 0]
-    return tensor.part(part, tensor._outline.select(dim, index), scale)
+    return tensor.like(part, None, scale, tensor._outline.select(dim, index), is_part=True)
 
 
 StoredTensor.lazy[aten.select.int] = _select
@@ -273,7 +271,7 @@ def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: in
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
     outline = tensor._outline.narrow(dim, begin, max(begin, stop) - begin)
-    return NotImplemented if part is None else tensor.part(part, outline)
+    return NotImplemented if part is None else tensor.like(part, outline=outline, is_part=True)
 
 
 @_lazily(aten.split.Tensor)
@@ -295,10 +293,7 @@ def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
     if tensor.dtype != tensor.source.dtype:
         return NotImplemented
     outline = tensor._outline.view(dtype)
-    source = tensor.source.view(tuple(outline.shape), dtype)
-    made = StoredTensor(tensor._weights, source, None, tensor._device, None, outline)
-    made._is_part = tensor._is_part
-    return made
+    return tensor.like(tensor.source.view(tuple(outline.shape), dtype), dtype, outline=outline)
 
 
 @_lazily(aten.unsqueeze.default)
@@ -307,10 +302,7 @@ def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
 
 
 def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
-    source = tensor.source.view(tuple(outline.shape))
-    made = StoredTensor(tensor._weights, source, tensor._converted, tensor._device, None, outline)
-    made._is_part = tensor._is_part
-    return made
+    return tensor.like(tensor.source.view(tuple(outline.shape)), outline=outline)
 
 
 @_lazily(aten.stack.default)
@@ -335,7 +327,8 @@ def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = 
     """What has a part of a weight made contiguous while a model is put together finds it so in the file."""
     if tensor._weights.window is not None or memory_format is not torch.contiguous_format:
         return NotImplemented
-    return tensor.part(tensor.source, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return tensor.like(tensor.source, outline=outline, is_part=True)
 
 
 @_lazily(aten.embedding.default)
@@ -348,7 +341,7 @@ def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
     numbers = unique.tolist()
     if not numbers or numbers[0] < 0 or numbers[-1] >= weight.shape[0]:
         return NotImplemented  # torch says what is wrong
-    rows = weight._weights.rows(weight.source, numbers)
+    rows = weight._weights.open().rows(weight.source, numbers)
     if rows is None:
         return NotImplemented
     return rows.to(weight.dtype)[inverse]

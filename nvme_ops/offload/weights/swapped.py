@@ -11,8 +11,7 @@ from typing import Any, ClassVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvme_ops.offload.weights.resident import Phase, Resident
-from nvme_ops.offload.weights.residents import Residents
+from nvme_ops.offload.weights.residents import Phase, Resident, Residents
 from nvme_ops.offloaded import OffloadedTensor, Step, outline_of
 
 aten = torch.ops.aten

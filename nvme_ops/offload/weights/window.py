@@ -123,9 +123,6 @@ class Window(Residency[_Weight]):
 
     # The policy
 
-    def _allocate(self, entry: _Weight) -> torch.Tensor | None:
-        return self._memory.allocate(max(1, entry.nbytes))
-
     def _prepare(self, entry: _Weight) -> None:
         if entry.nbytes > self._memory.nbytes:
             raise MemoryError(
