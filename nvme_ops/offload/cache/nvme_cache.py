@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import os
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -170,13 +170,20 @@ class NvmeCache(DynamicCache):
         handle: aio_handle | None = None,
     ) -> None:
         budget = budget_of(memory_budget)
-        makers = None if config is None else _makers(config)
-        self._pager = Pager(folder, budget, handle)
-        if makers is None:
-            made: Any = _Numbered(self._pager)
-            Cache.__init__(self, layer_class_to_replicate=made)
-        else:
-            Cache.__init__(self, layers=[make(self._pager) for make in makers])
+        layers = None if config is None else _layers_of(config)
+        self._pager = pager = Pager(folder, budget, handle)
+        if layers is not None:
+            Cache.__init__(
+                self, layers=[made(**given) if made else NvmeLayer(pager, **given) for made, given in layers]
+            )
+            return
+        numbers = itertools.count()
+
+        def another() -> NvmeLayer:
+            return NvmeLayer(pager, next(numbers))
+
+        replicated: Any = another
+        Cache.__init__(self, layer_class_to_replicate=replicated)
 
     def stats(self) -> CacheStats:
         """Returns the bytes written and read since the cache was made, and what it holds."""
@@ -210,31 +217,16 @@ class NvmeCache(DynamicCache):
         return f"<NvmeCache: {len(self.layers)} layers, {self.get_seq_length() if self.layers else 0} tokens>"
 
 
-class _Numbered:
-    """Makes layers one by one."""
-
-    def __init__(self, pager: Pager) -> None:
-        self._pager, self._count = pager, 0
-
-    def __call__(self) -> NvmeLayer:
-        self._count += 1
-        return NvmeLayer(self._pager, self._count - 1)
-
-
-def _makers(config: Any) -> list[Any]:
-    """Returns a function of the pager for each layer of a model. Raises ValueError for an unsupported one."""
-    makers: list[Any] = []
+def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """Returns the class of each layer, None for ``NvmeLayer``, and its arguments. ValueError for an unsupported one."""
+    found: list[tuple[Any, dict[str, Any]]] = []
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
         made = DYNAMIC_LAYER_TYPE_MAPPING[kind]
         if made in (DynamicLayer, DynamicSlidingWindowLayer):
-            makers.append(functools.partial(NvmeLayer, number=number, sliding_window=given.get("sliding_window")))
+            found.append((None, {"number": number, "sliding_window": given.get("sliding_window")}))
         elif kind == "dummy" or made is LinearAttentionLayer:
-            makers.append(functools.partial(_in_memory, made, given))
+            found.append((made, given))
         else:
             raise ValueError(f"NvmeCache does not support layer {number} of this model, of type {kind!r}")
-    return makers
-
-
-def _in_memory(made: Any, arguments: dict[str, Any], _: Pager) -> Any:
-    return made(**arguments)
+    return found

@@ -206,7 +206,8 @@ class PagedLayer:
         try:
             if self._files is not None:
                 count = self._files.read(self._base, self._read_end, self._in_memory(), self._reads, priority)
-                self._pager.note_read(count, priority)
+                self._pager.moved.bytes_read += count
+                self._pager.moved.bytes_on_demand += count * (priority is Priority.DEMAND)
         except BaseException:
             self._memory, self._arriving = None, False
             raise
@@ -241,7 +242,7 @@ class PagedLayer:
         self.arrive()
         begin, end = max(self._written, self._down(self._first)), self._down(self.tokens)
         if begin < end and (files := self._files) is not None:
-            self._pager.note_written(files.write(begin, end, self._in_memory()))
+            self._pager.moved.bytes_written += files.write(begin, end, self._in_memory())
         self._written = max(self._written, begin, end)
         for half in (0, 1):
             rest = self._typed(half)[:, :, self._written - self._base : self.tokens - self._base]

@@ -67,7 +67,7 @@ class Pager(Open):
         self._cycled = False  # whether all layers are known
         self._leaving: list[tuple[Sequence[IoFuture], int]] = []  # memory that is free when its writes have ended
         self._pool: Pool | None = None
-        self._stats = CacheStats()
+        self.moved = CacheStats()  #: counted by the layers, too
         with contextlib.ExitStack() as undo:
             self._session = Session(folders, name="keys and values")
             undo.callback(self._session.close)
@@ -105,26 +105,17 @@ class Pager(Open):
                         return found
                     break
         finally:
-            self._stats.seconds_waited += time.perf_counter() - begin
+            self.moved.seconds_waited += time.perf_counter() - begin
         raise self._too_little(nbytes, layer)
 
     def wait(self, transfers: Iterable[IoFuture]) -> None:
         """Waits for all of them. Raises the first failure."""
         begin = time.perf_counter()
         failures = [each.exception() for each in transfers]
-        self._stats.seconds_waited += time.perf_counter() - begin
+        self.moved.seconds_waited += time.perf_counter() - begin
         for failure in failures:
             if failure is not None:
                 raise failure
-
-    def note_read(self, nbytes: int, priority: Priority) -> None:
-        """Counts bytes that are being read."""
-        self._stats.bytes_read += nbytes
-        self._stats.bytes_on_demand += nbytes * (priority is Priority.DEMAND)
-
-    def note_written(self, nbytes: int) -> None:
-        """Counts bytes that are being written."""
-        self._stats.bytes_written += nbytes
 
     # What the cache asks for
 
@@ -149,7 +140,7 @@ class Pager(Open):
         """What was moved so far."""
         return CacheStats(
             **{
-                **vars(self._stats),
+                **vars(self.moved),
                 "bytes_cached": sum(layer.nbytes for layer in self._layers),
                 "bytes_stored": sum(layer.bytes_stored for layer in self._layers),
                 "peak_bytes": self._pool.peak if self._pool else 0,
