@@ -190,15 +190,11 @@ class Ring:
         if failure is not None:
             raise failure
 
-    def settle(self) -> None:
-        """Waits for every transfer and ignores failures."""
-        with suppress(Exception):
-            self.drain()
-
     def _end(self, error: BaseException) -> None:
         """Waits for every transfer; one that Ctrl-C has ended, and has memory of its own, leaves it to them."""
         if self._pool is not None or isinstance(error, Exception):
-            self.settle()
+            with suppress(Exception):
+                self.drain()
             return
         for transfer in self._uses.values():
             transfer.request_cancel()

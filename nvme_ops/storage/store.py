@@ -96,14 +96,13 @@ class Claims:
     def __init__(self, lock: threading.RLock) -> None:
         self._lock, self._changed = lock, threading.Condition(lock)
         self._claimed: dict[Hashable, weakref.ref[Claim]] = {}  # a claim lives as long as whoever made it has it
-        self._waiting = 0
         self._closed = False
 
     def take(self, thing: Hashable) -> Claim:
         """Claims a thing once no other thread does. Raises ValueError once closed."""
         with self._lock:
             while self._is_anothers(self._claimed.get(thing)) and not self._closed:
-                self._wait()
+                self._changed.wait(_LOST)
             if self._closed:
                 raise ValueError("the store is closed")
             claim = Claim(self, thing, self._claimed.get(thing))
@@ -119,7 +118,7 @@ class Claims:
             self._changed.notify_all()
             try:
                 while any(map(self._is_anothers, self._claimed.values())):
-                    self._wait()
+                    self._changed.wait(_LOST)
             except BaseException:  # Ctrl-C
                 self._closed = False
                 raise
@@ -132,19 +131,11 @@ class Claims:
                 self._claimed[thing] = before
                 return
             self._claimed.pop(thing, None)
-            if self._waiting:
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _is_anothers(self, claimed: weakref.ref[Claim] | None) -> bool:
         claim = None if claimed is None else claimed()
         return claim is not None and claim.thread != threading.get_ident()
-
-    def _wait(self) -> None:
-        self._waiting += 1
-        try:
-            self._changed.wait(_LOST)
-        finally:
-            self._waiting -= 1
 
 
 _SLAB, _INDEX = "slab", "index"
