@@ -105,23 +105,26 @@ def test_a_rewritten_index_says_what_was_dropped_and_what_a_power_failure_brings
     assert all(torch.equal(values[key], pattern(100, seed)) for key, seed in expected.items())
 
 
-def test_an_index_that_another_thread_rewrites_during_a_sync_is_durable(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("during", [striped, journal], ids=["slabs", "index"])
+def test_after_a_sync_during_which_another_thread_rewrites_the_index_a_power_failure_brings_back_what_was_synced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, during: Any
 ) -> None:
     monkeypatch.setattr(journal, "_LINES", 0)
     replaced: list[bool] = []
 
-    def rewritten_meanwhile(fd: int, path: str) -> None:
-        while os.fstat(fd).st_nlink:
-            store.put("a", OLD["a"]).result()
+    def rewritten_meanwhile(fd: int, _: str) -> None:
+        before = os.stat(index).st_ino
+        while os.stat(index).st_ino == before:
+            store.put("a", NEW["a"]).result()
         os.fsync(fd)
         replaced.append(True)
 
     with kept(folder) as session, TensorStore(session) as store:
+        index = session.path(0, "index")
         for key, tensor in OLD.items():
             store.put(key, tensor).result()
         with monkeypatch.context() as patch:
-            patch.setattr(journal, "sync", rewritten_meanwhile)
+            patch.setattr(during, "sync", rewritten_meanwhile)
             store.sync()
         shutil.copytree(session.folders[0], folder / "copy" / Path(session.folders[0]).name)
     assert replaced
