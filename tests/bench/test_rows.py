@@ -56,7 +56,7 @@ def test_medians_ratios_and_sums_are_those_of_the_rounds() -> None:
     first, second = ([Sample(value, 1000) for value in values] for values in ((1, 10, 1), (2, 20, 3)))
     assert paired_ratios(first, second) == [2, 2, 3], "not the ratio of medians: both were slow in the second round"
     assert paired_ratios([Sample(1, 4), None, Sample(1, 9)], [Sample(1, 2), Sample(1, 1), None]) == [2]
-    assert summed([row("", Sample(1, 4), Sample(2, 4), None), row("", Sample(1, 6), Sample(1, 1))]) == [
+    assert summed([row("", Sample(1, 4), Sample(2, 4), Sample(1, 5)), row("", Sample(1, 6), Sample(1, 1))]) == [
         Sample(1, 10), Sample(1, 3), None,
     ]  # fmt: skip
     assert Sample(1, GIB // 2, 0.25).cpu_per_gib == 0.5
