@@ -5,71 +5,48 @@
 #include <cstring>
 #include <new>
 #include <system_error>
+#include <utility>
 
 namespace nvme_ops {
 
 namespace {
 
 // Codes that a transfer can meet, and what to do about them.
+constexpr std::pair<int, const char*> kCuFileTexts[] = {
+    {5001, "the nvidia-fs driver is not loaded and compatibility mode is off"},
+    {5006, "the driver is being closed"},
+    {5007, "not supported on this platform"},
+    {5008, "not supported on this file"},
+    {5009, "not supported on this GPU"},
+    {5011, "the CUDA driver failed"},
+    {5012, "not a device pointer"},
+    {5013, "a kind of memory that is not supported"},
+    {5014, "the range leaves its allocation"},
+    {5015, "another CUDA context"},
+    {5016, "more memory than may be pinned (max_device_pinned_mem_size_kb in cufile.json)"},
+    {5017, "the range leaves its registration"},
+    {5018, "a kind of file that is not supported"},
+    {5020, "the file is not open with O_DIRECT"},
+    {5022, "a wrong argument"},
+    {5023, "the memory is registered already"},
+    {5024, "the memory is not registered"},
+    {5025, "permission denied"},
+    {5027, "the file could not be registered; some file systems need CUFILE_EXPERIMENTAL_FS=1"},
+    {5028, "the file is registered already"},
+    {5029, "no GPU found"},
+    {5030, "an internal error; in containers without /run/udev set CUFILE_EXPERIMENTAL_FS=1"},
+    {5031, "no further descriptor could be had for the file, or it has no name any more"},
+    {5033, "the driver could not be initialised: no CUDA driver, or no GPU"},
+    {5034, "switched off for this file in cufile.json"},
+    {5036, "GPU memory could not be pinned"},
+    {5044, "an I/O error"},
+};
+
 const char* cufile_text(int code) {
-  switch (code) {
-    case 5001:
-      return "the nvidia-fs driver is not loaded and compatibility mode is off";
-    case 5006:
-      return "the driver is being closed";
-    case 5007:
-      return "not supported on this platform";
-    case 5008:
-      return "not supported on this file";
-    case 5009:
-      return "not supported on this GPU";
-    case 5011:
-      return "the CUDA driver failed";
-    case 5012:
-      return "not a device pointer";
-    case 5013:
-      return "a kind of memory that is not supported";
-    case 5014:
-      return "the range leaves its allocation";
-    case 5015:
-      return "another CUDA context";
-    case 5016:
-      return "more memory than may be pinned (max_device_pinned_mem_size_kb in cufile.json)";
-    case 5017:
-      return "the range leaves its registration";
-    case 5018:
-      return "a kind of file that is not supported";
-    case 5020:
-      return "the file is not open with O_DIRECT";
-    case 5022:
-      return "a wrong argument";
-    case 5023:
-      return "the memory is registered already";
-    case 5024:
-      return "the memory is not registered";
-    case 5025:
-      return "permission denied";
-    case 5027:
-      return "the file could not be registered; some file systems need CUFILE_EXPERIMENTAL_FS=1";
-    case 5028:
-      return "the file is registered already";
-    case 5029:
-      return "no GPU found";
-    case 5030:
-      return "an internal error; in containers without /run/udev set CUFILE_EXPERIMENTAL_FS=1";
-    case 5031:
-      return "no further descriptor could be had for the file, or it has no name any more";
-    case 5033:
-      return "the driver could not be initialised: no CUDA driver, or no GPU";
-    case 5034:
-      return "switched off for this file in cufile.json";
-    case 5036:
-      return "GPU memory could not be pinned";
-    case 5044:
-      return "an I/O error";
-    default:
-      return "see CUfileOpError in cuFile's reference";
+  for (const auto& [known, text] : kCuFileTexts) {
+    if (known == code) return text;
   }
+  return "see CUfileOpError in cuFile's reference";
 }
 
 }  // namespace

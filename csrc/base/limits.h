@@ -6,9 +6,7 @@
 
 namespace nvme_ops {
 
-inline constexpr std::uint64_t kBlockSize = 1 << 20;  // DeepNVMe's defaults for the constructor
-inline constexpr std::uint64_t kQueueDepth = 128;
-
+inline constexpr std::uint64_t kBlockSize = 1 << 20;  // DeepNVMe's default for the constructor
 inline constexpr std::uint64_t kMaxLanes = 1024;
 inline constexpr std::uint64_t kAutomaticLanes = 2;
 inline constexpr std::uint64_t kMaxQueueDepth = 4096;      // deeper is accepted; no device queue is deeper

@@ -7,9 +7,7 @@
 #include "backends/registry.h"
 #include "base/crc.h"
 #include "base/error.h"
-#include "binding/async_io_allocator.h"
-#include "binding/async_io_pickle.h"
-#include "binding/async_io_tensors.h"
+#include "binding/async_io_functions.h"
 #include "binding/buffer.h"
 #include "binding/device_path.h"
 #include "binding/engine_type.h"
@@ -57,16 +55,18 @@ PyObject* trim_pool(PyObject*, PyObject* arguments) {
   });
 }
 
+Crc crc_named(const std::string& name) {
+  if (name != "crc32c" && name != "crc32") raise(bad_argument("a checksum is 'crc32c' or 'crc32', not '" + name + "'"));
+  return name == "crc32c" ? Crc::Crc32c : Crc::Crc32;
+}
+
 // Releases the GIL once for all of them.
 PyObject* checksums(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     const char* name;
     PyObject* objects;
     if (!PyArg_ParseTuple(arguments, "sO", &name, &objects)) throw PythonError();
-    const bool castagnoli = std::string(name) == "crc32c";
-    if (!castagnoli && std::string(name) != "crc32") {
-      raise(bad_argument(std::string("a checksum is 'crc32c' or 'crc32', not '") + name + "'"));
-    }
+    const Crc kind = crc_named(name);
     const std::vector<Memory> memories = memories_of(objects, Op::Write, "buffers");
     for (const Memory& memory : memories) {
       if (memory.device) raise(bad_argument("buffers must lie in CPU memory"));
@@ -75,7 +75,7 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
     {
       const WithoutGil released;
       for (std::size_t i = 0; i < memories.size(); ++i) {
-        found[i] = checksum(castagnoli ? Crc::Crc32c : Crc::Crc32, memories[i].data, memories[i].bytes);
+        found[i] = checksum(kind, memories[i].data, memories[i].bytes);
       }
     }
     Ref list = checked(PyList_New(static_cast<Py_ssize_t>(found.size())));
@@ -118,8 +118,7 @@ PyObject* joined_checksum(PyObject*, PyObject* arguments) {
     unsigned int first, second;
     unsigned long long bytes;
     if (!PyArg_ParseTuple(arguments, "sIIK", &name, &first, &second, &bytes)) throw PythonError();
-    const Crc kind = std::string(name) == "crc32c" ? Crc::Crc32c : Crc::Crc32;
-    return PyLong_FromUnsignedLong(joined(kind, first, second, bytes));
+    return PyLong_FromUnsignedLong(joined(crc_named(name), first, second, bytes));
   });
 }
 
@@ -191,7 +190,7 @@ PyMODINIT_FUNC PyInit_async_io() {
   using namespace nvme_ops;
   return guarded([]() -> PyObject* {
     Ref module(make_module(&definition, "nvme_ops.handle"));
-    if (!add_buffer_type(module.get())) throw PythonError();
+    add_buffer_type(module.get());
     return module.release();
   });
 }

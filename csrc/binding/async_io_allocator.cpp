@@ -1,5 +1,4 @@
-#include "binding/async_io_allocator.h"
-
+// Replaces torch's CPU allocator for as long as that is asked for: large tensors get memory from the buffer pool.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -7,6 +6,7 @@
 #include <cstdint>
 
 #include "base/limits.h"
+#include "binding/async_io_functions.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
 

@@ -1,10 +1,9 @@
-#include "binding/async_io_pickle.h"
-
 #include <bitset>
 #include <cstdint>
 #include <cstring>
 #include <string>
 
+#include "binding/async_io_functions.h"
 #include "binding/python.h"
 
 namespace nvme_ops {

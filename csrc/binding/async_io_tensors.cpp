@@ -1,5 +1,3 @@
-#include "binding/async_io_tensors.h"
-
 #include <c10/core/Storage.h>
 
 #include <algorithm>
@@ -11,6 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
+#include "binding/async_io_functions.h"
 #include "binding/python.h"
 #include "binding/tensor.h"
 

@@ -114,9 +114,8 @@ PyType_Spec buffer_spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_D
 
 }  // namespace
 
-bool add_buffer_type(PyObject* module) {
-  const Ref type(PyType_FromSpec(&buffer_spec));
-  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+void add_buffer_type(PyObject* module) {
+  add_type(module, &buffer_spec);
 }
 
 }  // namespace nvme_ops

@@ -6,6 +6,6 @@
 
 namespace nvme_ops {
 
-bool add_buffer_type(PyObject* module);
+void add_buffer_type(PyObject* module);
 
 }  // namespace nvme_ops

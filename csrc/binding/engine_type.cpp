@@ -221,9 +221,8 @@ PyType_Spec engine_spec{"nvme_ops.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_D
 
 }  // namespace
 
-bool add_engine_type(PyObject* module) {
-  const Ref type(PyType_FromSpec(&engine_spec));
-  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+void add_engine_type(PyObject* module) {
+  add_type(module, &engine_spec);
 }
 
 PyObject* endings(PyObject*, PyObject*) {

@@ -5,7 +5,7 @@
 
 namespace nvme_ops {
 
-bool add_engine_type(PyObject* module);
+void add_engine_type(PyObject* module);
 
 // Functions of the module for those who wait until memory is released.
 PyObject* endings(PyObject*, PyObject*);

@@ -204,9 +204,8 @@ std::shared_ptr<Learner> learner_of(PyObject* object) {
   return *reinterpret_cast<ExperienceObject*>(object)->learner;
 }
 
-bool add_experience_type(PyObject* module) {
-  experience_class = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&experience_spec));
-  return experience_class != nullptr && PyModule_AddType(module, experience_class) == 0;
+void add_experience_type(PyObject* module) {
+  experience_class = add_type(module, &experience_spec);
 }
 
 }  // namespace nvme_ops

@@ -78,6 +78,6 @@ private:
 
 // Returns what a Python object of the type holds; null for None. Throws PythonError for anything else.
 std::shared_ptr<Learner> learner_of(PyObject* object);
-bool add_experience_type(PyObject* module);
+void add_experience_type(PyObject* module);
 
 }  // namespace nvme_ops

@@ -103,7 +103,7 @@ public:
       const std::uint64_t tail = std::min(extent.bytes - head, end % kPage);
       const std::uint64_t body = extent.bytes - head - tail;
       if (extent.file.get() != held) {
-        if (hold) end_hold(*hold, op);
+        if (hold) hold->end_after(op);
         hold.emplace(extent.file);
         held = extent.file.get();
       }
@@ -129,18 +129,13 @@ public:
       }
       account(name_of(way), why, extent.bytes);
     }
-    if (hold) end_hold(*hold, op);
+    if (hold) hold->end_after(op);
     const auto start = std::chrono::steady_clock::now();
     bounce(engine, op, priority, tool, bounced, interrupted);
     if (bounced_bytes > 0) note(op, Way::Bounce, bounced_bytes, start);
   }
 
 private:
-  static void end_hold(FileHold& hold, Op op) {
-    const int error = hold.end();
-    if (error != 0 && op == Op::Write) raise(system_failure(error, "closing the file", hold.path()));
-  }
-
   void note(Op op, Way way, std::uint64_t bytes, std::chrono::steady_clock::time_point start) {
     const Seconds took = std::chrono::steady_clock::now() - start;
     const std::lock_guard<std::mutex> lock(mutex_);

@@ -33,9 +33,9 @@ void run_at_exit(PyObject* module) {
 PyObject* make_module(PyModuleDef* definition, const char* interface) {
   Ref module = checked(PyModule_Create(definition));
   find_tensor_class();
-  if (!add_engine_type(module.get()) || !add_operation_type(module.get()) || !add_pending_type(module.get()) ||
-      !add_open_file_type(module.get()) || !add_experience_type(module.get())) {
-    throw PythonError();
+  for (const auto add :
+       {add_engine_type, add_operation_type, add_pending_type, add_open_file_type, add_experience_type}) {
+    add(module.get());
   }
   add_interface(module.get(), interface);
   run_at_exit(module.get());

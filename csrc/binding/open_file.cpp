@@ -109,9 +109,8 @@ PyType_Spec open_file_spec{"nvme_ops.OpenFile", sizeof(OpenFileObject), 0, Py_TP
 
 }  // namespace
 
-bool add_open_file_type(PyObject* module) {
-  open_file_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&open_file_spec));
-  return open_file_type != nullptr && PyModule_AddType(module, open_file_type) == 0;
+void add_open_file_type(PyObject* module) {
+  open_file_type = add_type(module, &open_file_spec);
 }
 
 bool is_open_file(PyObject* object) {

@@ -9,7 +9,7 @@
 
 namespace nvme_ops {
 
-bool add_open_file_type(PyObject* module);
+void add_open_file_type(PyObject* module);
 
 bool is_open_file(PyObject* object);
 

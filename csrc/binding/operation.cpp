@@ -31,7 +31,7 @@ std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes
   if (const auto& failure = job->outcome()->failure()) raise(*failure);
   execute_device(engine, path, interrupted);
   if (validate) nvme_ops::validate(engine, *job, interrupted);
-  for (FileHold& hold : open) end(hold);
+  for (FileHold& hold : open) hold.end_after(op);
   std::uint64_t moved = job->outcome()->bytes();
   for (const DeviceExtent& extent : device) moved += extent.bytes;
   return moved;
@@ -48,13 +48,8 @@ void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupte
       const FileHold reading(reader);
       extent.tensor->compare(engine, reader, extent.offset, interrupted);
     }
-    end(hold);
+    hold.end_after(op);
   }
-}
-
-void Transfer::end(FileHold& hold) const {
-  const int error = hold.end();
-  if (error != 0 && op == Op::Write) raise(system_failure(error, "closing the file", hold.path()));
 }
 
 Operation::Operation(std::shared_ptr<Outcome> result, std::shared_ptr<Job> moving, std::vector<Memory> lent,
@@ -241,9 +236,8 @@ void set_operation(PyObject* object, std::shared_ptr<Operation> operation) {
   reinterpret_cast<OperationObject*>(object)->operation = std::move(operation);
 }
 
-bool add_operation_type(PyObject* module) {
-  operation_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&operation_spec));
-  return operation_type != nullptr && PyModule_AddType(module, operation_type) == 0;
+void add_operation_type(PyObject* module) {
+  operation_type = add_type(module, &operation_spec);
 }
 
 void stop_callbacks() {

@@ -28,7 +28,6 @@ struct Transfer {
 
 private:
   void execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const;
-  void end(FileHold& hold) const;
 };
 
 // Created and destroyed with the GIL held. A failure that was never retrieved is reported when the last reference is
@@ -51,7 +50,7 @@ struct Operation {
 // The object is made before the call is submitted, so that running out of memory cannot lose track of it.
 Ref new_operation();
 void set_operation(PyObject* object, std::shared_ptr<Operation> operation);
-bool add_operation_type(PyObject* module);
+void add_operation_type(PyObject* module);
 
 // Runs every pending callback and ends their thread.
 void stop_callbacks();

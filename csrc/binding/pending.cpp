@@ -127,9 +127,8 @@ void remove_pending(PyObject* pending, PyObject* operation) {
   PyErr_Restore(type, value, traceback);
 }
 
-bool add_pending_type(PyObject* module) {
-  const Ref type(PyType_FromSpec(&pending_spec));
-  return type && PyModule_AddType(module, reinterpret_cast<PyTypeObject*>(type.get())) == 0;
+void add_pending_type(PyObject* module) {
+  add_type(module, &pending_spec);
 }
 
 }  // namespace nvme_ops

@@ -8,6 +8,6 @@ namespace nvme_ops {
 // Removes `operation` from `pending`, even while a Python error is set.
 void remove_pending(PyObject* pending, PyObject* operation);
 
-bool add_pending_type(PyObject* module);
+void add_pending_type(PyObject* module);
 
 }  // namespace nvme_ops

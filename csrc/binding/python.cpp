@@ -10,6 +10,12 @@ std::string type_name(PyObject* object) {
   return text;
 }
 
+PyTypeObject* add_type(PyObject* module, PyType_Spec* spec) {
+  auto* const type = reinterpret_cast<PyTypeObject*>(checked(PyType_FromSpec(spec)).release());
+  if (PyModule_AddType(module, type) != 0) throw PythonError();
+  return type;
+}
+
 bool signal_raised() {
   const WithGil gil;
   return PyErr_CheckSignals() != 0;

@@ -70,6 +70,9 @@ inline void free_object(PyObject* self) {
   Py_DECREF(type);
 }
 
+// Makes a type and adds it to a module; throws PythonError. The type lives as long as the module.
+PyTypeObject* add_type(PyObject* module, PyType_Spec* spec);
+
 [[noreturn]] inline void raise_type_error(const std::string& message) {
   PyErr_SetString(PyExc_TypeError, message.c_str());
   throw PythonError();

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "base/error.h"
 #include "engine/file.h"
 
 namespace nvme_ops {
@@ -69,6 +70,11 @@ public:
   ~FileHold() { end(); }
 
   int end() { return std::exchange(holds_, false) ? file_->release() : 0; }
+  // The same; throws IoError where closing the file reports that a write has failed.
+  void end_after(Op op) {
+    if (const int error = end(); error != 0 && op == Op::Write)
+      raise(system_failure(error, "closing the file", path()));
+  }
   const std::string& path() const { return file_->path(); }
 
 private:
