@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.data import SampleStore, cli
+from nvme_ops.data import SampleStore, cli, convert
+from nvme_ops.tensors import empty
 from tests.conftest import give_up_root, in_child, open_to_all, pattern
 from tests.contract.faulty import flip
 from tests.data.samples import data_files, same_mds, shard, tar_sample, write, write_index, write_mds, write_tar
 
 numpy, pyarrow = pytest.importorskip("numpy"), pytest.importorskip("pyarrow")
+CLASSES = ("a", "a b", "b")  # labels are in the order of their names, not of the paths
 DOUBLES = [0.1, 1e300, -1 / 3, 5e-324, float("inf")]
 
 
@@ -41,7 +43,7 @@ def parquet_of(path: Path, table: Any = None, **columns: Any) -> Path:
 
 def files(folder: Path) -> Path:
     for number in range(30):
-        path = folder / f"class {number % 3}" / f"{number:03d}.bin"
+        path = folder / CLASSES[number % 3] / f"{number:03d}.bin"
         path.parent.mkdir(exist_ok=True, parents=True)
         path.write_bytes(pattern(number * 1000, number).numpy().tobytes())
     return folder
@@ -53,23 +55,28 @@ def files(folder: Path) -> Path:
 def test_a_folder_of_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Links are followed, and a store within the source is not converted too."""
     source, store = files(folder / "source"), folder / "source" / "store"
-    (source / "class 2").rename(folder / "elsewhere")
-    (source / "class 2").symlink_to(folder / "elsewhere")
-    (source / "class 1" / "round").symlink_to(source)
-    (source / "class 1" / ".hidden").touch()
+    (source / "b").rename(folder / "elsewhere")
+    (source / "b").symlink_to(folder / "elsewhere")
+    (source / "a" / "round").symlink_to(source)
+    (source / "a" / ".hidden").touch()
     for more in ((), ("--overwrite", "--alignment", 8)):
         assert run("convert", source, store, *more) == 0
         assert capsys.readouterr().out.startswith("30 samples, ")
         for found in SampleStore(store, verify=True).read(range(30)):
             number = int(found["name"][-7:-4])
-            assert found["name"] == f"class {number % 3}/{number:03d}.bin"
+            assert found["name"] == f"{CLASSES[number % 3]}/{number:03d}.bin"
             assert int(found["label"]) == number % 3
             assert torch.equal(found["data"], pattern(number * 1000, number))
     assert run("convert", source, store) == 2
     assert "has a sample store already" in capsys.readouterr().err
 
 
-def test_many_small_files_without_classes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_many_small_files_without_classes(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(convert, "_AT_ONCE", 1000)
+    monkeypatch.setattr(convert, "empty", lambda nbytes, **more: asked.append(nbytes) or empty(nbytes, **more))
     (folder / "source").mkdir()
     for number in range(2000):
         (folder / "source" / f"{number:05d}").write_bytes(number.to_bytes(4, "little") * (number % 9))
@@ -78,6 +85,7 @@ def test_many_small_files_without_classes(folder: Path, capsys: pytest.CaptureFi
         "samples": 2000, "bytes": store.nbytes, "folders": [str(folder / "source store"), str(folder / "two")]
     }  # fmt: skip
     assert data_files(folder / "two")
+    assert 900 < max(asked) <= 1000
     for number, found in enumerate(store.read(range(2000))):
         assert set(found) == {"data", "name"}
         assert found["name"] == f"{number:05d}"

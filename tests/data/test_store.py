@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.data import Loader, SampleStore, SampleWriter
+from nvme_ops.data import Loader, SampleStore, SampleWriter, formats
+from nvme_ops.data.index import SampleIndex
 from tests.conftest import MIB, HandleFactory, in_child, in_threads, pattern, run_python
 from tests.data.samples import are_samples, data_files, fixed, is_sample, write, write_fixed
 
@@ -153,28 +154,42 @@ def test_few_descriptors_are_enough(folder: Path) -> None:
     in_child(body)
 
 
+def replace(folder: Path, first: int) -> None:
+    with SampleWriter(folder, torch.int64, shard_bytes=8, overwrite=True) as writer:
+        writer.extend(range(first, first + 30))
+
+
+def test_a_store_that_is_replaced_while_it_is_opened(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its index has been read, and its files are gone."""
+    replace(folder, 0)
+    index_of = formats.index_of
+
+    def late(path: str, checksums: bool = False) -> SampleIndex:
+        monkeypatch.undo()
+        index = index_of(path, checksums)
+        replace(folder, 1000)
+        return index
+
+    monkeypatch.setattr(formats, "index_of", late)
+    assert [int(each) for each in SampleStore(folder).read([0, 29])] == [1000, 1029]
+
+
 def test_opening_while_others_replace_it(folder: Path) -> None:
-    def replace(first: int) -> None:
-        with SampleWriter(folder, torch.int64, shard_bytes=8, overwrite=True) as writer:
-            writer.extend(range(first, first + 30))
-
-    def keep_opening() -> None:
-        while not ended.is_set():
-            with SampleStore(folder) as store:
-                first, *others = (int(each) for each in store.read([0, 1, 29]))
-                assert others == [first + 1, first + 29]
-
     def work(number: int) -> None:
         if number:
-            return keep_opening()
+            while not ended.is_set():
+                with SampleStore(folder) as store:
+                    first, *others = (int(each) for each in store.read([0, 1, 29]))
+                    assert others == [first + 1, first + 29]
+            return
         try:
-            for round_ in range(1, 12):
-                replace(1000 * round_)
+            for round_ in range(1, 8):
+                replace(folder, 1000 * round_)
         finally:
             ended.set()
 
     ended = threading.Event()
-    replace(0)
+    replace(folder, 0)
     in_threads(work, 3)
     assert len(os.listdir(folder)) == 30 + 1
 

@@ -293,7 +293,8 @@ def test_a_claim_of_another_user_or_with_other_names_removes_nothing(folder: Pat
     (folder / "store").mkdir()
     store = read_index(str(folder / "victim" / NAME)).id
     planted = folder / "store" / f".samples-{store}.nvme_ops-claim"
-    planted.write_text(json.dumps({"folders": [str(folder / "victim")]}))
+    words = {"index": str(folder / "store" / NAME), "folders": [str(folder / "victim")]}
+    planted.write_text(json.dumps(words))
     os.chown(planted, 12345, 12345)
     (folder / "store" / ".samples-..%2f.nvme_ops-claim").write_text("{}")
     make(folder / "store")
