@@ -75,8 +75,13 @@ def test_many_small_files_without_classes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+
+    def noted(nbytes: int, **more: Any) -> torch.Tensor:
+        asked.append(nbytes)
+        return empty(nbytes, **more)
+
     monkeypatch.setattr(convert, "_AT_ONCE", 1000)
-    monkeypatch.setattr(convert, "empty", lambda nbytes, **more: asked.append(nbytes) or empty(nbytes, **more))
+    monkeypatch.setattr(convert, "empty", noted)
     (folder / "source").mkdir()
     for number in range(2000):
         (folder / "source" / f"{number:05d}").write_bytes(number.to_bytes(4, "little") * (number % 9))
