@@ -10,7 +10,6 @@ import random
 import resource
 import signal
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -277,16 +276,6 @@ def test_an_error_that_nobody_was_told_is_raised_by_close(path: Path, size: int)
         with pytest.raises(OSError):  # noqa: PT011  (whatever the kernel says)
             file.close()
         assert file.closed
-
-
-def test_a_full_disk_is_told(make_file_system: Callable[..., Path]) -> None:
-    path = make_file_system(40 * MIB) / "file"
-    path.write_bytes(DATA)  # which fits
-    file = nvme_ops.open(path, "a")
-    with pytest.raises(OSError, match="No space left"):
-        write_much(file)
-    file.close()
-    assert path.read_bytes()[: len(DATA)] == DATA
 
 
 # Threads, processes and the end of the program

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import math
 import pickle
@@ -323,21 +322,6 @@ def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
 
 
 # What ends badly
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    folder = make_file_system(64 * MIB)
-    handle, data = aio_handle.adaptive(folder), torch.zeros(128 * MIB, dtype=torch.uint8)
-    for _ in range(3):
-        with pytest.raises(OSError, match="No space left") as told:
-            handle.sync_pwrite(data, folder / "large")
-        assert told.value.errno == errno.ENOSPC
-        with pytest.raises(OSError, match="No space left"):
-            handle.submit_pwrite(data, folder / "large").result()
-        (folder / "large").unlink()
-    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
-    round_trip(handle, folder / "small", 100)
-    assert "crowd" not in {one.concurrency for one in handle.learned()}
 
 
 @pytest.mark.usefixtures("no_collection")
