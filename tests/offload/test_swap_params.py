@@ -264,6 +264,17 @@ def test_a_write_that_fails_loses_nothing(folder: Path, how: str) -> None:
             assert equal(values(mine), values(other))
 
 
+def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
+    mine, other, handle = layers(), layers(), Faulty()
+    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
+        handle.will("write", "fail", {1})
+        for model in (mine, other):
+            for each in list(model.parameters()) * 4:
+                each.add_(1)
+        assert equal(values(mine), values(other))
+        assert handle.met
+
+
 @pytest.mark.usefixtures(lost_unraisable.__name__)
 @pytest.mark.parametrize("points", [25, pytest.param(300, marks=pytest.mark.slow)])
 def test_ctrl_c_at_any_moment_of_a_use_loses_nothing(folder: Path, points: int) -> None:
