@@ -24,6 +24,7 @@ def test_cpu_and_device_tensors_in_one_call(device: Device, folder: Path, files:
     names = [folder / str(i // 2 % files) for i in range(6)]
     sent = [device.tensor(part) if i % 2 else part for i, part in enumerate(parts)]
     assert handle.submit_pwritev(sent, names, starts).result() == sum(sizes)
+    device.require_route(handle)
     for start, part, name in zip(starts, parts, names, strict=True):
         assert torch.equal(contents(name)[start : start + len(part)], part)
     back = [torch.zeros(size, dtype=torch.uint8) if i % 2 else device.empty(size) for i, size in enumerate(sizes)]
