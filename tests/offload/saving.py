@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,10 +15,15 @@ from nvme_ops.offload.activations import activations
 from tests.offload.training import KIB
 
 
+def take_few_in_flight(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Has small models wait for writes, as large ones do."""
+    set_attribute(activations, "_IN_FLIGHT", 128 * KIB)
+
+
 @pytest.fixture(autouse=True)
 def few_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small models have the problems of large ones. For modules that import it."""
-    monkeypatch.setattr(activations, "_IN_FLIGHT", 128 * KIB)
+    """The same for the tests of modules that import it."""
+    take_few_in_flight(monkeypatch.setattr)
 
 
 def gradients(model: torch.nn.Module, x: torch.Tensor, saving: Any = None) -> list[torch.Tensor]:
