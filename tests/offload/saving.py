@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -44,11 +43,13 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, saving: Any = None) -> li
 def settled(saving: save_on_nvme) -> ActivationStats:
     """Once nothing is on its way to storage or back."""
     inside = saving._activations
-    while len(inside._writing) or inside._leaving:
+    while (
+        inside._writing
+        or inside._leaving
+        or any(each.arriving and not each.arriving.done() for each in inside._restored)
+    ):
         saving.stats()
         time.sleep(0.001)
-    with contextlib.suppress(OSError, KeyboardInterrupt):  # of a write that somebody was told of
-        inside._store.wait()  # for reads whose graphs are gone, too
     return saving.stats()
 
 

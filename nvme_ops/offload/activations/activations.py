@@ -9,29 +9,40 @@ import itertools
 import os
 import threading
 import time
+import traceback
 from collections import deque
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeGuard
 
 import torch
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
+from nvme_ops.errors import ChecksumError
+from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.activations.failures import NOT_READ, named, without_frames
+from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
-from nvme_ops.offload.activations.units import ActivationStats, Group, Ticket, TicketRef, Unit
+from nvme_ops.offload.activations.units import ActivationStats, Group, Stored, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency import Residency
+from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
-from nvme_ops.storage.store import TensorStore
+from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
+_NOT_READ = "saved for the backward pass, could not be read"
+
+
+class _Files(StripedSlabs):
+    """The session closes them, and in a forked child their descriptors alone."""
+
+    leave_to_parent = StripedSlabs.close_descriptors
 
 
 class Activations(Residency[Unit]):
@@ -64,7 +75,7 @@ class Activations(Residency[Unit]):
         handle: aio_handle | None,
     ) -> None:
         super().__init__(ActivationStats())
-        self._budget, self._native = budget, native()
+        self._budget, self._checksums, self._native = budget, checksums, native()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
@@ -72,8 +83,8 @@ class Activations(Residency[Unit]):
         self._in_memory = self._restored = Group()  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
-        self._leaving: list[tuple[IoFuture, str]] = []  # cancelled writes still in flight
-        self._saved = self._keys = self._largest = 0
+        self._leaving: list[Stored] = []  # is freed once no transfer uses it any more
+        self._saved = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
         self._before = ActivationStats()  # when this pass began
@@ -81,7 +92,10 @@ class Activations(Residency[Unit]):
         self._pooling = False  # torch takes memory for large tensors from the pool
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
-            self._store = undo.enter_context(TensorStore(session, checksums=checksums, handle=handle))
+            self._files = _Files(session, "activations", handle or shared_handle(), None)
+            session.lend("", self._files)
+            if not self._files.is_measured:
+                self._files.measure()
             self._undo = undo.pop_all()
 
     def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
@@ -141,7 +155,7 @@ class Activations(Residency[Unit]):
                     break
             except Exception as error:
                 del memory
-                raise named(error, unit, NOT_READ) from None
+                raise _named(error, unit, _NOT_READ) from None
         if is_changed(memory, unit.handed_out):
             raise modified(unit.dtype, unit.shape)
         return memory
@@ -167,7 +181,7 @@ class Activations(Residency[Unit]):
         with self._lock:
             if not self._closed and self._process == os.getpid():
                 self._collect()
-                self._stats.bytes_stored = self._store.bytes_in_use
+                self._stats.bytes_stored = self._files.bytes_in_use
             return ActivationStats(**vars(self._stats))
 
     def close(self) -> None:
@@ -177,11 +191,15 @@ class Activations(Residency[Unit]):
                 return
             self._closed = True
             self._end_pooling()
+            transfers: list[IoFuture] = []
             if self._process == os.getpid():
                 for unit in list(self._writing):
                     self._cancel(unit)
-        with contextlib.suppress(OSError):  # the write's result is no longer needed
-            self._undo.close()
+                stored = [*self._leaving, *(unit.stored for unit in self._units.values() if unit.stored is not None)]
+                transfers += itertools.chain.from_iterable(each.transfers for each in stored)
+        for transfer in transfers:
+            transfer.exception()
+        self._undo.close()
         self._native.trim_pool(_IN_FLIGHT)
 
     def __del__(self) -> None:
@@ -221,11 +239,11 @@ class Activations(Residency[Unit]):
             self._gone.popleft()  # not before: Ctrl-C may come in between
         while (unit := next(iter(self._writing), None)) and (unit.writing is None or unit.writing.done()):
             self._end_write(unit)
-        for write, key in self._leaving.copy():
-            if write.done():
-                self._leaving.remove((write, key))
-                if key in self._store:  # it was complete before it could be cancelled
-                    self._store.drop(key)
+        for stored in self._leaving.copy():
+            if all(each.done() for each in stored.transfers):
+                pieces, stored.pieces = stored.pieces, []  # first: they must not be freed twice
+                self._files.free(pieces)
+                self._leaving.remove(stored)
         if not self._units:
             self._away.clear()
             if self._this_pass:
@@ -263,20 +281,23 @@ class Activations(Residency[Unit]):
             self._cancel(unit)
         for group in (self._held, self._restored):
             group.pop(unit)
-        if unit.key is not None:
-            if unit.key in self._store:
-                self._store.drop(unit.key)
-            unit.key = None
+        self._leave(unit)
         del self._units[unit.number]  # last: until then this can be repeated
+
+    def _leave(self, unit: Unit) -> None:
+        """Frees what a unit has on storage, once no transfer uses it any more."""
+        if unit.stored is not None:
+            self._leaving.append(unit.stored)
+            unit.stored = None
 
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
-        write, key, unit.writing, unit.key = unit.writing, unit.key, None, None
+        write, unit.writing = unit.writing, None
         self._writing.pop(unit)
         self._held[unit] = None
-        if write is not None and key is not None:
+        if write is not None:
             write.request_cancel()
-            self._leaving.append((write, key))
+            self._leave(unit)
             self._stats.bytes_cancelled += unit.nbytes
 
     def _end_write(self, unit: Unit) -> None:
@@ -284,7 +305,8 @@ class Activations(Residency[Unit]):
         unit.writing = None
         self._writing.pop(unit)
         if failure is not None:
-            unit.key, unit.trouble = None, failure
+            self._leave(unit)
+            unit.trouble = failure
             self._held[unit] = None  # raised later, when the budget needs its memory
             return
         self._stats.bytes_written += unit.nbytes
@@ -300,17 +322,45 @@ class Activations(Residency[Unit]):
         if self._away[place : place + 1] != [entry.number]:
             self._away.insert(place, entry.number)
 
-    def _write(self, unit: Unit) -> None:
+    def _write(self, unit: Unit) -> OSError | None:
+        """Starts to write a unit, and returns the error if that fails.
+
+        Returned, not raised: a traceback would keep alive the frames it passes through, and the graphs in them.
+        """
         memory = unit.memory
         if memory is None or unit.is_resized():  # its ticket was freed just now, or it needs no room
             self._held.pop(unit)
-            return
-        key = f"{unit.number}.{self._keys}"
-        self._keys += 1
-        unit.writing = self._store.put(key, memory)
-        unit.key = key
+            return None
+        try:
+            unit.stored = Stored(self._files.allocate(unit.nbytes))
+            unit.writing = self._submit(unit.stored, memory, Priority.WRITEBACK)
+            if self._checksums:  # while it is on its way
+                unit.stored.checksum = checksums_anywhere([memory])[0]
+        except OSError as error:
+            unit.writing = None
+            self._leave(unit)
+            return _without_frames(error)
+        except BaseException:
+            unit.writing = unit.stored = None  # not to be used again: Ctrl-C may come just as a transfer begins
+            raise
         self._held.pop(unit)
         self._writing[unit] = None
+        return None
+
+    def _submit(self, stored: Stored, memory: torch.Tensor, priority: Priority) -> IoFuture:
+        """Starts to write memory, or to read it; then its checksum is compared at the end."""
+        write, before = priority is Priority.WRITEBACK, len(stored.transfers)
+        try:
+            self._files.move(stored.pieces, memory, stored.transfers, write, priority)
+        except BaseException:
+            for each in stored.transfers[before:]:
+                each.request_cancel()  # nobody will ask how it ended
+            raise
+        transfers = stored.transfers[before:]
+        if not write and stored.checksum is not None:
+            path = self._files.paths[stored.pieces[0].folder]
+            return IoFuture(as_operation(JoinedOperation(transfers, _compare, stored.checksum, memory, path)))
+        return transfers[0] if len(transfers) == 1 else joined(transfers)
 
     def _write_some(self, unit: Unit) -> IoFuture | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
@@ -319,12 +369,7 @@ class Activations(Residency[Unit]):
         thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
         ``unit``.
         """
-        if self._restored and self._bytes_in_memory > self._budget:
-            for each in list(self._restored):
-                if each.arriving is None or each.arriving.done():
-                    self._discard(each)
-                if self._bytes_in_memory <= self._budget:
-                    break
+        self._shrink(self._budget, lambda each: each.arriving is None or each.arriving.done())
         young = set(itertools.chain.from_iterable(self._young.values()))
         for each in list(self._held):
             over = self._held.nbytes + self._restored.nbytes > self._budget
@@ -334,12 +379,8 @@ class Activations(Residency[Unit]):
             if each.number in young:
                 continue
             if over:
-                while each in self._held and self._held.nbytes + self._restored.nbytes > self._budget:
-                    self._write_or_raise(each)
-            elif each.trouble is None:
-                with contextlib.suppress(OSError):  # raised later, when the budget needs its memory
-                    self._write(each)
-            else:
+                self._write_or_raise(each)
+            elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
                 break
         self._trim()
         much = self._bytes_in_memory - unit.nbytes > self._budget + _IN_FLIGHT
@@ -348,28 +389,16 @@ class Activations(Residency[Unit]):
 
     def _write_or_raise(self, unit: Unit) -> None:
         failure, unit.trouble = unit.trouble, None
-        if failure is None:
-            failure = self._failure_of_write(unit)
-        if failure is None:
-            return
-        if not isinstance(failure, OSError) or failure.errno not in NO_ROOM:
-            raise named(failure, unit, "to be saved for the backward pass, could not be written")
-        if not self._leaving:
+        failure = failure or self._write(unit)
+        if _is_full(failure) and self._leaving:
+            for each in itertools.chain.from_iterable(stored.transfers for stored in self._leaving):
+                each.exception()  # then its space is free
+            self._collect()
+            failure = self._write(unit)
+        if _is_full(failure):
             raise self._no_room(unit, failure) from None
-        for write, _ in self._leaving:  # whose space is free once they have ended
-            write.exception()
-        self._collect()
-
-    def _failure_of_write(self, unit: Unit) -> OSError | None:
-        """Starts writing a unit, and returns the error if that fails.
-
-        Returned, not raised: a traceback would keep alive the frames it passes through, and the graphs in them.
-        """
-        try:
-            self._write(unit)
-        except OSError as error:
-            return without_frames(error)
-        return None
+        if failure is not None:
+            raise _named(failure, unit, "to be saved for the backward pass, could not be written")
 
     def _no_room(self, unit: Unit, error: OSError) -> OSError:
         return OSError(
@@ -403,10 +432,11 @@ class Activations(Residency[Unit]):
         self._collect()
         demanded = unit.memory is None
         if demanded:
+            self._room_for(unit)
             try:
                 self._begin(unit, Priority.DEMAND)
             except OSError as error:
-                raise named(error, unit, NOT_READ) from None
+                raise _named(error, unit, _NOT_READ) from None
         unit.demanded = True
         memory: Any = unit.memory
         self._read_ahead(unit)
@@ -414,13 +444,13 @@ class Activations(Residency[Unit]):
         return memory, unit.arriving, demanded
 
     def _allocate(self, entry: Unit) -> torch.Tensor:
-        self._give_up(entry.nbytes)
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
 
     def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
-        if entry.key is None:
+        if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
-        arriving = self._store.get(entry.key, memory, priority=priority)
+        entry.stored.forget_ended()
+        arriving = self._submit(entry.stored, memory, priority)
         self._count_read(entry.nbytes, priority)
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._bytes_in_memory + entry.nbytes)
         return memory, arriving
@@ -435,13 +465,20 @@ class Activations(Residency[Unit]):
         at_work = _AT_WORK * self._largest
         self._native.trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._bytes_in_memory))
 
-    def _give_up(self, nbytes: int) -> None:
-        """Releases units used in this backward pass that are on storage, if memory is short."""
-        for unit in list(self._restored):
-            if self._bytes_in_memory + nbytes <= self._budget + _IN_FLIGHT:
-                return
-            if unit.demanded and unit.arriving is None:
-                self._discard(unit)
+    def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
+        """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
+        if self._bytes_in_memory > most:
+            for unit in list(self._restored):
+                if may_leave(unit):
+                    self._discard(unit)
+                    if self._bytes_in_memory <= most:
+                        break
+        return self._bytes_in_memory <= most
+
+    def _room_for(self, unit: Unit) -> bool:
+        """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
+        most = self._budget + _IN_FLIGHT - unit.nbytes
+        return self._shrink(most, lambda each: each.demanded and each.arriving is None)
 
     def _read_ahead(self, unit: Unit) -> None:
         place = bisect.bisect_left(self._away, unit.number)
@@ -450,11 +487,40 @@ class Activations(Residency[Unit]):
             other = self._units.get(self._away[place])
             if other is None or other.memory is not None:
                 del self._away[place]
-                continue
-            self._give_up(other.nbytes)
-            if self._bytes_in_memory + other.nbytes > self._budget + _IN_FLIGHT:
+            elif not self._room_for(other):
                 return
-            try:
-                self._begin(other, Priority.PREFETCH)
-            except OSError:  # it is raised on demand
-                return
+            else:
+                try:
+                    self._begin(other, Priority.PREFETCH)
+                except OSError:  # it is raised on demand
+                    return
+
+
+def _compare(failure: BaseException | None, checksum: int, memory: torch.Tensor, path: str) -> None:
+    """Raises ChecksumError for other bytes than those that were written."""
+    if failure is None and checksums_anywhere([memory])[0] != checksum:
+        raise ChecksumError(path, [])
+
+
+def _is_full(failure: BaseException | None) -> TypeGuard[OSError]:
+    return isinstance(failure, OSError) and failure.errno in NO_ROOM
+
+
+def _without_frames(failure: OSError) -> OSError:
+    """Returns the error; it and those that led to it lose their frames, which would keep tensors alive."""
+    each: BaseException | None = failure
+    while each is not None:
+        each.__traceback__ = None
+        each = each.__context__
+    return failure
+
+
+def _named(failure: BaseException, unit: Unit, what: str) -> BaseException:
+    """Returns the failure, naming the tensor if it is about storage. It keeps no tensor alive."""
+    traceback.clear_frames(failure.__traceback__)
+    words = f"{unit.describe()}, {what}"
+    if isinstance(failure, ChecksumError):
+        return ChecksumError(failure.filename, [words])
+    if isinstance(failure, OSError) and failure.errno is not None:
+        return OSError(failure.errno, f"{words}: {failure.strerror}", failure.filename)
+    return OSError(errno.EIO, f"{words}: {failure}") if isinstance(failure, EOFError) else failure

@@ -5,14 +5,16 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nvme_ops.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, made_of, memory_of
 from nvme_ops.offload.residency import Entry, Stats
+from nvme_ops.storage.striped import Piece
 from nvme_ops.text import size_words
 
 
@@ -49,6 +51,19 @@ class TicketRef(weakref.ref[Ticket]):
         return made
 
 
+@dataclass(eq=False)
+class Stored:
+    """Where a unit is on storage, and the transfers that may use that."""
+
+    pieces: list[Piece]
+    transfers: list[IoFuture] = field(default_factory=list)
+    checksum: int | None = None
+
+    def forget_ended(self) -> None:
+        """Forgets transfers that have ended."""
+        self.transfers = [each for each in self.transfers if not each.done()]
+
+
 class Unit(Entry):
     """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
 
@@ -65,7 +80,7 @@ class Unit(Entry):
         self.handed_out = memory._version  #: its version, unless a backward that was given it has changed it
         self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
         self.modified = False  #: before it was written
-        self.key: str | None = None  #: of what is on storage, or on its way there
+        self.stored: Stored | None = None  #: on storage, or on its way there
         self.trouble: BaseException | None = None  #: why writing it failed
         self.ticket: TicketRef | None = None
         self._owner = weakref.ref(tensor if tensor._base is None else tensor._base)
