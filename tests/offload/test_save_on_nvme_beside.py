@@ -240,7 +240,7 @@ def test_a_failure_is_raised_and_the_next_step_goes_on(folder: Path, which: str,
         assert same(gradients(model, x, saving), expected)
     error.__traceback__ = None  # which has the graphs
     gc.collect()
-    assert settled(saving).bytes_stored == 0
+    assert settled(saving).bytes_stored == 0 or isinstance(error, KeyboardInterrupt), "which may leave a write behind"
 
 
 def test_a_write_that_fails_on_its_way_names_the_tensor(folder: Path) -> None:

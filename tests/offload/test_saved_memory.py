@@ -281,4 +281,4 @@ def test_ctrl_c_while_a_graph_is_freed(folder: Path, monkeypatch: pytest.MonkeyP
     gc.collect()
     saving.stats()
     assert not saving._activations._units
-    assert saving._activations._bytes_in_memory == 0
+    assert saving._activations._all.nbytes == 0

@@ -25,7 +25,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
-from nvme_ops.offload.activations.units import ActivationStats, Group, Stored, Ticket, TicketRef, Unit
+from nvme_ops.offload.activations.units import ActivationStats, Group, Stored, Tally, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
@@ -36,6 +36,7 @@ from nvme_ops.text import size_words
 _IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
+_FEW = 4  # transfers of a unit, of which those that have ended need not be forgotten
 _NOT_READ = "saved for the backward pass, could not be read"
 
 
@@ -79,8 +80,9 @@ class Activations(Residency[Unit]):
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
-        self._held, self._writing = Group(), Group()  # in memory, as it was saved
-        self._in_memory = self._restored = Group()  # read into memory of ours
+        self._all = Tally()  # that is in memory
+        self._held, self._writing = Group(self._all), Group(self._all)  # as it was saved
+        self._in_memory = self._restored = Group(self._all)  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
         self._leaving: list[Stored] = []  # is freed once no transfer uses it any more
@@ -209,10 +211,6 @@ class Activations(Residency[Unit]):
 
     # Below, with the lock
 
-    @property
-    def _bytes_in_memory(self) -> int:
-        return self._held.nbytes + self._writing.nbytes + self._restored.nbytes
-
     def _add(self, tensor: torch.Tensor, place: StoragePart) -> tuple[Unit, Ticket]:
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit)
@@ -229,7 +227,7 @@ class Activations(Residency[Unit]):
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self._stats))
         self._this_pass += unit.nbytes
         self._stats.bytes_saved += unit.nbytes
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._bytes_in_memory)
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes)
         return unit, ticket
 
     def _collect(self) -> None:
@@ -240,7 +238,7 @@ class Activations(Residency[Unit]):
         while (unit := next(iter(self._writing), None)) and (unit.writing is None or unit.writing.done()):
             self._end_write(unit)
         for stored in self._leaving.copy():
-            if all(each.done() for each in stored.transfers):
+            if all(map(IoFuture.done, stored.transfers)):
                 pieces, stored.pieces = stored.pieces, []  # first: they must not be freed twice
                 self._files.free(pieces)
                 self._leaving.remove(stored)
@@ -349,6 +347,8 @@ class Activations(Residency[Unit]):
 
     def _submit(self, stored: Stored, memory: torch.Tensor, priority: Priority) -> IoFuture:
         """Starts to write memory, or to read it; then its checksum is compared at the end."""
+        if len(stored.transfers) > _FEW:
+            stored.transfers = [each for each in stored.transfers if not each.done()]
         write, before = priority is Priority.WRITEBACK, len(stored.transfers)
         try:
             self._files.move(stored.pieces, memory, stored.transfers, write, priority)
@@ -383,13 +383,15 @@ class Activations(Residency[Unit]):
             elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
                 break
         self._trim()
-        much = self._bytes_in_memory - unit.nbytes > self._budget + _IN_FLIGHT
+        much = self._all.nbytes - unit.nbytes > self._budget + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.writing
 
     def _write_or_raise(self, unit: Unit) -> None:
         failure, unit.trouble = unit.trouble, None
         failure = failure or self._write(unit)
+        if failure is None:
+            return
         if _is_full(failure) and self._leaving:
             for each in itertools.chain.from_iterable(stored.transfers for stored in self._leaving):
                 each.exception()  # then its space is free
@@ -449,10 +451,9 @@ class Activations(Residency[Unit]):
     def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
-        entry.stored.forget_ended()
         arriving = self._submit(entry.stored, memory, priority)
         self._count_read(entry.nbytes, priority)
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._bytes_in_memory + entry.nbytes)
+        self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
         return memory, arriving
 
     def _has_arrived(self, entry: Unit) -> None:
@@ -463,17 +464,17 @@ class Activations(Residency[Unit]):
     def _trim(self) -> None:
         """Frees memory that is kept for reuse, except what the budget and the layer at work need."""
         at_work = _AT_WORK * self._largest
-        self._native.trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._bytes_in_memory))
+        self._native.trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._all.nbytes))
 
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
         """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
-        if self._bytes_in_memory > most:
+        if self._all.nbytes > most:
             for unit in list(self._restored):
                 if may_leave(unit):
                     self._discard(unit)
-                    if self._bytes_in_memory <= most:
+                    if self._all.nbytes <= most:
                         break
-        return self._bytes_in_memory <= most
+        return self._all.nbytes <= most
 
     def _room_for(self, unit: Unit) -> bool:
         """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""

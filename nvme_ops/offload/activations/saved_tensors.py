@@ -180,7 +180,10 @@ def made_of(fetched: torch.Tensor) -> dict[Layout, tuple[torch.Tensor, int]]:
 
 def is_changed(fetched: torch.Tensor, version: int) -> bool:
     """Returns whether a backward has written to the memory that it was given in this version."""
-    return fetched._version != version or any(value._version != each for value, each in made_of(fetched).values())
+    changed = fetched._version != version
+    for value, each in made_of(fetched).values():
+        changed |= value._version != each
+    return changed
 
 
 def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
@@ -190,7 +193,7 @@ def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
     """
     if _stays(tensor) or tensor.numel() == 0:
         return None
-    nbytes, whole = _distinct(tensor).nbytes, whole_of(tensor)
+    nbytes, whole = tensor.nbytes if tensor.is_contiguous() else _distinct(tensor).nbytes, whole_of(tensor)
     if whole.nbytes < _end(tensor):
         return None  # it was resized; whoever did that brings it back
     if whole.nbytes <= _MOST * nbytes:

@@ -59,10 +59,6 @@ class Stored:
     transfers: list[IoFuture] = field(default_factory=list)
     checksum: int | None = None
 
-    def forget_ended(self) -> None:
-        """Forgets transfers that have ended."""
-        self.transfers = [each for each in self.transfers if not each.done()]
-
 
 class Unit(Entry):
     """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
@@ -110,7 +106,8 @@ class Unit(Entry):
 
     def is_modified(self) -> bool:
         """Returns whether anything was written to it since it was saved."""
-        self.modified = self.modified or any(tensor._version != version for tensor, version in self.seen)
+        for tensor, version in self.seen:
+            self.modified |= tensor._version != version
         return self.modified
 
     def describe(self) -> str:
@@ -118,22 +115,34 @@ class Unit(Entry):
         return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
 
 
-class Group(dict[Unit, None]):
-    """Units in the order in which they came, and their bytes."""
+class Tally:
+    """Bytes of several groups."""
 
     nbytes = 0
+
+
+class Group(dict[Unit, None]):
+    """Units in the order in which they came, and their bytes, which are added to ``total`` as well."""
+
+    nbytes = 0
+
+    def __init__(self, total: Tally) -> None:
+        super().__init__()
+        self._total = total
 
     def __setitem__(self, unit: Unit, _: None) -> None:
         """Adds a unit as the last one, unless it is here."""
         if unit not in self:
             super().__setitem__(unit, None)
             self.nbytes += unit.nbytes
+            self._total.nbytes += unit.nbytes
 
     def pop(self, unit: Unit, default: Any = None) -> Any:
         """Removes a unit, if it is here."""
         if unit in self:
             del self[unit]
             self.nbytes -= unit.nbytes
+            self._total.nbytes -= unit.nbytes
         return default
 
 
