@@ -36,7 +36,6 @@ from nvme_ops.text import size_words
 _IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
-_FEW = 4  # transfers of a unit, of which those that have ended need not be forgotten
 _NOT_READ = "saved for the backward pass, could not be read"
 
 
@@ -316,6 +315,8 @@ class Activations(Residency[Unit]):
         super()._discard(entry)
         entry.seen.clear()
         entry.original = False
+        if entry.stored is not None:  # what has failed has its traceback, and that the graph
+            entry.stored.transfers = [each for each in entry.stored.transfers if not each.done()]
         place = bisect.bisect_left(self._away, entry.number)
         if self._away[place : place + 1] != [entry.number]:
             self._away.insert(place, entry.number)
@@ -347,8 +348,6 @@ class Activations(Residency[Unit]):
 
     def _submit(self, stored: Stored, memory: torch.Tensor, priority: Priority) -> IoFuture:
         """Starts to write memory, or to read it; then its checksum is compared at the end."""
-        if len(stored.transfers) > _FEW:
-            stored.transfers = [each for each in stored.transfers if not each.done()]
         write, before = priority is Priority.WRITEBACK, len(stored.transfers)
         try:
             self._files.move(stored.pieces, memory, stored.transfers, write, priority)

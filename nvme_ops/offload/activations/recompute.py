@@ -7,6 +7,7 @@ again as balances the time of computation with that of storage, what takes the l
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
@@ -96,7 +97,7 @@ class TensorRecipe:
 
 @dataclass(eq=False)
 class Again:
-    """A tensor that is computed again when it is needed."""
+    """A tensor that is computed again when it is needed. It has no ``TensorRecipe``, whose tensors may have graphs."""
 
     function: Any
     leaves: list[Any]  #: of the arguments, tensors as sources
@@ -287,15 +288,9 @@ def may_write(function: Any) -> bool:
     return schema is None or schema.is_mutable or function.namespace not in ("aten", "prims")
 
 
-_repeatable: dict[Any, bool] = {}
-
-
+@functools.cache
 def is_repeatable(function: Any) -> bool:
     """Returns whether an operation has the same result each time, changes nothing, and takes little time per byte."""
-    known = _repeatable.get(function)
-    if known is None:
-        tags = getattr(function, "tags", ())
-        pointwise = torch.Tag.pointwise in tags or function in _ALSO
-        known = pointwise and torch.Tag.nondeterministic_seeded not in tags and not function._schema.is_mutable
-        _repeatable[function] = known
-    return known
+    tags = getattr(function, "tags", ())
+    pointwise = torch.Tag.pointwise in tags or function in _ALSO
+    return pointwise and torch.Tag.nondeterministic_seeded not in tags and not function._schema.is_mutable

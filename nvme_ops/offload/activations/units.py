@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, made_of, memory_of
-from nvme_ops.offload.residency import Entry, Stats
+from nvme_ops.offload.residency import Entry, Stats, tensors_over
 from nvme_ops.storage.striped import Piece
 from nvme_ops.text import size_words
 
@@ -102,7 +101,7 @@ class Unit(Entry):
         if memory is None or not self.original:
             return False
         ours = 1 + len(self.seen) + len(made_of(memory))
-        return _users(memory.untyped_storage()) > ours
+        return tensors_over(memory) - _MORE > ours
 
     def is_modified(self) -> bool:
         """Returns whether anything was written to it since it was saved."""
@@ -146,19 +145,4 @@ class Group(dict[Unit, None]):
         return default
 
 
-def _users(storage: torch.UntypedStorage) -> int:
-    """Returns how many tensors have a storage, at least; a large number if this torch does not tell."""
-    count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
-    return 1 << 30 if count is None else count(storage._cdata) - _more_users()
-
-
-_more: list[int] = []
-
-
-def _more_users() -> int:
-    """Returns by how much torch's count exceeds the number of tensors."""
-    if not _more:
-        tensor = torch.empty(1)
-        storage = tensor.untyped_storage()  # kept meanwhile, as by the caller
-        _more.append(torch._C._storage_Use_Count(storage._cdata) - 1)
-    return _more[0]
+_MORE = tensors_over(torch.empty(1)) - 1  # counted beside a tensor itself
