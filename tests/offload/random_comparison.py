@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 import nvme_ops
-from nvme_ops.offload import save_on_nvme, stream_weights, swap_params
+from nvme_ops.offload import save_on_nvme, stream_weights, swap_gradients, swap_params
 from nvme_ops.offload.weights import residents, window
 from tests.offload.random_model import Model, Statement, namespace
 
@@ -40,6 +40,10 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
     budget, checksum = PAGE * max(pages, *sizes), rng.random() < 0.3
     if capability == "swap_params":
         with swap_params(model, folder, memory_budget=budget, min_bytes=1, checksums=checksum) as swapped:
+            yield contextlib.nullcontext(), swapped
+    elif capability == "swap_gradients":
+        room = 8 * max(PAGE, *(each.nbytes for each in model.parameters()))
+        with swap_gradients(model.parameters(), folder, memory_budget=room, min_bytes=1, checksums=checksum) as swapped:
             yield contextlib.nullcontext(), swapped
     elif capability == "stream_weights":
         while True:

@@ -22,7 +22,7 @@ from tests.offload.random_model import Namespace, Statement, through_file, value
 
 SIZES = ((1,), (7,), (300, 3), (90, 100), (200, 201), (70_001,))
 OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
-    "SGD": {"lr": [0.1], "momentum": [0, 0.9], "weight_decay": [0, 0.1], "foreach": [None, True], "maximize": [True]},
+    "SGD": {"lr": [0.1], "momentum": [0, 0.9], "dampening": [0, 0.5], "foreach": [None, True], "maximize": [True]},
     "Adam": {"betas": [(0.9, 0.99), (0, 0.9)], "amsgrad": [True], "weight_decay": [0, 0.1], "foreach": [None, True]},
     "AdamW": {"lr": [0.1], "amsgrad": [False, True], "maximize": [False, True], "fused": [None, None, True]},
     "RMSprop": {"momentum": [0, 0.9], "centered": [False, True], "weight_decay": [0, 0.1], "foreach": [None, True]},
@@ -139,6 +139,8 @@ class OptimizerWriter:
 
     def option(self) -> None:
         group = f"o.param_groups[{self.rng.choice([0, -1])}]"
+        if self.kind in ("SGD", "RMSprop") and self.rng.random() < 0.3:  # for which there may be no room
+            self._add(f"{group}['nesterov'] = False\n{group}['momentum'] = {self.rng.choice([0.0, 0.5])}", "many")
         self._add(f"{group}[{self.rng.choice(['lr', 'weight_decay'])!r}] = {self.rng.choice([0.01, 0.2])}", "many")
 
     def group(self) -> None:

@@ -1,6 +1,6 @@
 """Random programs over tensors on storage, each run on plain torch as well: the same bits, or a refusal.
 
-    python -m tests.offload.random_programs swap_params --programs 20000 --seed 0
+    python -m tests.offload.random_programs swap_params 20000
 
 A program is a list of statements of Python over one small model. It is written from a seed, on plain torch alone, so
 that a seed is the same program whatever is tested. Each statement runs with the capability first. What that refuses, in
@@ -11,7 +11,6 @@ happened as a whole, or not at all. A program that fails is printed without the 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gc
 import json
@@ -33,7 +32,7 @@ from tests.offload.random_comparison import Comparison, Outcome, Side, differenc
 from tests.offload.random_model import Statement, model_of
 from tests.offload.random_statements import Writer
 
-CAPABILITIES = ("swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer")
+CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "save_on_nvme", "NvmeOptimizer")
 LONGEST = 20  # seconds that a program may take
 
 
@@ -139,12 +138,9 @@ def run_many(
     capability: str,
     seeds: Sequence[int],
     folder: str,
-    *,
     without: Sequence[str] = (),
-    shrink: int = 1,
-    show: bool = False,
 ) -> Summary:
-    """Runs the programs of seeds; of each kind of failure, the first ``shrink`` are shown."""
+    """Runs the programs of seeds; of each kind of failure, the first is shown."""
     _be_quick()
     for seed in range(30):  # what torch imports when it is used first
         write_program(capability, seed, without)
@@ -163,52 +159,17 @@ def run_many(
             continue
         kind = outcome.kind
         summary.kinds[kind] += 1
-        if summary.kinds[kind] <= shrink:
+        if summary.kinds[kind] == 1:
             program = write_program(capability, seed, without)
             if outcome.at:
                 del program[outcome.at + 1 :]
             program = shrunk(capability, seed, program, kind, folder, without)
             text = f"{capability}, seed {seed}: {outcome.failure}: {outcome.detail}\n{printed(program)}"
             summary.failures.append(text)
-            if show:
-                print(text, flush=True)
     return summary
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Runs programs and prints what failed."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.offload.random_programs", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument("capability", choices=CAPABILITIES)
-    parser.add_argument("--programs", type=int, default=100)
-    parser.add_argument("--seed", type=int, default=0, help="of the first program")
-    parser.add_argument("--shrink", type=int, default=1, help="failures of each kind that are shown")
-    parser.add_argument(
-        "--without",
-        default="",
-        help="kinds of statements to leave out: names of Writer, or parameters of Model, with commas",
-    )
-    parser.add_argument("--folder", help="where tensors go; a new one when left out")
-    parser.add_argument("--print", action="store_true", help="print the programs, and run none")
-    given = parser.parse_args(words)
-    seeds = range(given.seed, given.seed + given.programs)
-    without = given.without.split(",")
-    if given.print:
-        for seed in seeds:
-            print(f"seed {seed}\n{printed(write_program(given.capability, seed, without))}")
-        return 0
-    begin = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
-        total = run_many(given.capability, seeds, folder, without=without, shrink=given.shrink, show=True)
-    seconds = time.perf_counter() - begin
-    print(f"\n{total.programs} programs of {given.capability} in {seconds:.0f} s; {sum(total.kinds.values())} failed")
-    for title, counter in (("failures", total.kinds), ("refusals", total.refusals), ("statements", total.counts)):
-        print(f"{title}:")
-        for text, count in counter.most_common(60):
-            print(f"  {count:7} {text}")
-    return int(bool(total.kinds))
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    kind, programs, *first = sys.argv[1:]
+    with tempfile.TemporaryDirectory() as where:
+        print(*run_many(kind, range(int((first or ["0"])[0]), int(programs)), where).failures, sep="\n")

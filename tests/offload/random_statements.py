@@ -198,6 +198,9 @@ class Writer(Expressions):
         losses = self._losses()
         if not losses:
             return None
+        if self.capability == "swap_gradients" and self.rng.random() < 0.25:
+            again = "S(*[p.grad for p in m.parameters() if p.grad is not None and p.grad.requires_grad]).backward()"
+            return f"{self.rng.choice(losses)}.backward(create_graph=True)\n{again}\nm.zero_grad()", "backward"
         options = self.rng.choice(["", "", "", "retain_graph=True"])
         return f"{self.rng.choice(losses)}.backward({options})", "backward"
 
@@ -365,7 +368,11 @@ class Writer(Expressions):
             f"{name}.grad = None",
             f"{name}.grad.mul_(2)",
             f"{name}.grad = {name}.detach().clone()",
+            f"{name}.grad.data[1:].zero_()",
+            f"see({name}.grad.mT, {name}.grad[1:].sum())",
         ]
+        if self.capability == "swap_gradients":  # held, while others come
+            kinds += [f"{self._new()} = {name}.grad{how}" for how in ("", ".data", ".detach()", "[1:]", ".bfloat16()")]
         return self.rng.choice(kinds)
 
     def door(self) -> Any:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import run_python
+from tests.offload.random_programs import CAPABILITIES
 
 PROGRAM = """
     import sys
@@ -24,7 +25,7 @@ WITHOUT = {"stream_weights": "folded"}  # last bits: see StoredTensor.__torch_fu
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("capability", ["swap_params", "stream_weights", "save_on_nvme", "NvmeOptimizer"])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_equal_or_refused(folder: Path, capability: str, count: int) -> None:
     found = run_python(PROGRAM, capability, count, folder, WITHOUT.get(capability, ""), check=False, fresh=True)
     assert found.returncode == 0, found.stdout + found.stderr

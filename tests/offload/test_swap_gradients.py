@@ -18,7 +18,6 @@ from tests.conftest import in_threads, run_python
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
-from tests.offload.random_gradients import program
 from tests.offload.training import KIB, equal, sentences, values, words
 
 Gradients = list[torch.Tensor | None]
@@ -33,11 +32,6 @@ def same(first: Gradients, second: Gradients) -> bool:
         (one is None and two is None) or (one is not None and two is not None and torch.equal(one, two))
         for one, two in zip(first, second, strict=True)
     )
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_random_programs_see_what_they_see_without(seed: int) -> None:
-    program(seed)
 
 
 def test_a_block_finds_usual_tensors(folder: Path) -> None:
