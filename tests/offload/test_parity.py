@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import shutil
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,10 +21,10 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
 from nvme_ops.offload.optimizer.states import ELEMENTWISE, MASTER
 from tests.conftest import MIB
+from tests.contract.faulty import Faulty
 from tests.gpu.support import on_a_gpu
 from tests.offload.elsewhere import alone, same
 from tests.offload.random_optimizers import states
@@ -44,18 +43,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
-
-class Slow(aio_handle):
-    """A device that answers late."""
-
-    def submit_pread(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.01)
-        return super().submit_pread(*arguments, **options)
-
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.015)
-        return super().submit_pwrite(*arguments, **options)
 
 
 @dataclass(frozen=True)
@@ -96,7 +83,7 @@ class Training:
         self.model: Any = self.given.make().to(device, case.dtype)
         common: dict[str, Any] = {
             "checksums": "checksums" in self.how,
-            "handle": Slow() if "slow" in self.how else None,
+            "handle": Faulty("write", "slow", seconds=0.015) if "slow" in self.how else None,
         }
         if "params" in self.moves:
             budget: dict[str, Any] = {"memory_budget": case.budget, "min_bytes": 4 * KIB}
