@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops import aio_handle
 from nvme_ops.offload import NvmeOptimizer
 from tests.contract.conftest import lost_unraisable
 from tests.moments import Interrupt, numbers
+from tests.offload.test_optimizer_kept import Acting, interrupt
 from tests.offload.training import equal, values
 
 POINTS = pytest.mark.parametrize("points", [15, pytest.param(1000, marks=pytest.mark.slow)])
@@ -61,15 +61,15 @@ def values_of(params: list[torch.nn.Parameter]) -> list[torch.Tensor]:
     return values(torch.nn.ParameterList(params))
 
 
-def states_of(found: dict[str, Any]) -> list[torch.Tensor]:
-    return [torch.as_tensor(each[name]) for _, each in sorted(found["state"].items()) for name in sorted(each)]
-
-
 def same(one: dict[str, Any], other: dict[str, Any], options: bool = False) -> bool:
     """Whether these state dicts have the same states, and options."""
+    states = [
+        [torch.as_tensor(each[name]) for _, each in sorted(found["state"].items()) for name in sorted(each)]
+        for found in (one, other)
+    ]
     return (
-        len(states_of(one)) == len(states_of(other))
-        and equal(states_of(one), states_of(other))
+        len(states[0]) == len(states[1])
+        and equal(*states)
         and (not options or one["param_groups"][0]["lr"] == other["param_groups"][0]["lr"])
     )
 
@@ -209,46 +209,11 @@ def test_a_save_stopped_at_any_moment_is_old_or_new(folder: Path, points: int) -
         assert [each.name for each in folder.iterdir() if not each.name.startswith(".nvme_ops-")] == ["states"]
 
 
-def interrupted() -> None:
-    raise KeyboardInterrupt
-
-
-class Stopping(aio_handle):
-    """Something happens at a write, once."""
-
-    left, act = -1, staticmethod(interrupted)
-
-    def stop_after(self, writes: int, act: Callable[[], None]) -> None:
-        """Lets it happen at the write after so many."""
-        self.left, self.act = writes, act
-
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        self.left -= 1
-        if self.left == -1:
-            self.act()
-        return super().submit_pwrite(*arguments, **options)
-
-
-class Tape:
-    """What a child that may be killed has begun and ended, each with the step whose states are then there."""
-
-    def __init__(self) -> None:
-        self.reading, self.writing = os.pipe()
-
-    def note(self, text: str) -> None:
-        os.write(self.writing, f"{text}\n".encode())
-
-    def read(self) -> list[list[str]]:
-        os.close(self.writing)
-        with open(self.reading, encoding="utf-8") as pipe:
-            return [line.split() for line in pipe]
-
-
-def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> None:
-    """Steps, loads and saves until it is killed."""
+def work(reference: Reference, folder: Path, seed: int, at: int, note: Callable[[str], object]) -> None:
+    """Steps, loads and saves until it is killed; notes what it begins and ends, and whose step's states there are."""
     torch.set_num_threads(1)  # a forked child has no others
     params, draw = parameters(), random.Random(seed)
-    handle = Stopping(backend="threads")
+    handle = Acting(backend="threads")
     ours = adamw(params, folder, reuse=True, handle=handle)
     while True:
         last = len(reference.dicts) - 1
@@ -257,7 +222,7 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
         reference.set(params, at)
         if what != "save" and new != at + 1:  # after the last step one can only go back
             what = "load"
-        tape.note(f"{what} {new}")
+        note(f"{what} {new}")
         if what == "load":
             ours.load_state_dict(reference.dicts[new])
         elif what == "save":
@@ -266,19 +231,19 @@ def work(reference: Reference, folder: Path, seed: int, at: int, tape: Tape) -> 
             if what == "again":  # a first attempt with other gradients, of which some chunks are done
                 for each in params:
                     each.grad = torch.ones_like(each)
-                handle.stop_after(1, interrupted)
+                handle.after(2, interrupt)
                 with contextlib.suppress(KeyboardInterrupt):
                     ours.step()
                     raise AssertionError("was to be stopped")
-                tape.note("ended 0")
-                tape.note(f"second {at}")
+                note("ended 0")
+                note(f"second {at}")
                 for each in params:
                     each.grad = torch.full_like(each, 2.0)
-                handle.stop_after(draw.randrange(2), lambda: time.sleep(60))
+                handle.after(1 + draw.randrange(2), lambda: time.sleep(60))
                 ours.step()
             reference.take(params, ours, new)
         at = new
-        tape.note(f"ended {at}")
+        note(f"ended {at}")
 
 
 @pytest.mark.parametrize("kills", [15, pytest.param(1000, marks=pytest.mark.slow)])
@@ -290,19 +255,25 @@ def test_killed_at_any_moment_it_goes_on_with_what_was_committed(folder: Path, k
     now = saved = 0
     seen = set()
     for number in range(kills):
-        tape = Tape()
+        reading, writing = os.pipe()
+
+        def note(text: str, writing: int = writing) -> None:
+            os.write(writing, f"{text}\n".encode())
+
         child = os.fork()
         if child == 0:
             try:
-                work(reference, place, number, now, tape)
+                work(reference, place, number, now, note)
             except BaseException as error:
-                tape.note(f"error {error!r}")
+                note(f"error {error!r}")
             finally:
                 os._exit(1)
+        os.close(writing)
         time.sleep(0.04 + draw.random() * 0.12)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        told = tape.read()
+        with open(reading, encoding="utf-8") as pipe:
+            told = [line.split() for line in pipe]
         assert not any(what == "error" for what, *_ in told), told
         before, expected, files = now, now, {saved}
         for what, new, *_ in told:
