@@ -1,9 +1,13 @@
-"""DeepSpeed itself, from PyPI, with the ops of this package."""
+"""DeepSpeed with the ops of this package: its own builders, its training and tools, and how programs are started."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,34 +15,18 @@ import pytest
 
 from nvme_ops import aio_handle
 from nvme_ops.integrations import deepspeed as integration
-from tests.conftest import run_python
+from tests.conftest import REPOSITORY, run_python
 from tests.launch import run_module
 
 
-def test_without_deepspeed_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_it_says_so_at_import_if_the_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ModuleNotFoundError, match="deepspeed"):
         integration.install()
-
-
-def test_the_variable_asks_for_it_at_import() -> None:
-    run_python(
-        """
-        import importlib, os, sys
-        sys.modules["deepspeed"] = None
-        for value, works in (("0", True), ("", True), ("1", False)):
-            os.environ["NVME_OPS_DEEPSPEED"] = value
-            for name in [name for name in sys.modules if name.split(".")[0] == "nvme_ops"]:
-                del sys.modules[name]
-            try:
-                importlib.import_module("nvme_ops")
-            except ModuleNotFoundError:
-                assert not works
-            else:
-                assert works, value
-        """,
-        fresh=True,
-    )
+    program = "import sys; sys.modules['deepspeed'] = None; import nvme_ops"
+    for value, works in (("0", True), ("", True), ("1", False)):
+        done = run_python(program, NVME_OPS_DEEPSPEED=value, check=False, fresh=True)
+        assert (done.returncode == 0) is works, done.stderr
 
 
 @pytest.fixture
@@ -50,19 +38,16 @@ def builders() -> Any:
     integration.uninstall()
 
 
-def test_its_builders_load_our_ops_until_it_is_uninstalled(builders: Any) -> None:
+def test_its_builders_load_our_ops_until_it_is_uninstalled_and_no_unknown_ones(
+    builders: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = dict(builders.AsyncIOBuilder.__dict__)
-    integration.install()
-    integration.install()
+    for _ in range(2):
+        integration.install()
     assert builders.AsyncIOBuilder().load().aio_handle is aio_handle
     assert builders.AsyncIOBuilder().is_compatible()
-    integration.uninstall()
-    integration.uninstall()
-    assert dict(builders.AsyncIOBuilder.__dict__) == before
-
-
-def test_an_unknown_release_is_refused(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = dict(builders.AsyncIOBuilder.__dict__)
+    for _ in range(2):
+        integration.uninstall()
     monkeypatch.setattr("deepspeed.__version__", "1.0.0")
     with pytest.raises(RuntimeError, match=r"DeepSpeed 1\.0\.0 is not known here: 0\.14 up to before 0\.20 is"):
         integration.install()
@@ -77,9 +62,10 @@ def losses(what: str, place: Path) -> list[float]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("builders")
-@pytest.mark.parametrize("what", ["optimizer", "parameters", "optimizer and parameters"])
-def test_training_with_its_states_on_nvme_has_the_losses_of_memory(folder: Path, what: str) -> None:
-    assert losses(what, folder) == losses("nothing", folder)
+def test_training_with_its_states_on_nvme_has_the_losses_of_memory(folder: Path) -> None:
+    expected = losses("nothing", folder)
+    for what in ("optimizer", "parameters", "optimizer and parameters"):
+        assert losses(what, folder) == expected, what
 
 
 @pytest.mark.slow
@@ -118,33 +104,111 @@ def test_fast_file_writer_writes_what_torch_loads(folder: Path) -> None:
     )
 
 
-def run_tool(*words: str) -> str:
-    """Runs a program of DeepSpeed's in a folder where it takes nothing of ours for its own."""
-    return run_module("nvme_ops.integrations.deepspeed", *words, folder=Path("/"), DS_ACCELERATOR="cpu")
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("builders")
-@pytest.mark.parametrize("direction", ["write", "read"])
-def test_ds_io(folder: Path, direction: str) -> None:
-    words = ["--folder", str(folder), "--io_size", "16M", "--loops", "2", "--engine", "aio_handle"]
-    said = run_tool("ds_io", *words, *(["--read"] if direction == "read" else []))
-    assert "E2E" in said or "GB/sec" in said, said
+def test_its_tools(folder: Path) -> None:
+    """In a folder where they take nothing of ours for their own."""
 
+    def run(*words: object) -> str:
+        return run_module("nvme_ops.integrations.deepspeed", *map(str, words), folder=Path("/"), DS_ACCELERATOR="cpu")
 
-@pytest.mark.slow
-@pytest.mark.usefixtures("builders")
-def test_ds_nvme_tune(folder: Path) -> None:
+    io = ["ds_io", "--folder", folder, "--io_size", "16M", "--loops", "2", "--engine", "aio_handle"]
+    for direction in ([], ["--read"]):
+        said = run(*io, *direction)
+        assert "E2E" in said or "GB/sec" in said, said
     sweep = {"block_size": ["1M"], "queue_depth": [16, 32], "sequential_requests": [False], "single_submit": [False],
              "io_parallel": [1]}  # fmt: skip
     (folder / "sweep.json").write_text(json.dumps(sweep))
     (folder / "nvme").mkdir()
-    said = run_tool("ds_nvme_tune", "--nvme_dir", str(folder / "nvme"), "--sweep_config", str(folder / "sweep.json"),
-                    "--io_size", "16M", "--log_dir", str(folder / "logs"))  # fmt: skip
+    said = run("ds_nvme_tune", "--nvme_dir", folder / "nvme", "--sweep_config", folder / "sweep.json",
+               "--io_size", "16M", "--log_dir", folder / "logs")  # fmt: skip
     assert '"block_size"' in said, said
 
 
-@pytest.mark.usefixtures("builders")
-def test_a_program_that_is_not_there() -> None:
-    with pytest.raises(SystemExit, match="ds_nothing: no such program"):
-        integration.main(["ds_nothing"])
+# ``python -m nvme_ops.integrations.deepspeed PROGRAM``: whatever it is, DeepSpeed in it has our ops
+
+FAKE = {
+    "site/deepspeed/__init__.py": "__version__ = '0.19.8'\n",
+    "site/deepspeed/ops/__init__.py": "",
+    "site/deepspeed/ops/op_builder/__init__.py": """
+class AsyncIOBuilder:
+    def is_compatible(self, verbose=False):
+        print("please install libaio-dev")
+    def load(self, verbose=True):
+        return "its own"
+""",
+    "site/deepspeed/runtime/__init__.py": "",
+    "site/deepspeed/runtime/zero/__init__.py": "",
+    "site/deepspeed/runtime/zero/partition_parameters.py": "",
+}
+PROGRAM = """
+import sys
+from deepspeed.ops.op_builder import AsyncIOBuilder
+print(AsyncIOBuilder().load().__name__, *sys.argv[1:])
+"""
+WORK = {
+    "program.py": PROGRAM,
+    "entry": f"#!/no/such/python3\n{PROGRAM}",
+    "script.sh": '#!/bin/sh\npython program.py "$@"\n',
+    "script": 'python program.py "$@"\n',
+    "data": "no program",
+    "report.py": "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
+    "print(AsyncIOBuilder().is_compatible(verbose=True))",
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder with a DeepSpeed that is made up, and programs that use it."""
+    for name, text in {**FAKE, **{f"work/{name}": text for name, text in WORK.items()}}.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+        if name.startswith("work/") and name.rpartition("/")[2] in ("entry", "script.sh", "script"):
+            (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+def start(place: Path, *words: str) -> tuple[int, str, str]:
+    # PYTHONPATH has the checkout, whose op_builder DeepSpeed must not take for its own
+    path = os.pathsep.join([str(place / "site"), str(REPOSITORY)])
+    done = subprocess.run(
+        [sys.executable, "-m", "nvme_ops.integrations.deepspeed", *words], cwd=place / "work",
+        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("program.py",), ("./entry",), ("./script.sh",), ("sh", "script"), ("entry",)],
+    ids=" ".join,
+)
+def test_programs_of_all_kinds_have_our_ops(place: Path, words: tuple[str, ...]) -> None:
+    (place / "site" / "sitecustomize.py").write_text("print('the environments own one')\n")  # still runs
+    status, said, errors = start(place, *words, "a", "b c")
+    assert (status, said.splitlines()[-1], errors) == (0, "nvme_ops.ops.async_io a b c", "")
+    assert "the environments own one" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [(("missing",), "missing: no such program"), (("data",), "data: Permission denied: "), ((), "usage: ")],
+)
+def test_what_cannot_be_started_is_one_line(place: Path, words: tuple[str, ...], said: str) -> None:
+    status, _, errors = start(place, *words)
+    assert (status, len(errors.splitlines())) == (1, 1)
+    assert errors.startswith(said)
+
+
+def test_its_exit_status_signals_and_output_are_those_of_the_program(place: Path) -> None:
+    assert start(place, "sh", "-c", "exit 7")[0] == 7
+    assert start(place, "sh", "-c", "kill -9 $$")[0] == -signal.SIGKILL
+    assert start(place, "report.py") == (0, "True\n", ""), "it does not ask for what is optional"
+    words = [sys.executable, "-m", "nvme_ops.integrations.deepspeed", "sh", "-c", "trap 'exit 5' INT; echo; sleep 60"]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.1)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (5, b"")

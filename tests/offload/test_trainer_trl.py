@@ -64,11 +64,3 @@ def test_the_bits_are_the_same(kind: str, folder: Path, monkeypatch: pytest.Monk
     assert len(moved) == 4
     assert min(moved) > 0
     assert list((folder / "nvme").iterdir()) == []
-
-
-def test_activations_are_not_moved_twice(folder: Path) -> None:
-    ours = made("SFT", folder)
-    ours.args.activation_offloading = True  # which needs an accelerator when it is made
-    with pytest.raises(ValueError, match="activation_offloading=True moves activations to the CPU: leave it out"):
-        use_nvme(ours, folder)
-    use_nvme(ours, folder, activations_budget=None)
