@@ -38,7 +38,8 @@ from nvme_ops._native import native
 from tests.contract.adapters import Capability, WrongResultError
 from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, forget_pages, judge, named, settled
 from tests.faults import faulty_controls
-from tests.faults.faulty_disk import FaultyDisk, end_with_parent
+from tests.faults.faulty_disk import FaultyDisk
+from tests.faults.fuse import end_with_parent
 
 STALL, LATE = 0.2, 4.0  # seconds of a stall; after which Ctrl-C has not come through
 LIMIT = 900  # seconds of a process

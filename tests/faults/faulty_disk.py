@@ -5,24 +5,17 @@
         ...
         disk.clear()                            # the disk is well again, what was stalled goes on
 
-Needs root. The mounts are in a mount namespace of this process and its children, and the device is detached with its
-mount: all of it is gone with the last process, however that ends. What answers is outside of the namespace: a process
-that ends as the last one in it waits for the disk before it lets go of what would answer, and every sync() of the
-machine waits with it. ``python -m tests.faults.faulty_disk`` runs the table of ``faulty_cells`` on one. The file system
-has no journal, so that a flush that fails does not shut it down.
+Its mounts are those of this process and its children, and end with them (``fuse``). The file system has no journal, so
+that a flush that fails does not shut it down. ``python -m tests.faults.faulty_disk`` runs ``faulty_cells``' table.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import json
 import os
 import re
-import shutil
-import signal
 import socket
 import struct
 import subprocess
@@ -30,51 +23,20 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+from tests.faults import fuse
+from tests.faults.fuse import Request, ServedFile, detach, end_with_parent, have_own_mounts, mount, return_to, run
 
 SIZE = 256 << 20
+_REPOSITORY = Path(__file__).parents[2]
 _ROOT = Path("/mnt")  # where a file system in memory has the folders of the mounts, for these processes only
 _SOCKET, _EXPORT, MOUNTED = _ROOT / "control", _ROOT / "export", _ROOT / "disk"
-_NEWNS, _PRIVATE, _DEATH_SIGNAL = 0x20000, 1 << 14 | 1 << 18, 1  # unshare, mount (MS_REC too), prctl
-_TOOLS = "losetup", "mkfs.ext4", "dumpe2fs", "mount"
-
-libc = ctypes.CDLL(None, use_errno=True)
 
 
-def missing() -> str | None:
-    """Returns what the disk needs and is not there, or None."""
-    if os.geteuid() != 0:
-        return "root"
-    for each in ("/dev/fuse", "/dev/loop-control", _ROOT):
-        if not os.path.exists(each):
-            return str(each)
-    for each in _TOOLS:
-        if shutil.which(each) is None:
-            return each
-    child = os.fork()
-    if child == 0:
-        os._exit(0 if libc.unshare(_NEWNS) == 0 else 1)
-    return "the right to have mounts of its own (CAP_SYS_ADMIN)" if os.waitpid(child, 0)[1] else None
-
-
-def end_with_parent() -> None:
-    """Has this process killed when its parent ends."""
-    libc.prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:
-        os._exit(1)
-
-
-def _mount(source: str, target: Path, kind: str, flags: int = 0, options: str = "") -> None:
-    if libc.mount(source.encode(), str(target).encode(), kind.encode(), flags, options.encode()):
-        raise OSError(ctypes.get_errno(), f"mount of {kind}: {os.strerror(ctypes.get_errno())}", str(target))
-
-
-class _Request(NamedTuple):
-    what: str  # read, write or flush
-    unique: int
-    place: int
-    nbytes: int
-    data: bytes
+def missing() -> str:
+    """Returns what the disk needs and is not there; an empty string if nothing is."""
+    return fuse.missing("mkfs.ext4", "dumpe2fs")
 
 
 class _Server:
@@ -87,54 +49,17 @@ class _Server:
     def __init__(self) -> None:
         self._image = os.open(_ROOT, os.O_RDWR | os.O_TMPFILE)
         os.ftruncate(self._image, SIZE)
-        _EXPORT.touch()
-        self._fuse = os.open("/dev/fuse", os.O_RDWR)
-        _mount("faulty", _EXPORT, "fuse", 0, f"fd={self._fuse},rootmode=100000,user_id=0,group_id=0")
+        self._file = ServedFile(str(_EXPORT), SIZE)
         self._lock = threading.Lock()
         self._rules: list[dict[str, Any]] = []
-        self._stalled: list[_Request] = []
+        self._stalled: list[Request] = []
         self._hits = 0
 
     def serve(self) -> None:
         """Answers the kernel until the file is unmounted. Two threads do: one may be in a read of the image."""
-        while True:
-            try:
-                message = os.read(self._fuse, (1 << 20) + 8192)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
-                    continue
-                return
-            kind, unique = struct.unpack_from("<IQ", message, 4)
-            body = message[40:]
-            if kind == 26:  # INIT: asynchronous reads, large writes, parallel writes
-                flags = 1 | 1 << 5 | 1 << 15 | 1 << 22
-                numbers = 7, 38, 0, flags, 512, 512, 1 << 20, 1, 256, 0, 0, 0, *[0] * 6
-                self._reply(unique, 0, struct.pack("<IIIIHHIIHHII6I", *numbers))
-            elif kind in (3, 4):  # GETATTR, SETATTR
-                numbers = 1, 0, 0, 1, SIZE, SIZE // 512, 0, 0, 0, 0, 0, 0, 0o100600, 1, 0, 0, 0, 4096, 0
-                self._reply(unique, 0, struct.pack("<QIIQQQQQQIIIIIIIIII", *numbers))
-            elif kind == 14:  # OPEN: direct I/O, parallel writes
-                self._reply(unique, 0, struct.pack("<QII", 1, 1 | 1 << 6, 0))
-            elif kind == 15:
-                place, nbytes = struct.unpack_from("<QI", body, 8)
-                self._meet(_Request("read", unique, place, max(0, min(nbytes, SIZE - place)), b""))
-            elif kind == 16:
-                place, nbytes = struct.unpack_from("<QI", body, 8)
-                self._meet(_Request("write", unique, place, nbytes, body[40 : 40 + nbytes]))
-            elif kind == 20:  # FSYNC
-                self._meet(_Request("flush", unique, 0, 0, b""))
-            elif kind == 17:  # STATFS
-                self._reply(
-                    unique,
-                    0,
-                    struct.pack("<QQQQQIIII6I", 1 << 20, 1 << 19, 1 << 19, 1, 1, 4096, 255, 4096, 0, *[0] * 6),
-                )
-            elif kind in (18, 25, 34, 38):  # RELEASE, FLUSH, ACCESS, DESTROY
-                self._reply(unique)
-            elif kind not in (2, 36, 42):  # FORGET, INTERRUPT: no answer
-                self._reply(unique, errno.EOPNOTSUPP if kind == 43 else errno.ENOSYS)
+        self._file.serve(self._meet)
 
-    def _meet(self, request: _Request) -> None:
+    def _meet(self, request: Request) -> None:
         with self._lock:
             rule = self._rule_for(request)
             if rule is not None:
@@ -146,16 +71,15 @@ class _Server:
             if rule is not None:
                 if rule["do"] == "torn":
                     os.pwrite(self._image, request.data[: request.nbytes // 2], request.place)
-                self._reply(request.unique, errno.EIO)
+                self._file.failed(request)
                 return
             if request.what == "write":
                 os.pwrite(self._image, request.data, request.place)
-        if request.what == "read":
-            self._reply(request.unique, 0, os.pread(self._image, request.nbytes, request.place))
-        else:
-            self._reply(request.unique, 0, struct.pack("<II", request.nbytes, 0) * (request.what == "write"))
+        self._file.done(
+            request, os.pread(self._image, request.nbytes, request.place) if request.what == "read" else b""
+        )
 
-    def _rule_for(self, request: _Request) -> dict[str, Any] | None:
+    def _rule_for(self, request: Request) -> dict[str, Any] | None:
         begin, end = request.place, request.place + request.nbytes
         for rule in self._rules:
             concerned = request.nbytes >= rule["least"] and not any(
@@ -165,13 +89,6 @@ class _Server:
                 return rule
         return None
 
-    def _reply(self, unique: int, error: int = 0, data: bytes = b"") -> None:
-        try:
-            os.writev(self._fuse, [struct.pack("<IiQ", 16 + len(data), -error, unique), data])
-        except OSError as failure:
-            if failure.errno != errno.ENOENT:  # else nobody waits for it any more
-                raise
-
     def command(self, rule: dict[str, Any] | None, clear: bool) -> dict[str, int]:
         """Adds a rule, or removes all of them, and returns how many requests have met one, and how many stall."""
         with self._lock:
@@ -179,7 +96,7 @@ class _Server:
                 self._rules.append(rule)
                 self._hits = 0
             stalled = len(self._stalled)
-            released: list[_Request] = []
+            released: list[Request] = []
             if clear:
                 self._rules, released, self._stalled = [], self._stalled, []
             hits = self._hits
@@ -201,8 +118,7 @@ def _serve(outside: int) -> None:
     server = _Server()
     control = socket.socket(socket.AF_UNIX)
     control.bind(str(_SOCKET))
-    if libc.setns(outside, _NEWNS):
-        raise OSError(ctypes.get_errno(), "setns")
+    return_to(outside)
     control.listen(16)
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     for _ in range(2):
@@ -220,22 +136,21 @@ class FaultyDisk:
 
     def __enter__(self) -> FaultyDisk:
         self._process = os.getpid()
-        outside = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-        if libc.unshare(_NEWNS):
-            raise OSError(ctypes.get_errno(), "unshare")
-        _mount("none", Path("/"), "", _PRIVATE)
-        _mount("none", _ROOT, "tmpfs", 0, "size=75%")
-        self._server = subprocess.Popen([sys.executable, __file__, "serve", str(outside)], pass_fds=[outside])
+        outside = have_own_mounts()
+        mount("none", str(_ROOT), "tmpfs", 0, "size=75%")
+        self._server = subprocess.Popen(
+            [sys.executable, "-m", __spec__.name, "serve", str(outside)], cwd=_REPOSITORY, pass_fds=[outside]
+        )
         os.close(outside)
         self._answered()
-        loop = _run("losetup", "--find", "--show", "--direct-io=on", str(_EXPORT)).strip()
+        loop = run("losetup", "--find", "--show", "--direct-io=on", str(_EXPORT))
         held = os.open(loop, os.O_RDONLY | os.O_CLOEXEC)
-        _run("losetup", "--detach", loop)  # once nobody has it open or mounted, whatever comes
+        run("losetup", "--detach", loop)  # once nobody has it open or mounted, whatever comes
         options = "nodiscard,lazy_itable_init=0"
-        _run("mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-O", "^has_journal", "-E", options, loop)
-        self._own = _own_ranges(_run("dumpe2fs", loop))
+        run("mkfs.ext4", "-q", "-F", "-m", "0", "-b", "4096", "-O", "^has_journal", "-E", options, loop)
+        self._own = _own_ranges(run("dumpe2fs", loop))
         MOUNTED.mkdir()
-        _run("mount", loop, str(MOUNTED))
+        run("mount", loop, str(MOUNTED))
         os.close(held)
         return self
 
@@ -243,8 +158,8 @@ class FaultyDisk:
         if os.getpid() != self._process:  # a child ends
             return
         self.clear()
-        _run("umount", "--lazy", str(MOUNTED))
-        libc.umount2(str(_EXPORT).encode(), 2)
+        run("umount", "--lazy", str(MOUNTED))
+        detach(str(_EXPORT))
         self._server.kill()
         self._server.wait()
 
@@ -299,13 +214,6 @@ def _places(path: Path) -> list[tuple[int, int]]:
         os.close(fd)
     extents = [struct.unpack_from("=QQQ", found, 32 + 56 * at) for at in range(struct.unpack_from("=L", found, 20)[0])]
     return [(place, place + nbytes) for _, place, nbytes in extents]
-
-
-def _run(*command: str) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout
 
 
 if __name__ == "__main__":

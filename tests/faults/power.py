@@ -31,14 +31,13 @@ from pathlib import Path
 import torch
 
 from nvme_ops._native import native
+from tests.faults.fuse import end_with_parent, run
 from tests.faults.power_disk import (
     MAKE,
     Crashes,
     LoggedDisk,
     Writeback,
-    end_with_parent,
     private_folder,
-    run,
     sync,
     why_not,
 )

@@ -1,26 +1,33 @@
 """A disk in memory that logs its writes and flushes, and images of what a power failure would have left of it.
 
 ``LoggedDisk`` answers the kernel's requests for one file (FUSE, spoken over ``/dev/fuse``); a loop device makes a disk
-of it, which is mounted. All of it lies in a mount namespace and a tmpfs of this process: when the process ends, by
-SIGKILL too, the kernel removes every mount and device. What answers is outside of that namespace: a process that ends
-as the last one in it waits for the disk before it lets go of what would answer, and every sync() of the machine waits
-with it.
+of it, which is mounted. All of it lies in mounts and a tmpfs of this process, and ends with it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import random
-import shutil
 import signal
 import struct
 import subprocess
 import threading
 import time
 from collections.abc import Iterator
+
+from tests.faults.fuse import (
+    Request,
+    ServedFile,
+    end_with_parent,
+    have_own_mounts,
+    libc,
+    missing,
+    mount,
+    return_to,
+    run,
+)
 
 MAKE = {
     "ext4": ["mkfs.ext4", "-q", "-E", "nodiscard,lazy_itable_init=0,lazy_journal_init=0", "-J", "size=8"],
@@ -29,62 +36,31 @@ MAKE = {
 }
 SIZE = 320 << 20  # bytes: xfs takes no less than 300 MiB
 _PIECE = 4096  # bytes that are written whole or not at all
-_CLONE_NEWNS = 0x20000
 _SYNC_FILE_RANGE_WRITE = 2
-_PR_SET_PDEATHSIG = 1
 _ENTRY = struct.Struct("<QQQ")
-_IN, _OUT = struct.Struct("<IIQQ16x"), struct.Struct("<IiQ")
-_LOOKUP, _FORGET, _GETATTR, _SETATTR, _OPEN, _READ, _WRITE, _RELEASE = 1, 2, 3, 4, 14, 15, 16, 18
-_FSYNC, _FLUSH, _INIT, _INTERRUPT, _FALLOCATE, _BATCH_FORGET = 20, 25, 26, 36, 43, 42
-_MOST = 1 << 20  # bytes of a write
 
-_libc = ctypes.CDLL(None, use_errno=True)
 _outside = -1  # the mount namespace that this process has left
 
 
 def why_not(filesystem: str) -> str:
     """Returns what is missing for a disk with this file system; an empty string if nothing is."""
-    if os.geteuid() != 0:
-        return "only root can mount a disk"
-    for name in (MAKE[filesystem][0], "mount", "umount", "losetup"):
-        if shutil.which(name) is None:
-            return f"there is no {name} here"
-    for path in ("/dev/fuse", "/dev/loop-control"):
-        if not os.path.exists(path):
-            return f"there is no {path} here"
-    tried = subprocess.run(["unshare", "--mount", "mount", "-t", "tmpfs", "tmpfs", "/mnt"], capture_output=True)
-    return "" if tried.returncode == 0 else "nothing can be mounted here"
+    needed = missing(MAKE[filesystem][0])
+    return needed and f"a disk that loses its power needs {needed}"
 
 
 def private_folder(place: str) -> str:
     """Mounts a tmpfs on ``place`` that ends with this process, as all that is mounted from now on does."""
     global _outside
-    _outside = os.open("/proc/self/ns/mnt", os.O_RDONLY | os.O_CLOEXEC)
-    if _libc.unshare(_CLONE_NEWNS) != 0:
-        raise OSError(ctypes.get_errno(), "unshare")
-    run("mount", "--make-rprivate", "/")
-    run("mount", "-t", "tmpfs", "-o", "mode=700", "tmpfs", place)
+    _outside = have_own_mounts()
+    mount("tmpfs", place, "tmpfs", 0, "mode=700")
     return place
-
-
-def end_with_parent() -> None:
-    """Has the kernel kill this process when its parent ends."""
-    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def sync(folder: str) -> None:
     """Makes all that is on the file system of a folder durable, as far as it reports errors."""
     fd = os.open(folder, os.O_RDONLY)
-    _libc.syncfs(fd)
+    libc.syncfs(fd)
     os.close(fd)
-
-
-def run(*command: str) -> str:
-    """Runs a program of the system; raises RuntimeError with what it says."""
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ, "LC_ALL": "C"})
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
-    return done.stdout.strip()
 
 
 class Log:
@@ -137,29 +113,36 @@ class LoggedDisk:
         self.filesystem, self.mounted = filesystem, os.path.join(folder, "mounted")
         self.base = os.path.join(folder, "base")  # as the disk was before the log
         now, self._export = os.path.join(folder, "now"), os.path.join(folder, "disk")
-        with open(self.base, "wb") as file:
-            file.truncate(SIZE)
+        with open(self.base, "wb") as base:
+            base.truncate(SIZE)
         run(*MAKE[filesystem], self.base)
         run("cp", "--sparse=always", self.base, now)
         self.log = Log(folder)
-        open(self._export, "wb").close()
         os.makedirs(self.mounted, exist_ok=True)
-        fuse, disk = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC), os.open(now, os.O_RDWR)
-        words = f"fd={fuse},rootmode=100000,user_id=0,group_id=0".encode()
-        if _libc.mount(b"nvme_ops", self._export.encode(), b"fuse", 0, words) != 0:
-            raise OSError(ctypes.get_errno(), "mount", self._export)
+        file = ServedFile(self._export, SIZE)
         self._server = os.fork()
         if not self._server:
             try:
                 end_with_parent()
-                if _libc.setns(_outside, _CLONE_NEWNS) == 0:
-                    _serve(fuse, disk, self.log)
+                self._serve(file, now)
             finally:
                 os._exit(0)
-        os.close(fuse)
-        os.close(disk)
-        os.unlink(now)
-        mount(self._export, filesystem, self.mounted, direct=True)
+        file.close()
+        mount_image(self._export, filesystem, self.mounted, direct=True)
+
+    def _serve(self, file: ServedFile, path: str) -> None:
+        disk = os.open(path, os.O_RDWR)
+        os.unlink(path)
+        return_to(_outside)
+
+        def meet(request: Request) -> None:
+            if request.what == "write":
+                os.pwrite(disk, request.data, request.place)
+            if request.what != "read":  # a flush has no content
+                self.log.add(request.place, request.data)
+            file.done(request, os.pread(disk, request.nbytes, request.place) if request.what == "read" else b"")
+
+        file.serve(meet)
 
     def close(self) -> None:
         """Unmounts the disk, whose log then is complete."""
@@ -172,49 +155,6 @@ class LoggedDisk:
                 time.sleep(0.02)
             os.kill(self._server, signal.SIGKILL)
             os.waitpid(self._server, 0)
-
-
-def _serve(fuse: int, disk: int, log: Log) -> None:
-    """Answers the kernel until the file is unmounted."""
-    while True:
-        try:
-            message = memoryview(os.read(fuse, _MOST + 8192))
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EINTR, errno.EAGAIN):
-                continue
-            return  # unmounted
-        _, operation, unique, _ = _IN.unpack_from(message)
-        if operation in (_FORGET, _BATCH_FORGET, _INTERRUPT):
-            continue
-        failure, answer = _answer(operation, message[40:], disk, log)
-        with contextlib.suppress(FileNotFoundError):  # nobody waits for it any more
-            os.writev(fuse, [_OUT.pack(_OUT.size + len(answer), -failure, unique), answer])
-
-
-def _answer(operation: int, body: memoryview, disk: int, log: Log) -> tuple[int, bytes]:
-    if operation == _INIT:
-        flags = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # reads and direct I/O out of order, large writes, their size
-        numbers = 7, 38, 0, flags, 64, 64, _MOST, 1, _MOST // 4096, 0, 0, 0, *[0] * 6
-        return 0, struct.pack("<IIIIHHIIHHII6I", *numbers)
-    if operation in (_GETATTR, _SETATTR):
-        numbers = 60, 0, 0, 1, SIZE, SIZE // 512, 0, 0, 0, 0, 0, 0, 0o100600, 1, 0, 0, 0, 4096, 0
-        return 0, struct.pack("<QIIQQQQQQIIIIIIIIII", *numbers)
-    if operation == _OPEN:
-        return 0, struct.pack("<QII", 1, 1, 0)  # no page cache between
-    if operation == _READ:
-        offset, nbytes = struct.unpack_from("<QI", body, 8)
-        return 0, os.pread(disk, nbytes, offset)
-    if operation == _WRITE:
-        offset, nbytes = struct.unpack_from("<QI", body, 8)
-        os.pwrite(disk, body[40 : 40 + nbytes], offset)
-        log.add(offset, body[40 : 40 + nbytes])
-        return 0, struct.pack("<II", nbytes, 0)
-    if operation == _FSYNC:
-        log.add()
-        return 0, b""
-    if operation in (_RELEASE, _FLUSH):
-        return 0, b""
-    return (errno.EOPNOTSUPP if operation == _FALLOCATE else errno.ENOSYS), b""
 
 
 class Crashes:
@@ -247,7 +187,7 @@ class Crashes:
                 self._log.apply(fd, entry, None if luck < 0.45 else chance)
         os.close(fd)
         os.makedirs(mounted, exist_ok=True)
-        mount(image, self._filesystem, mounted)
+        mount_image(image, self._filesystem, mounted)
         try:
             yield mounted
         finally:
@@ -257,7 +197,7 @@ class Crashes:
         os.close(self._base)
 
 
-def mount(image: str, filesystem: str, place: str, direct: bool = False) -> None:
+def mount_image(image: str, filesystem: str, place: str, direct: bool = False) -> None:
     """Mounts the file system in a file. Its loop device goes with the mount."""
     loop = run("losetup", f"--direct-io={'on' if direct else 'off'}", "--show", "--find", image)
     try:
@@ -288,7 +228,7 @@ class Writeback:
         with contextlib.suppress(OSError):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             whole = ctypes.c_int64(0)
-            _libc.sync_file_range(fd, whole, whole, _SYNC_FILE_RANGE_WRITE)
+            libc.sync_file_range(fd, whole, whole, _SYNC_FILE_RANGE_WRITE)
             os.close(fd)
 
     def close(self) -> None:
