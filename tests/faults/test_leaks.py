@@ -46,12 +46,17 @@ def repeated(work: Callable[[int], object]) -> None:
     """Works until everything is warm, then checks that much more work holds no more."""
     for i in range(ROUNDS // 10):
         work(i)
-    before, running, resident = settled(), threads(), resident_bytes()
-    for i in range(ROUNDS):
-        work(i)
-    assert settled() == before
-    assert threads() <= running + MORE_THREADS
-    assert resident_bytes() < resident + SLACK
+    before, running = settled(), threads()
+    for _ in range(3):  # what is under way as others keep the machine busy comes once; what leaks comes each time
+        resident = resident_bytes()
+        for i in range(ROUNDS):
+            work(i)
+        assert settled() == before
+        assert threads() <= running + MORE_THREADS
+        grown = resident_bytes() - resident
+        if grown < SLACK:
+            break
+    assert grown < SLACK
 
 
 def test_operations(make_handle: HandleFactory, folder: Path) -> None:
