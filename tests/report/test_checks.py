@@ -359,6 +359,7 @@ def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> N
         def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}
         made = GDSBuilder()
         made.is_installed = lambda: True
+        made.check_for_libaio_pkg = lambda: True  # else asks a package manager, where the header is missing
         made.is_compatible()  # asks the compiler, once, where libaio is
         before = loaded(), dict(os.environ)
         subprocess.Popen.__init__ = refuse

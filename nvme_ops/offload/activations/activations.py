@@ -25,7 +25,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
-from nvme_ops.offload.activations.units import ActivationStats, Group, Stored, Tally, Ticket, TicketRef, Unit
+from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
@@ -84,7 +84,7 @@ class Activations(Residency[Unit]):
         self._in_memory = self._restored = Group(self._all)  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
-        self._leaving: list[Stored] = []  # is freed once no transfer uses it any more
+        self._leaving: list[OnStorage] = []  # is freed once no transfer uses it any more
         self._saved = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
@@ -331,7 +331,7 @@ class Activations(Residency[Unit]):
             self._held.pop(unit)
             return None
         try:
-            unit.stored = Stored(self._files.allocate(unit.nbytes))
+            unit.stored = OnStorage(self._files.allocate(unit.nbytes))
             unit.writing = self._submit(unit.stored, memory, Priority.WRITEBACK)
             if self._checksums:  # while it is on its way
                 unit.stored.checksum = checksums_anywhere([memory])[0]
@@ -346,7 +346,7 @@ class Activations(Residency[Unit]):
         self._writing[unit] = None
         return None
 
-    def _submit(self, stored: Stored, memory: torch.Tensor, priority: Priority) -> IoFuture:
+    def _submit(self, stored: OnStorage, memory: torch.Tensor, priority: Priority) -> IoFuture:
         """Starts to write memory, or to read it; then its checksum is compared at the end."""
         write, before = priority is Priority.WRITEBACK, len(stored.transfers)
         try:

@@ -51,7 +51,7 @@ class TicketRef(weakref.ref[Ticket]):
 
 
 @dataclass(eq=False)
-class Stored:
+class OnStorage:
     """Where a unit is on storage, and the transfers that may use that."""
 
     pieces: list[Piece]
@@ -75,7 +75,7 @@ class Unit(Entry):
         self.handed_out = memory._version  #: its version, unless a backward that was given it has changed it
         self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
         self.modified = False  #: before it was written
-        self.stored: Stored | None = None  #: on storage, or on its way there
+        self.stored: OnStorage | None = None  #: on storage, or on its way there
         self.trouble: BaseException | None = None  #: why writing it failed
         self.ticket: TicketRef | None = None
         self._owner = weakref.ref(tensor if tensor._base is None else tensor._base)
