@@ -44,6 +44,7 @@ DIFFERENT = {
     r".* (__reduce_ex__|_reduce_ex_internal|pickle to another process)": "a copy, where torch shares memory",
     r"streamed (bfloat16|bool|byte|cdouble|cfloat|chalf|char|double|half|int|long|short)": _CONVERTED,
     r".* dequantize": "returns another tensor, as if it were quantized",
+    r".* _python_dispatch": "has a dispatch of its own",
     r".* new(_empty)?": "whatever is in memory",
     r".* register_\w*hook": "another class in the words of an error",
     r"swapped.* type": "a wider dtype than the budget of this test has room for",
