@@ -28,7 +28,7 @@ from typing import Any
 from tests.faults import fuse
 from tests.faults.fuse import Request, ServedFile, detach, end_with_parent, have_own_mounts, mount, return_to, run
 
-SIZE = 256 << 20
+SIZE = 512 << 20  # bytes: what was interrupted is freed only once its last stalled write has ended
 _REPOSITORY = Path(__file__).parents[2]
 _ROOT = Path("/mnt")  # where a file system in memory has the folders of the mounts, for these processes only
 _SOCKET, _EXPORT, MOUNTED = _ROOT / "control", _ROOT / "export", _ROOT / "disk"
