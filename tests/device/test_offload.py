@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.offload import stream_weights
+from nvme_ops.offload import stream_weights, swap_params
 from tests.device.kinds import Device
 from tests.offload.models import Tied
 
@@ -51,3 +51,15 @@ def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folde
     assert streamed.to(there) is streamed
     assert all(torch.equal(each.detach().cpu(), value) for each, value in zip(before, values, strict=True))
     streamed.close()
+
+
+def test_a_device_may_be_named_without_its_number(device: Device, folder: Path) -> None:
+    there = device.empty(0).device
+    for where in ("cpu", "meta", there):
+        module = torch.nn.Linear(256, 256, device=where)
+        if where == "cpu":
+            with pytest.raises(ValueError, match="the parameters are on cpu"):
+                swap_params(module, folder, memory_budget="1M", min_bytes=1, device=there.type)
+            continue
+        with swap_params(module, folder, memory_budget="1M", min_bytes=1, device=there.type):
+            assert {each.device for each in module.parameters()} == {there}

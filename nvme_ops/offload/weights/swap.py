@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 
 Path = str | os.PathLike[str]
@@ -172,8 +172,8 @@ def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | 
         raise ValueError(f"the parameters are on {len(devices)} devices, not on one: {names}")
     own = next(iter(devices), torch.device("cpu"))
     if own.type == "meta":
-        return torch.device(device or "cpu")
-    if device is not None and torch.device(device) != own:
+        return device_of(device or "cpu")
+    if device is not None and device_of(device) != own:
         raise ValueError(f"the parameters are on {own}, not on {device}: move the module there")
     return own
 
