@@ -183,7 +183,6 @@ def test_nvme_tune_refuses_a_wrong_sweep(tmp_path: Path, document: object, said:
         (["gpu_io"], "a CUDA GPU|torch.cuda is not available"),
         (["inference", "--budget", "much"], "is not a size"),
         (["tuning", "--size", "16M"], "at least 32M"),
-        (["floor", "--only", "folders"], "--folder twice or more"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

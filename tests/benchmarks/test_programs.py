@@ -52,7 +52,6 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "raw_io start": ("--size 4M --only start", ["start"]),
     "checkpoint": ("--size 64M --state_dict large", list(checkpoint.GROUPS)),
     "fresh_process": ("--size 8M --only locked", ["locked"]),
-    "floor": ("--size 16M --only store demand", ["store"] * 4 + ["demand"]),
     "tuning": ("--size 32M --repetitions 1 --seconds 0.5 --sweep-rounds 1", ["winners", "sweep"]),
     # each net saves more than the budget and what may be on its way, so that something has to be written
     "activations": (
