@@ -191,25 +191,25 @@ def test_a_new_file_has_the_mode_of_all_new_files(tmp_path: Path) -> None:
 
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 TENSORS = {"a": torch.arange(3.0)}
-MISTAKEN: list[tuple[str, bytes | Callable[[Path], object], str]] = [
-    ("a.safetensors", POINTER, "git lfs pull"),
-    ("a.pt", POINTER, "git lfs pull"),
-    ("a.safetensors.index.json", POINTER, "git lfs pull"),
-    ("a.safetensors", lambda path: torch.save(TENSORS, path), r"ends in \.pt"),
-    (
+MISTAKEN: dict[str, tuple[str, bytes | Callable[[Path], object], str]] = {
+    "pointer of Git LFS": ("a.safetensors", POINTER, "git lfs pull"),
+    "pointer for torch": ("a.pt", POINTER, "git lfs pull"),
+    "pointer for an index": ("a.safetensors.index.json", POINTER, "git lfs pull"),
+    "torch": ("a.safetensors", lambda path: torch.save(TENSORS, path), r"ends in \.pt"),
+    "old torch": (
         "a.safetensors",
         lambda path: torch.save(TENSORS, path, _use_new_zipfile_serialization=False),
         r"written by torch\.save.* ends in \.pt",
     ),
-    ("a.pt", lambda path: safetensors.torch.save_file(TENSORS, path), r"ends in \.safetensors"),
-    ("a.safetensors", b"<!DOCTYPE html><html>404</html>", "a web page"),
-    ("a.pt", gzip.compress(bytes(100)), "compressed by gzip"),
-    ("a.bin", b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
-    ("a.safetensors", b"GGUF" + bytes(range(1, 100)), "GGUF"),
-]
+    "safetensors": ("a.pt", lambda path: safetensors.torch.save_file(TENSORS, path), r"ends in \.safetensors"),
+    "web page": ("a.safetensors", b"<!DOCTYPE html><html>404</html>", "a web page"),
+    "gzip": ("a.pt", gzip.compress(bytes(100), mtime=0), "compressed by gzip"),
+    "HDF5": ("a.bin", b"\x89HDF\r\n\x1a\n" + bytes(100), "HDF5"),
+    "GGUF": ("a.safetensors", b"GGUF" + bytes(range(1, 100)), "GGUF"),
+}
 
 
-@pytest.mark.parametrize(("name", "make", "words"), MISTAKEN)
+@pytest.mark.parametrize(("name", "make", "words"), MISTAKEN.values(), ids=MISTAKEN)
 def test_the_error_says_what_it_is(name: str, make: Any, words: str, folder: Path) -> None:
     make(folder / name) if callable(make) else (folder / name).write_bytes(make)
     with pytest.raises(FormatError, match=words) as caught:

@@ -337,3 +337,16 @@ def test_nothing_is_checked_by_an_assertion() -> None:
             elif isinstance(node, ast.Name) and node.id == "__debug__":
                 problems.append(f"{name_of(path)}:{node.lineno}: __debug__, which python -O changes")
     clean(problems)
+
+
+@pytest.mark.slow
+def test_a_test_is_called_the_same_in_every_process() -> None:
+    """Else pytest-xdist ends the run: "Different tests were collected". Times, hashes and addresses are no names."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "-m", ""]
+    runs = [
+        subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PYTHONHASHSEED": seed}, stdout=subprocess.PIPE)
+        for seed in ("1", "2")
+    ]
+    first, second = [set(run.communicate()[0].decode().splitlines()[:-1]) for run in runs]
+    clean(sorted(first ^ second))
+    assert [run.returncode for run in runs] == [0, 0]
