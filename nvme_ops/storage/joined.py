@@ -1,4 +1,4 @@
-"""Several transfers as one, with something to be done when they have ended."""
+"""Several transfers as one, with something to be done when all have ended; checksums of what is written, then read."""
 
 from __future__ import annotations
 
@@ -7,12 +7,18 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
+from nvme_ops.memory.pieces import checksums_anywhere
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
+    from nvme_ops.storage.striped import Piece, StripedSlabs
 
 
 Finish = Callable[..., object]
@@ -167,3 +173,33 @@ def as_operation(joined: JoinedOperation) -> Operation:
 def joined(transfers: list[IoFuture]) -> IoFuture:
     """Returns one future for several transfers, which has ended when all have, with the first failure."""
     return IoFuture(as_operation(JoinedOperation(transfers, lambda _: None)))
+
+
+class Stored(Protocol):
+    """Where bytes are on storage, and their CRC-32C if that is kept."""
+
+    pieces: list[Piece]
+    checksum: int | None
+
+
+def write(
+    slabs: StripedSlabs,
+    stored: Stored,
+    memory: torch.Tensor,
+    transfers: list[IoFuture],
+    priority: Priority,
+    *,
+    checksum: bool,
+) -> None:
+    """Starts to write a contiguous tensor, and computes its ``checksum`` while that is on its way."""
+    slabs.move(stored.pieces, memory, transfers, write=True, priority=priority)
+    if checksum:
+        stored.checksum = checksums_anywhere([memory])[0]
+
+
+def compare(
+    failure: BaseException | None, slabs: StripedSlabs, stored: Stored, memory: torch.Tensor, names: list[str]
+) -> None:
+    """Ends a read: raises ChecksumError, with these names, for other bytes than those that were written."""
+    if failure is None and stored.checksum is not None and checksums_anywhere([memory])[0] != stored.checksum:
+        raise ChecksumError(slabs.paths[stored.pieces[0].folder] if stored.pieces else "", names)

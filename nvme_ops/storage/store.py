@@ -13,14 +13,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense, is_plain
-from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.pool import Pool
-from nvme_ops.storage.joined import JoinedOperation, as_operation
+from nvme_ops.storage.joined import JoinedOperation, as_operation, compare, write
 from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
@@ -250,9 +248,7 @@ class TensorStore:
             transfers: list[IoFuture] = []
             operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
-                self._slabs.move(pieces, source, transfers, write=True, priority=priority)
-                if self._checksums:  # while it is on its way
-                    value.checksum = checksums_anywhere([source])[0]
+                write(self._slabs, value, source, transfers, priority, checksum=self._checksums)
             except BaseException:  # some of it may be on its way
                 operation.asked = True
                 operation.trouble = RuntimeError("the put has raised")  # what it raised would keep its callers' frames
@@ -382,11 +378,8 @@ class TensorStore:
         out: torch.Tensor | None,
     ) -> None:
         """Compares the checksum of what has arrived, and copies it to ``out``."""
-        if failure is not None:
-            return
-        if value.checksum is not None and checksums_anywhere([source])[0] != value.checksum:
-            raise ChecksumError(self._slabs.paths[value.pieces[0].folder] if value.pieces else "", [key])
-        if out is not None:
+        compare(failure, self._slabs, value, source, [key])
+        if failure is None and out is not None:
             copy(out.detach(), target)
 
     def share(self, key: str, target: int, place: int) -> bool:

@@ -22,12 +22,11 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency import Residency
-from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
+from nvme_ops.storage.joined import JoinedOperation, as_operation, compare, joined, write
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
@@ -333,8 +332,6 @@ class Activations(Residency[Unit]):
         try:
             unit.stored = OnStorage(self._files.allocate(unit.nbytes))
             unit.writing = self._submit(unit.stored, memory, Priority.WRITEBACK)
-            if self._checksums:  # while it is on its way
-                unit.stored.checksum = checksums_anywhere([memory])[0]
         except OSError as error:
             unit.writing = None
             self._leave(unit)
@@ -348,18 +345,20 @@ class Activations(Residency[Unit]):
 
     def _submit(self, stored: OnStorage, memory: torch.Tensor, priority: Priority) -> IoFuture:
         """Starts to write memory, or to read it; then its checksum is compared at the end."""
-        write, before = priority is Priority.WRITEBACK, len(stored.transfers)
+        writes, before = priority is Priority.WRITEBACK, len(stored.transfers)
         try:
-            self._files.move(stored.pieces, memory, stored.transfers, write, priority)
+            if writes:
+                write(self._files, stored, memory, stored.transfers, priority, checksum=self._checksums)
+            else:
+                self._files.move(stored.pieces, memory, stored.transfers, False, priority)
         except BaseException:
             for each in stored.transfers[before:]:
                 each.request_cancel()  # nobody will ask how it ended
             raise
         transfers = stored.transfers[before:]
-        if not write and stored.checksum is not None:
-            path = self._files.paths[stored.pieces[0].folder]
-            return IoFuture(as_operation(JoinedOperation(transfers, _compare, stored.checksum, memory, path)))
-        return transfers[0] if len(transfers) == 1 else joined(transfers)
+        if writes or stored.checksum is None:
+            return transfers[0] if len(transfers) == 1 else joined(transfers)
+        return IoFuture(as_operation(JoinedOperation(transfers, compare, self._files, stored, memory, [])))
 
     def _write_some(self, unit: Unit) -> IoFuture | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
@@ -494,12 +493,6 @@ class Activations(Residency[Unit]):
                     self._begin(other, Priority.PREFETCH)
                 except OSError:  # it is raised on demand
                     return
-
-
-def _compare(failure: BaseException | None, checksum: int, memory: torch.Tensor, path: str) -> None:
-    """Raises ChecksumError for other bytes than those that were written."""
-    if failure is None and checksums_anywhere([memory])[0] != checksum:
-        raise ChecksumError(path, [])
 
 
 def _is_full(failure: BaseException | None) -> TypeGuard[OSError]:
