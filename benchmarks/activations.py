@@ -12,8 +12,8 @@ import os
 import statistics
 import time
 import zlib
+from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData
+from nvme_ops.measure.rows import Row, Sample, Unavailable
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.text import GIB, MIB, size_words
@@ -53,16 +53,13 @@ _FIRST = 1  # steps that are not counted
 
 def net_table(run: Run, net: str, scratch: str) -> Table:
     """Measures rows that all train the same net."""
-    given, expected = run.given, list[int]()
+    given, same = run.given, command.Alike("gradients")
     batch = given.batch if net == "convolutional" else given.batch_of_transformer
 
     def train(way: str) -> Sample:
-        job = Job(way, net, _LAYERS[net], batch, _FIRST + given.steps, scratch, given.budget)
-        found = command.work("activations", job)
-        if way == "memory" and not expected:
-            expected.extend(found["gradients"])
-        if expected and found["gradients"] != expected:
-            raise WrongData("gradients differ from those in memory")
+        job = {"way": way, "net": net, "layers": _LAYERS[net], "batch": batch, "steps": _FIRST + given.steps}
+        found = command.work("activations", scratch, given, **job)
+        same.require(found["gradients"], way == "memory")
         names = ("forward", "backward", "moved")
         forward, backward, moved = (statistics.median(found[name][_FIRST:]) for name in names)
         figures = {"forward": forward, "backward": backward}
@@ -106,9 +103,9 @@ def largest_table(run: Run, scratch: str) -> Table:
         try:
             with cgroups.group("memory") as group:
                 group.limit_memory(given.limit)
-                budget, layers = given.budget_of_largest, _LAYERS["largest"]
-                job = Job(way, "convolutional", layers, batch, 1, scratch, budget, group.processes)
-                command.work("activations", job)
+                job = {"way": way, "net": "convolutional", "layers": _LAYERS["largest"], "batch": batch, "steps": 1}
+                more = {"budget": given.budget_of_largest, "group": group.processes}
+                command.work("activations", scratch, given, **job, **more)
         except NotUsable:
             raise Unavailable("no memory cgroup can be made: run it as root") from None
         except Unavailable as error:
@@ -139,21 +136,7 @@ _CHANNELS, _PIXELS = 16, 64  # of the convolutional net
 _WIDTH, _TOKENS, _HEADS = 1024, 256, 16  # of the transformer
 
 
-@dataclass
-class Job:
-    """What is asked of a process."""
-
-    way: str
-    net: str
-    layers: int
-    batch: int
-    steps: int
-    folder: str
-    budget: int
-    group: str = ""  # a cgroup's file cgroup.procs to join once everything is imported
-
-
-def _net(job: Job) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
+def _net(job: Namespace) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
     """Blocks that compute little, or much, for each byte that they keep, and the shape of a sample."""
     if job.net == "transformer":
         blocks: list[torch.nn.Module] = [
@@ -202,7 +185,7 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def _way(job: Job, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], int]]:
+def _way(job: Namespace, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], int]]:
     """The forward pass, and how many bytes were moved so far."""
     if job.way == "memory":
         return net, lambda: 0
@@ -227,7 +210,7 @@ def _way(job: Job, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], t
     return forward, moved
 
 
-def work(job: Job) -> dict[str, Any]:
+def work(job: Namespace) -> dict[str, Any]:
     """Trains a net; returns what each step took, and what became of it."""
     torch.manual_seed(1)
     net, shape = _net(job)

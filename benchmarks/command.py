@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib
 import json
 import os
@@ -23,7 +22,7 @@ from typing import Any
 
 from nvme_ops.arguments import command_line, listed, positive, size
 from nvme_ops.measure import files, machine, stop
-from nvme_ops.measure.rows import Row, Unavailable, interleave
+from nvme_ops.measure.rows import Row, Unavailable, WrongData, interleave
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Table, add_outputs, as_json, as_text, check_outputs, deliver, show_progress
 from nvme_ops.text import MIB, size_words
@@ -204,16 +203,36 @@ def in_new_process(program: str, *words: str, folder: str | None = None, **varia
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def work(module: str, job: Any) -> dict[str, Any]:
-    """What ``benchmarks.MODULE.work(job)`` returns in a process of its own, which has an empty folder in job's."""
+def work(module: str, folder: str, given: Namespace, **more: object) -> dict[str, Any]:
+    """What ``benchmarks.MODULE.work(job)`` returns in a process of its own; ``job.folder`` is a new one in ``folder``.
+
+    ``job`` has the flags, and ``more``; ``job.group`` is a cgroup's file cgroup.procs to join.
+    """
     program = (
-        f"import json, sys; from benchmarks import {module} as worker\n"
-        "print(json.dumps(worker.work(worker.Job(**json.loads(sys.argv[1])))))"
+        "import argparse, json, sys\n"
+        f"from benchmarks.{module} import work\n"
+        "print(json.dumps(work(argparse.Namespace(**json.loads(sys.argv[1])))))"
     )
-    with tempfile.TemporaryDirectory(dir=job.folder) as folder:
-        words = json.dumps(dataclasses.asdict(dataclasses.replace(job, folder=folder)))
-        found: dict[str, Any] = in_new_process(program, words, folder=folder)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        words = json.dumps({"group": "", **vars(given), **more, "folder": place})
+        found: dict[str, Any] = in_new_process(program, words, folder=place)
     return found
+
+
+class Alike:
+    """Processes that must find what the one that works in memory has found."""
+
+    def __init__(self, what: str) -> None:
+        self._what, self._expected = what, list[Any]()
+
+    def require(self, found: list[Any], in_memory: bool) -> None:
+        """Raises WrongData for anything else."""
+        if in_memory and not self._expected:
+            self._expected = found
+        if self._expected and found != self._expected:
+            pairs = enumerate(zip(found, self._expected, strict=True))
+            first = next(step for step, (mine, other) in pairs if mine != other)
+            raise WrongData(f"{self._what} differ from those of the model in memory, first in step {first}")
 
 
 # What such a process knows of itself

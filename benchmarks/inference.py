@@ -34,7 +34,7 @@ from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable, require_space
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, spread
+from nvme_ops.measure.rows import Row, Sample, Unavailable, spread
 from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB, size_words
 
@@ -135,7 +135,7 @@ class Work:
     scratch: str
     batch: int
     given: Namespace
-    expected: list[list[int]] = field(default_factory=list)  # the tokens of the model in memory
+    same: command.Alike = field(default_factory=lambda: command.Alike("tokens"))
     said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def decode(self, each: Contender) -> Sample:
@@ -150,19 +150,10 @@ class Work:
                     made = stack.enter_context(cgroups.group("memory"))
                     made.limit_memory(each.budget + _SPARE)
                     group = made.processes
-            given = self.given
-            found = command.work(
-                "inference",
-                Job(each.load, self.model, self.scratch, each.budget, self.batch, given.steps, given.prompt,
-                    not given.warm, group),
-            )  # fmt: skip
+            job = {"row": each.load, "model": self.model, "budget": each.budget, "batch": self.batch, "group": group}
+            found = command.work("inference", self.scratch, self.given, **job)
         self.said.setdefault(each.name, []).append(found)
-        if each.name == MEMORY and not self.expected:
-            self.expected = found["tokens"]
-        if self.expected and found["tokens"] != self.expected:
-            pairs = enumerate(zip(found["tokens"], self.expected, strict=True))
-            first = next(step for step, (mine, other) in pairs if mine != other)
-            raise WrongData(f"tokens differ from those of the model in memory, first in step {first}")
+        self.same.require(found["tokens"], each.name == MEMORY)
         middle = spread(found["steps"])
         figures = {name: found[name] for name in ("first token", "load", "read per step", "while decoding")}
         step = middle.median if middle else 0.0
@@ -203,23 +194,8 @@ _PAGEOUT = 21  # MADV_PAGEOUT
 _PAGE = 4096
 
 
-@dataclass(frozen=True)
-class Job:
-    """What a process does; ``Contender`` says which of them takes what."""
-
-    row: str
-    model: str  # folder with config.json and model.safetensors
-    folder: str  # empty folder on the same device, for what a row writes
-    budget: int  # bytes of weights in memory
-    batch: int
-    steps: int  # timed
-    prompt: int  # tokens
-    cold: bool  # whether the files are dropped from the page cache before each forward
-    group: str = ""  # a cgroup's file cgroup.procs to join once everything is imported
-
-
 @torch.no_grad()
-def work(job: Job) -> dict[str, Any]:
+def work(job: Namespace) -> dict[str, Any]:
     """Decodes. Times in seconds, bytes beyond what the imports took, tokens by step and row."""
     for name in ("transformers", "transformers.models.llama.modeling_llama", *_LOADS[job.row][1]):
         importlib.import_module(name)
@@ -241,7 +217,7 @@ def work(job: Job) -> dict[str, Any]:
     seconds, read = [], []
     _reset_peak()
     for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
-        if job.cold and job.row != "memory" and not job.group:  # whose limit does it
+        if not job.warm and job.row != "memory" and not job.group:  # whose limit does it
             if job.row == "mapped":
                 _page_out(model)
             command.forget(job.model, job.folder)
@@ -277,40 +253,40 @@ def _reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
-def _mapped(job: Job) -> Any:
+def _mapped(job: Namespace) -> Any:
     """What ``from_pretrained`` alone does on a CPU: the weights are views of the mapped file."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(job.model)
 
 
-def _memory(job: Job) -> Any:
+def _memory(job: Namespace) -> Any:
     model = _mapped(job)
     for weight in model.parameters():
         weight.data = weight.data.clone()
     return model
 
 
-def _pretrained(job: Job) -> Any:
+def _pretrained(job: Namespace) -> Any:
     from nvme_ops import offload
 
     return offload.from_pretrained(job.model, memory_budget=job.budget)
 
 
-def _stream_weights(job: Job) -> Any:
+def _stream_weights(job: Namespace) -> Any:
     from nvme_ops import offload
 
     return offload.stream_weights(_mapped(job), job.folder, memory_budget=job.budget)
 
 
-def _disk_offload(job: Job) -> Any:
+def _disk_offload(job: Namespace) -> Any:
     """Everything on disk: a file for each weight, which is mapped when its module runs."""
     import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     return accelerate.disk_offload(_mapped(job), job.folder)
 
 
-def _dispatch(job: Job) -> Any:
+def _dispatch(job: Namespace) -> Any:
     """As many layers in memory as fit the budget; the others are read from the safetensors file, none is written."""
     import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -325,7 +301,7 @@ def _dispatch(job: Job) -> Any:
     ).eval()  # fmt: skip
 
 
-def _disk_map(job: Job) -> Any:
+def _disk_map(job: Namespace) -> Any:
     """The same through transformers."""
     from transformers import AutoModelForCausalLM
 
@@ -333,7 +309,7 @@ def _disk_map(job: Job) -> Any:
     return AutoModelForCausalLM.from_pretrained(job.model, device_map="auto", **options)
 
 
-def _zero_tuned(job: Job) -> Any:
+def _zero_tuned(job: Namespace) -> Any:
     """With as many buffers as the budget allows, each of which has to hold the largest weight, and larger requests.
 
     Weights that persist are left out: on a CPU each of them keeps a buffer for good, and the buffers run out.
@@ -349,7 +325,7 @@ def _zero_tuned(job: Job) -> Any:
     return _zero(job, {"buffer_count": buffers, "buffer_size": largest}, stage, aio)
 
 
-def _zero(job: Job, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
+def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
     """ZeRO-Inference, as its documentation sets it up: every process first writes the weights to files of its own."""
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -373,7 +349,7 @@ def _zero(job: Job, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
 
 
 _OURS, _THEIRS, _ZERO = ("nvme_ops.offload",), ("accelerate",), ("deepspeed", "deepspeed.ops.op_builder")
-_LOADS: dict[str, tuple[Callable[[Job], Any], tuple[str, ...]]] = {  # with what is imported before
+_LOADS: dict[str, tuple[Callable[[Namespace], Any], tuple[str, ...]]] = {  # with what is imported before
     "memory": (_memory, ()),
     "pretrained": (_pretrained, _OURS),
     "stream_weights": (_stream_weights, _OURS),

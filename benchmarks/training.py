@@ -16,7 +16,6 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -139,19 +138,19 @@ def backward_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) 
 def engine_table(scratch: str, given: Namespace, _: contextlib.ExitStack) -> Table:
     """All train the same model, and must find the losses of the one in memory."""
     blocks = max(1, given.size // (2 * 4 * WIDTH * INNER))
-    batch, expected = given.batch_of_engines, list[float]()
+    batch, same = given.batch_of_engines, command.Alike("losses")
 
     def train(engine: str, parameters: bool) -> Sample:
         if engine.startswith("deepspeed") and (given.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
             raise Unavailable("left out" if given.no_deepspeed else "not installed: pip install deepspeed")
-        job = Job(engine, scratch, blocks, batch, _FIRST + given.steps, parameters, given.budget)
-        found = command.work("training", job)
-        if engine == "memory" and not expected:
-            expected.extend(found["losses"])
-        if expected and found["losses"] != expected:
+        job = {"engine": engine, "blocks": blocks, "batch": batch, "steps": _FIRST + given.steps}
+        found = command.work("training", scratch, given, **job, parameters=parameters)
+        try:
+            same.require(found["losses"], engine == "memory")
+        except WrongData:
             if engine == "deepspeed":
-                raise Unavailable("other losses than in memory: see docs/deepspeed.md")
-            raise WrongData(f"losses {found['losses']} are not those of the model in memory, {expected}")
+                raise Unavailable("other losses than in memory: see docs/deepspeed.md") from None
+            raise
         figures = {name: statistics.median(values[_FIRST:]) for name, values in found["figures"].items()}
         seconds = figures["forward"] + figures["backward"] + figures["optimizer"]
         return Sample(seconds, batch, peak_bytes=found["peak_bytes"], figures=figures)
@@ -177,19 +176,6 @@ _ENGINES = {
 Phases = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Any], Callable[[], Any]]
 
 
-@dataclass
-class Job:
-    """What is asked of a process."""
-
-    engine: str
-    folder: str
-    blocks: int
-    batch: int
-    steps: int
-    parameters: bool  # whether these are on storage, not the states of the optimizer alone
-    budget: int  # for parameters, and for states
-
-
 class Block(torch.nn.Module):
     """Two matrices of 16.8 million parameters, from (batch, WIDTH) to the same."""
 
@@ -212,11 +198,11 @@ def _plain(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: st
     return lambda x: module(x.to(device)).square().mean(), torch.Tensor.backward, step
 
 
-def _memory(module: torch.nn.Module, _: Job, __: contextlib.ExitStack) -> Phases:
+def _memory(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> Phases:
     return _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS))
 
 
-def _cpu_offload(module: torch.nn.Module, _: Job, __: contextlib.ExitStack) -> Phases:
+def _cpu_offload(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> Phases:
     """FSDP2 with all in host memory, which is what offloading to storage is compared with on a GPU."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -233,7 +219,7 @@ def _cpu_offload(module: torch.nn.Module, _: Job, __: contextlib.ExitStack) -> P
     return _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS), there)
 
 
-def _nvme_ops(module: torch.nn.Module, job: Job, stack: contextlib.ExitStack) -> Phases:
+def _nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitStack) -> Phases:
     options: dict[str, Any] = {"memory_budget": job.budget, **_OPTIONS}
     if job.parameters:
         torch.manual_seed(1)
@@ -243,7 +229,7 @@ def _nvme_ops(module: torch.nn.Module, job: Job, stack: contextlib.ExitStack) ->
     return _plain(module, stack.enter_context(optimizer))
 
 
-def _deepspeed(module: torch.nn.Module, job: Job, _: contextlib.ExitStack) -> Phases:
+def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
     """ZeRO stage 3, on its own op."""
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
     import deepspeed as engine_module  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -269,7 +255,7 @@ def _deepspeed(module: torch.nn.Module, job: Job, _: contextlib.ExitStack) -> Ph
     return lambda x: engine(x).square().mean(), engine.backward, engine.step
 
 
-def _deepspeed_on_nvme_ops(module: torch.nn.Module, job: Job, stack: contextlib.ExitStack) -> Phases:
+def _deepspeed_on_nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitStack) -> Phases:
     from nvme_ops.integrations import deepspeed
 
     deepspeed.install()
@@ -280,7 +266,7 @@ _PHASES = {"memory": _memory, "cpu_offload": _cpu_offload, "nvme_ops": _nvme_ops
            "deepspeed on nvme_ops": _deepspeed_on_nvme_ops}  # fmt: skip
 
 
-def work(job: Job) -> dict[str, Any]:
+def work(job: Namespace) -> dict[str, Any]:
     """Trains the same model for each engine; returns what each step took, and what became of it."""
     names = ("forward", "backward", "optimizer", "read per step", "written per step")
     figures: dict[str, list[float]] = {name: [] for name in names}

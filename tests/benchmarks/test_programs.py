@@ -212,7 +212,7 @@ def test_other_results_than_in_memory_are_told(
     phases = {name: [1.0, 1.0] for name in ("forward", "backward", "moved", "optimizer", "steps")}
     plain = dict.fromkeys(("peak_bytes", "first token", "load", "read per step", "while decoding"), 1.0)
     said = iter([[[1], [2]], [[1], [2]], [[1], [3]]])
-    monkeypatch.setattr(command, "work", lambda *_: {**plain, **phases, "figures": phases, answers: next(said)})
+    monkeypatch.setattr(command, "work", lambda *_, **__: {**plain, **phases, "figures": phases, answers: next(said)})
     memory, other, *_ = make(folder, monkeypatch)
     assert memory.run().seconds > 0
     assert other.run().amount > 0

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import weakref
+from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,6 @@ import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks import command
-from benchmarks.activations import Job
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
@@ -119,7 +119,8 @@ def test_memory_is_bounded_and_reads_are_ahead(folder: Path) -> None:
 def test_what_is_freed_serves_the_next_tensors(batch: int, folder: Path) -> None:
     """Of sizes that allocators find awkward: each layer saves two tensors of a quarter MiB a sample."""
     budget = 16 * MIB
-    found = command.work("activations", Job("nvme", "convolutional", 96, batch, 1, str(folder), budget))
+    job = {"way": "nvme", "net": "convolutional", "layers": 96, "batch": batch, "steps": 1, "budget": budget}
+    found = command.work("activations", str(folder), Namespace(), **job)
     assert found["moved"][0] > 2 * 96 * 2 * batch * MIB // 4 * 0.8
     assert found["peak_bytes"] < budget + 144 * MIB
 
