@@ -1,6 +1,9 @@
 // Distinguishes a process from its parent. Threads and rings do not survive a fork; their owners compare generations.
 #pragma once
 
+#include <atomic>
+#include <memory>
+
 namespace nvme_ops {
 
 // Returns how many forks lie between this process and the one that loaded the op.
@@ -9,5 +12,22 @@ unsigned long fork_generation() noexcept;
 // Marks a descriptor to be closed in a forked child before the program goes on: a daemon that closes all descriptors
 // and opens its own must not get a number that we still use. Takes no lock and allocates nothing.
 void close_at_fork(int fd, bool close) noexcept;
+
+// One object per process, for objects that own threads: a forked child has none of them and makes its own object.
+// Never destroyed. A child leaves its parent's object untouched, whoever may hold its locks.
+template <class Object>
+Object& of_this_process() {
+  struct Owned {
+    Object object;
+    const unsigned long generation = fork_generation();
+  };
+  static std::atomic<Owned*> current{nullptr};
+  Owned* known = current.load();
+  while (known == nullptr || known->generation != fork_generation()) {
+    auto fresh = std::make_unique<Owned>();
+    if (current.compare_exchange_strong(known, fresh.get())) known = fresh.release();
+  }
+  return known->object;
+}
 
 }  // namespace nvme_ops

@@ -7,10 +7,7 @@
 #include "backends/registry.h"
 #include "base/crc.h"
 #include "base/error.h"
-#include "binding/async_io_functions.h"
-#include "binding/buffer.h"
 #include "binding/device_path.h"
-#include "binding/engine_type.h"
 #include "binding/memory.h"
 #include "binding/module.h"
 #include "binding/python.h"
@@ -78,12 +75,7 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
         found[i] = checksum(kind, memories[i].data, memories[i].bytes);
       }
     }
-    Ref list = checked(PyList_New(static_cast<Py_ssize_t>(found.size())));
-    for (std::size_t i = 0; i < found.size(); ++i) {
-      Ref number = checked(PyLong_FromUnsignedLong(found[i]));
-      if (PyList_SetItem(list.get(), static_cast<Py_ssize_t>(i), number.release()) != 0) throw PythonError();
-    }
-    return list.release();
+    return list_of(found, [](std::uint32_t number) { return checked(PyLong_FromUnsignedLong(number)); }).release();
   });
 }
 
@@ -167,9 +159,6 @@ PyMethodDef functions[] = {
     {"shut_down", shut_down, METH_NOARGS, "shut_down(). Finishes all operations and ends all threads; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition{
-    PyModuleDef_HEAD_INIT, "async_io", "Asynchronous tensor I/O.", -1, functions, nullptr, nullptr, nullptr, nullptr};
-
 class BouncePath final : public DevicePath {
   void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
                 const Interrupted& interrupted) override {
@@ -189,7 +178,7 @@ std::shared_ptr<DevicePath> make_device_path(const EngineOptions&) {
 PyMODINIT_FUNC PyInit_async_io() {
   using namespace nvme_ops;
   return guarded([]() -> PyObject* {
-    Ref module(make_module(&definition, "nvme_ops.handle"));
+    Ref module(make_module("async_io", "Asynchronous tensor I/O.", functions, "nvme_ops.handle"));
     add_buffer_type(module.get());
     return module.release();
   });

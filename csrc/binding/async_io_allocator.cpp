@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "base/limits.h"
-#include "binding/async_io_functions.h"
+#include "binding/module.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
 

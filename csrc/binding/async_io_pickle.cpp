@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string>
 
-#include "binding/async_io_functions.h"
+#include "binding/module.h"
 #include "binding/python.h"
 
 namespace nvme_ops {

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "binding/async_io_functions.h"
+#include "binding/module.h"
 #include "binding/python.h"
 #include "binding/tensor.h"
 

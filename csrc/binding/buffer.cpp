@@ -1,5 +1,4 @@
-#include "binding/buffer.h"
-
+#include <Python.h>
 #include <errno.h>
 #include <structmember.h>
 #include <sys/mman.h>
@@ -10,6 +9,7 @@
 
 #include "base/error.h"
 #include "base/limits.h"
+#include "binding/module.h"
 #include "binding/python.h"
 #include "engine/buffer_pool.h"
 #include "engine/collapse.h"
@@ -101,21 +101,12 @@ PyMemberDef buffer_members[] = {
     {"__weaklistoffset__", T_PYSSIZET, offsetof(BufferObject, weak_references), READONLY, nullptr},
     {nullptr, 0, 0, 0, nullptr}};
 
-PyType_Slot buffer_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(buffer_create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(buffer_deallocate)},
-    {Py_tp_methods, buffer_methods},
-    {Py_tp_members, buffer_members},
-    {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
-    {Py_tp_doc, const_cast<char*>("Buffer(bytes). Huge-page memory; returns to the pool when freed.")},
-    {0, nullptr}};
-
-PyType_Spec buffer_spec{"async_io.Buffer", sizeof(BufferObject), 0, Py_TPFLAGS_DEFAULT, buffer_slots};
-
 }  // namespace
 
 void add_buffer_type(PyObject* module) {
-  add_type(module, &buffer_spec);
+  add_type(module, "async_io.Buffer", sizeof(BufferObject),
+           "Buffer(bytes). Huge-page memory; returns to the pool when freed.", buffer_create, buffer_deallocate,
+           buffer_methods, {{Py_tp_members, buffer_members}, {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}});
 }
 
 }  // namespace nvme_ops

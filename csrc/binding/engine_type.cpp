@@ -1,5 +1,3 @@
-#include "binding/engine_type.h"
-
 #include <algorithm>
 #include <chrono>
 #include <set>
@@ -9,8 +7,8 @@
 #include "base/limits.h"
 #include "binding/bound_engine.h"
 #include "binding/memory.h"
+#include "binding/module.h"
 #include "binding/operation.h"
-#include "binding/pending.h"
 #include "binding/python.h"
 #include "binding/transfer_builder.h"
 #include "engine/endings.h"
@@ -208,21 +206,12 @@ PyMethodDef engine_methods[] = {
     {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot engine_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(engine_create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(engine_deallocate)},
-    {Py_tp_methods, engine_methods},
-    {Py_tp_doc,
-     const_cast<char*>(
-         "Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache, experience=None).")},
-    {0, nullptr}};
-
-PyType_Spec engine_spec{"nvme_ops.Engine", sizeof(EngineObject), 0, Py_TPFLAGS_DEFAULT, engine_slots};
-
 }  // namespace
 
 void add_engine_type(PyObject* module) {
-  add_type(module, &engine_spec);
+  add_type(module, "nvme_ops.Engine", sizeof(EngineObject),
+           "Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache, experience=None).",
+           engine_create, engine_deallocate, engine_methods);
 }
 
 PyObject* endings(PyObject*, PyObject*) {

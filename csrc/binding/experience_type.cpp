@@ -38,16 +38,6 @@ Ref from_tool(const Tool& tool) {
                                static_cast<int>(tool.cache)));
 }
 
-template <class Values, class Convert>
-Ref list_of(const Values& values, Convert&& convert) {
-  Ref list = checked(PyList_New(0));
-  for (const auto& value : values) {
-    const Ref item = convert(value);
-    if (PyList_Append(list.get(), item.get()) != 0) throw PythonError();
-  }
-  return list;
-}
-
 PyObject* entries(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     const Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
@@ -131,14 +121,6 @@ PyMethodDef experience_methods[] = {
      "restore(fields, tools, costs, chosen, usual, transfers). Adds a class that entries() told of before."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot experience_slots[] = {{Py_tp_new, reinterpret_cast<void*>(experience_create)},
-                                  {Py_tp_dealloc, reinterpret_cast<void*>(experience_deallocate)},
-                                  {Py_tp_methods, experience_methods},
-                                  {Py_tp_doc, const_cast<char*>("Experience(first, lanes, fixed, cufile, frozen).")},
-                                  {0, nullptr}};
-
-PyType_Spec experience_spec{"nvme_ops.Experience", sizeof(ExperienceObject), 0, Py_TPFLAGS_DEFAULT, experience_slots};
-
 }  // namespace
 
 Sample::Flight::Flight(std::shared_ptr<Learner> learner, Priority priority, std::uint64_t bytes)
@@ -205,7 +187,9 @@ std::shared_ptr<Learner> learner_of(PyObject* object) {
 }
 
 void add_experience_type(PyObject* module) {
-  experience_class = add_type(module, &experience_spec);
+  experience_class = add_type(module, "nvme_ops.Experience", sizeof(ExperienceObject),
+                              "Experience(first, lanes, fixed, cufile, frozen).", experience_create,
+                              experience_deallocate, experience_methods);
 }
 
 }  // namespace nvme_ops

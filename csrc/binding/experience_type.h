@@ -14,7 +14,6 @@
 #include "base/fork.h"
 #include "binding/memory.h"
 #include "engine/experience.h"
-#include "engine/in_flight.h"
 #include "engine/outcome.h"
 
 namespace nvme_ops {

@@ -86,20 +86,10 @@ PyMethodDef functions[] = {
      "shut_down(). Finishes all operations, ends all threads, closes cuFile; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyModuleDef definition{PyModuleDef_HEAD_INIT,
-                       "gds",
-                       "Tensors on a GPU through cuFile.",
-                       -1,
-                       functions,
-                       nullptr,
-                       nullptr,
-                       nullptr,
-                       nullptr};
-
 }  // namespace
 }  // namespace nvme_ops
 
 PyMODINIT_FUNC PyInit_gds() {
   using namespace nvme_ops;
-  return guarded([] { return make_module(&definition, "nvme_ops.gds"); });
+  return guarded([] { return make_module("gds", "Tensors on a GPU through cuFile.", functions, "nvme_ops.gds"); });
 }

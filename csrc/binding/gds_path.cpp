@@ -8,7 +8,6 @@
 #include <string>
 #include <vector>
 
-#include "backends/cufile.h"
 #include "backends/cufile_driver.h"
 #include "base/error.h"
 #include "base/limits.h"

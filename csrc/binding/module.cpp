@@ -1,10 +1,8 @@
 #include "binding/module.h"
 
-#include "binding/engine_type.h"
 #include "binding/experience_type.h"
 #include "binding/open_file.h"
 #include "binding/operation.h"
-#include "binding/pending.h"
 #include "binding/python.h"
 #include "binding/tensor.h"
 
@@ -30,8 +28,9 @@ void run_at_exit(PyObject* module) {
 
 }  // namespace
 
-PyObject* make_module(PyModuleDef* definition, const char* interface) {
-  Ref module = checked(PyModule_Create(definition));
+PyObject* make_module(const char* name, const char* doc, PyMethodDef* functions, const char* interface) {
+  static PyModuleDef definition{PyModuleDef_HEAD_INIT, name, doc, -1, functions, nullptr, nullptr, nullptr, nullptr};
+  Ref module = checked(PyModule_Create(&definition));
   find_tensor_class();
   for (const auto add :
        {add_engine_type, add_operation_type, add_pending_type, add_open_file_type, add_experience_type}) {

@@ -1,4 +1,5 @@
-// What the modules of all ops have in common.
+// The modules of both ops, and what each file of the binding adds to them: types, and functions that async_io.cpp lists
+// and explains.
 #pragma once
 
 #include <Python.h>
@@ -7,9 +8,41 @@ namespace nvme_ops {
 
 // Makes a module with the types Engine and Operation, whose function `shut_down` runs at exit, and which re-exports
 // everything in `__all__` of the Python module `interface`. Throws PythonError.
-PyObject* make_module(PyModuleDef* definition, const char* interface);
+PyObject* make_module(const char* name, const char* doc, PyMethodDef* functions, const char* interface);
 
 // shut_down(): finishes all operations and ends all threads.
 PyObject* shut_down(PyObject*, PyObject*);
+
+// `async_io.Buffer`: pool memory with the buffer protocol, from which torch.frombuffer makes tensors that keep it
+// alive.
+void add_buffer_type(PyObject* module);
+
+// `async_io.Engine`, and functions for those who wait until memory is released.
+void add_engine_type(PyObject* module);
+PyObject* endings(PyObject*, PyObject*);
+PyObject* note_ending(PyObject*, PyObject*);
+PyObject* wait_for_ending(PyObject*, PyObject* arguments);
+// Finishes the operations of every engine and ends their threads, before the interpreter exits.
+void shut_down_engines();
+
+// The asynchronous operations that a handle's wait() has to wait for.
+void add_pending_type(PyObject* module);
+// Removes `operation` from `pending`, even while a Python error is set.
+void remove_pending(PyObject* pending, PyObject* operation);
+
+PyObject* allocate_from_pool(PyObject*, PyObject* begin);
+
+// Checks a pickle before Python's own reader reads it, which trusts every number in it.
+PyObject* scan_pickle(PyObject*, PyObject* arguments);
+
+// Many tensors in one call, for checkpoints of thousands of small ones.
+PyObject* overlapping(PyObject*, PyObject* tensors);
+PyObject* set_storage_offsets(PyObject*, PyObject* arguments);
+// Each tensor is one-dimensional over all of its part. They keep the memory alive; none of them can be resized.
+PyObject* set_parts(PyObject*, PyObject* arguments);
+PyObject* set_storages(PyObject*, PyObject* arguments);
+
+PyObject* deny_memory(PyObject*, PyObject* arguments);
+PyObject* share_version(PyObject*, PyObject* arguments);
 
 }  // namespace nvme_ops

@@ -96,21 +96,14 @@ PyMethodDef open_file_methods[] = {
     {"close", close, METH_NOARGS, "close(). Closes it after its transfers; raises a failed close. Safe to call again."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot open_file_slots[] = {
-    {Py_tp_new, reinterpret_cast<void*>(open_file_create)},
-    {Py_tp_dealloc, reinterpret_cast<void*>(open_file_deallocate)},
-    {Py_tp_methods, open_file_methods},
-    {Py_tp_getset, open_file_properties},
-    {Py_tp_doc, const_cast<char*>("OpenFile(fd, padded=False). A file that stays open. "
-                                  "Padded: writes may overwrite the rest of their last page.")},
-    {0, nullptr}};
-
-PyType_Spec open_file_spec{"nvme_ops.OpenFile", sizeof(OpenFileObject), 0, Py_TPFLAGS_DEFAULT, open_file_slots};
-
 }  // namespace
 
 void add_open_file_type(PyObject* module) {
-  open_file_type = add_type(module, &open_file_spec);
+  open_file_type =
+      add_type(module, "nvme_ops.OpenFile", sizeof(OpenFileObject),
+               "OpenFile(fd, padded=False). A file that stays open. "
+               "Padded: writes may overwrite the rest of their last page.",
+               open_file_create, open_file_deallocate, open_file_methods, {{Py_tp_getset, open_file_properties}});
 }
 
 bool is_open_file(PyObject* object) {

@@ -214,14 +214,6 @@ PyMethodDef operation_methods[] = {
      "add_callback(callable). Calls it without arguments, on the thread for callbacks, once done."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot operation_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(operation_deallocate)},
-                                 {Py_tp_methods, operation_methods},
-                                 {Py_tp_doc, const_cast<char*>("A submitted transfer.")},
-                                 {0, nullptr}};
-
-PyType_Spec operation_spec{"nvme_ops.Operation", sizeof(OperationObject), 0,
-                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, operation_slots};
-
 PyTypeObject* operation_type = nullptr;
 
 }  // namespace
@@ -237,7 +229,8 @@ void set_operation(PyObject* object, std::shared_ptr<Operation> operation) {
 }
 
 void add_operation_type(PyObject* module) {
-  operation_type = add_type(module, &operation_spec);
+  operation_type = add_type(module, "nvme_ops.Operation", sizeof(OperationObject), "A submitted transfer.", nullptr,
+                            operation_deallocate, operation_methods);
 }
 
 void stop_callbacks() {

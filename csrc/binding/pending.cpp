@@ -1,6 +1,5 @@
-#include "binding/pending.h"
-
 #include "base/fork.h"
+#include "binding/module.h"
 #include "binding/python.h"
 
 namespace nvme_ops {
@@ -109,15 +108,6 @@ PyMethodDef pending_methods[] = {
      "wait() -> int. Waits for all and returns how many; raises their first failure once all have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
-PyType_Slot pending_slots[] = {{Py_tp_new, reinterpret_cast<void*>(pending_create)},
-                               {Py_tp_dealloc, reinterpret_cast<void*>(pending_deallocate)},
-                               {Py_tp_methods, pending_methods},
-                               {Py_mp_length, reinterpret_cast<void*>(length)},
-                               {Py_tp_doc, const_cast<char*>("Pending(). Operations to wait for.")},
-                               {0, nullptr}};
-
-PyType_Spec pending_spec{"nvme_ops.Pending", sizeof(PendingObject), 0, Py_TPFLAGS_DEFAULT, pending_slots};
-
 }  // namespace
 
 void remove_pending(PyObject* pending, PyObject* operation) {
@@ -128,7 +118,8 @@ void remove_pending(PyObject* pending, PyObject* operation) {
 }
 
 void add_pending_type(PyObject* module) {
-  add_type(module, &pending_spec);
+  add_type(module, "nvme_ops.Pending", sizeof(PendingObject), "Pending(). Operations to wait for.", pending_create,
+           pending_deallocate, pending_methods, {{Py_mp_length, reinterpret_cast<void*>(length)}});
 }
 
 }  // namespace nvme_ops

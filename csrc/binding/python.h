@@ -6,6 +6,7 @@
 #include <unistd.h>
 
 #include <exception>
+#include <initializer_list>
 #include <new>
 #include <string>
 #include <system_error>
@@ -56,6 +57,17 @@ inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
   return checked(tuple);
 }
 
+// A list of what `convert`, which returns a Ref, makes of each value.
+template <class Values, class Convert>
+Ref list_of(const Values& values, Convert&& convert) {
+  Ref list = checked(PyList_New(0));
+  for (const auto& value : values) {
+    const Ref item = convert(value);
+    if (PyList_Append(list.get(), item.get()) != 0) throw PythonError();
+  }
+  return list;
+}
+
 // The name of an object's type, for messages.
 std::string type_name(PyObject* object);
 
@@ -70,8 +82,10 @@ inline void free_object(PyObject* self) {
   Py_DECREF(type);
 }
 
-// Makes a type and adds it to a module; throws PythonError. The type lives as long as the module.
-PyTypeObject* add_type(PyObject* module, PyType_Spec* spec);
+// Makes a type and adds it to a module; throws PythonError. The type lives as long as the module. Without `create` only
+// `new_object` makes objects of it.
+PyTypeObject* add_type(PyObject* module, const char* name, std::size_t bytes, const char* doc, newfunc create,
+                       destructor deallocate, PyMethodDef* methods, std::initializer_list<PyType_Slot> more = {});
 
 [[noreturn]] inline void raise_type_error(const std::string& message) {
   PyErr_SetString(PyExc_TypeError, message.c_str());

@@ -12,7 +12,6 @@
 
 #include "base/fork.h"
 #include "base/limits.h"
-#include "base/per_process.h"
 #include "base/thread.h"
 
 namespace nvme_ops {

@@ -7,7 +7,7 @@
 #include <cstdint>
 #include <mutex>
 
-#include "base/per_process.h"
+#include "base/fork.h"
 
 namespace nvme_ops {
 

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "base/fork.h"
-#include "base/per_process.h"
 #include "base/thread.h"
 
 namespace nvme_ops {

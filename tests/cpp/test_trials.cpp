@@ -4,7 +4,6 @@
 
 #include "check.h"
 #include "engine/experience.h"
-#include "engine/in_flight.h"
 #include "engine/trials.h"
 #include "support.h"
 
