@@ -35,12 +35,20 @@ struct Verdict {
 // Called with the mutex held, from any lane. What is not set does what a perfect kernel would.
 struct Script {
   std::mutex mutex;
-  std::function<Verdict(const Request&, bool direct)> judge;
+  using Judge = std::function<Verdict(const Request&, bool direct)>;
+  Judge judge;
   std::function<std::size_t(std::size_t offered)> take;
   std::function<int()> breaks;                              // before each reap(): the errno of a queue that has failed
   std::function<std::size_t(std::size_t finished)> choose;  // which of those that are finished is told first
   std::function<void()> before_open;                        // may throw IoError
   bool registers = true;
+
+  // Looks or changes something while lanes are at work.
+  template <class Action>
+  auto safely(Action&& action) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return action(*this);
+  }
 
   // What the engine did.
   unsigned long requests = 0, opened = 0, registered = 0, through_registered = 0, refused_registrations = 0;

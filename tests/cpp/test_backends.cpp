@@ -1,7 +1,5 @@
 // Every backend that is usable here, through the interface that the engine uses.
 #include <pthread.h>
-#include <signal.h>
-#include <sys/time.h>
 
 #include <set>
 
@@ -143,38 +141,6 @@ TEST(a_reap_with_nothing_to_collect_returns) {
     CHECK_EQUAL(queue->reap(&completion, 1, 1, milliseconds(10)), std::size_t{0});
     CHECK_EQUAL(queue->reap(&completion, 1, 1, milliseconds(0)), std::size_t{0});
   });
-}
-
-TEST(a_storm_of_signals_loses_nothing) {
-  struct sigaction action{}, before{};
-  action.sa_handler = [](int) {};
-  ::sigaction(SIGPROF, &action, &before);  // without SA_RESTART
-  const itimerval storm{{0, 300}, {0, 300}}, calm{};
-  on_every_backend([&](const Backend& backend) {
-    ::setitimer(ITIMER_PROF, &storm, nullptr);
-    for (int round = 0; round < 5; ++round) round_trip(backend, 4, round % 2 == 1, true);
-    ::setitimer(ITIMER_PROF, &calm, nullptr);
-  });
-  ::sigaction(SIGPROF, &before, nullptr);
-}
-
-TEST(backends_are_chosen_by_name) {
-  ::unsetenv("NVME_OPS_BACKEND");
-  const auto failure = check::failure_of([] { choose_backends("nonsense"); });
-  CHECK_FAILURE(failure, Argument, 0, "backend='nonsense' is not one of auto, io_uring, libaio, threads");
-  CHECK_EQUAL(std::string(choose_backends("threads").front()->name), std::string("threads"));
-  CHECK(choose_backends("auto") == support::usable_backends(), "auto to mean all usable ones, best first");
-  CHECK(choose_backends("") == choose_backends("auto"), "nothing to mean auto");
-  ::setenv("NVME_OPS_BACKEND", "threads", 1);
-  CHECK(choose_backends("").front() == &kThreads, "the environment to choose");
-  CHECK(choose_backends("auto") == support::usable_backends(), "an argument to go before the environment");
-  ::setenv("NVME_OPS_BACKEND", "abacus", 1);
-  CHECK_FAILURE(check::failure_of([] { choose_backends(""); }), Argument, 0, "NVME_OPS_BACKEND='abacus'");
-  ::unsetenv("NVME_OPS_BACKEND");
-  for (const Backend* backend : backends()) {
-    if (probe(*backend).usable) continue;
-    CHECK_FAILURE(check::failure_of([&] { choose_backends(backend->name); }), Unavailable, 0, probe(*backend).reason);
-  }
 }
 
 // Default stacks larger than the address space: no thread can be started, as where a container's pids limit is reached.

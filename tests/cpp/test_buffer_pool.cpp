@@ -21,21 +21,6 @@ BufferPool& pool() {
 
 }  // namespace
 
-TEST(memory_is_aligned_for_its_size) {
-  for (const std::size_t bytes : {std::size_t{0}, std::size_t{1}, std::size_t{4097}, kHugePage - 1, kHugePage,
-                                  kHugePage + 1, 5 * kHugePage + 12345}) {
-    std::byte* const memory = pool().allocate(bytes);
-    const std::size_t alignment = bytes >= kHugePage ? kHugePage : kPageSize;
-    CHECK(reinterpret_cast<std::uintptr_t>(memory) % alignment == 0,
-          "alignment to " << alignment << " for " << bytes << " bytes");
-    std::memset(memory, 1, bytes);
-    pool().release(memory);
-  }
-  pool().trim();
-  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
-  CHECK_EQUAL(pool().statistics().cached_bytes, std::size_t{0});
-}
-
 TEST(allocations_from_a_quarter_of_a_huge_page_on_are_in_huge_pages) {
   std::byte* const small = pool().allocate(kHugePage / 8);
   std::byte* const part = pool().allocate(kHugePage / 4);
@@ -187,12 +172,6 @@ TEST(contains_knows_what_is_live) {
   pool().release(memory);
   CHECK(!pool().contains(memory, 1), "released memory not to be contained");
   pool().trim();
-}
-
-TEST(more_than_there_is_raises) {
-  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX); }), Memory, ENOMEM, "allocating");
-  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX / 4); }), Memory, ENOMEM, "allocating");
-  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
 }
 
 TEST(threads_never_own_the_same_memory) {

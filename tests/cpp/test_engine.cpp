@@ -73,26 +73,6 @@ TEST(threads_share_an_engine) {
   });
 }
 
-TEST(a_file_cut_while_it_is_read_is_an_end_of_file) {
-  on_every_backend([](const Backend& backend) {
-    Engine engine(engine_options(backend));
-    const std::string path = directory() / "cut";
-    for (const std::uint64_t left : {0U, 100U, 4096U, 600001U}) {
-      support::write_file(path, pattern(1 << 20, 1));
-      const Memory target(1 << 20, 8);
-      const auto job = job_of(Op::Read, {extent(path, Op::Read, target)});
-      CHECK_EQUAL(::truncate(path.c_str(), static_cast<off_t>(left)), 0);
-      engine.run(job, never);
-      CHECK_FAILURE(job->outcome()->failure(), EndOfFile, 0, "has " + std::to_string(left) + " bytes");
-    }
-    support::write_file(path, pattern(5000, 2));
-    const Memory target(5000);
-    const auto job = job_of(Op::Read, {extent(path, Op::Read, target)});
-    engine.run(job, never);
-    check_moved(job, 5000);
-  });
-}
-
 TEST(an_interruption_stops_a_call_and_leaves_the_engine_usable) {
   const std::string path = directory() / "interrupted";
   const Bytes data = pattern(8 << 20, 1);
@@ -147,10 +127,7 @@ TEST(a_backend_that_cannot_open_is_passed_over) {
     wait(*job, never);
     CHECK_FAILURE(job->outcome()->failure(), System, EMFILE, "opening a queue");
   }
-  {
-    const std::lock_guard<std::mutex> lock(script.mutex);
-    script.before_open = nullptr;
-  }
+  script.safely([](fake::Script& now) { now.before_open = nullptr; });
   const auto job = job_of(Op::Read, {extent(path, Op::Read, target)});
   engine.run(job, never);
   check_moved(job, data.size());

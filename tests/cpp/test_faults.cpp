@@ -23,8 +23,7 @@ constexpr std::uint64_t kOffset = 1000;
 // An engine on the fake backend, a file of known contents, and both directions on one or all lanes.
 class Bench {
 public:
-  explicit Bench(std::uint64_t depth = 4)
-      : script_(fake::new_script()), engine_(engine_options(fake::kFake, 20480, depth, 2)) {}
+  Bench() : script_(fake::new_script()), engine_(engine_options(fake::kFake, 20480, 4, 2)) {}
 
   Script& script() { return script_; }
   Engine& engine() { return engine_; }
@@ -62,16 +61,10 @@ public:
     return std::nullopt;
   }
 
-  void change(const std::function<void(Script&)>& action) {
-    const std::lock_guard<std::mutex> lock(script_.mutex);
-    action(script_);
-  }
-
   // Everything back to normal: the engine must work as if nothing had been.
   void must_work() {
-    change([](Script& script) {
-      script.judge = nullptr, script.take = nullptr, script.breaks = nullptr, script.before_open = nullptr,
-      script.choose = nullptr;
+    script_.safely([](Script& script) {
+      script.judge = nullptr, script.take = nullptr, script.breaks = nullptr, script.before_open = nullptr;
     });
     for (const Op op : {Op::Write, Op::Read}) {
       for (const bool all_lanes : {false, true}) must_succeed(op, all_lanes);
@@ -104,35 +97,80 @@ void each_way(Action&& action) {
 }
 
 // A script whose verdict may depend on how often it was asked.
-std::function<Verdict(const Request&, bool)> counted(
-    std::function<Verdict(unsigned long, const Request&, bool)> judge) {
+Script::Judge counted(std::function<Verdict(unsigned long, const Request&, bool)> judge) {
   return [judge = std::move(judge), count = 0UL](const Request& request, bool direct) mutable {
     return judge(++count, request, direct);
   };
 }
 
+struct Fault {
+  std::string name;
+  int error;  // of the one failure that it ends in, which names operation, offset and file; 0: it is not noticed
+  std::function<void(Script&)> prepare;
+};
+
+Script::Judge always(Verdict verdict) {
+  return [=](const Request&, bool) { return verdict; };
+}
+
+std::vector<Fault> faults() {
+  std::vector<Fault> all{{"all requests fail", ENOSPC, [](Script& script) { script.judge = always({0, ENOSPC, 3}); }},
+                         {"again for ever", EAGAIN, [](Script& script) { script.judge = always({0, EAGAIN}); }},
+                         {"cached I/O is refused", EINVAL, [](Script& script) { script.judge = always({0, EINVAL}); }}};
+  for (const unsigned long at : {1UL, 7UL, 15UL}) {
+    all.push_back({"an error in mid request " + std::to_string(at), EIO, [at](Script& script) {
+                     script.judge = counted([at](unsigned long count, const Request&, bool) {
+                       return count == at ? Verdict{3000, EIO} : Verdict{};
+                     });
+                   }});
+  }
+  for (const int error : {EAGAIN, EINTR, ECANCELED}) {
+    all.push_back({"a storm of " + error_text(error), 0, [error](Script& script) {
+                     script.judge = counted([error](unsigned long count, const Request&, bool) {
+                       return count % 20 == 0 ? Verdict{} : Verdict{0, error};
+                     });
+                   }});
+    const unsigned long from = error == EINTR ? 9 : 1;
+    const int refusal = error == ECANCELED ? EOPNOTSUPP : EINVAL;
+    all.push_back({"direct I/O refused from " + std::to_string(from) + " on", 0, [=](Script& script) {
+                     script.judge = counted([=](unsigned long count, const Request&, bool direct) {
+                       return direct && count >= from ? Verdict{0, refusal}
+                                                      : Verdict{UINT64_MAX, 0, static_cast<unsigned>(count % 3)};
+                     });
+                   }});
+  }
+  return all;
+}
+
 }  // namespace
 
-TEST(an_error_in_mid_request_is_one_failure) {
+TEST(each_fault_is_one_failure_or_is_not_noticed) {
   each_way([](Op op, bool all_lanes) {
-    for (const unsigned long at : {1UL, 7UL, 15UL}) {
+    for (const Fault& fault : faults()) {
+      const check::Context context(fault.name);
       Bench bench;
-      bench.script().judge = counted(
-          [at](unsigned long count, const Request&, bool) { return count == at ? Verdict{3000, EIO} : Verdict{}; });
+      fault.prepare(bench.script());
       const auto failure = bench.transfer(op, all_lanes);
-      CHECK_FAILURE(failure, System, EIO, name_of(op));
-      CHECK(failure && failure->path == directory() / "faults", "the file named");
+      CHECK_EQUAL(failure ? failure->error : 0, fault.error);
+      if (fault.error != 0) CHECK_FAILURE(failure, System, fault.error, std::string(name_of(op)) + " of ");
+      CHECK(!failure || failure->path == directory() / "faults", "the file named");
       bench.must_work();
     }
   });
 }
 
-TEST(all_requests_failing_is_one_failure) {
+// Its descriptor was closed by someone, say.
+TEST(a_queue_that_fails_is_replaced) {
   each_way([](Op op, bool all_lanes) {
-    Bench bench;
-    bench.script().judge = [](const Request&, bool) { return Verdict{0, ENOSPC, 3}; };
-    CHECK_FAILURE(bench.transfer(op, all_lanes), System, ENOSPC, "bytes at offset");
-    bench.must_work();
+    for (const int at : {1, 4}) {
+      Bench bench;
+      bench.script().judge = always({UINT64_MAX, 0, 2});
+      bench.script().breaks = [at, calls = 0]() mutable { return ++calls == at ? EOPNOTSUPP : 0; };
+      CHECK_FAILURE(bench.transfer(op, all_lanes), System, EOPNOTSUPP, "bytes at offset");
+      const unsigned long opened = bench.script().opened;
+      bench.must_work();
+      CHECK(bench.script().opened > opened, "a new queue");
+    }
   });
 }
 
@@ -150,55 +188,11 @@ TEST(nothing_moved_is_a_failure) {
   }
 }
 
-TEST(storms_of_again_and_interrupted_are_weathered) {
-  each_way([](Op op, bool all_lanes) {
-    for (const int error : {EAGAIN, EINTR, ECANCELED}) {
-      Bench bench;
-      bench.script().judge = counted([error](unsigned long count, const Request&, bool) {
-        return count % 20 == 0 ? Verdict{} : Verdict{0, error};
-      });
-      bench.must_succeed(op, all_lanes);
-    }
-  });
-}
-
-TEST(again_for_ever_is_a_failure_in_the_end) {
-  each_way([](Op op, bool all_lanes) {
-    Bench bench(1);
-    bench.script().judge = [](const Request&, bool) { return Verdict{0, EAGAIN}; };
-    CHECK_FAILURE(bench.transfer(op, all_lanes), System, EAGAIN, "bytes at offset");
-    bench.must_work();
-  });
-}
-
 TEST(a_queue_that_takes_nothing_can_be_interrupted) {
   each_way([](Op op, bool all_lanes) {
     Bench bench;
     bench.script().take = [](std::size_t) { return std::size_t{0}; };
     CHECK_FAILURE(bench.transfer(op, all_lanes, [] { return true; }), Interrupted, 0, "interrupted");
-    bench.must_work();
-  });
-}
-
-TEST(direct_io_refused_goes_through_the_cache) {
-  for (const int error : {EINVAL, EOPNOTSUPP}) {
-    each_way([error](Op op, bool all_lanes) {
-      for (const unsigned long from : {1UL, 9UL}) {
-        Bench bench;
-        bench.script().judge = counted([=](unsigned long count, const Request&, bool direct) {
-          return direct && count >= from ? Verdict{0, error} : Verdict{UINT64_MAX, 0, static_cast<unsigned>(count % 3)};
-        });
-        bench.must_succeed(op, all_lanes);
-      }
-    });
-  }
-}
-
-TEST(cached_io_refused_is_a_failure) {
-  each_way([](Op op, bool all_lanes) {
-    Bench bench;
-    bench.script().judge = [](const Request&, bool) { return Verdict{0, EINVAL}; };
-    CHECK_FAILURE(bench.transfer(op, all_lanes), System, EINVAL, "bytes at offset");
     bench.must_work();
   });
 }
@@ -218,25 +212,10 @@ TEST(refused_buffers_are_done_without) {
   CHECK(script.refused_registrations <= 1, "one attempt, got " << script.refused_registrations);
 }
 
-// Its descriptor was closed by someone, say.
-TEST(a_queue_that_fails_is_replaced) {
-  each_way([](Op op, bool all_lanes) {
-    for (const int at : {1, 4}) {
-      Bench bench;
-      bench.script().judge = [](const Request&, bool) { return Verdict{UINT64_MAX, 0, 2}; };
-      bench.script().breaks = [at, calls = 0]() mutable { return ++calls == at ? EOPNOTSUPP : 0; };
-      CHECK_FAILURE(bench.transfer(op, all_lanes), System, EOPNOTSUPP, "bytes at offset");
-      const unsigned long opened = bench.script().opened;
-      bench.must_work();
-      CHECK(bench.script().opened > opened, "a new queue");
-    }
-  });
-}
-
 TEST(a_queue_that_fails_and_cannot_be_replaced_is_one_failure) {
   each_way([](Op op, bool all_lanes) {
     Bench bench;
-    bench.script().judge = [](const Request&, bool) { return Verdict{5000, 0, 2}; };  // all leave rests
+    bench.script().judge = always({5000, 0, 2});  // all leave rests
     bench.script().breaks = [calls = 0]() mutable { return ++calls == 3 ? EBADF : 0; };
     bench.script().before_open = [calls = 0]() mutable {
       if (++calls > 1) fake::raise(EMFILE, "opening a queue");

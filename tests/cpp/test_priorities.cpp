@@ -37,12 +37,7 @@ std::uint64_t requests_before_the_read(Priority write_priority, Priority read_pr
   engine.submit(write);
   for (std::uint64_t now = 0; now < 2 * kDepth;) {
     std::this_thread::sleep_for(std::chrono::microseconds(50));
-    const std::lock_guard<std::mutex> lock(script.mutex);
-    now = seen;
-  }
-  {
-    const std::lock_guard<std::mutex> lock(script.mutex);
-    submitted_at = seen;
+    now = script.safely([&](fake::Script&) { return submitted_at = seen; });
   }
   engine.submit(read);
   wait(*read, support::never);
@@ -82,13 +77,11 @@ TEST(a_write_back_that_failed_gives_its_admission_back) {
   Memory large(1000 * kBlock);  // more than may be in flight
   Engine engine(engine_options(fake::kFake, kBlock, kDepth, 2));
   for (int round = 0; round < 20; ++round) {
-    {
-      const std::lock_guard<std::mutex> lock(script.mutex);
-      if (round % 2 == 0)
-        script.judge = [](const nvme_ops::Request&, bool) { return fake::Verdict{0, EIO, 1}; };
-      else
-        script.judge = nullptr;
-    }
+    script.safely([&](fake::Script& now) {
+      now.judge = [=](const nvme_ops::Request&, bool) {
+        return round % 2 == 0 ? fake::Verdict{0, EIO, 1} : fake::Verdict{};
+      };
+    });
     const auto write = job_of(Op::Write, "write", large, Priority::Writeback);
     engine.submit(write);
     check::finishes("a write-back", [&] { wait(*write, support::never); });

@@ -54,27 +54,25 @@ TEST(the_best_tool_is_found_within_twenty_uses) {
   }
 }
 
-TEST(the_first_tool_is_kept_unless_another_is_clearly_better) {
-  Trials trials(2, 1, 3);
-  use(trials, {1, 0.99}, 20);
-  CHECK_EQUAL(trials.chosen(), 0U);
-}
-
-TEST(a_tool_that_was_lucky_in_one_round_is_not_taken) {
-  Trials trials(2, 4, 2);
-  use(trials, {1, 0.5}, 1 + 8);
-  use(trials, {1, 1.1}, 8);
-  use(trials, {1, 1}, 1);
-  CHECK(!trials.exploring(), "two rounds of two turns have ended");
-  CHECK_EQUAL(trials.chosen(), 0U);
-}
-
-TEST(what_the_first_use_of_all_costs_is_not_counted) {
-  Trials trials(2, 1, 3);
-  const Trials::Ticket first = trials.choose();
-  trials.note(first, 1, 1000);
-  use(trials, {1, 2}, 20);
-  CHECK_EQUAL(trials.chosen(), 0U);
+TEST(which_tool_is_chosen_and_how_often_it_looks) {
+  struct Case {
+    const char* name;
+    unsigned turn, rounds;
+    std::vector<std::pair<std::vector<double>, std::size_t>> uses;  // the costs, and how often
+    std::size_t chosen, explorations;
+  };
+  for (const Case& now : {Case{"no clearly better one", 1, 3, {{{1, 0.99}, 20}}, 0, 1},
+                          {"lucky in one round", 4, 2, {{{1, 0.5}, 9}, {{1, 1.1}, 8}, {{1, 1}, 1}}, 0, 1},
+                          {"the first use of all is dear", 1, 3, {{{1000, 2}, 1}, {{1, 2}, 20}}, 0, 1},
+                          {"costs stay", 1, 3, {{{1, 2}, 100}}, 0, 1},
+                          {"a cost changes", 1, 3, {{{1, 2}, 100}, {{4, 2}, 100}}, 1, 2}}) {
+    const check::Context context(now.name);
+    Trials trials(2, now.turn, now.rounds);
+    for (const auto& [costs, times] : now.uses) use(trials, costs, times);
+    CHECK(!trials.exploring(), "it has ended");
+    CHECK_EQUAL(trials.chosen(), now.chosen);
+    CHECK_EQUAL(trials.explorations(), now.explorations);
+  }
 }
 
 TEST(a_bad_turn_ends_early) {
@@ -154,15 +152,6 @@ TEST(an_exploration_ends_even_if_nothing_can_be_measured) {
       CHECK_EQUAL(trials.chosen(), 0U);
     }
   }
-}
-
-TEST(a_cost_that_changes_starts_an_exploration) {
-  Trials trials(2, 1, 3);
-  use(trials, {1, 2}, 100);
-  CHECK_EQUAL(trials.explorations(), 1U);
-  use(trials, {4, 2}, 100);
-  CHECK_EQUAL(trials.explorations(), 2U);
-  CHECK_EQUAL(trials.chosen(), 1U);
 }
 
 TEST(noise_starts_none) {
