@@ -258,39 +258,6 @@ def test_a_tensor_that_its_owner_drops(cufile: FakeCuFile, device: PrivateDevice
     assert torch.equal(contents(path), pattern(size, 0 if write else 1))
 
 
-def test_nothing_is_left_behind(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path, there = gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", device.tensor(pattern(ODD))
-    back = device.empty(ODD)
-
-    def work(round_: int) -> None:
-        handle.sync_pwrite(there, path)
-        handle.async_pread(back, path)
-        handle.wait()
-        handle.submit_preadv([back, back[:5000]], [path, path]).result()
-        gds_handle(intra_op_parallelism=2).read(back, path)
-        handle.pin_device_tensor(back)
-        cufile.fail((READ, Function.REGISTER_FILE)[round_ % 2], 5030)
-        if round_ % 2 == 0:
-            with pytest.raises(OSError, match="5030"):
-                handle.read(back, path)
-        handle.read(back, path)
-        handle.unpin_device_tensor(back)
-
-    def held() -> tuple[int, int, int]:
-        gc.collect()
-        now = device.statistics()
-        return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), now.pinned_blocks
-
-    for round_ in range(4):
-        work(round_)
-    before = held()
-    for round_ in range(20):
-        work(round_)
-    after = held()
-    assert (after[0], after[2]) == (before[0], before[2])
-    assert after[1] <= before[1] + 4  # threads of the backend beside cuFile come as they are needed
-
-
 @pytest.mark.usefixtures("no_collection")
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_a_handler_that_raises_ends_a_blocking_call(

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import IoFuture, aio_handle
-from tests.conftest import MIB, HandleFactory, LoopDevice, contents, pattern, store
+from tests.conftest import MIB, HandleFactory, LoopDevice, pattern
 
 LONG = 96 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
 
@@ -224,15 +224,3 @@ def test_concurrent_futures_takes_them_among_its_own(tmp_path: Path) -> None:
     failing = handle.submit_pread(torch.zeros(10), tmp_path / "nosuch")
     done, _ = concurrent.futures.wait([failing], timeout=60, return_when=concurrent.futures.FIRST_EXCEPTION)
     assert isinstance(done.pop().exception(), FileNotFoundError)
-
-
-def test_thousands_at_once(make_handle: HandleFactory, folder: Path) -> None:
-    handle, count = make_handle(queue_depth=32, intra_op_parallelism=2), 2000
-    data, path = torch.arange(count * 128).view(count, 128), store(folder / "file", pattern(0))
-    futures = [handle.submit_pwrite(row, path, i * 1024) for i, row in enumerate(data)]
-    assert sum(future.result() for future in futures) == count * 1024
-    assert torch.equal(contents(path).view(torch.int64), data.view(-1))
-    back = torch.zeros_like(data)
-    futures = [handle.submit_pread(row, path, i * 1024) for i, row in enumerate(back)]
-    assert all(future.result() == 1024 for future in reversed(futures))
-    assert torch.equal(back, data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import concurrent.futures
 import multiprocessing
 import pickle
@@ -98,13 +97,3 @@ def test_other_names_of_torchs_format(tmp_path: Path) -> None:
     nvme_ops.save({"a": 1}, tmp_path / "model.state", format="pt")
     assert torch.load(tmp_path / "model.ckpt") == torch.load(tmp_path / "model.state") == {"a": 1}
     assert nvme_ops.load(tmp_path / "model.state", format="pt") == {"a": 1}
-
-
-def test_a_save_can_be_awaited(tmp_path: Path) -> None:
-    async def work() -> None:
-        await nvme_ops.save_async({"a": torch.ones(3)}, tmp_path / "model.safetensors")
-        with pytest.raises(IsADirectoryError):
-            await nvme_ops.save_async({"a": torch.ones(3)}, tmp_path, format="safetensors")
-
-    asyncio.run(work())
-    assert nvme_ops.load(tmp_path / "model.safetensors")["a"].sum() == 3

@@ -50,20 +50,6 @@ def test_parts_of_any_size(backend: str, folder: Path, sizes: list[int], start: 
     assert same(backs, tensors)
 
 
-@pytest.mark.parametrize("cache", ["auto", "direct", "buffered"])
-def test_thousands_of_small_parts(make_handle: HandleFactory, folder: Path, cache: str) -> None:
-    handle, path = make_handle(cache=cache, intra_op_parallelism=2), folder / "file"
-    tensors = [pattern(4100, index % 250) for index in range(3000)]
-    offsets = places([4100] * 3000, 72)
-    handle.submit_pwritev(tensors, path, offsets).result()
-    assert torch.equal(contents(path)[72:], torch.cat(tensors))
-    with path.open("rb") as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    backs = [torch.zeros_like(tensor) for tensor in tensors]
-    handle.submit_preadv(backs, path, offsets).result()
-    assert same(backs, tensors)
-
-
 def test_one_file_for_each(handle: aio_handle, folder: Path) -> None:
     tensors, paths = [pattern(1000 * i, i) for i in range(20)], [folder / str(i) for i in range(20)]
     for path in paths:
@@ -192,14 +178,3 @@ def test_tensors_are_moved_within_their_storage_and_not_out_of_it() -> None:
     with pytest.raises(ValueError, match="does not fit"):
         move([torch.zeros(4, 4).t()], [0])
     assert tensors[0].tolist() == [9, 10, 11]
-
-
-def test_loaded_tensors_are_no_views_of_each_other(tmp_path: Path) -> None:
-    """One memory holds them, but to change one must not spoil the gradients of another."""
-    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(3)}, tmp_path / "model.safetensors")
-    for mmap in (True, False):
-        first, second = nvme_ops.load(tmp_path / "model.safetensors", mmap=mmap).values()
-        loss = (first.requires_grad_() * first).sum()
-        second.add_(1)
-        loss.backward()
-        assert first.grad.tolist() == [2, 2, 2]

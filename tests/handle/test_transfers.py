@@ -24,26 +24,6 @@ BLOCKS = [1, 512, 4096, 5000, 65536, 100_001, MIB, 1 << 40, (1 << 63) - 1]
 MODES = ["auto", "direct", "buffered"]
 
 
-@pytest.mark.parametrize("cache", MODES)
-@pytest.mark.parametrize("skew", [0, 1])
-def test_sizes_at_offsets(make_handle: HandleFactory, folder: Path, cache: str, skew: int) -> None:
-    handle, path = make_handle(block_size=BLOCK, queue_depth=4, cache=cache), folder / "file"
-    old, new = pattern(10 * BLOCK, 1), pattern(10 * BLOCK, 2)
-    buffer = handle.new_cpu_locked_tensor(8 * BLOCK + 512, old)
-    expected = old.clone()
-    store(path, old)
-    for i, size in enumerate(SIZES):
-        for offset in OFFSETS:
-            piece = buffer[skew : skew + size]
-            piece.copy_(new[i : i + size])
-            handle.async_pwrite(piece, path, offset)
-            handle.wait()
-            expected[offset : offset + size] = piece
-            handle.sync_pread(piece.zero_(), path, offset)
-            assert torch.equal(piece, expected[offset : offset + size])
-    assert torch.equal(contents(path), expected)
-
-
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_round_trips(make_handle: HandleFactory, folder: Path, data: st.DataObject) -> None:

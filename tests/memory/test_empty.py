@@ -139,22 +139,6 @@ def test_freed_memory_is_reused_bounded_and_given_back() -> None:
     in_child(body)  # where no thread that an earlier test left frees memory meanwhile
 
 
-def test_threads_share_the_pool() -> None:
-    gc.collect()
-    before = live()
-
-    def churn(seed: int) -> None:
-        for i in range(100):
-            size = 1 + (seed * 7919 + i * 104729) % 300_000
-            tensor = nvme_ops.empty(size, dtype=torch.uint8).fill_(seed)
-            view = tensor[size // 2 :]
-            del tensor
-            assert bool((view == seed).all())
-
-    in_threads(churn, 6)
-    assert live() == before
-
-
 def test_small_tensors_are_read_through_staging_memory(folder: Path) -> None:
     """Their pages are small: in place costs more than a copy. From 512 KiB on they are in huge pages."""
     data = pattern(MIB)

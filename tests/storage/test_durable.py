@@ -13,7 +13,7 @@ import nvme_ops
 from nvme_ops._native import native
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.storage import Session, TensorStore
-from tests.conftest import MIB, pattern, run_python
+from tests.conftest import MIB, pattern
 from tests.storage.conftest import failing, got
 
 
@@ -95,19 +95,3 @@ def test_a_short_read_is_not_the_end_of_a_file(folder: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "preadv", lambda fd, parts, offset: real(fd, [parts[0][:3000]], offset))
     with nvme_ops.open(folder / "file") as file:
         assert file.read() == content
-
-
-def test_a_save_begun_by_a_daemon_thread_is_waited_for(folder: Path) -> None:
-    program = """
-import sys, threading, torch, nvme_ops
-slow = nvme_ops.aio_handle(block_size=4096, queue_depth=1)
-def begin():
-    nvme_ops.save_async({"a": torch.arange(1_000_000)}, sys.argv[1], handle=slow)
-    begun.set()
-    threading.Event().wait()
-begun = threading.Event()
-threading.Thread(target=begin, daemon=True).start()
-begun.wait()
-"""
-    run_python(program, folder / "a.safetensors")
-    assert nvme_ops.load(folder / "a.safetensors")["a"].tolist() == list(range(1_000_000))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.storage import Session, TensorStore, locks
-from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, in_threads, killed_in, open_to_all, run_python
+from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, in_threads, killed_in, open_to_all
 from tests.storage.conftest import kept
 
 
@@ -85,24 +85,6 @@ def test_its_folders_are_for_this_user_alone_and_removed_at_close(folder: Path) 
     for call in (lambda: session.path(0, "data"), lambda: TensorStore(session)):
         with pytest.raises(ValueError, match="closed"):
             call()
-
-
-@pytest.mark.parametrize("ending", ["pass", "1 / 0", "sys.exit(os.fork() and os.wait() and 3)"])
-def test_removed_at_exit(folder: Path, ending: str) -> None:
-    """But not by a forked child."""
-    program = f"""
-import os, sys
-from nvme_ops.storage import Session
-session = Session(sys.argv[1], name="job")
-session.open(0, "data")
-if os.fork() == 0:
-    sys.exit()
-os.wait()
-assert os.path.exists(session.folders[0])
-{ending}
-"""
-    run_python(program, folder, check=False)
-    assert ours(folder) == []
 
 
 def test_one_that_is_dropped_or_left_by_a_crash_is_removed(folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import contextlib
 import gc
 import os
@@ -227,16 +225,6 @@ def test_get_waits_for_memory_of_the_pool_and_others_use_the_key_meanwhile(sessi
 
 
 # Futures
-
-
-def test_futures_in_asyncio_and_concurrent_futures(store: TensorStore) -> None:
-    async def both() -> int:
-        await store.put("a", pattern(MIB))
-        return sum(await asyncio.gather(store.get("a"), store.put("b", pattern(0))))
-
-    assert asyncio.run(both()) == MIB
-    futures = [store.get("a"), store.get("b"), store.put("c", pattern(MIB))]
-    assert concurrent.futures.wait(futures, timeout=60).done == set(futures)
 
 
 def test_a_get_waits_for_the_put_of_its_key_which_ctrl_c_leaves_to_go_on(session: Session) -> None:

@@ -6,18 +6,16 @@ import contextlib
 import errno
 import gc
 import os
-import threading
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nvme_ops.errors import ChecksumError
 from nvme_ops.storage import Session, TensorStore
-from tests.conftest import MIB, in_child, in_threads, pattern, run_python
+from tests.conftest import MIB, in_child, pattern
 from tests.contract.faulty import Faulty, flip
 from tests.storage.conftest import got
 
@@ -133,17 +131,6 @@ def test_a_flipped_bit_is_found(session: Session, place: int, into: str) -> None
     assert torch.equal(got(store, "layer.weight"), data)
 
 
-def test_a_read_that_fails_and_is_dropped_is_reported(session: Session, unraisable: list[Any]) -> None:
-    store = TensorStore(session, checksums=True, handle=Faulty("read", "flip"))
-    store.put("a", pattern(MIB)).result()
-    future = store.get("a")
-    while not future.done():
-        gc.collect()
-    del future
-    gc.collect()
-    assert [type(each) for each in unraisable] == [ChecksumError]
-
-
 def test_a_slab_that_was_cut_gives_no_wrong_data(session: Session) -> None:
     store = TensorStore(session)
     store.put("a", pattern(MIB)).result()
@@ -193,22 +180,6 @@ def test_a_closed_store(folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-def test_close_waits_for_those_who_are_in_the_store(session: Session, eager_switches: None) -> None:
-    for _ in range(10):
-        store = TensorStore(session)
-
-        def work(_: int, store: TensorStore = store) -> None:
-            with pytest.raises(ValueError, match="closed"):  # noqa: PT012  (one of them)
-                while True:
-                    store.put("a", pattern(10_000))
-                    store.get("a")
-
-        timer = threading.Timer(0.01, store.close)
-        timer.start()
-        in_threads(work, 3)
-        timer.join()
-
-
 def test_a_forked_child_has_no_part_in_it(session: Session) -> None:
     handle = Faulty("write", "hold")
     store = TensorStore(session, handle=handle)
@@ -227,16 +198,3 @@ def test_a_forked_child_has_no_part_in_it(session: Session) -> None:
     in_child(child)
     handle.go.set()
     assert torch.equal(got(store, "a"), pattern(MIB))
-
-
-def test_at_exit_what_is_under_way_ends_and_the_folder_goes(folder: Path) -> None:
-    program = """
-    import sys, torch
-    from nvme_ops.storage import Session, TensorStore
-    store = TensorStore(Session(sys.argv[1], name="job"))
-    for number in range(20):
-        store.put(str(number), torch.full((1 << 20,), float(number)))
-    reads = [store.get(str(number)) for number in range(20)]
-    """
-    assert run_python(program, folder).stderr == ""
-    assert list(folder.iterdir()) == []

@@ -19,7 +19,7 @@ import torch
 import nvme_ops
 from nvme_ops._native import native
 from nvme_ops.memory.blocks import BLOCK, BLOCKS
-from tests.conftest import KIB, MIB, in_child, in_threads, pattern, run_python
+from tests.conftest import KIB, MIB, in_child, in_threads, pattern
 from tests.crashing_save import small_files
 
 SIZES = [0, 1, 100, 4095, 4096, 70_000, 256 * KIB, MIB + 1, BLOCK - 1, BLOCK, BLOCK + 1, 9 * MIB + 17]
@@ -336,20 +336,6 @@ def test_a_file_that_is_dropped_is_written_with_a_warning_and_its_error_is_told(
         del file
         gc.collect()
     assert [type(error) for error in unraisable] == [OSError]
-
-
-def test_a_file_that_is_open_when_the_program_ends_is_written(path: Path) -> None:
-    program = """
-        import sys, nvme_ops
-        file = nvme_ops.open(sys.argv[1], "w")
-        for _ in range(10):
-            file.write(bytes(1 << 20))
-        file.write(b"end")
-        kept = {"itself": file}
-        kept["kept"] = kept
-    """
-    run_python(program, path)
-    assert path.read_bytes() == bytes(10 * MIB) + b"end"
 
 
 def test_a_signal_handler_that_uses_the_file_while_it_is_at_work_is_told(path: Path) -> None:
