@@ -47,8 +47,7 @@ Ref sequence(PyObject* objects, const char* name) {
   return tuple_of(objects, std::string(name) + " must be a sequence");
 }
 
-TensorPointer tensor_of(PyObject* tuple, Py_ssize_t index) {
-  PyObject* const object = PyTuple_GetItem(tuple, index);
+TensorPointer tensor_of(PyObject* object) {
   if (!is_tensor(object)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(object));
   return implementation(object);
 }
@@ -107,7 +106,7 @@ PyObject* overlapping(PyObject*, PyObject* objects) {
     std::vector<Area> areas;
     areas.reserve(static_cast<std::size_t>(count));
     for (Py_ssize_t index = 0; index < count; ++index) {
-      const TensorPointer tensor = tensor_of(list.get(), index);
+      const TensorPointer tensor = tensor_of(PyTuple_GetItem(list.get(), index));
       if (tensor->numel() == 0) continue;
       if (tensor->layout() != c10::kStrided) raise(bad_argument("tensors must be strided"));
       if (!tensor->has_storage() || tensor->storage().data() == nullptr) continue;
@@ -129,13 +128,13 @@ PyObject* set_storage_offsets(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     PyObject *objects, *numbers;
     if (!PyArg_ParseTuple(arguments, "OO", &objects, &numbers)) throw PythonError();
-    const Ref list = sequence(objects, "tensors"), offsets = sequence(numbers, "offsets");
+    const Ref list = sequence(objects, "tensors");
+    const std::vector<std::int64_t> offsets = integers(numbers, "offsets");
     const Py_ssize_t count = PyTuple_Size(list.get());
-    if (PyTuple_Size(offsets.get()) != count) raise(bad_argument("each tensor needs one offset"));
+    require_length(offsets, count);
     for (Py_ssize_t index = 0; index < count; ++index) {
-      const TensorPointer tensor = tensor_of(list.get(), index);
-      const long long offset = PyLong_AsLongLong(PyTuple_GetItem(offsets.get(), index));
-      if (offset == -1 && PyErr_Occurred()) throw PythonError();
+      const TensorPointer tensor = tensor_of(PyTuple_GetItem(list.get(), index));
+      const std::int64_t offset = offsets[static_cast<std::size_t>(index)];
       const auto room = static_cast<std::int64_t>(tensor->storage().nbytes() / tensor->itemsize()) - tensor->numel();
       if (!tensor->is_contiguous() || offset < 0 || offset > room) {
         raise(bad_argument("tensor " + std::to_string(index) + " does not fit its storage there"));
@@ -151,8 +150,8 @@ PyObject* set_parts(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     PyObject *objects, *memory, *places, *lengths;
     if (!PyArg_ParseTuple(arguments, "OOOO", &objects, &memory, &places, &lengths)) throw PythonError();
-    const Ref list = sequence(objects, "tensors"), one = checked(PyTuple_Pack(1, memory));
-    const c10::Storage whole = tensor_of(one.get(), 0)->storage();
+    const Ref list = sequence(objects, "tensors");
+    const c10::Storage whole = tensor_of(memory)->storage();
     const std::vector<std::int64_t> begins = integers(places, "places"), sizes = integers(lengths, "lengths");
     const Py_ssize_t count = PyTuple_Size(list.get());
     require_length(begins, count);
@@ -171,7 +170,7 @@ PyObject* set_parts(PyObject*, PyObject* arguments) {
       c10::Storage part(c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(),
                                                               static_cast<std::size_t>(size), std::move(data),
                                                               whole.allocator(), /*resizable=*/false));
-      const TensorPointer tensor = tensor_of(list.get(), index);
+      const TensorPointer tensor = tensor_of(PyTuple_GetItem(list.get(), index));
       tensor->set_allow_tensor_metadata_change(true);
       tensor->set_storage_keep_dtype(std::move(part));
       const std::int64_t elements = size / static_cast<std::int64_t>(tensor->itemsize()), step = 1;
@@ -194,7 +193,8 @@ PyObject* set_storages(PyObject*, PyObject* arguments) {
       if (PyTuple_Size(other->get()) != count) raise(bad_argument("each tensor needs one of everything"));
     }
     for (Py_ssize_t index = 0; index < count; ++index) {
-      const TensorPointer tensor = tensor_of(list.get(), index), owner = tensor_of(from.get(), index);
+      const TensorPointer tensor = tensor_of(PyTuple_GetItem(list.get(), index)),
+                          owner = tensor_of(PyTuple_GetItem(from.get(), index));
       const std::vector<std::int64_t> size = integers(PyTuple_GetItem(sizes.get(), index), "a size");
       const std::vector<std::int64_t> stride = integers(PyTuple_GetItem(strides.get(), index), "a stride");
       const std::int64_t offset = offsets[static_cast<std::size_t>(index)];
@@ -216,8 +216,7 @@ PyObject* deny_memory(PyObject*, PyObject* arguments) {
     PyObject* object;
     const char* message;
     if (!PyArg_ParseTuple(arguments, "Os", &object, &message)) throw PythonError();
-    if (!is_tensor(object)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(object));
-    deny(*implementation(object)->storage().unsafeGetStorageImpl(), message, 0);
+    deny(*tensor_of(object)->storage().unsafeGetStorageImpl(), message, 0);
     Py_RETURN_NONE;
   });
 }
@@ -226,10 +225,7 @@ PyObject* share_version(PyObject*, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     PyObject *object, *from;
     if (!PyArg_ParseTuple(arguments, "OO", &object, &from)) throw PythonError();
-    for (PyObject* each : {object, from}) {
-      if (!is_tensor(each)) raise_type_error(std::string("a torch.Tensor is needed, not ") + type_name(each));
-    }
-    implementation(object)->set_version_counter(implementation(from)->version_counter());
+    tensor_of(object)->set_version_counter(tensor_of(from)->version_counter());
     Py_RETURN_NONE;
   });
 }

@@ -26,17 +26,7 @@ constexpr double kNewWeight = 0.25;           // of the latest rate in the avera
 
 enum class Mode : std::uint8_t { Auto, Require, Off };
 enum class Way : std::uint8_t { Bounce, Compatible, Direct };
-
-const char* name_of(Way way) {
-  switch (way) {
-    case Way::Direct:
-      return "gds";
-    case Way::Compatible:
-      return "compat";
-    default:
-      return "bounce";
-  }
-}
+constexpr const char* kNames[] = {"bounce", "compat", "gds"};
 
 Mode mode_of_environment() {
   const char* const value = std::getenv("NVME_OPS_GDS");
@@ -126,7 +116,7 @@ public:
         edge(0, head);
         edge(head + body, tail);
       }
-      account(name_of(way), why, extent.bytes);
+      account(kNames[static_cast<std::size_t>(way)], why, extent.bytes);
     }
     if (hold) hold->end_after(op);
     const auto start = std::chrono::steady_clock::now();

@@ -29,25 +29,59 @@ public:
 
   // Opens the file if necessary. Every hold needs a release, which returns errno: some file systems report a failed
   // write only at close.
-  File& hold();
-  int release() noexcept;
+  File& hold() {
+    unsigned holders = holders_.load(std::memory_order_relaxed);
+    while (holders > 0) {
+      if (holders_.compare_exchange_weak(holders, holders + 1, std::memory_order_acquire)) return *file_;
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!file_) file_ = open_(path_);
+    holders_.fetch_add(1, std::memory_order_release);
+    return *file_;
+  }
+  int release() noexcept {
+    if (holders_.fetch_sub(1, std::memory_order_acq_rel) > 1) return 0;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return close_unless_needed();
+  }
 
   // Keeps the file open, once it is, until the last claim has ended: by then its name may belong to another file. Opens
   // nothing itself.
-  void claim() noexcept;
-  int end_claim() noexcept;  // errno, as for release
+  void claim() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++claims_;
+  }
+  int end_claim() noexcept {  // errno, as for release
+    const std::lock_guard<std::mutex> lock(mutex_);
+    --claims_;
+    return close_unless_needed();
+  }
 
   // Call before another call uses a file that stays open between calls.
-  void distrust_size() noexcept;
+  void distrust_size() noexcept {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (file_) file_->distrust_size();
+  }
 
   // Returns the open file; only for holders.
   File& file() const { return *file_; }
 
   // Calls File::prepare once for each `*prepared`, however many ask.
-  void prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
+  void prepare(bool* prepared, Op op, std::uint64_t offset, std::uint64_t bytes, bool whole) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (*prepared) return;
+    file_->prepare(op, offset, bytes, whole);
+    *prepared = true;
+  }
 
 private:
-  int close_unless_needed() noexcept;
+  int close_unless_needed() noexcept {
+    // It may be held again by now, or have been closed by another thread.
+    if (holders_.load(std::memory_order_acquire) > 0 || claims_ > 0 || !file_) return 0;
+    const int error = file_->close();
+    file_.reset();
+    return error;
+  }
 
   const std::string path_;
   const Open open_;
@@ -59,7 +93,11 @@ private:
 };
 
 // Returns the same file for reading it back with another cache mode; hold `file` whenever this one is held.
-std::shared_ptr<SharedFile> reader_of(std::shared_ptr<SharedFile> file, Cache cache);
+inline std::shared_ptr<SharedFile> reader_of(std::shared_ptr<SharedFile> file, Cache cache) {
+  std::string path = file->file().path();
+  return std::make_shared<SharedFile>(
+      std::move(path), [file = std::move(file), cache](const std::string&) { return file->file().reader(cache); });
+}
 
 // Holds a file until the end of a scope.
 class FileHold {
