@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <fstream>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -84,27 +85,17 @@ inline const Directory& directory() {
 }
 
 inline void write_file(const std::string& path, const Bytes& data) {
-  const nvme_ops::UniqueFd fd(::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0666));
-  std::size_t done = 0;
-  while (fd && done < data.size()) {
-    const ssize_t moved = ::write(fd.get(), data.data() + done, data.size() - done);
-    if (moved < 0 && errno != EINTR) break;
-    if (moved > 0) done += static_cast<std::size_t>(moved);
-  }
-  if (!fd || done < data.size()) throw std::runtime_error("cannot write " + path);
+  std::ofstream file(path, std::ios::binary);
+  file.write(reinterpret_cast<const char*>(data.data()), static_cast<std::streamsize>(data.size()));
+  file.close();
+  if (!file) throw std::runtime_error("cannot write " + path);
 }
 
 inline Bytes read_file(const std::string& path) {
-  const nvme_ops::UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
-  struct stat status{};
-  if (!fd || ::fstat(fd.get(), &status) < 0) throw std::runtime_error("cannot read " + path);
-  Bytes data(static_cast<std::size_t>(status.st_size));
-  std::size_t done = 0;
-  while (done < data.size()) {
-    const ssize_t moved = ::pread(fd.get(), data.data() + done, data.size() - done, static_cast<off_t>(done));
-    if (moved <= 0 && errno != EINTR) throw std::runtime_error("cannot read " + path);
-    if (moved > 0) done += static_cast<std::size_t>(moved);
-  }
+  Bytes data(std::filesystem::file_size(path));
+  std::ifstream file(path, std::ios::binary);
+  file.read(reinterpret_cast<char*>(data.data()), static_cast<std::streamsize>(data.size()));
+  if (!file) throw std::runtime_error("cannot read " + path);
   return data;
 }
 
