@@ -36,20 +36,6 @@ class JoinedOperation:
         arguments: for ``finish``, behind the failure.
     """
 
-    __slots__ = (
-        "_arguments",
-        "_bytes",
-        "_ended",
-        "_ender",
-        "_failure",
-        "_finish",
-        "_lock",
-        "_process",
-        "_transfers",
-        "asked",
-        "trouble",
-    )
-
     def __init__(self, transfers: list[IoFuture], finish: Finish, *arguments: object) -> None:
         self._transfers = transfers
         self._finish: Finish | None = finish
