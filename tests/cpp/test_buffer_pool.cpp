@@ -174,6 +174,12 @@ TEST(contains_knows_what_is_live) {
   pool().trim();
 }
 
+TEST(more_than_there_is_raises) {
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX); }), Memory, ENOMEM, "allocating");
+  CHECK_FAILURE(check::failure_of([] { pool().allocate(SIZE_MAX / 4); }), Memory, ENOMEM, "allocating");
+  CHECK_EQUAL(pool().statistics().live_bytes, std::size_t{0});
+}
+
 TEST(threads_never_own_the_same_memory) {
   std::vector<std::thread> threads;
   for (unsigned id = 1; id <= 4; ++id) {
