@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
 from tests.conftest import MIB, LoopDevice
-from tests.contract.faulty import Faulty
+from tests.contract.faulty import Faulty, Held
 from tests.offload.training import backward, equal, network, values
 
 
@@ -140,3 +141,32 @@ def test_what_fails_keeps_the_file_before(make_file_system: Callable[..., Path],
         (place / "ballast").unlink(missing_ok=True)
         optimizer.save_states(place / "states")
         assert (place / "states").read_bytes() != before
+
+
+@pytest.mark.parametrize(("call", "what"), [("save_states", "write"), ("load_states", "read"), ("state_dict", "write")])
+def test_what_ctrl_c_has_left_under_way_is_waited_for_by_the_next_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, what: str
+) -> None:
+    """Also where a second one ends the wait that follows the first: the step uses the same memory."""
+    mine, other, handle = network(), network(), Faulty()
+    waits, real = iter(range(2)), Held.wait
+
+    def wait(held: Held, seconds: float | None) -> bool:
+        if next(waits, None) is not None:
+            raise KeyboardInterrupt
+        return real(held, seconds)
+
+    monkeypatch.setattr(Held, "wait", wait)
+    with adamw(mine, folder, handle=handle) as optimizer:
+        train(mine, optimizer, 0, 2)
+        optimizer.save_states(folder / "states")
+        handle.will(what, "hold", {1})
+        with pytest.raises(KeyboardInterrupt):
+            getattr(optimizer, call)(*([] if call == "state_dict" else [folder / "states"]))
+        assert handle.under_way.is_set()
+        handle.will()
+        threading.Timer(0.3, handle.go.set).start()
+        train(mine, optimizer, 2, 3)
+        assert handle.go.is_set(), "it was waited for"
+        train(other, torch.optim.AdamW(other.parameters(), lr=0.01), 0, 3)
+        assert equal(values(mine), values(other))

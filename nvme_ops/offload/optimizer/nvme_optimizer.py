@@ -545,7 +545,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        record, versions = saved.from_file(self._states, os.fspath(path), self._made())
+        record, versions = saved.from_file(self._states, os.fspath(path), self._made(), self._handle)
         self._states.commit(self._record(record["steps"]), versions)
         self._show_states(self._states.now)
 

@@ -19,7 +19,6 @@ import torch
 
 from nvme_ops.durable import sync_above
 from nvme_ops.errors import FormatError
-from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
@@ -209,7 +208,7 @@ def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def from_file(states: States, path: str, made: Any) -> tuple[dict[str, Any], dict[Chunk, Version]]:
+def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple[dict[str, Any], dict[Chunk, Version]]:
     """Writes the states in ``path`` beside those of now; returns what ``to_file`` was given, and what to commit.
 
     Raises:
@@ -233,7 +232,7 @@ def from_file(states: States, path: str, made: Any) -> tuple[dict[str, Any], dic
                 raise FormatError(f"{path}: {f'chunk.{chunk.number}'} is missing")
             if entry.end - entry.start != chunk.nbytes:
                 raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
-            return shared_handle().submit_pread(buffer[: chunk.nbytes], fd, entry.start)
+            return handle.submit_pread(buffer[: chunk.nbytes], fd, entry.start)
 
         versions: dict[Chunk, Version] = {}
         with contextlib.closing(states.fill(read, versions)) as updates:
