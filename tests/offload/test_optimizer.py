@@ -17,6 +17,8 @@ import torch
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.conftest import run_python
 from tests.contract.faulty import Faulty
+from tests.offload.elsewhere import same as differ
+from tests.offload.random_optimizers import states
 from tests.offload.training import backward, equal, network, values
 
 Params = list[torch.nn.Parameter]
@@ -45,27 +47,10 @@ def made(dtype: torch.dtype) -> Params:
     return [torch.nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in (65536, 256, 40960)]
 
 
-def alike(one: Any, other: Any) -> bool:
-    """Whether they are equal; float16 has NaN where it is too small for eps."""
-    if isinstance(one, torch.Tensor) and (not isinstance(other, torch.Tensor) or one.dtype != other.dtype):
-        return False
-    one, other = torch.as_tensor(one), torch.as_tensor(other)
-    return torch.allclose(one.detach(), other.detach(), rtol=0, atol=0, equal_nan=True)
-
-
 def same(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> bool:
-    """Whether both have the same parameters and state dicts. Adagrad has its states before the first step."""
-    one, other = (
-        {number: {name: value for name, value in each.items() if value is not None} for number, each in found.items()}
-        for found in (ours.state_dict()["state"], plain.state_dict()["state"])
-    )
-    params = [[each for group in some.param_groups for each in group["params"]] for some in (ours, plain)]
-    return (
-        all(map(alike, *params))
-        and (one.keys() == other.keys() or isinstance(plain, torch.optim.Adagrad))
-        and all(each.keys() == other[number].keys() for number, each in one.items())
-        and all(alike(value, other[number][name]) for number, each in one.items() for name, value in each.items())
-    )
+    """Whether both have the same parameters, states and options."""
+    params = [[each for group in one.param_groups for each in group["params"]] for one in (ours, plain)]
+    return differ([params[0], states(ours)], [params[1], states(plain)]) == ""
 
 
 class Pair:
@@ -144,24 +129,13 @@ def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
 
 
 def test_what_cannot_be_is_refused(folder: Path) -> None:
+    """What else people do wrong: ``test_mistakes.py``."""
     model = network()
-    parameters = list(model.parameters())
     for kind in (torch.optim.SparseAdam, torch.optim.Adafactor):
         with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch.optim's elementwise optimizers: Ada"):
-            NvmeOptimizer(parameters, kind, folder)
-    params: Any
-    other: Any
-    for params, other, word in (
-        (parameters, torch.optim.SGD(parameters), r"torch\.optim\.SGD"),
-        (model, torch.optim.SGD, r"model\.parameters\(\)"),
-        (torch.optim.SGD, parameters, "the class SGD"),
-    ):
-        with pytest.raises(TypeError, match=word):
-            NvmeOptimizer(params, other, folder)
-    for options, word in (({"lr": -1.0}, "Invalid learning rate"), ({"memory_budget": "512K"}, "at least 1 MiB"),
-                          ({"overlap": "forward"}, "'backward'")):  # fmt: skip
-        with pytest.raises(ValueError, match=word):
-            make(model, folder, **options)
+            NvmeOptimizer(model.parameters(), kind, folder)
+    with pytest.raises(ValueError, match="Invalid learning rate"):
+        make(model, folder, lr=-1.0)
     with pytest.raises(ValueError, match="gaps"):
         NvmeOptimizer([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])], torch.optim.AdamW, folder)
     with make(model, folder) as ours:

@@ -446,13 +446,5 @@ def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
     assert not told
 
 
-def test_wrong_arguments(folder: Path) -> None:
-    given: Any
-    for given, error, word in (
-        ({"memory_budget": -1}, ValueError, "memory_budget must be at least 0 bytes, not -1"),
-        ({"min_bytes": None}, TypeError, "min_bytes must be bytes"), ({"handle": 3}, TypeError, "an aio_handle"),
-        ({"policy": "all"}, ValueError, "policy='all'"),
-    ):  # fmt: skip
-        with pytest.raises(error, match=word):
-            save_on_nvme(folder, **given)
-    save_on_nvme(folder, min_bytes="0M", memory_budget="0").close()  # a budget of nothing is a size
+def test_a_budget_of_nothing_is_a_size(folder: Path) -> None:
+    save_on_nvme(folder, min_bytes="0M", memory_budget="0").close()

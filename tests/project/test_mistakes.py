@@ -122,6 +122,9 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.save_on_nvme('/no/such/x')", FileNotFoundError, "is a disk not mounted"),
     ("offload.save_on_nvme('dir', policy='never')", ValueError, "is not one of nvme, auto"),
     ("offload.save_on_nvme('dir', memory_budget='1X')", ValueError, "is not a size"),
+    ("offload.save_on_nvme('dir', memory_budget=-1)", ValueError, "memory_budget must be at least 0 bytes, not -1"),
+    ("offload.save_on_nvme('dir', min_bytes=None)", TypeError, "min_bytes must be bytes"),
+    ("offload.save_on_nvme('dir', handle=3)", TypeError, "an aio_handle"),
     # Data
     ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, a dtype"),
     ("data.SampleWriter('dir/s', {})", ValueError, "columns must not be empty"),
