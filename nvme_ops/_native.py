@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-_module: Any = None  # asking the builder takes microseconds, and this is asked for every tensor
 
-
+@functools.cache  # asking the builder takes microseconds, and this is asked for every tensor
 def native() -> Any:
     """Returns the native module, described in ``nvme_ops/ops/async_io.pyi``. RuntimeError if it cannot be built."""
-    global _module
-    if _module is None:
-        from nvme_ops.op_builder import AsyncIOBuilder
+    from nvme_ops.op_builder import AsyncIOBuilder
 
-        _module = AsyncIOBuilder().load()
-    return _module
+    return AsyncIOBuilder().load()

@@ -193,8 +193,11 @@ def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
     """
     if _stays(tensor) or tensor.numel() == 0:
         return None
-    nbytes, whole = tensor.nbytes if tensor.is_contiguous() else _distinct(tensor).nbytes, whole_of(tensor)
-    if whole.nbytes < _end(tensor):
+    nbytes = length = tensor.nbytes
+    if not tensor.is_contiguous():
+        nbytes, length = _distinct(tensor).nbytes, _length(tensor)
+    whole = whole_of(tensor)
+    if whole.nbytes < int(tensor.storage_offset()) * tensor.itemsize + length:
         return None  # it was resized; whoever did that brings it back
     if whole.nbytes <= _MOST * nbytes:
         return None if whole.nbytes < least else whole
@@ -215,12 +218,10 @@ def memory_of(tensor: torch.Tensor, place: StoragePart) -> torch.Tensor:
     return whole.set_(source.untyped_storage(), 0, (place.nbytes,), (1,))
 
 
-def _end(tensor: torch.Tensor) -> int:
-    """Returns the byte of the storage behind the last element."""
-    steps = tensor.numel() - 1
-    if not tensor.is_contiguous():
-        steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return (int(tensor.storage_offset()) + steps + 1) * tensor.itemsize
+def _length(tensor: torch.Tensor) -> int:
+    """Returns the bytes of the storage from the first element to the last."""
+    steps = sum((length - 1) * step for length, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
 
 
 def _distinct(tensor: torch.Tensor) -> torch.Tensor:
