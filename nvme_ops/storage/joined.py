@@ -158,7 +158,9 @@ def as_operation(joined: JoinedOperation) -> Operation:
 
 def joined(transfers: list[IoFuture]) -> IoFuture:
     """Returns one future for several transfers, which has ended when all have, with the first failure."""
-    return IoFuture(as_operation(JoinedOperation(transfers, lambda _: None)))
+    if len(transfers) == 1:
+        return transfers[0]
+    return IoFuture(as_operation(JoinedOperation(list(transfers), lambda _: None)))
 
 
 class Stored(Protocol):

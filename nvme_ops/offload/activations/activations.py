@@ -329,36 +329,23 @@ class Activations(Residency[Unit]):
         if memory is None or unit.is_resized():  # its ticket was freed just now, or it needs no room
             self._held.pop(unit)
             return None
+        transfers: list[IoFuture] = []
         try:
-            unit.stored = OnStorage(self._files.allocate(unit.nbytes))
-            unit.writing = self._submit(unit.stored, memory, Priority.WRITEBACK)
-        except OSError as error:
+            unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
+            write(self._files, unit.stored, memory, transfers, Priority.WRITEBACK, checksum=self._checksums)
+            unit.writing = joined(transfers)
+        except BaseException as error:
+            for each in transfers:
+                each.request_cancel()  # nobody will ask how it ended
             unit.writing = None
+            if not isinstance(error, OSError):
+                unit.stored = None  # not to be used again: Ctrl-C may come just as a transfer begins
+                raise
             self._leave(unit)
             return _without_frames(error)
-        except BaseException:
-            unit.writing = unit.stored = None  # not to be used again: Ctrl-C may come just as a transfer begins
-            raise
         self._held.pop(unit)
         self._writing[unit] = None
         return None
-
-    def _submit(self, stored: OnStorage, memory: torch.Tensor, priority: Priority) -> IoFuture:
-        """Starts to write memory, or to read it; then its checksum is compared at the end."""
-        writes, before = priority is Priority.WRITEBACK, len(stored.transfers)
-        try:
-            if writes:
-                write(self._files, stored, memory, stored.transfers, priority, checksum=self._checksums)
-            else:
-                self._files.move(stored.pieces, memory, stored.transfers, False, priority)
-        except BaseException:
-            for each in stored.transfers[before:]:
-                each.request_cancel()  # nobody will ask how it ended
-            raise
-        transfers = stored.transfers[before:]
-        if writes or stored.checksum is None:
-            return transfers[0] if len(transfers) == 1 else joined(transfers)
-        return IoFuture(as_operation(JoinedOperation(transfers, compare, self._files, stored, memory, [])))
 
     def _write_some(self, unit: Unit) -> IoFuture | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
@@ -449,10 +436,20 @@ class Activations(Residency[Unit]):
     def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
-        arriving = self._submit(entry.stored, memory, priority)
+        stored, before = entry.stored, len(entry.stored.transfers)
+        try:
+            self._files.move(stored.pieces, memory, stored.transfers, False, priority)
+        except BaseException:
+            for each in stored.transfers[before:]:
+                each.request_cancel()  # nobody will ask how it ended
+            raise
+        transfers = stored.transfers[before:]
         self._count_read(entry.nbytes, priority)
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
-        return memory, arriving
+        if stored.checksum is None:
+            return memory, joined(transfers)
+        compared = JoinedOperation(transfers, compare, self._files, stored, memory, [])
+        return memory, IoFuture(as_operation(compared))
 
     def _has_arrived(self, entry: Unit) -> None:
         self._asked = time.perf_counter()
