@@ -24,10 +24,10 @@ from benchmarks import command
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import positive, size
 from nvme_ops.data import AsyncLog
-from nvme_ops.data.claim import data_file
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
 from nvme_ops.data.store import trailer
+from nvme_ops.data.writer import data_file
 from nvme_ops.file import shared_handle
 from nvme_ops.measure import fio
 from nvme_ops.measure.engines import unavailable

@@ -130,11 +130,7 @@ class OpBuilder:
         return cache.find(self.recipe()) is not None
 
     def has_function(
-        self,
-        funcname: str,
-        libraries: Sequence[str],
-        library_dirs: Sequence[str] | None = None,
-        verbose: bool = False,
+        self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
     ) -> bool:
         """Returns whether a program that calls ``funcname`` compiles and links with ``libraries``."""
         problem = machine.has_function(funcname, libraries, library_dirs or ())

@@ -13,11 +13,10 @@ from typing import Any
 import torch
 
 from nvme_ops.data import formats
-from nvme_ops.data.claim import is_data_file
 from nvme_ops.data.columns import Sample, Spec
 from nvme_ops.data.index import NAME
 from nvme_ops.data.store import SampleStore
-from nvme_ops.data.writer import SampleWriter
+from nvme_ops.data.writer import SampleWriter, is_data_file
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.settings import PIECE

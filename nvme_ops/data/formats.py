@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -13,23 +13,8 @@ from nvme_ops.data import mds, webdataset
 from nvme_ops.data.columns import Columns, Sample
 from nvme_ops.errors import FormatError
 
-
-class RecordReader(Protocol):
-    """Turns records into samples."""
-
-    def sample(self, record: torch.Tensor) -> Sample:
-        """Returns the sample in the bytes of a record. Raises FormatError."""
-
-
-class Native:
-    """Reads samples that ``SampleWriter`` wrote."""
-
-    def __init__(self, index: own.SampleIndex) -> None:
-        self.columns = Columns.from_json(index.columns)
-
-    def sample(self, record: torch.Tensor) -> Sample:
-        """Returns the sample over the bytes of a record."""
-        return self.columns.unpacked(record)
+#: Turns the bytes of a record into a sample. Raises FormatError.
+Reader: TypeAlias = Callable[[torch.Tensor], Sample]
 
 
 class Format(NamedTuple):
@@ -37,7 +22,7 @@ class Format(NamedTuple):
 
     matches: Callable[[str], bool]
     make_index: Callable[[str, bool], own.SampleIndex]
-    reader: Callable[[own.SampleIndex], RecordReader]
+    reader: Callable[[own.SampleIndex], Reader]
 
 
 def _has_index(path: str) -> bool:
@@ -49,9 +34,9 @@ def _own_index(path: str, checksums: bool) -> own.SampleIndex:
 
 
 FORMATS = {
-    "native": Format(_has_index, _own_index, Native),
-    "mds": Format(mds.matches, mds.index_of, mds.Shards),
-    "webdataset": Format(webdataset.matches, webdataset.index_of, webdataset.Tars),
+    "native": Format(_has_index, _own_index, lambda index: Columns.from_json(index.columns).unpacked),
+    "mds": Format(mds.matches, mds.index_of, lambda index: mds.Shards(index).sample),
+    "webdataset": Format(webdataset.matches, webdataset.index_of, lambda _: webdataset.sample),
 }
 
 
@@ -71,7 +56,7 @@ def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
     )
 
 
-def reader_of(index: own.SampleIndex) -> RecordReader:
+def reader_of(index: own.SampleIndex) -> Reader:
     """Returns what turns the records into samples. Raises FormatError for an unknown kind."""
     if index.kind not in FORMATS:
         raise FormatError(f"{index.path}: samples of an unknown kind: {index.kind!r}")

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import SampleIndex
+from nvme_ops.data.index import Found, SampleIndex, foreign_index
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.storage.publication import content_of, opened
 from nvme_ops.tensors import bytes_of
@@ -64,7 +63,7 @@ def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001
         raise FormatError(f"{name}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"{name}: no index of MDS shards: {error!r}") from error
-    return foreign.index_of("mds", path, names, text, lambda shard, number: _places(shard, counts[number]), columns)
+    return foreign_index("mds", path, names, text, lambda shard, number: _places(shard, counts[number]), columns)
 
 
 def _name_of(shard: dict[str, Any], folder: str) -> str:
@@ -79,7 +78,7 @@ def _name_of(shard: dict[str, Any], folder: str) -> str:
     return name
 
 
-def _places(shard: str, count: int) -> foreign.Found:
+def _places(shard: str, count: int) -> Found:
     with opened(shard) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise FormatError(f"{shard}: is no file")
@@ -91,7 +90,7 @@ def _places(shard: str, count: int) -> foreign.Found:
     places = torch.frombuffer(bytearray(head), dtype=torch.int32)[1:].to(torch.int64) & 0xFFFFFFFF
     if (places[1:] < places[:-1]).any() or int(places[-1]) > size:
         raise FormatError(f"{shard}: the places of its samples are damaged")
-    return foreign.Found(int(places[0]), places[1:])
+    return Found(int(places[0]), places[1:])
 
 
 class NotDecodedError(FormatError, ImportError):

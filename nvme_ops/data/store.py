@@ -83,7 +83,8 @@ class SampleStore(torch.utils.data.Dataset[Any]):
             except FileNotFoundError:
                 if formats.index_of(self.path).id == self.index.id:  # else the store has just been replaced
                     raise
-        self._reader = formats.reader_of(self.index)
+        self._sample = formats.reader_of(self.index)
+        self._columns = Columns.from_json(self.index.columns) if self.index.kind == "native" else None
         places = [os.path.dirname(path) for path in self._files.paths]
         folders = list(dict.fromkeys(places)) if self.index.kind == "native" else []
         first = handle or aio_handle()
@@ -98,7 +99,7 @@ class SampleStore(torch.utils.data.Dataset[Any]):
     @property
     def columns(self) -> Columns | None:
         """What a sample consists of; None where the files do not say so in advance."""
-        return self._reader.columns if isinstance(self._reader, formats.Native) else None
+        return self._columns
 
     @property
     def nbytes(self) -> int:
@@ -295,7 +296,7 @@ class Read:
         records, made = self._split(self._lengths), []
         for place in range(len(self))[which]:
             try:
-                made.append(self._store._reader.sample(records[place]))
+                made.append(self._store._sample(records[place]))
             except FormatError as error:
                 words = f"{self._store.path}: sample {int(self._numbers[place])}: {error}"
                 raise type(error)(words) from error

@@ -14,9 +14,8 @@ from typing import IO, BinaryIO, cast
 
 import torch
 
-from nvme_ops.data import foreign
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import SampleIndex, aligned
+from nvme_ops.data.index import Found, SampleIndex, aligned, foreign_index
 from nvme_ops.errors import FormatError
 from nvme_ops.storage.publication import opened
 from nvme_ops.tensors import bytes_of
@@ -46,7 +45,7 @@ def matches(path: str) -> bool:
 def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none)
     """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed tar."""
     folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
-    return foreign.index_of("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)
+    return foreign_index("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)
 
 
 def key_of(name: str) -> tuple[str, str] | None:
@@ -58,7 +57,7 @@ def key_of(name: str) -> tuple[str, str] | None:
     return os.path.join(folder, stem), extension.lower()
 
 
-def _places(path: str) -> foreign.Found:
+def _places(path: str) -> Found:
     starts: list[int] = []
     keys: list[str] = []
     end = 0
@@ -72,7 +71,7 @@ def _places(path: str) -> foreign.Found:
         if os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
-    return foreign.Found(starts[0] if starts else 0, ends)
+    return Found(starts[0] if starts else 0, ends)
 
 
 class _BoundedTar(io.BufferedIOBase):
@@ -114,24 +113,21 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
         raise FormatError(f"{what}: {error}") from error
 
 
-class Tars:
-    """Turns a sample into a dict: the bytes of its files, over the memory that was read, by extension; and the key."""
+def sample(record: torch.Tensor) -> Sample:
+    """Returns a dict: the bytes of the files, over the memory that was read, by extension; and the key.
 
-    def __init__(self, index: SampleIndex) -> None:
-        """Needs nothing from the index: a tar describes itself."""
-
-    def sample(self, record: torch.Tensor) -> Sample:
-        """Returns the sample in the bytes of a record. Raises FormatError."""
-        sample: dict[str, object] = {}
-        for name, begin, nbytes in _members(record):
-            found = key_of(name)
-            if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
-                if found[1] in sample:
-                    raise FormatError(f"{found[0]!r} has two files {found[1]!r}")
-                sample[found[1]] = record[begin : begin + nbytes]
-        if not sample:
-            raise FormatError("it has no files: the tar has changed since the store was opened")
-        return sample
+    Raises FormatError.
+    """
+    sample: dict[str, object] = {}
+    for name, begin, nbytes in _members(record):
+        found = key_of(name)
+        if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
+            if found[1] in sample:
+                raise FormatError(f"{found[0]!r} has two files {found[1]!r}")
+            sample[found[1]] = record[begin : begin + nbytes]
+    if not sample:
+        raise FormatError("it has no files: the tar has changed since the store was opened")
+    return sample
 
 
 def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:

@@ -4,34 +4,41 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
+import re
 import threading
 import warnings
 import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from typing import Any
 
 import torch
 
 from nvme_ops import at_exit
 from nvme_ops.checksums import checksums_of, joined
-from nvme_ops.data.claim import WriterClaim, data_file, settle_abandoned
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
-from nvme_ops.durable import make_last_folder, sync_folder
-from nvme_ops.errors import FormatError
+from nvme_ops.durable import make_last_folder, sync, sync_folder
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
 from nvme_ops.storage import locks, unlink
-from nvme_ops.text import parse_size
+from nvme_ops.storage.publication import content_of
+from nvme_ops.text import parse_json, parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
 _LEAST = 64  # bytes that a record counts as at least, in that sum
 _PATIENCE = 5.0  # seconds that the end of the program waits for a thread that is adding or closing
+_PREFIX = "samples-"
+_MARK = ".nvme_ops-claim"
+_MOST_CLAIM = 1 << 20  # bytes
+_CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
 class SampleWriter:
@@ -339,3 +346,110 @@ def _end_all() -> None:
 
 
 at_exit.call(_end_all)
+
+
+# The data files that no index names yet, or no longer: the next writer removes those of a killed one
+
+
+def data_file(store: str, number: int) -> str:
+    """Returns the name of a data file."""
+    return f"{_PREFIX}{store}-{number:05d}"
+
+
+def is_data_file(name: str) -> bool:
+    """Returns whether ``name`` is that of a data file."""
+    return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
+
+
+class WriterClaim:
+    """A hidden file beside the index, locked while its writer lives.
+
+    Args:
+        index: the path of the index.
+        store: the identity of the store that has the data files.
+        folders: the folders with the data files.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+
+    _file: FileIO | None = None
+
+    def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
+        self._index, self._process = index, os.getpid()
+        self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
+        file = self._file = _locked(self.path)
+        try:
+            text = json.dumps({"index": index, "folders": list(folders)}).encode()
+            with naming("write", self.path):
+                os.ftruncate(file.fileno(), 0)
+                os.pwrite(file.fileno(), text, 0)
+            sync(file.fileno(), self.path, "fsync")
+            sync_folder(os.path.dirname(index))
+        except BaseException:
+            file.close()
+            os.unlink(self.path)
+            raise
+
+    def settle(self) -> None:
+        """Removes the claim, and the data files unless the index names them. Further calls do nothing."""
+        if self._file is not None and not self._file.closed:
+            _settle(self._index, self.path)
+            self._file.close()
+
+    def __del__(self) -> None:
+        left = self._file is not None and not self._file.closed  # Ctrl-C came before the caller had it
+        if left and self._process == os.getpid():
+            self.settle()
+
+
+def settle_abandoned(index: str) -> None:
+    """Removes what killed writers of this store left behind."""
+    folder = os.path.dirname(index)
+    for name in os.listdir(folder):
+        path = os.path.join(folder, name)
+        # Another user's claim could name any folder.
+        with contextlib.suppress(OSError):
+            if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid():
+                with locks.abandoned(path):
+                    _settle(index, path)
+
+
+def _locked(path: str) -> FileIO:
+    """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    # patient: somebody may be checking for a moment whether it is abandoned
+    return locks.hold(
+        path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: locks.take(fd, patient=True)
+    )
+
+
+def _settle(index: str, path: str) -> None:
+    found = _CLAIM.fullmatch(os.path.basename(path))
+    if found is None:
+        return
+    store = found[1]
+    try:
+        wanted = read_index(index, ()).id == store
+    except FileNotFoundError:
+        wanted = False
+    except (FormatError, OSError):  # the index may be this store's
+        return
+    if not wanted:
+        for folder in _folders(index, path):
+            with contextlib.suppress(OSError, ValueError):  # a name that no folder can have
+                for name in os.listdir(folder):
+                    if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
+                        unlink.unlink(os.path.join(folder, name))
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+
+
+def _folders(index: str, path: str) -> list[str]:
+    """Returns the folder of the index, and the others unless the claim is a copy, made for another index."""
+    mine = os.path.dirname(index)
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        found = parse_json(content_of(path, _MOST_CLAIM))
+        if found["index"] == index:
+            return list(dict.fromkeys([mine, *map(str, found["folders"])]))
+    return [mine]

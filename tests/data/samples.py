@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.checksums import checksums_of
 from nvme_ops.data import SampleWriter
 from tests.conftest import pattern
 
@@ -60,11 +61,23 @@ def data_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("samples-*"))
 
 
+def index_parts(content: bytes) -> tuple[dict[str, Any], bytes]:
+    """The header of the file of an index, and its sections."""
+    end = 20 + struct.unpack_from("<8sIII", content)[2]
+    return json.loads(content[20:end]), content[-(-end // 4096) * 4096 :]
+
+
+def index_of(text: bytes, sections: bytes = b"") -> bytes:
+    """The file of an index with this text for a header, whatever it says, and the checksum that it has."""
+    head = struct.pack("<8sIII", b"NVMEDATA", 1, len(text), checksums_of([text], "crc32c")[0]) + text
+    return head.ljust(-(-len(head) // 4096) * 4096, b"\0") + sections
+
+
 # MosaicML's shards
 
 ENCODINGS = {"image": "jpeg", "label": "int", "name": "str", "meta": "json", "x": "float32", "a": "ndarray:int16:2,3",
-             "b": "ndarray"}  # fmt: skip
-SIZES = [None, 8, None, None, 4, 12, None]
+             "b": "ndarray", "c": "ndarray:float32", "raw": "bytes", "n": "uint16", "t": "str_int"}  # fmt: skip
+SIZES = [None, 8, None, None, 4, 12, None, None, None, 2, None]
 
 
 def mds_sample(number: int) -> dict[str, Any]:
@@ -76,15 +89,22 @@ def mds_sample(number: int) -> dict[str, Any]:
         "x": number / 2,
         "a": torch.full((2, 3), number, dtype=torch.int16),
         "b": torch.arange(number % 4 * 2, dtype=torch.float32).view(-1, 2),
+        "c": torch.arange(number % 3, dtype=torch.float32),
+        "raw": b"x" * (number % 5),
+        "n": number,
+        "t": -number,
     }
 
 
 def mds_bytes(sample: dict[str, Any]) -> bytes:
-    values = sample["b"]
-    array = bytes([34, len(values.shape) << 2, *values.shape]) + values.numpy().tobytes()  # float32; uint8 for lengths
+    arrays = [
+        bytes([len(each.shape) << 2, *each.shape]) + each.numpy().tobytes() for each in (sample["b"], sample["c"])
+    ]
     parts = [
         sample["image"], struct.pack("<q", sample["label"]), sample["name"].encode(),
-        json.dumps(sample["meta"]).encode(), struct.pack("<f", sample["x"]), sample["a"].numpy().tobytes(), array,
+        json.dumps(sample["meta"]).encode(), struct.pack("<f", sample["x"]), sample["a"].numpy().tobytes(),
+        b"\x22" + arrays[0], arrays[1],  # the byte stands for float32, those of the shapes are uint8
+        sample["raw"], struct.pack("<H", sample["n"]), b"%d" % sample["t"],
     ]  # fmt: skip
     sizes = [len(part) for part, size in zip(parts, SIZES, strict=True) if size is None]
     return struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(parts)
@@ -123,9 +143,9 @@ def same_mds(found: dict[str, Any], number: int) -> bool:
     wanted = mds_sample(number)
     return (
         list(found) == list(wanted)
-        and bytes(found["image"].tolist()) == wanted["image"]
-        and all(torch.equal(found[name], wanted[name]) for name in ("a", "b"))
-        and all(found[name] == wanted[name] for name in ("label", "name", "meta", "x"))
+        and all(bytes(found[name].tolist()) == wanted[name] for name in ("image", "raw"))
+        and all(torch.equal(found[name], wanted[name]) for name in ("a", "b", "c"))
+        and all(found[name] == wanted[name] for name in ("label", "name", "meta", "x", "n", "t"))
     )
 
 

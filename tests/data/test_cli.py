@@ -147,7 +147,8 @@ def test_tars_shards_and_stores(folder: Path) -> None:
     write_mds(folder / "mds", 20)
     for source in ("mds", "mds store"):
         back: dict[str, Any] = converted(folder / source)[7]
-        back = {**back, "label": int(back["label"]), "x": float(back["x"]), "meta": json.loads(back["meta"])}
+        numbers = {name: back[name].item() for name in ("label", "x", "n", "t")}
+        back = {**back, **numbers, "meta": json.loads(back["meta"])}
         assert same_mds(back, 7)
     (folder / "doubles").mkdir()
     samples = [struct.pack("<d", each) for each in DOUBLES]

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.checksums import checksums_of
-from nvme_ops.data import SampleStore
+from nvme_ops.data import Loader, SampleStore
 from nvme_ops.data import store as store_module
-from nvme_ops.data.index import _PREFIX, MAGIC, NAME, VERSION, DataFile, SampleIndex, read_index, write_index
+from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
 from tests.contract.faulty import flip
-from tests.data.samples import data_files, fixed, write, write_fixed, write_tar
+from tests.data.samples import data_files, fixed, index_of, index_parts, write, write_fixed, write_tar
 
 
 def cut(path: Path, nbytes: int) -> None:
@@ -85,15 +84,9 @@ def test_a_damaged_index(folder: Path, damage: Callable[[Path], object], words: 
 
 def lie(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Changes the header of an index, and its checksum too."""
-    path = folder / NAME
-    content = path.read_bytes()
-    size = _PREFIX.unpack(content[: _PREFIX.size])[2]
-    header = json.loads(content[_PREFIX.size : _PREFIX.size + size])
+    header, sections = index_parts((folder / NAME).read_bytes())
     change(header)
-    text = json.dumps(header).encode()
-    head = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0]) + text
-    assert len(head) <= 4096, "the sections stay where they are"
-    path.write_bytes(head.ljust(4096, b"\0") + content[4096:])
+    (folder / NAME).write_bytes(index_of(json.dumps(header).encode(), sections))
 
 
 @pytest.mark.parametrize(
@@ -107,6 +100,14 @@ def lie(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         ({"alignment": -8}, "a size that cannot be"),
         ({"alignment": "8"}, "a size that cannot be"),
         ({"columns": []}, "columns must not be empty"),
+        *[
+            ({"alignment": 1 << 61}, "alignment"),
+            ({"more": 5}, "no text"),
+            ({"id": 5}, "no text"),
+            ({"kind": None}, ""),
+        ],
+        *[({"columns": 5}, "damaged"), ({"sections": 5}, "damaged"), ({"kind": None}, "damaged")],
+        *[({"files": [{"name": name, "nbytes": 0, "first": 0}]}, "damaged") for name in (5, "\ud800", "a\0")],
         (lambda header: header["files"][0].update(start=4096), "does not begin with its first record"),
         (lambda header: header["files"][0].update(start=-1), "a size that cannot be"),
         (lambda header: header["files"].reverse(), "files in no possible order"),
@@ -198,6 +199,8 @@ def test_a_data_file_that_is_cut_off(folder: Path) -> None:
         store.read([5, 50])
     with pytest.raises(FormatError, match="was cut off"):
         store[5]
+    with pytest.raises((EOFError, FormatError), match=victim.name):
+        list(Loader(store, 8, prefetch=1))
 
 
 def test_a_store_that_is_removed_or_replaced_is_read_on(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

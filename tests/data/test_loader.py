@@ -6,7 +6,6 @@ import collections
 import gc
 import itertools
 import json
-import os
 import threading
 import time
 from pathlib import Path
@@ -22,9 +21,8 @@ from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data import loader as module
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.engine import Priority
-from nvme_ops.errors import FormatError
 from tests.conftest import MIB, in_child, in_threads, run_python
-from tests.data.samples import data_files, fixed, is_sample, sample, write, write_fixed
+from tests.data.samples import fixed, is_sample, sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
 
@@ -248,16 +246,6 @@ def test_what_decode_raises_ends_the_iteration(store: SampleStore) -> None:
         next(batches)
 
 
-def test_a_file_that_is_cut_off_meanwhile(folder: Path) -> None:
-    write_fixed(folder / "store", 200, 4096, shard_bytes="64K")
-    batches = iter(Loader(folder / "store", 8, prefetch=1))
-    next(batches)
-    for path in data_files(folder / "store"):
-        os.truncate(path, 0)
-    with pytest.raises((EOFError, FormatError), match="samples-"):  # by what was read ahead of it
-        list(batches)
-
-
 def test_at_exit_nothing_more_is_decoded(folder: Path) -> None:
     write(folder, 200)
     program = """
@@ -350,8 +338,7 @@ class Noting(aio_handle):
 
 
 @pytest.mark.parametrize(
-    ("more", "expected"),
-    [({}, [Priority.DEMAND] + [Priority.PREFETCH] * 9), ({"prefetch": 0}, [Priority.DEMAND] * 10)],
+    ("more", "expected"), [({}, [Priority.DEMAND] + [Priority.PREFETCH] * 9), ({"prefetch": 0}, [Priority.DEMAND] * 10)]
 )
 def test_what_is_waited_for_goes_first(folder: Path, more: dict[str, Any], expected: list[Priority]) -> None:
     write_fixed(folder / "store", 100)

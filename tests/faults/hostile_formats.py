@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import random
@@ -17,12 +16,13 @@ import nvme_ops
 from nvme_ops._native import native
 from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
-from nvme_ops.data.claim import settle_abandoned
 from nvme_ops.data.convert import open_source
+from nvme_ops.data.writer import settle_abandoned
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.device import Identity
 from nvme_ops.tuning import store as tuning_store
 from nvme_ops.tuning.dictionary import SECTION, Dictionary
+from tests.data.samples import index_of, index_parts, write_mds, write_tar
 from tests.faults import hostile_checkpoints as checkpoints
 from tests.faults.hostile import NUMBERS, Format, at_random, changed_json, edited, text_of
 from tests.faults.hostile_checkpoints import STATE
@@ -51,9 +51,8 @@ def read_samples(folder: Path) -> None:
 def changed_store(content: bytes, draw: random.Random) -> bytes | None:
     if not content.startswith(b"NVMEDATA"):
         return None
-    _, version, length, _ = struct.unpack_from("<8sIII", content)
-    header = json.loads(content[20 : 20 + length])
-    body = bytearray(content[-(-(20 + length) // 4096) * 4096 :])
+    header, sections = index_parts(content)
+    body = bytearray(sections)
     if draw.random() < 0.4:  # a section, with the checksum that it then has
         section = header["sections"][draw.choice(list(header["sections"]))]
         place = section["offset"] + 8 * draw.randrange(max(1, section["bytes"] // 8))
@@ -62,35 +61,7 @@ def changed_store(content: bytes, draw: random.Random) -> bytes | None:
         text = json.dumps(header).encode()
     else:
         text = text_of(edited(header, draw), draw)
-    head = struct.pack("<8sIII", b"NVMEDATA", version, len(text), crc(text)) + text
-    return head.ljust(-(-len(head) // 4096) * 4096, b"\0") + bytes(body)
-
-
-_MDS = ("int", "bytes", "ndarray:float32", "str", "json", "ndarray", "uint16", "str_int", "ndarray:int8:2,2")
-
-
-def write_mds(folder: Path) -> None:
-    samples = []
-    for k in range(8):
-        parts = [
-            struct.pack("<q", k), b"x" * k, struct.pack("<BBf", 1 << 2, 1, k), "é".encode() * k,
-            json.dumps({"k": k}).encode(), bytes([32, 1 << 2, k]) + bytes(4 * k), struct.pack("<H", k), b"%d" % k,
-            bytes(4),
-        ]  # fmt: skip
-        sizes = [len(part) for part, fixed in zip(parts, (8, 0, 0, 0, 0, 0, 2, 0, 4), strict=True) if not fixed]
-        samples.append(struct.pack(f"<{len(sizes)}I", *sizes) + b"".join(parts))
-    begin, places = 4 * (len(samples) + 2), []
-    for sample in samples:
-        places.append(begin)
-        begin += len(sample)
-    head = struct.pack(f"<{len(places) + 2}I", len(samples), *places, begin)
-    (folder / "shard.mds").write_bytes(head + b"".join(samples))
-    shard = {
-        "format": "mds", "raw_data": {"basename": "shard.mds", "bytes": begin, "hashes": {}}, "zip_data": None,
-        "compression": None, "samples": len(samples), "column_names": [str(k) for k in range(len(_MDS))],
-        "column_encodings": list(_MDS), "column_sizes": [8, None, None, None, None, None, 2, None, 4],
-    }  # fmt: skip
-    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    return index_of(text, bytes(body))
 
 
 def changed_mds(content: bytes, draw: random.Random) -> bytes:
@@ -104,20 +75,13 @@ def changed_mds(content: bytes, draw: random.Random) -> bytes:
 
 
 def write_foreign(folder: Path) -> None:
-    write_mds(folder)
+    write_mds(folder, 8)
     SampleStore(folder).close()
 
 
-def write_tar(folder: Path) -> None:
+def write_tars(folder: Path) -> None:
     for number, kind in enumerate((tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)):
-        with tarfile.open(folder / f"{number}.tar", "w", format=kind) as tar:
-            for k in range(4):
-                for extension, data in (("txt", b"x" * 100 * k), ("json", b"{}")):
-                    member = tarfile.TarInfo(f"{'' if k < 3 or not number else 'long/' * 30}{k}.{extension}")
-                    member.size = len(data)
-                    if number == 2 and k == 2:
-                        member.pax_headers = {"comment": "é" * 9, "size": str(len(data))}
-                    tar.addfile(member, io.BytesIO(data))
+        write_tar(folder / f"{number}.tar", range(4), "long/" * 30 * (number > 0), kind)
 
 
 def changed_tar(content: bytes, draw: random.Random) -> bytes:
@@ -272,9 +236,9 @@ FORMATS = {
     ),
     "dcp": Format(checkpoints.save_dcp, checkpoints.read_dcp, ".metadata", checkpoints.changed_metadata),
     "store": Format(write_store, read_samples, "*[0-9a]", changed_store),
-    "mds": Format(write_mds, read_samples, "[is]*", changed_mds),
+    "mds": Format(lambda folder: write_mds(folder, 8), read_samples, "[is]*", changed_mds),
     "foreign": Format(write_foreign, read_samples, ".foreign.nvmedata", changed_store),
-    "tar": Format(write_tar, read_samples, "*.tar", changed_tar),
+    "tar": Format(write_tars, read_samples, "*.tar", changed_tar),
     "npy": Format(save_npy, read_npy, "*.npy"),
     "log": Format(write_log, lambda folder: list(AsyncLog.read(folder / "log")), "log.*", changed_log),
     "owner": Format(write_session, read_session, ".nvme_ops-*/owner", changed_json),

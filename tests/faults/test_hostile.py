@@ -16,13 +16,14 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.data import SampleStore, SampleWriter
+from nvme_ops.data import SampleStore
 from nvme_ops.errors import FormatError
 from nvme_ops.inspection.contents import contents
 from nvme_ops.storage import Session, TensorStore
 from tests.conftest import MIB, in_child, run_python
+from tests.data.samples import index_of
 from tests.faults import hostile
-from tests.faults.hostile_formats import FORMATS, crc
+from tests.faults.hostile_formats import FORMATS
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 
@@ -126,7 +127,7 @@ def test_json_that_is_nested_deeply(name: str, tmp_path: Path) -> None:
     form.make(tmp_path)
     path = max(tmp_path.glob(form.files), key=lambda each: each.name == "index.json" or each.name.startswith("index."))
     if name in ("store", "foreign"):
-        text = struct.pack("<8sIII", b"NVMEDATA", 1, len(DEEP), crc(DEEP)) + DEEP
+        text = index_of(DEEP)
     elif name == "journal":
         text = b"%08x %s\n" % (zlib.crc32(DEEP), DEEP)
     elif name == "states":
@@ -140,26 +141,6 @@ def test_json_that_is_nested_deeply(name: str, tmp_path: Path) -> None:
     else:
         with pytest.raises((FormatError, OSError), match=str(tmp_path)):
             form.read(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"alignment": 1 << 61}, {"more": 5}, {"id": 5}, {"files": [{"name": 5, "nbytes": 0, "first": 0}]},
-        {"files": [{"name": "\ud800", "nbytes": 0, "first": 0}]}, {"files": [{"name": "a\0", "nbytes": 0, "first": 0}]},
-        {"columns": 5}, {"kind": None}, {"sections": 5},
-    ],
-)  # fmt: skip
-def test_fields_of_an_index_that_cannot_be(change: dict[str, object], tmp_path: Path) -> None:
-    with SampleWriter(tmp_path) as writer:
-        writer.add(b"x")
-    path = tmp_path / "index.nvmedata"
-    content = path.read_bytes()
-    header = json.loads(content[20 : 20 + struct.unpack_from("<8sIII", content)[2]])
-    text = json.dumps({**header, **change}).encode()
-    path.write_bytes((struct.pack("<8sIII", b"NVMEDATA", 1, len(text), crc(text)) + text).ljust(4096) + content[4096:])
-    with pytest.raises(FormatError, match=str(path)):
-        SampleStore(tmp_path)
 
 
 @pytest.mark.parametrize("owner", [{}, {"group": None}, {"group": []}, {"pid": 10**30}, {"fingerprint": 5}])
