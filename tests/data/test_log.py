@@ -7,25 +7,25 @@ import errno
 import functools
 import gc
 import json
-import multiprocessing
 import os
 import signal
-import subprocess
-import sys
+import struct
 import threading
 import time
 import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, log, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
-from tests.conftest import REPOSITORY, give_up_root, in_child, in_threads, open_to_all
+from tests.conftest import give_up_root, in_child, in_threads, killed_in, open_to_all
 from tests.contract.faulty import flip
 
 
@@ -145,12 +145,10 @@ def test_old_files_are_removed_but_not_what_somebody_writes_to(folder: Path) -> 
 
 
 def test_keep_counts_the_files_of_runs_before(folder: Path) -> None:
-    for number in range(6):
-        with AsyncLog(folder / "log") as made:
+    for number in range(7):
+        with AsyncLog(folder / "log", keep=3 if number == 6 else None) as made:
+            assert number < 6 or numbers(folder) == [3, 4, 5]
             made.append(b"%d" % number)
-    with AsyncLog(folder / "log", keep=3) as made:
-        assert numbers(folder) == [3, 4, 5]
-        made.append(b"6")
     assert numbers(folder) == [4, 5, 6]
 
 
@@ -201,49 +199,19 @@ def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> Non
 
 
 def test_a_killed_process_loses_the_last_window_at_most(folder: Path) -> None:
-    program = """if True:
-        import sys, time
-        from nvme_ops.data import AsyncLog
-        log = AsyncLog(sys.argv[1], window=0.05)
-        for number in range(1 << 30):
-            log.append(f"{number} {time.time()}")
-            if number % 100 == 0:
-                time.sleep(0.001)
-            if number == 2000:
-                print("running", flush=True)
-    """
-    words = [sys.executable, "-c", program, str(folder / "log")]
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, env=environment, text=True) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "running\n"
-        time.sleep(0.15)
-        killed = time.time()
-        process.send_signal(signal.SIGKILL)
+    def body() -> None:
+        made, end, number = AsyncLog(folder / "log", window=0.05), time.time() + 0.3, 0
+        while (now := time.time()) < end:
+            made.append(f"{number} {now}")
+            number += 1
+            time.sleep(1e-5)
+
+    killed_in(body)
+    killed = time.time()
     found = [entry.split() for entry in AsyncLog.read(folder / "log")]
     assert [int(number) for number, _ in found] == list(range(len(found)))
     # another second for a device that does not keep up, as this one may not while other tests run
     assert killed - float(found[-1][1]) < 0.05 + 1
-
-
-_KEPT: list[AsyncLog] = []
-
-
-def _append_and_end(path: str) -> None:
-    _KEPT.append(AsyncLog(path, window=60))
-    for number in range(1000):
-        _KEPT[-1].append(b"%d" % number)
-
-
-def test_a_process_of_multiprocessing_that_ends_without_close(folder: Path) -> None:
-    with AsyncLog(folder / "parent") as made:  # whose process has its own end of logs registered
-        made.append(b"parent")
-        process = multiprocessing.get_context("fork").Process(target=_append_and_end, args=[str(folder / "log")])
-        process.start()
-        process.join(60)
-    assert process.exitcode == 0
-    assert numbers(folder) == list(range(1000))
-    assert read(folder, "parent") == [b"parent"]
 
 
 def test_a_forked_child_is_told_by_the_first_append(folder: Path) -> None:
@@ -269,36 +237,23 @@ def test_a_forked_child_is_told_by_the_first_append(folder: Path) -> None:
     assert set(read(folder)) == {b"parent"}
 
 
-def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path) -> None:
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        made = AsyncLog(folder / "log", window=0.05)
-        thread, gone = made._thread, weakref.ref(made)
-        for number in range(100):
-            made.append(b"%d" % number)
-        del made
-        thread.join(30)
-        assert not thread.is_alive()
-        assert gone() is None
-    assert any("dropped without close" in str(each.message) for each in said)
-    assert numbers(folder) == list(range(100))
-
-
+@pytest.mark.parametrize("cycle", [False, True])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_log_in_a_cycle_is_collected_and_written(folder: Path) -> None:
-    class Holder:
-        pass
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # which must not keep it from writing
-        holder: Any = Holder()
-        holder.me, holder.log = holder, AsyncLog(folder / "log", window=0.5)
-        holder.log.append(b"one")
-        gone = weakref.ref(holder.log)
-        time.sleep(0.05)
+def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path, cycle: bool) -> None:
+    holder: Any = SimpleNamespace(log=AsyncLog(folder / "log", window=0.05 if not cycle else 0.5))
+    thread, gone = holder.log._thread, weakref.ref(holder.log)
+    holder.me = holder if cycle else None
+    with warnings.catch_warnings(record=not cycle) as said:
+        warnings.simplefilter("error" if cycle else "always")  # which must not keep it from writing
+        for number in range(100):
+            holder.log.append(b"%d" % number)
+        time.sleep(0.05 * cycle)
         del holder
         wait_until(lambda: gc.collect() < 0 or gone() is None)
-    assert read(folder) == [b"one"]
+        thread.join(30)
+    assert not thread.is_alive()
+    assert cycle or any("dropped without close" in str(each.message) for each in said or ())
+    assert numbers(folder) == list(range(100))
 
 
 # A device that is slow, and signals
@@ -608,6 +563,22 @@ def test_a_torn_end_is_skipped(folder: Path) -> None:
     with AsyncLog(folder / "torn") as made:
         made.append(b"after")
     assert read(folder, "torn") == [*RECORDS, b"after"]
+
+
+def head(count: int, payload: int, body: bytes) -> bytes:
+    """A block that says this of itself, under the right checksum."""
+    rest = struct.pack("<IQ", count, payload) + body
+    return b"NVLG" + struct.pack("<I", checksums_of([rest], "crc32c")[0]) + rest
+
+
+@pytest.mark.parametrize("sizes", [(4, 1), (3, 3), (0, 0), (2**32 - 1, 5)])
+def test_lengths_that_are_not_those_of_the_block_lose_it(folder: Path, sizes: tuple[int, int]) -> None:
+    """Though its checksum is right: whoever wrote it was wrong."""
+    path = unended(folder, RECORDS[:2])
+    liar = head(2, 4, struct.pack("<2I", *sizes) + b"abcd")
+    path.write_bytes(path.read_bytes()[:BLOCK] + liar + path.read_bytes()[BLOCK:])
+    with pytest.warns(RuntimeWarning, match=f"damaged from byte {BLOCK} to {BLOCK + len(liar)};"):
+        assert read(folder) == RECORDS[:2]
 
 
 def test_damage_in_a_file_that_was_ended_is_an_error(folder: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from nvme_ops.op_builder import cache, jit, recipe
-from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, sandbox
+from tests.op_builder.tiny_op import ANSWER, SOURCE, Sandbox, TinyBuilder, here, sandbox
 
 
 def refuse_locks(*_: object) -> None:
@@ -106,24 +106,28 @@ def test_a_killed_build_blocks_nobody(sandbox: Sandbox) -> None:
     assert not any(path.name.startswith(".") for path in (sandbox.cache / "nvme_ops").iterdir())
 
 
-def test_what_torch_leaves_of_a_killed_build_is_ignored(here: Sandbox) -> None:
-    entry = build()
-    entry.discard()
-    (entry.folder / "lock").touch()  # torch waits for this file to go, for ever
-    replace(entry.library, b"half a library")
-    assert build().record() is not None
-    assert not (entry.folder / "lock").exists()
-    assert here.compilations() == 2
-
-
-@pytest.mark.parametrize("damage", ["cut short", "nonsense"])
-def test_a_damaged_library_is_built_anew(here: Sandbox, damage: str) -> None:
+@pytest.mark.parametrize("damage", ["unfinished", "cut short", "nonsense"])
+def test_a_damaged_entry_is_built_anew(here: Sandbox, damage: str) -> None:
     entry = build()
     whole = entry.library.read_bytes()
-    replace(entry.library, whole[:100] if damage == "cut short" else bytes(len(whole)))
+    replace(entry.library, bytes(len(whole)) if damage == "nonsense" else whole[:100])
+    if damage == "unfinished":
+        entry.discard()
+        (entry.folder / "lock").touch()  # torch waits for this file to go, for ever
     done = here.end(ANSWER)
     assert done.stdout == "42\n", done.stderr
     assert ("UserWarning: the cached tiny op is built anew" in done.stderr) == (damage == "nonsense")
+    assert here.compilations() == 2
+
+
+def test_what_torch_remembers_of_another_op_of_this_name_is_left_to_it(here: Sandbox) -> None:
+    """DeepSpeed's, which torch would take this one for."""
+    from torch.utils import _cpp_extension_versioner, cpp_extension
+
+    remembered = cpp_extension.JIT_EXTENSION_VERSIONER.entries
+    theirs = remembered["tiny"] = _cpp_extension_versioner.Entry(0, 1)
+    assert build().record() is not None
+    assert remembered.pop("tiny") is theirs
 
 
 def test_a_changed_header_source_or_flag_builds_anew_and_a_touched_one_does_not(
@@ -247,71 +251,47 @@ def test_without_locks_the_first_of_two_builds_stays(here: Sandbox, monkeypatch:
 # What is said
 
 
-def break_source(here: Sandbox, _: pytest.MonkeyPatch) -> None:
-    here.source.write_text(here.source.read_text() + "int broken() { return no_such_name; }\n")
-
-
-def break_link(_: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LDFLAGS", "-lno_such_library")
-
-
-def break_symbol(here: Sandbox, _: pytest.MonkeyPatch) -> None:
-    here.source.write_text(here.source.read_text().replace("PyLong_FromLong(", "no_such_function("))
-    here.header.write_text("#define ANSWER 42\nextern PyObject* no_such_function(long);\n")
-
-
-def break_names(here: Sandbox, _: pytest.MonkeyPatch) -> None:
+def twice(here: Sandbox) -> None:
     (here.csrc / "more").mkdir()
     shutil.copy(here.source, here.csrc / "more")
 
 
-def break_compiler(here: Sandbox, _: pytest.MonkeyPatch) -> None:
-    here.compiler.write_text("#!/bin/sh\necho out of licences; exit 1\n")
+BROKEN = SOURCE + "int broken() { return no_such_name; }\n"
+UNDEFINED = "#define ANSWER 42\nextern PyObject* no_such_function(long);\n#define PyLong_FromLong no_such_function\n"
+#: What is done to the sandbox, the environment, and the words of the failure.
+FAILURES: dict[str, tuple[Callable[[Sandbox], object], dict[str, str], str]] = {
+    "source": (
+        lambda here: here.source.write_text(BROKEN), {},
+        r"^Unable to build the tiny op\.\n(.|\n)*error: .no_such_name. was not declared(.|\n)*All output: ",
+    ),
+    "link": (lambda _: None, {"LDFLAGS": "-lno_such_library"}, "cannot find -lno_such_library"),
+    "symbol": (lambda here: here.header.write_text(UNDEFINED), {}, "no_such_function"),
+    "names": (twice, {}, "two source files of the tiny op have the same name: tiny"),
+    "compiler": (
+        lambda here: here.compiler.write_text("#!/bin/sh\necho out of licences; exit 1\n"), {},
+        "Unable to JIT load the tiny op due to .*counting-c.. does not work: out of licences",
+    ),
+    "no compiler": (
+        lambda _: None, {"PATH": "/no/such", "CXX": ""},
+        r"no C\+\+ compiler was found \(c\+\+, g\+\+, clang\+\+\); fix: install one",
+    ),
+}  # fmt: skip
 
 
-def lose_compiler(_: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", "/no/such")
-    monkeypatch.delenv("CXX")
-
-
-FAILURES = {
-    break_source: r"^Unable to build the tiny op\.\n(.|\n)*error: .no_such_name. was not declared(.|\n)*All output: ",
-    break_link: "cannot find -lno_such_library",
-    break_symbol: "no_such_function",
-    break_names: "two source files of the tiny op have the same name: tiny",
-    break_compiler: "Unable to JIT load the tiny op due to .*counting-c.. does not work: out of licences",
-    lose_compiler: r"no C\+\+ compiler was found \(c\+\+, g\+\+, clang\+\+\); fix: install one",
-}
-
-
-@pytest.mark.parametrize(("spoil", "words"), FAILURES.items(), ids=[spoil.__name__ for spoil in FAILURES])
-def test_a_failure_is_in_the_words_of_its_cause(
-    here: Sandbox, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Sandbox, pytest.MonkeyPatch], None], words: str
-) -> None:
-    spoil(here, monkeypatch)
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_is_in_the_words_of_its_cause(here: Sandbox, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    spoil, environment, words = FAILURES[name]
+    spoil(here)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
     with pytest.raises(RuntimeError, match=words) as caught:
         TinyBuilder().load()
     message, _, log = str(caught.value).partition("All output: ")
     assert "-isystem" not in message, "the commands only hide what went wrong"
-    if spoil is break_source:
+    if name == "source":
         assert "-isystem" in Path(log).read_text()
-
-
-def test_a_repaired_source_builds_in_the_same_process(sandbox: Sandbox) -> None:
-    program = f"""
-from collections.abc import Callable
-from pathlib import Path
-source = Path({str(sandbox.source)!r})
-good = source.read_text()
-source.write_text("nonsense")
-try:
-    TinyBuilder().load()
-except RuntimeError as error:
-    assert "nonsense" in str(error), error
-source.write_text(good)
-{ANSWER}
-"""
-    assert sandbox.run(program) == "42"
+        here.source.write_text(SOURCE)
+        build()  # in the same process
 
 
 def test_missing_ninja_is_said(sandbox: Sandbox, tmp_path: Path) -> None:
@@ -331,10 +311,10 @@ def test_missing_ninja_is_said(sandbox: Sandbox, tmp_path: Path) -> None:
     assert errors.strip().endswith("fix: pip install ninja")
 
 
-@pytest.mark.parametrize(
-    "change",
-    ["sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = sys.stdout = open('/dev/full', 'w')"],
-)
+STREAMS = "sys.stderr = None", "sys.stderr.close()", "os.close(2)", "sys.stderr = sys.stdout = open('/dev/full', 'w')"
+
+
+@pytest.mark.parametrize("change", STREAMS)
 def test_a_verbose_build_needs_no_stderr(sandbox: Sandbox, tmp_path: Path, change: str) -> None:
     program = f"""
 import os, sys
