@@ -32,15 +32,7 @@ import torch
 
 from nvme_ops._native import native
 from tests.faults.fuse import end_with_parent, run
-from tests.faults.power_disk import (
-    MAKE,
-    Crashes,
-    LoggedDisk,
-    Writeback,
-    private_folder,
-    sync,
-    why_not,
-)
+from tests.faults.power_disk import MAKE, Crashes, LoggedDisk, Writeback, private_folder, sync, why_not
 
 Tell = Callable[[str], None]  # prints a line
 _PATIENCE = 120  # seconds for a program, or a check

@@ -63,42 +63,31 @@ def ended(folder: Path, way: str, work: str) -> str:
     return result.stderr
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_sample_writer(folder: Path, way: str) -> None:
-    said = ended(folder, way, "writer = SampleWriter(folder); writer.extend(bytes(1 << 20) for _ in range(40))")
-    assert "a SampleWriter was not closed when the program ended: its 40 samples are not kept" in said
-    assert [path.name for path in (folder / "work").iterdir()] == ["worked"]
+WORK = """
+    writer = SampleWriter(folder + "/samples"); writer.extend(bytes(1 << 20) for _ in range(40))
+    future = nvme_ops.save_async({"a": torch.zeros(9)}, folder + "/no/such.safetensors")
+    file = nvme_ops.open(folder + "/file", "w"); file.write(b"abc")
+    log = AsyncLog(folder + "/log", window=99); log.append("def")
+    session = Session(folder + "/session", name="s"); store = TensorStore(session)
+    kept_session = Session(folder + "/kept", name="s", reuse=True); kept_store = TensorStore(kept_session)
+    store.put("a", torch.arange(1 << 22)); kept_store.put("a", torch.arange(1 << 22))
+"""
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_file_and_a_log_are_written(folder: Path, way: str) -> None:
-    work = "file = nvme_ops.open(folder + '/file', 'w'); file.write(b'abc')\n    "
-    work += "log = AsyncLog(folder + '/log', window=99); log.append('def')"
-    assert ended(folder, way, work) == ("of the program\n" if way == "exception" else "")
-    assert (folder / "work" / "file").read_bytes() == b"abc"
-    assert list(AsyncLog.read(folder / "work" / "log")) == [b"def"]
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_a_save_that_fails(folder: Path, way: str) -> None:
-    said = ended(folder, way, "future = nvme_ops.save_async({'a': torch.zeros(9)}, folder + '/no/such.safetensors')")
-    assert "/no/such.safetensors') failed, and nobody asked its future" in said
-
-
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_session(folder: Path, way: str, keep: bool) -> None:
-    """Is removed, or left for the next one with what was on its way."""
-    work = f"session = Session(folder, name='s', reuse={keep}); store = TensorStore(session); "
-    work += "store.put('a', torch.arange(1 << 22))"
-    assert ended(folder, way, work) == ("of the program\n" if way == "exception" else "")
-    (folder / "work" / "worked").unlink()
-    assert bool(list((folder / "work").iterdir())) == keep
-    if keep:
-        with Session(folder / "work", name="s", reuse=True) as session, TensorStore(session) as store:
-            found = torch.zeros(1 << 22, dtype=torch.int64)
-            store.get("a", found).result()
-            assert torch.equal(found, torch.arange(1 << 22))
+def test_what_is_open_is_completed_left_for_the_next_one_or_told(folder: Path, way: str) -> None:
+    said, place = ended(folder, way, WORK).splitlines(), folder / "work"
+    assert ("of the program" in said) == (way == "exception")
+    (samples, future) = sorted((line for line in said if line != "of the program"), key=lambda line: "future" in line)
+    assert "a SampleWriter was not closed when the program ended: its 40 samples are not kept" in samples
+    assert "/no/such.safetensors') failed, and nobody asked its future" in future
+    assert not [*(place / "samples").iterdir(), *(place / "session").iterdir()]
+    assert (place / "file").read_bytes() == b"abc"
+    assert list(AsyncLog.read(place / "log")) == [b"def"]
+    with Session(place / "kept", name="s", reuse=True) as session, TensorStore(session) as store:
+        found = torch.zeros(1 << 22, dtype=torch.int64)
+        store.get("a", found).result()
+        assert torch.equal(found, torch.arange(1 << 22))
 
 
 def test_a_writer_that_a_daemon_thread_has(folder: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import os
 import socket
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -39,21 +41,6 @@ READS = {name: call for name, call in CALLS.items() if "read" in name}
 WRITES = {name: call for name, call in CALLS.items() if "write" in name}
 
 
-@pytest.fixture(params=CALLS)
-def call(request: pytest.FixtureRequest):
-    return CALLS[request.param]
-
-
-@pytest.fixture(params=READS)
-def read(request: pytest.FixtureRequest):
-    return READS[request.param]
-
-
-@pytest.fixture(params=WRITES)
-def write(request: pytest.FixtureRequest):
-    return WRITES[request.param]
-
-
 @pytest.fixture
 def works(handle: aio_handle, folder: Path):
     """After the fault the handle moves data as before, and nothing is pending."""
@@ -66,30 +53,77 @@ def works(handle: aio_handle, folder: Path):
     assert torch.equal(back, data)
 
 
-@pytest.mark.usefixtures("works")
-def test_missing_file(handle: aio_handle, folder: Path, read) -> None:
-    with pytest.raises(FileNotFoundError, match="opening the file to read") as caught:
-        read(handle, torch.zeros(4), folder / "missing")
-    assert (caught.value.errno, caught.value.filename) == (errno.ENOENT, str(folder / "missing"))
+T, FILE = torch.zeros(4), Path("file")  # which is there; paths are below the folder
+NOT_PATHS: tuple[Any, ...] = (None, True, 1.5, ["file"], T[0])
+NOT_TENSORS: tuple[Any, ...] = (None, [1, 2, 3], 5, "text", {})
+#: What is wrong: the calls, what each is given, which exception follows, and what it says.
+WRONG: list[tuple[dict[str, Any], list[tuple[Any, ...]], Any, str | None]] = [
+    (READS, [(T, Path("missing"))], FileNotFoundError, "opening the file to read.*/missing'"),
+    (WRITES, [(T, Path("no/file"))], FileNotFoundError, "opening the file to write.*/no/file'"),
+    (WRITES, [(T, Path("file/below"))], NotADirectoryError, "file/below'"),
+    (CALLS, [(T, Path())], IsADirectoryError, "Is a directory"),
+    (CALLS, [(T, "")], FileNotFoundError, None),
+    (CALLS, [(T, "a\0b")], ValueError, "null"),
+    (CALLS, [(T, FILE, at) for at in (-1, -(1 << 63), 1 << 63, 1 << 100, -(1 << 100), (1 << 63) - 5)], ValueError,
+        "file_offset"),
+    (CALLS, [(T, FILE, (1 << 63) - 17)], (EOFError, OSError), None),
+    (CALLS, [(T, FILE, at) for at in (1.5, "0", b"0", [0])], TypeError, None),
+    (CALLS, [(tensor, FILE) for tensor in NOT_TENSORS], TypeError, r"buffer must be a torch\.Tensor"),
+    (READS, [(b"0123", FILE)], TypeError, "writable"),
+    (CALLS, [(T, file) for file in NOT_PATHS], TypeError, "a file must be a path or a file descriptor"),
+    (CALLS, [(T, fd) for fd in (-1, -100, 1 << 31, 1 << 63, 1 << 100)], (ValueError, OverflowError), None),
+]  # fmt: skip
 
 
 @pytest.mark.usefixtures("works")
-def test_missing_folder(handle: aio_handle, folder: Path, write) -> None:
-    with pytest.raises(FileNotFoundError, match="opening the file to write"):
-        write(handle, torch.zeros(4), folder / "missing" / "file")
-    with pytest.raises(NotADirectoryError):
-        write(handle, torch.zeros(4), store(folder / "file", pattern(1)) / "below")
+@pytest.mark.parametrize(("calls", "given", "error", "words"), WRONG)
+def test_what_is_wrong_is_said_and_changes_nothing(
+    handle: aio_handle, folder: Path, calls: dict[str, Any], given: list[tuple[Any, ...]], error: Any, words: str | None
+) -> None:
+    path = store(folder / FILE, pattern(100))
+    for call, (tensor, file, *offset) in itertools.product(calls.values(), given):
+        with pytest.raises(error, match=words) as caught:
+            call(handle, tensor, folder / file if isinstance(file, Path) else file, *offset)
+        if isinstance(caught.value, OSError) and file:
+            assert caught.value.errno is not None
+            assert caught.value.filename == (str(folder / file) if isinstance(file, Path) else file)
+    assert torch.equal(contents(path), pattern(100))
 
 
-@pytest.mark.usefixtures("works")
-def test_a_directory(handle: aio_handle, folder: Path, call) -> None:
-    with pytest.raises(IsADirectoryError) as caught:
-        call(handle, torch.zeros(4), folder)
-    assert caught.value.filename == str(folder)
-    fd = os.open(folder, os.O_RDONLY)
-    with pytest.raises(OSError, match=r"Is a directory|not open to write"):
-        call(handle, torch.zeros(4), fd)
+def shut(fd: int) -> int:
     os.close(fd)
+    return fd
+
+
+NO_PLACES = {errno.ESPIPE, errno.EBADF}
+#: Descriptors that do not serve: the calls, how they are had of the file and the folder, the errnos, and words.
+DESCRIPTORS: list[tuple[dict[str, Any], Callable[[Path], int], set[int], str | None]] = [
+    (CALLS, lambda file: os.open(file.parent, os.O_RDONLY), {errno.EISDIR, errno.EBADF}, "directory|not open to write"),
+    (CALLS, lambda file: shut(os.open(file, os.O_RDONLY)), {errno.EBADF}, r"file descriptor \d+"),
+    (CALLS, lambda file: os.open(file.with_name("pipe"), os.O_RDWR), NO_PLACES, None),
+    (CALLS, lambda _: socket.socket().detach(), NO_PLACES, None),
+    (CALLS, lambda _: os.eventfd(0), NO_PLACES, None),
+    (CALLS, lambda _: os.open("/dev/zero", os.O_RDWR), NO_PLACES, None),
+    (WRITES, lambda file: os.open(file, os.O_RDONLY), {errno.EBADF}, r"file descriptor \d+ is not open to"),
+    (READS, lambda file: os.open(file, os.O_WRONLY), {errno.EBADF}, r"file descriptor \d+ is not open to"),
+]
+
+
+@pytest.mark.usefixtures("works")
+@pytest.mark.parametrize(("calls", "opened", "codes", "words"), DESCRIPTORS)
+def test_descriptors_that_do_not_serve_are_told_and_stay_open(
+    handle: aio_handle, folder: Path, calls: dict[str, Any], opened: Any, codes: set[int], words: str | None
+) -> None:
+    path = store(folder / FILE, pattern(100))
+    os.mkfifo(folder / "pipe")
+    fd = opened(path)
+    for call in calls.values():
+        with pytest.raises(OSError, match=words) as caught:
+            call(handle, T, fd)
+        assert caught.value.errno in codes
+    if words != r"file descriptor \d+":
+        os.close(fd)
+    assert torch.equal(contents(path), pattern(100))
 
 
 def test_no_permission(make_handle: HandleFactory, folder: Path) -> None:
@@ -124,13 +158,14 @@ def test_no_permission(make_handle: HandleFactory, folder: Path) -> None:
 
 @pytest.mark.usefixtures("works")
 @pytest.mark.parametrize(("size", "wanted", "offset"), [(0, 1, 0), (999, 1000, 0), (4096, 1, 4096), (5000, 4096, 4096)])
-def test_short_file(handle: aio_handle, folder: Path, read, size: int, wanted: int, offset: int) -> None:
+def test_short_file(handle: aio_handle, folder: Path, size: int, wanted: int, offset: int) -> None:
     path, target = store(folder / "short", pattern(size)), torch.full((wanted,), 7, dtype=torch.uint8)
-    with pytest.raises(EOFError) as caught:
-        read(handle, target, path, offset)
     message = f"read of {wanted} bytes at offset {offset} passes the end of the file, which has {size} bytes: '{path}'"
-    assert str(caught.value) == message
-    assert (target == 7).all()
+    for read in READS.values():
+        with pytest.raises(EOFError) as caught:
+            read(handle, target, path, offset)
+        assert str(caught.value) == message
+        assert (target == 7).all()
 
 
 @pytest.mark.usefixtures("works")
@@ -144,49 +179,6 @@ def test_a_file_cut_while_reads_of_it_are_pending(make_handle: HandleFactory, fo
     os.truncate(path, MIB + 100)
     with pytest.raises(EOFError, match=rf"passes the end of the file, which has {MIB + 100} bytes: '{path}'"):
         future.result()
-
-
-@pytest.mark.usefixtures("works")
-def test_offsets_out_of_range(handle: aio_handle, folder: Path, call) -> None:
-    path, target = store(folder / "file", pattern(100)), torch.zeros(10, dtype=torch.uint8)
-    for offset in (-1, -(1 << 63), 1 << 63, 1 << 100, -(1 << 100), (1 << 63) - 5):
-        with pytest.raises(ValueError, match="file_offset"):
-            call(handle, target, path, offset)
-    with pytest.raises((EOFError, OSError)):
-        call(handle, target, path, (1 << 63) - 11)
-    others: list[Any] = [1.5, "0", b"0", [0]]
-    for other in others:
-        with pytest.raises(TypeError):
-            call(handle, target, path, other)
-    assert torch.equal(contents(path), pattern(100))
-
-
-@pytest.mark.usefixtures("works")
-def test_closed_and_impossible_descriptors(handle: aio_handle, folder: Path, call) -> None:
-    fd = os.open(folder / "file", os.O_RDWR | os.O_CREAT)
-    os.close(fd)
-    with pytest.raises(OSError, match=f"file descriptor {fd}") as caught:
-        call(handle, torch.zeros(4), fd)
-    assert caught.value.errno == errno.EBADF
-    for bad in (-1, -100, 1 << 31, 1 << 63, 1 << 100):
-        with pytest.raises((ValueError, OverflowError)):
-            call(handle, torch.zeros(4), bad)
-
-
-@pytest.mark.usefixtures("works")
-def test_descriptors_of_what_is_no_file(handle: aio_handle, call) -> None:
-    reading, writing = os.pipe()
-    left, right = socket.socketpair()
-    event = os.eventfd(0)
-    device = os.open("/dev/zero", os.O_RDWR)
-    for fd in (reading, writing, left.fileno(), event, device):
-        with pytest.raises(OSError) as caught:  # noqa: PT011  (the errno is what counts)
-            call(handle, torch.zeros(4), fd)
-        assert caught.value.errno in (errno.ESPIPE, errno.EBADF)
-    for fd in (reading, writing, event, device):
-        os.close(fd)  # all still open
-    left.close()
-    right.close()
 
 
 def test_a_named_pipe_does_not_block(folder: Path) -> None:
@@ -212,19 +204,6 @@ def test_a_named_pipe_does_not_block(folder: Path) -> None:
     result = run_python(program, folder / "fifo", check=False)
     assert result.returncode == 0, f"blocked for ever: {result}"
     assert set(map(int, result.stdout.split())) <= {errno.ESPIPE, errno.ENXIO}
-
-
-@pytest.mark.usefixtures("works")
-def test_descriptors_opened_the_other_way(handle: aio_handle, folder: Path) -> None:
-    path = store(folder / "file", pattern(5000))
-    for flags, calls in ((os.O_RDONLY, WRITES), (os.O_WRONLY, READS)):
-        fd = os.open(path, flags)
-        for call in calls.values():
-            with pytest.raises(OSError, match=f"file descriptor {fd} is not open to") as caught:
-                call(handle, torch.zeros(4), fd)
-            assert caught.value.errno == errno.EBADF
-        os.close(fd)
-    assert torch.equal(contents(path), pattern(5000))
 
 
 @pytest.mark.parametrize("direct", [0, os.O_DIRECT])
@@ -279,26 +258,6 @@ def test_memory_files(handle: aio_handle) -> None:
     handle.sync_pread(back, fd, 3)
     assert torch.equal(back, data)
     os.close(fd)
-
-
-@pytest.mark.usefixtures("works")
-def test_wrong_types(handle: aio_handle, folder: Path, call) -> None:
-    path = store(folder / "file", pattern(100))
-    for tensor in (None, [1, 2, 3], 5, "text", {}, object()):
-        with pytest.raises(TypeError, match=r"buffer must be a torch\.Tensor"):
-            call(handle, tensor, path)
-    for file in (None, True, 1.5, [str(path)], torch.tensor(0), object()):
-        with pytest.raises(TypeError, match="a file must be a path or a file descriptor"):
-            call(handle, torch.zeros(4), file)
-    with pytest.raises(ValueError, match="null"):
-        call(handle, torch.zeros(4), "a\0b")
-    with pytest.raises(FileNotFoundError):
-        call(handle, torch.zeros(4), "")
-
-
-def test_read_only_buffers_are_not_read_into(handle: aio_handle, folder: Path, read) -> None:
-    with pytest.raises(TypeError, match="writable"):
-        read(handle, b"0123", store(folder / "file", pattern(4)))
 
 
 @pytest.mark.usefixtures("works")

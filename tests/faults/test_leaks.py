@@ -23,10 +23,7 @@ MORE_THREADS = 48  # those of the threads backend come as they are needed: at mo
 
 def held() -> dict[str, int]:
     gc.collect()
-    return {
-        "descriptors": len(os.listdir("/proc/self/fd")),
-        "pool": native().pool_statistics()["live_bytes"],
-    }
+    return {"descriptors": len(os.listdir("/proc/self/fd")), "pool": native().pool_statistics()["live_bytes"]}
 
 
 def resident_bytes() -> int:
@@ -73,19 +70,16 @@ def test_operations(make_handle: HandleFactory, folder: Path) -> None:
         written.add_done_callback(lambda future: future.result())
         written.result()
         handle.sync_pwrite(bytearray(100_000), path)
+        handle.submit_pread(torch.zeros(100_000, dtype=torch.uint8), path)  # at which nobody looks
+        tensor = nvme_ops.empty(300_000 + i)
+        handle.async_pwrite(tensor, folder / "pool")
+        locked = handle.new_cpu_locked_tensor(100 + i, tensor)
+        handle.async_pwrite(locked[3:], folder / "locked")
+        handle.free_cpu_locked_tensor(locked)
+        handle.wait()
 
     repeated(work)
     assert torch.equal(back, data)
-
-
-def test_futures_that_nobody_looks_at(make_handle: HandleFactory, folder: Path) -> None:
-    handle, path = make_handle(), store(folder / "file", pattern(200_000))
-
-    def work(i: int) -> None:
-        handle.submit_pread(torch.zeros(200_000, dtype=torch.uint8), path)
-        handle.read(torch.zeros(10), path)
-
-    repeated(work)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -129,20 +123,6 @@ def test_handles(make_handle: HandleFactory, folder: Path) -> None:
         handle = make_handle(queue_depth=4, intra_op_parallelism=3)
         handle.sync_pwrite(data, path)
         handle.async_pread(torch.zeros_like(data), path)
-
-    repeated(work)
-
-
-def test_tensors_of_the_pool(folder: Path) -> None:
-    handle = nvme_ops.aio_handle()
-
-    def work(i: int) -> None:
-        tensor = nvme_ops.empty(300_000 + i)
-        handle.async_pwrite(tensor, folder / "file")
-        locked = handle.new_cpu_locked_tensor(100 + i, tensor)
-        handle.async_pwrite(locked[3:], folder / "other")
-        handle.free_cpu_locked_tensor(locked)
-        handle.wait()
 
     repeated(work)
 

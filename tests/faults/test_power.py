@@ -21,16 +21,13 @@ CONTROLS = [name for name, promise in promises().items() if not promise.held]
 SEED = 20  # of the moments; the programs' own timing varies
 
 
-def command(filesystem: str, cuts: int, *names: str) -> list[str]:
+def cut(filesystem: str, cuts: int, *names: str) -> tuple[int, str]:
+    """Returns the exit status, and what was found."""
     if missing := why_not(filesystem):
         pytest.skip(missing)
     options = ["--filesystem", filesystem, "--cuts", str(cuts), "--seed", str(SEED)]
-    return [sys.executable, "-m", "tests.faults.power", *options, *names]
-
-
-def cut(filesystem: str, cuts: int, *names: str) -> tuple[int, str]:
-    """Returns the exit status, and what was found."""
-    done = subprocess.run(command(filesystem, cuts, *names), cwd=ROOT, capture_output=True, text=True, timeout=280)
+    command = [sys.executable, "-m", "tests.faults.power", *options, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, done.stdout
 
@@ -51,24 +48,6 @@ def test_what_is_not_flushed_is_found(name: str) -> None:
     found = re.search(r"30 power failures, (\d+) lost, (\d+) mixed", words)
     assert found is not None
     assert int(found[1]) + int(found[2]) > 0
-
-
-@pytest.mark.slow
-def test_a_rig_that_is_killed_leaves_no_mount_and_no_device() -> None:
-    with subprocess.Popen(
-        command("ext4", 1000, KEPT[0]), cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as rig:
-        mounts, found = Path(f"/proc/{rig.pid}/mounts"), None
-        while not found and rig.poll() is None:
-            found = re.search(r"(\S*nvme_ops-power-\w+)/mounted ext4", mounts.read_text())
-            time.sleep(0.01)
-        rig.kill()
-        rig.wait()
-    assert found is not None
-    assert found[1] not in Path("/proc/self/mounts").read_text()
-    while any(found[1] in each.read_text() for each in Path("/sys/block").glob("loop*/loop/backing_file")):
-        time.sleep(0.01)  # until the kernel has let go of them
-    Path(found[1]).rmdir()
 
 
 def test_a_disk_whose_process_is_killed_goes_whatever_waits_for_it(tmp_path: Path) -> None:

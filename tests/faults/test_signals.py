@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -14,14 +14,19 @@ from pathlib import Path
 import pytest
 import torch
 
+import nvme_ops
 from nvme_ops import aio_handle
-from tests.conftest import GIB, MIB, REPOSITORY, HandleFactory, pattern, store
+from tests.conftest import GIB, MIB, HandleFactory, pattern, store
 
 PART = 64 * MIB  # takes 0.1 s where 512-byte requests are fastest
 
 
-class Stop(Exception):  # noqa: N818  (what a handler of the user's might raise)
+class Stop(KeyboardInterrupt):
     pass
+
+
+def stop(*_: object) -> None:
+    raise Stop
 
 
 @pytest.fixture
@@ -76,10 +81,6 @@ def test_a_handler_that_raises_ends_the_wait(make_handle: HandleFactory, folder:
     handle = make_handle(block_size=512, queue_depth=1, intra_op_parallelism=lanes, cache="direct")
     size = GIB
     path, target = sparse(folder / "file", size), torch.empty(size, dtype=torch.uint8)
-
-    def stop(*_: object) -> None:
-        raise Stop
-
     signal.signal(signal.SIGALRM, stop)
     future = handle.submit_pread(target[:PART], path) if call == "result" else None
     if call == "wait":
@@ -117,10 +118,6 @@ def test_a_signal_at_the_very_end(folder: Path, cached: bool) -> None:
     start = time.monotonic()
     handle.read(back, path)
     duration = time.monotonic() - start
-
-    def stop(*_: object) -> None:
-        raise Stop
-
     signal.signal(signal.SIGALRM, stop)
     for i in range(50):
         with contextlib.suppress(Stop):
@@ -152,42 +149,27 @@ def test_a_handler_may_use_the_handle(make_handle: HandleFactory, folder: Path) 
     assert not target.any()
 
 
-def test_ctrl_c(backend: str, folder: Path) -> None:
-    program = """
-import sys, torch, nvme_ops
-handle = nvme_ops.aio_handle(block_size=512, queue_depth=1, cache="direct", backend=sys.argv[2])
-target = torch.empty(1 << 30, dtype=torch.uint8)
-try:
-    print("reading", flush=True)
-    while True:
-        handle.read(target, sys.argv[1])
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-back = torch.ones(1000, dtype=torch.uint8)
-assert handle.sync_pread(back, sys.argv[1]) == 1 and not back.any()
-print("reading on", flush=True)
-while True:
-    handle.sync_pread(target, sys.argv[1])
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(sparse(folder / "file", GIB)), backend],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        rescue = threading.Timer(120, process.kill)
-        rescue.start()
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "reading\n"
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.readline() == "interrupted\n"
-            assert process.stdout.readline() == "reading on\n"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate()
-        finally:
-            rescue.cancel()
-            process.kill()
-    assert process.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in errors
+@pytest.mark.usefixtures("alarm")
+def test_ctrl_c_ends_the_wait_for_a_sync_whose_error_the_next_one_raises(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = threading.Event()
+
+    def stall(_: int) -> None:
+        answers.wait(60)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
+    with nvme_ops.open(folder / "file", "w") as opened:
+        opened.write(b"content")
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "fsync", stall)
+            with pytest.raises(KeyboardInterrupt), alarm_after(0.1):
+                opened.sync()
+            assert not answers.is_set()
+            answers.set()
+        for _ in range(2):  # what the kernel told the one that nobody waited for
+            with pytest.raises(OSError, match=r"fsync|an earlier sync has failed"):
+                opened.sync()
+        opened.truncate(0)
+        opened.sync()
