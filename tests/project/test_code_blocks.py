@@ -101,11 +101,7 @@ BEFORE = {
     ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
 }
 #: Packages without which the blocks of a page cannot run.
-NEEDS = {
-    "deepspeed.md": "deepspeed",
-    "offload.md": "peft",
-    "training.md": "transformers",
-}
+NEEDS = {"deepspeed.md": "deepspeed", "offload.md": "peft", "training.md": "transformers"}
 
 PROGRAM = """
 import json, sys, warnings

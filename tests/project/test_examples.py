@@ -29,12 +29,7 @@ ON_A_GPU = [name for name in EXAMPLES if name.startswith("gds_")]
 def start(name: str, *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "examples" / f"{name}.py"), *arguments],
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "PYTHONUNBUFFERED": "1",
-            **QUIET,
-        },
+        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1", **QUIET},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

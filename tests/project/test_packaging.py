@@ -226,34 +226,6 @@ def test_a_wheel_with_both_ops_loads_both_without_a_compiler(
     assert not list((tmp_path / "cache").rglob("*.so"))
 
 
-@pytest.mark.slow
-def test_the_real_ops_prebuilt_work_without_a_compiler(
-    run: Run, checkout: Path, tmp_path: Path, clean_python: Path
-) -> None:
-    wheel = make_wheel(run, checkout, tmp_path / "wheel", NVME_BUILD_OPS="1")
-    assert compiled(wheel) == set(ALL_OPS)
-    installed = run("-m", "pip", "install", "--no-deps", wheel, python=clean_python)
-    assert installed.returncode == 0, installed.stderr
-    (tmp_path / "no programs").mkdir()
-    program = """
-import torch
-from nvme_ops.ops.aio import AsyncIOBuilder
-from nvme_ops.ops.gds import GDSBuilder
-for builder, name in ((AsyncIOBuilder(), "aio_handle"), (GDSBuilder(), "gds_handle")):
-    handle = getattr(builder.load(), name)()
-    there, back = torch.arange(100_003), torch.zeros(100_003, dtype=torch.int64)
-    assert handle.sync_pwrite(there, "file") == 1
-    assert handle.sync_pread(back, "file") == 1
-    assert torch.equal(there, back)
-    print(builder.jit_mode)
-import nvme_ops.ops.aio, nvme_ops.ops.gds
-assert (nvme_ops.ops.aio.AsyncIOBuilder, nvme_ops.ops.gds.GDSBuilder) == (AsyncIOBuilder, GDSBuilder)
-"""
-    nothing = str(tmp_path / "no programs")
-    result = run("-c", program, python=clean_python, PATH=nothing, CXX="", NVME_OPS_GDS="off")
-    assert (result.stdout, result.stderr) == ("False\nFalse\n", "")
-
-
 def test_an_editable_install_follows_the_checkout(run: Run, small: Path, tmp_path: Path, clean_python: Path) -> None:
     without = run("-c", LOAD, python=clean_python, cwd=small)  # from the checkout
     assert without.stdout.endswith(" True\n"), without.stderr

@@ -15,8 +15,6 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import ALL_OPS
-
 ROOT = Path(__file__).parents[2]
 PACKAGE = "nvme_ops"
 LIBRARY = ("nvme_ops", "op_builder", "report")  # folders of Python that is installed
@@ -34,10 +32,7 @@ LAYERS = {
 BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 
 # What the modules of each part may import of the package.
-PARTS = {
-    "op_builder": {"op_builder"},
-    "report": {"op_builder", "report", "arguments", "storage.device", "text"},
-}
+PARTS = {"op_builder": {"op_builder"}, "report": {"op_builder", "report", "arguments", "storage.device", "text"}}
 
 # What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
 # moves data imports what measures. A dotted name is a module that is meant for others.
@@ -58,16 +53,9 @@ SUBPACKAGES: dict[str, set[str]] = {
     "tuning": {"storage"},
 }
 # What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
-OF_SINGLE_MODULES = {
-    "dcp": {"checkpoint.dcp"},
-    "file": {"stream"},
-    "handle": {"tuning", "storage.device"},
-}
+OF_SINGLE_MODULES = {"dcp": {"checkpoint.dcp"}, "file": {"stream"}, "handle": {"tuning", "storage.device"}}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
-MAY_PRINT = {"op_builder/console.py", "report/cli.py"} | {
-    f"nvme_ops/{name}/cli.py" for name in ("data", "inspection", "offload")
-}
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs
 ENTRY_POINTS = {"__init__", "__main__"}
@@ -241,12 +229,6 @@ def test_every_header_is_included() -> None:
     clean([f"{name_of(path)}:1: nothing includes it" for path in headers if name_of(path)[len("csrc/") :] not in used])
 
 
-def test_every_native_source_is_compiled() -> None:
-    compiled = {Path(source).resolve() for builder in ALL_OPS.values() for source in builder.sources()}
-    sources = [path for path in NATIVE if path.suffix == ".cpp" and inside(path, "csrc")]
-    clean([f"{name_of(path)}:1: no builder compiles it" for path in sources if path.resolve() not in compiled])
-
-
 def test_every_python_module_is_used() -> None:
     library = [path for path in PYTHON if inside(path, *LIBRARY)]
     used = {module for path in library for _, module in imports(path)}
@@ -309,33 +291,6 @@ def test_what_must_not_be_there_is_not(pattern: re.Pattern[str], files: list[Pat
             code = line.partition("//")[0] if pattern is NOT_IN_A_LIBRARY else line
             if found := pattern.search(code):
                 problems.append(f"{name_of(path)}:{number}: {found[0]}")
-    clean(problems)
-
-
-def test_the_library_does_not_print() -> None:
-    problems = []
-    for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in MAY_PRINT]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id in ("print", "breakpoint")
-            ):
-                problems.append(f"{name_of(path)}:{node.lineno}: {node.func.id}()")
-    clean(problems)
-
-
-def test_nothing_is_checked_by_an_assertion() -> None:
-    """``python -O`` leaves them out. In tests they are what pytest makes of them."""
-    problems = []
-    for path in [path for path in PYTHON if not inside(path, "tests")]:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Assert):
-                problems.append(
-                    f"{name_of(path)}:{node.lineno}: assert, which python -O leaves out: raise what is wrong"
-                )
-            elif isinstance(node, ast.Name) and node.id == "__debug__":
-                problems.append(f"{name_of(path)}:{node.lineno}: __debug__, which python -O changes")
     clean(problems)
 
 
