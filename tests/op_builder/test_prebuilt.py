@@ -71,35 +71,19 @@ def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_one_built_just_in_
     assert ahead == just_in_time
 
 
-def lose_record(library: Path, _: Sandbox) -> None:
-    prebuilt.record_path(library).unlink()
-
-
-def spoil_record(library: Path, _: Sandbox) -> None:
-    prebuilt.record_path(library).write_text("[]")
-
-
-def spoil_library(library: Path, _: Sandbox) -> None:
-    library.write_bytes(b"\x7fELF but not really")
-
-
-def change_source(_: Path, sandbox: Sandbox) -> None:
-    sandbox.header.write_text("#define ANSWER 43\n")
-
-
-MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], None], str]] = {
+MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], object], str]] = {
     "another torch": (lambda op, _: change_record(op, torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
     "another machine": (lambda op, _: change_record(op, machine="pdp11"), "machine: built for pdp11"),
-    "changed sources": (change_source, "its sources changed"),
-    "no record": (lose_record, r"tiny\.build\.json is missing"),
-    "bad record": (spoil_record, r"tiny\.build\.json is missing"),
-    "bad library": (spoil_library, "file too short|invalid ELF header"),
+    "changed sources": (lambda _, sandbox: sandbox.header.write_text("#define ANSWER 43\n"), "its sources changed"),
+    "no record": (lambda op, _: prebuilt.record_path(op).unlink(), r"tiny\.build\.json is missing"),
+    "bad record": (lambda op, _: prebuilt.record_path(op).write_text("[]"), r"tiny\.build\.json is missing"),
+    "bad library": (lambda op, _: op.write_bytes(b"\x7fELF but not really"), "file too short|invalid ELF header"),
 }
 
 
 @pytest.mark.parametrize(("spoil", "reason"), MISMATCHES.values(), ids=MISMATCHES)
 def test_a_mismatch_is_not_used_and_named(
-    sandbox: Sandbox, installed: Path, spoil: Callable[[Path, Sandbox], None], reason: str
+    sandbox: Sandbox, installed: Path, spoil: Callable[[Path, Sandbox], object], reason: str
 ) -> None:
     spoil(installed, sandbox)
     with pytest.warns(UserWarning, match=rf"the prebuilt tiny op is not used \(.*({reason})"):
@@ -107,8 +91,8 @@ def test_a_mismatch_is_not_used_and_named(
 
 
 def test_an_op_for_another_python_is_built_just_in_time_with_a_warning(sandbox: Sandbox, installed: Path) -> None:
-    installed.rename(installed.with_name("tiny.cpython-37m-x86_64-linux-gnu.so"))
-    change_record(installed, python=".cpython-37m-x86_64-linux-gnu.so")
+    other = ".cpython-37m-x86_64-linux-gnu.so"
+    change_record(installed.rename(installed.with_name(f"tiny{other}")), python=other)
     assert not TinyBuilder().is_installed()
     file, said = load(sandbox, installed.parent)
     assert Path(file).is_relative_to(sandbox.cache)

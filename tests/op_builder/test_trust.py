@@ -9,6 +9,7 @@ import os
 import shutil
 import stat
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -115,20 +116,24 @@ def test_a_link_is_followed_before_the_folder_is_checked_and_not_used_again(
     refused(spoil(made.folder.parent, "mode"))
 
 
-GROUPS = {  # the members of the group, then who else has it as the primary one
-    "private": ("", "", True),
-    "lists its owner": ("tiny", "", True),
-    "has another member": ("tiny,other", "", False),
-    "is another's primary group": ("", "third:x:4323:4321::/:", False),
+GROUPS = {  # the members of the group, who else has it as the primary one, its name, and what is not listed
+    "private": ("", "", "tiny", "", True),
+    "lists its owner": ("tiny", "", "tiny", "", True),
+    "has another member": ("tiny,other", "", "tiny", "", False),
+    "is another's primary group": ("", "third:x:4323:4321::/:", "tiny", "", False),
+    "of a directory that lists no users": ("", "", "tiny", "pwd.getpwall = list;", True),  # LDAP, in most places
+    "of another name there": ("", "", "users", "pwd.getpwall = list;", False),
 }
 
 
 @needs_root
-@pytest.mark.parametrize(("members", "user", "trusted"), GROUPS.values(), ids=GROUPS)
-def test_the_users_own_group_counts_as_the_user(members: str, user: str, trusted: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("members", "user", "name", "first", "trusted"), GROUPS.values(), ids=GROUPS)
+def test_the_users_own_group_counts_as_the_user(
+    members: str, user: str, name: str, first: str, trusted: bool, tmp_path: Path
+) -> None:
     """With real user and group files, which a mount namespace of its own gives to one program."""
     (tmp_path / "passwd").write_text(f"root:x:0:0::/:\ntiny:x:4321:4321::/:\nother:x:4322:4322::/:\n{user}\n")
-    (tmp_path / "group").write_text(f"root:x:0:\ntiny:x:4321:{members}\nother:x:4322:\n")
+    (tmp_path / "group").write_text(f"root:x:0:\n{name}:x:4321:{members}\nother:x:4322:\n")
     (tmp_path / "nsswitch.conf").write_text("passwd: files\ngroup: files\n")
     own = tmp_path / "own"
     own.mkdir()
@@ -137,25 +142,13 @@ def test_the_users_own_group_counts_as_the_user(members: str, user: str, trusted
     open_to_all(tmp_path)
     tmp_path.chmod(0o755)
     program = (
-        "import os, sys; from pathlib import Path; from nvme_ops.op_builder import trust; os.setuid(4321);"
-        "print(trust.why_not(Path(sys.argv[1])))"
+        "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import trust; os.setuid(4321);"
+        f"{first}print(trust.why_not(Path(sys.argv[1])))"
     )
     names = ("passwd", "group", "nsswitch.conf")
     mounts = " && ".join(f"mount --bind {tmp_path}/{name} /etc/{name}" for name in names)
-    refusal = f"{own} can be written by the group tiny (fix: chmod go-w '{own}')"
+    refusal = f"{own} can be written by the group {name} (fix: chmod go-w '{own}')"
     assert with_mounts(mounts, sys.executable, "-c", program, own).strip() == ("" if trusted else refusal)
-
-
-@needs_root
-def test_a_directory_that_lists_no_users_has_private_groups_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As LDAP is set up in most places: a user is found, but not among all users."""
-    monkeypatch.setattr("pwd.getpwall", list)
-    tmp_path.chmod(0o775)
-    assert trust.why_not(tmp_path) == ""
-    os.chown(tmp_path, 0, NOBODY)
-    assert "can be written by the group" in trust.why_not(tmp_path)
 
 
 @needs_root
@@ -292,25 +285,25 @@ def test_without_a_umask_what_is_built_is_nobody_elses(here: Sandbox) -> None:
 # Lock and log
 
 
+LOCKS: dict[str, Callable[[Path, Path], object]] = {
+    "file": lambda lock, _: lock.touch(),
+    "link": lambda lock, victim: lock.symlink_to(victim),
+    "folder": lambda lock, _: (lock / "full").mkdir(parents=True),
+    "fifo": lambda lock, _: os.mkfifo(lock),
+}
+
+
 @needs_root
-@pytest.mark.parametrize("kind", ["file", "link", "folder", "fifo"])
+@pytest.mark.parametrize("kind", LOCKS)
 def test_a_lock_of_another_user_is_replaced(here: Sandbox, kind: str) -> None:
     entry = cache.CacheEntry(cache.writable_root() / f"tiny-{TinyBuilder().recipe().key()}", "tiny")
     lock, victim = entry.folder.with_suffix(".lock"), here.cache / "victim"
     victim.write_text("precious")
-    if kind == "link":
-        lock.symlink_to(victim)
-    elif kind == "folder":
-        (lock / "full").mkdir(parents=True)
-    elif kind == "fifo":
-        os.mkfifo(lock)
-    else:
-        lock.touch()
+    LOCKS[kind](lock, victim)
     os.chown(lock, NOBODY, NOBODY, follow_symlinks=False)
     with contextlib.ExitStack() as stack:
         if kind == "file":
-            holder = stack.enter_context(lock.open())
-            fcntl.flock(holder, fcntl.LOCK_EX)  # for ever
+            fcntl.flock(stack.enter_context(lock.open()), fcntl.LOCK_EX)  # for ever
         assert jit.build(TinyBuilder().recipe()).record() is not None
     facts = lock.lstat()
     assert (stat.S_ISREG(facts.st_mode), facts.st_uid, stat.S_IMODE(facts.st_mode)) == (True, 0, 0o600)

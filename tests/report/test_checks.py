@@ -8,9 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-import platform
 import resource
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -400,39 +398,25 @@ def test_settings_are_json_with_comments_and_trailing_commas() -> None:
 
 
 FORCED = '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'
-SETTINGS: dict[str, tuple[dict[str, str], dict[str, str], gds.CuFileSettings]] = {
-    "defaults": ({}, {}, gds.CuFileSettings(forced_by="/etc/cufile.json")),
-    "the system's": (
-        {"etc/cufile.json": COMMENTED}, {}, gds.CuFileSettings("/etc/cufile.json", False, False, "/etc/cufile.json",
-            True)
-    ),
-    "a named one's": (
-        {"etc/cufile.json": COMMENTED, "mine.json": FORCED}, {gds.NAMED_BY: "/mine.json"},
-        gds.CuFileSettings("/mine.json", True, True, "/mine.json", True),
-    ),
-    "the environment's": (
-        {"etc/cufile.json": FORCED}, {gds.FORCED_BY: "false", gds.PEER_TO_PEER_BY: "FALSE"},
-        gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json"),
-    ),
-    "FORCED": ({}, {gds.FORCED_BY: "TRUE"}, gds.CuFileSettings(force_compatibility=True, forced_by=gds.FORCED_BY)),
-    **{
-        f"values of another kind, {text}": (
-            {"etc/cufile.json": text}, {}, gds.CuFileSettings("/etc/cufile.json", forced_by="/etc/cufile.json")
-        )
-        for text in ("[]", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')
-    },
-}  # fmt: skip
+SYSTEMS, Settings = "/etc/cufile.json", gds.CuFileSettings
+#: What the system's file has, what one named mine.json has, the environment, and what follows.
+SETTINGS: list[tuple[str | None, str | None, dict[str, str], gds.CuFileSettings]] = [
+    (None, None, {}, Settings(forced_by=SYSTEMS)),
+    (COMMENTED, None, {}, Settings(SYSTEMS, False, False, SYSTEMS, True)),
+    (COMMENTED, FORCED, {gds.NAMED_BY: "/mine.json"}, Settings("/mine.json", True, True, "/mine.json", True)),
+    (FORCED, None, {gds.FORCED_BY: "false", gds.PEER_TO_PEER_BY: "FALSE"}, Settings(SYSTEMS, forced_by=SYSTEMS)),
+    (None, None, {gds.FORCED_BY: "TRUE"}, Settings(force_compatibility=True, forced_by=gds.FORCED_BY)),
+    *[(text, None, {}, Settings(SYSTEMS, forced_by=SYSTEMS)) for text in
+        ("[]", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')],
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("files", "environ", "expected"), SETTINGS.values(), ids=SETTINGS)
+@pytest.mark.parametrize(("systems", "mine", "environ", "expected"), SETTINGS)
 def test_the_settings_in_force_are_the_environments_then_the_files(
-    files: dict[str, str],
-    environ: dict[str, str],
-    expected: gds.CuFileSettings,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    put(tmp_path, files)
+    systems: str | None, mine: str | None, environ: dict[str, str], expected: gds.CuFileSettings,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    put(tmp_path, {name: text for name, text in (("etc/cufile.json", systems), ("mine.json", mine)) if text})
     clear_environment(monkeypatch, tmp_path)
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
@@ -538,49 +522,6 @@ def test_io_uring_is_tried_for_real_and_leaves_no_descriptor() -> None:
         assert (result.status, result.data["features"]) == (OKAY, features)
 
 
-# Installs a seccomp filter that answers one system call with one errno, as container runtimes do, then runs a check.
-FILTER = """
-import ctypes, json, struct, sys
-number, code = int(sys.argv[1]), int(sys.argv[2])
-program = b"".join(struct.pack("HBBI", *instruction) for instruction in [
-    (0x20, 0, 0, 0),                   # load the system call's number
-    (0x15, 0, 1, number),              # is it this one?
-    (0x06, 0, 0, 0x00050000 | code),   # then fail with the errno
-    (0x06, 0, 0, 0x7fff0000),          # else allow
-])
-memory = ctypes.create_string_buffer(program)
-header = ctypes.create_string_buffer(struct.pack("HxxxxxxP", 4, ctypes.addressof(memory)))
-libc = ctypes.CDLL(None, use_errno=True)
-assert libc.prctl(38, 1, 0, 0, 0) == 0
-if libc.prctl(22, 2, header):
-    sys.exit(77)
-from nvme_ops.report import kernel
-host = kernel.Host()
-ring = kernel.io_uring(host)
-print(json.dumps([ring.status.value, ring.detail, ring.fix, kernel.seccomp(host).detail, *kernel.aio_context()]))
-"""
-
-
-@pytest.mark.parametrize(
-    ("call", "code"), [("io_uring_setup", errno.EPERM), ("io_uring_setup", errno.ENOSYS), ("io_setup", errno.EPERM)]
-)
-def test_a_seccomp_filter_is_recognised(call: str, code: int) -> None:
-    numbers = kernel._NUMBERS.get(platform.machine())
-    if numbers is None:
-        pytest.skip(f"no system call numbers for {platform.machine()}")
-    command = [sys.executable, "-c", FILTER, str(numbers[call]), str(code)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
-    if done.returncode == 77:
-        pytest.skip("this kernel or sandbox takes no seccomp filter")
-    assert done.returncode == 0, done.stderr
-    status, detail, fix, seccomp, aio_reason, aio_fix = json.loads(done.stdout)
-    assert seccomp == "filtered"
-    if call == "io_setup":
-        status, detail, fix = "NO", f"{aio_reason} EPERM", aio_fix
-    assert (status, "seccomp" in detail, errno.errorcode[code] in detail) == ("NO", True, True)
-    assert "seccomp=unconfined" in fix
-
-
 def test_no_descriptor_left_is_recognised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
@@ -614,25 +555,24 @@ def test_a_torch_that_is_too_old_is_a_warning(version: str, status: Status) -> N
     assert ops.torch_version(version).status is status
 
 
-@pytest.mark.parametrize(
-    ("manager", "command"),
-    [
-        ("apt-get", "apt-get install -y libaio-dev"),
-        ("dnf", "dnf install -y libaio-devel"),
-        ("yum", "yum install -y libaio-devel"),
-        ("pacman", "pacman -S --noconfirm libaio"),
-        ("apk", "apk add libaio-dev"),
-        ("conda", "conda install -y -c conda-forge libaio"),
-        ("", "install libaio-devel (libaio-dev on Debian) with the system's package manager"),
-    ],
-)
+COMMANDS = {
+    "apt-get": "apt-get install -y libaio-dev",
+    "dnf": "dnf install -y libaio-devel",
+    "yum": "yum install -y libaio-devel",
+    "pacman": "pacman -S --noconfirm libaio",
+    "apk": "apk add libaio-dev",
+    "conda": "conda install -y -c conda-forge libaio",
+    "": "install libaio-devel (libaio-dev on Debian) with the system's package manager",
+}
+
+
+@pytest.mark.parametrize("manager", COMMANDS)
 def test_the_command_is_that_of_the_package_manager_at_hand(
-    manager: str, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    manager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, "conda_prefix", lambda: tmp_path if manager == "conda" else None)
     monkeypatch.setenv("PATH", str(tmp_path))
     if manager:
         (tmp_path / manager).touch(0o755)
-    assert ops.install_command("libaio") == command
-    for piece in ("compiler", "python headers", "nvidia-gds"):
-        assert ops.install_command(piece)
+    assert ops.install_command("libaio") == COMMANDS[manager]
+    assert all(map(ops.install_command, ("compiler", "python headers", "nvidia-gds")))

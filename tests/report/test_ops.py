@@ -119,30 +119,19 @@ def test_a_prebuilt_op_that_does_not_fit_is_a_warning_or_unusable_where_none_can
     assert all(words in result.detail for words in ("does not fit", reason, NO_COMPILER))
 
 
-GPUS = {
+NO_UDEV = {name: text for name, text in EVERYTHING.items() if "udev" not in name}
+LACKS = "libcufile.so.0 is not found; no /proc/modules"
+GPUS: dict[str, tuple[dict[str, str], Status, str, str, bool]] = {
     "no GPU": ({}, NO, "no NVIDIA GPU is visible", "docker run --gpus all", False),
-    "a GPU only": (WITH_GPU, NO, "libcufile.so.0 is not found; no /proc/modules", "pip install nvidia-cufile", True),
+    "a GPU only": (WITH_GPU, NO, LACKS, "pip install nvidia-cufile", True),
     "everything": (EVERYTHING, OKAY, "", "", True),
-    "all but udev": (
-        {name: text for name, text in EVERYTHING.items() if "udev" not in name},
-        WARNING,
-        "no /run/udev/data",
-        "docker run -v /run/udev",
-        True,
-    ),
+    "all but udev": (NO_UDEV, WARNING, "no /run/udev/data", "docker run -v /run/udev", True),
 }
 
 
-@pytest.mark.parametrize(("files", "status", "words", "fix", "expected"), GPUS.values(), ids=GPUS)
-def test_gds_is_expected_where_there_is_a_gpu(
-    files: dict[str, str],
-    status: Status,
-    words: str,
-    fix: str,
-    expected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.parametrize("name", GPUS)
+def test_gds_is_expected_where_there_is_a_gpu(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files, status, words, fix, expected = GPUS[name]
     root = tmp_path / "root"
     clear_environment(monkeypatch, root)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -151,10 +140,8 @@ def test_gds_is_expected_where_there_is_a_gpu(
     assert (result.status, result.data["compatible"]) == (status, status is not NO)
     assert all(part in result.detail for part in words.split("; "))
     assert fix in result.fix
-    assert (result.data["expected"], ops.unusable([result])) == (
-        expected,
-        [result] if status is NO and expected else [],
-    )
+    assert result.data["expected"] == expected
+    assert ops.unusable([result]) == ([result] if status is NO and expected else [])
     assert ops.unusable([result], ["gds"]) == ([result] if status is NO else [])
     monkeypatch.setattr(ForAGpu, "problem", NO_COMPILER)
     assert NO_COMPILER in row(ForAGpu(root)).detail

@@ -256,10 +256,7 @@ def test_the_mount_is_the_longest_and_the_last(tmp_path: Path) -> None:
         "not a line of mountinfo\n"
     )
     found = [device.mount_of(Host(tmp_path), path) for path in ("/mnt/folder", "/mnt two/x", "/mntx")]
-    assert [(each.kind, each.source) for each in found if each] == [
-        ("tmpfs", "none"),
-        ("xfs", "/dev/sdb"),
-        ("ext4", "/dev/sda1"),
-    ]
+    kinds = [("tmpfs", "none"), ("xfs", "/dev/sdb"), ("ext4", "/dev/sda1")]
+    assert [(each.kind, each.source) for each in found if each] == kinds
     assert found[0] is not None
     assert found[0].options == ("ro", "noatime")
