@@ -117,6 +117,7 @@ def test_a_damaged_entry_is_built_anew(here: Sandbox, damage: str) -> None:
     done = here.end(ANSWER)
     assert done.stdout == "42\n", done.stderr
     assert ("UserWarning: the cached tiny op is built anew" in done.stderr) == (damage == "nonsense")
+    assert not (entry.folder / "lock").exists()
     assert here.compilations() == 2
 
 
