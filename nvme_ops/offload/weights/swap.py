@@ -173,7 +173,7 @@ def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | 
     own = next(iter(devices), torch.device("cpu"))
     if own.type == "meta":
         return device_of(device or "cpu")
-    if device is not None and device_of(device) != own:
+    if device is not None and (torch.device(device).type != own.type or device_of(device) != own):
         raise ValueError(f"the parameters are on {own}, not on {device}: move the module there")
     return own
 
