@@ -10,7 +10,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nvme_ops import ranks
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.residents import Phase, Resident, Residents, SwapStats
+from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 
@@ -29,139 +29,65 @@ _LEAVING = 4  # the share of the budget for gradients that are being written
 Path = str | os.PathLike[str]
 
 
-class GradientValues:
-    """The values of one gradient. Stands for ``Residents`` in all tensors over them, and so sees what changes them.
-
-    It is alive as long as one of these tensors.
-    """
-
-    def __init__(self, residents: Residents, resident: Resident, norm: torch.Tensor) -> None:
-        self._residents, self._resident = residents, resident
-        self._norm: torch.Tensor | None = norm
-        self._zero = False  # they are to be zeros when they are used
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._residents, name)
-
-    @contextlib.contextmanager
-    def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
-        """Lets the block compute with the values, or ``change`` them."""
-        if change:
-            self._norm = None
-        with self._residents.used(resident, phase, change=change or self._zero) as values:
-            if self._zero:
-                values.zero_()
-                self._zero = False
-            yield values
-
-    def norm(self) -> torch.Tensor:
-        """Returns the norm, and remembers it until the values are changed."""
-        found = self._norm
-        if found is None:
-            with self.used(self._resident, "backward") as values:
-                found = torch.linalg.vector_norm(values)
-            if not self._resident.is_used():  # by who may change them unseen
-                self._norm = found
-        return found
-
-    def zero(self) -> bool:
-        """Has them be zeros, and reads and writes nothing. Returns False where it has to be done at once."""
-        if self._is_seen():
-            return False
-        self._zero, self._norm = True, None
-        self._residents.clear(self._resident)
-        return True
-
-    def scale(self, by: torch.Tensor) -> bool:
-        """Has them multiplied when they arrive the next time. Returns False where it has to be done at once."""
-        if self._zero or self._is_seen() or not self._residents.scale(self._resident, by):
-            return False
-        self._norm = None
-        return True
-
-    def _is_seen(self) -> bool:
-        """Whether somebody has, or is to have, what they are now."""
-        return self._resident.is_used() or any(each() is not None for each in self._resident.copies)
-
-
 class SwappedGradient(SwappedTensor):
     """The ``grad`` of a parameter, with its values on storage.
 
     Autograd adds to it, and anybody may, as to any other: there is no other state than these values.
     """
 
-    @property
-    def shared(self) -> GradientValues:
-        """What all tensors over its values have in common."""
-        return cast("GradientValues", self._residents)
+    # Once: nothing is gained by converting it for each use, as a parameter is.
+    lazy: ClassVar[dict[Any, Callable[..., Any]]] = {
+        func: made for func, made in SwappedTensor.lazy.items() if func is not aten._to_copy.default
+    }
 
-    def is_whole(self) -> bool:
-        """Whether it has all of the values, as they lie."""
-        return (tuple(self.shape), self.stride()) == (self.resident.shape, self.resident.stride)
+    def known_norm(self) -> torch.Tensor:
+        """Returns the norm, and remembers it until the values are changed."""
+        found = self._resident.norm
+        if found is None:
+            with self._residents.used(self._resident, "backward") as values:
+                found = torch.linalg.vector_norm(values)
+            if not self._resident.is_used():  # by who may change them unseen
+                self._resident.norm = found
+        return found
+
+    def scale_later(self, by: torch.Tensor) -> bool:
+        """Has the values multiplied when they arrive the next time. Returns False where it has to be done at once."""
+        return not self._is_seen() and self._residents.scale(self._resident, by)
+
+    def zero_later(self) -> bool:
+        """Has them be zeros, and reads and writes nothing. Returns False where it has to be done at once."""
+        if self._is_seen():
+            return False
+        self._residents.clear(self._resident)
+        return True
+
+    def _is_seen(self) -> bool:
+        """Whether somebody has, or is to have, what the values are now."""
+        return self._resident.is_used() or any(each() is not None for each in self._resident.copies)
 
     def _assign(self, value: torch.Tensor) -> None:
         del value
         raise RuntimeError("data of a gradient that is on storage cannot be replaced: assign to grad")
 
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if func is aten.zero_.default and args[0].is_whole() and args[0].shared.zero():
-            return args[0]
-        if func is aten._to_copy.default:  # once: nothing is gained by converting it for each use, as a parameter is
-            with args[0].lent() as values:
-                return func(values, *args[1:], **kwargs)
-        if func is aten._foreach_zero_.default:
-            for each in args[0]:
-                each.zero_()
-            return None
-        return super().__torch_dispatch__(func, types, args, kwargs)
+
+def _zero(tensor: Any) -> Any:
+    return tensor if isinstance(tensor, SwappedGradient) and tensor.zero_later() else NotImplemented
 
 
-class _Places:
-    """Where the gradients of a parameter are written.
+def _zero_each(tensors: Sequence[torch.Tensor]) -> None:
+    for each in tensors:
+        each.zero_()
 
-    Each overwrites the previous one, unless a tensor over that is still alive.
 
-    Args:
-        residents: have them.
-        name: of the first; those of other parameters have others.
-        parameter: of which they are.
-    """
-
-    def __init__(self, residents: Residents, name: str, parameter: torch.Tensor) -> None:
-        self._residents, self._name = residents, name
-        self._values: dict[Resident, Callable[[], GradientValues | None]] = {}
-        self.first = self.free(parameter)
-
-    def free(self, like: torch.Tensor) -> Resident:
-        """Returns one that nobody uses, for a gradient of the shape, strides and dtype of ``like``."""
-        made = Resident(f"{self._name}.{len(self._values)}", like)
-        for each, values in self._values.items():
-            same = (each.shape, each.stride, each.dtype) == (made.shape, made.stride, made.dtype)
-            if same and values() is None and not each.is_used():
-                return each
-        self._residents.add(made)
-        self._values[made] = lambda: None
-        return made
-
-    def put(self, resident: Resident, grad: torch.Tensor, norm: torch.Tensor) -> GradientValues:
-        """Starts to write a gradient."""
-        resident.scale = None
-        self._residents.replace(resident, grad)
-        values = GradientValues(self._residents, resident, norm)
-        self._values[resident] = weakref.ref(values)
-        return values
+SwappedGradient.lazy.update({aten.zero_.default: _zero, aten._foreach_zero_.default: _zero_each})
 
 
 class _Leaving(NamedTuple):
     """A gradient that is being written; its memory is free when that has ended."""
 
-    resident: Resident
+    resident: weakref.ref[Resident]
+    nbytes: int
     writing: IoFuture
-    values: weakref.ref[GradientValues]
 
 
 _of: Any = WeakIdKeyDictionary()  # of parameters; not of what equals one, as a usual dictionary would have it
@@ -180,12 +106,13 @@ class SwappedGradients:
         self._alone = _uses_by_autograd()
         self._lock = threading.RLock()
         self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: to whose gradient it adds now
-        places = [_Places(residents, str(number), each) for number, each in enumerate(large)]
-        residents.foresee([(each.first.place, "step") for each in places])
-        for parameter, its in zip(large, places, strict=True):
+        places = [str(number) for number in range(len(large))]
+        residents.foresee([(place, "step") for place in places])
+        for parameter, place in zip(large, places, strict=True):
+            residents.require_room(Resident(place, parameter))
             _of[parameter] = self
             self._hooks.append(parameter.register_hook(partial(self._before_accumulate, weakref.ref(parameter))))
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._after_accumulate, its)))
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._after_accumulate, place)))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -206,13 +133,12 @@ class SwappedGradients:
         if not grads:
             return torch.tensor(0.0)
         norms = [
-            each.shared.norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each)
-            for each in grads
+            each.known_norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads
         ]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
         for grad in grads:
-            if isinstance(grad, SwappedGradient) and grad.shared.scale(scale):
+            if isinstance(grad, SwappedGradient) and grad.scale_later(scale):
                 torch.autograd.graph.increment_version(grad)
             else:
                 grad.mul_(scale)
@@ -263,7 +189,7 @@ class SwappedGradients:
         with self._lock:
             self._adding[threading.get_ident()] = parameter
 
-    def _after_accumulate(self, places: _Places, parameter: torch.Tensor) -> None:
+    def _after_accumulate(self, place: str, parameter: torch.Tensor) -> None:
         """Is called by autograd when it has set ``grad`` or added to it.
 
         Other threads may be adding to it at this moment, to where ``grad`` was: the last of them replaces it.
@@ -275,14 +201,14 @@ class SwappedGradients:
             alone = all(uses <= most for uses, most in zip(_uses_of_grad(parameter), self._alone, strict=True))
             grad = parameter.grad
             if isinstance(grad, SwappedGradient):
-                grad.shared.norm()  # of values that are in memory now
+                grad.known_norm()  # of values that are in memory now
             # A gradient the program still refers to, or one with a graph, stays in memory.
             elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
-                self._leave(places, parameter, grad)
+                self._leave(place, parameter, grad)
         self._wait_for_some()
 
     @torch.no_grad()
-    def _leave(self, places: _Places, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+    def _leave(self, place: str, parameter: torch.Tensor, grad: torch.Tensor) -> None:
         """Writes a gradient from its own memory and replaces ``grad`` by a tensor on storage."""
         if grad.layout != torch.strided:
             raise RuntimeError("swap_gradients does not support sparse gradients")
@@ -290,30 +216,26 @@ class SwappedGradients:
             raise RuntimeError(f"a gradient is {grad.dtype}, and its parameter {parameter.dtype}")
         if grad.device != self._residents.device:
             raise RuntimeError(f"a parameter was moved to {grad.device} after swap_gradients, which is to come last")
-        resident = places.free(grad)
         norm = torch.linalg.vector_norm(grad)
-        grad = grad.detach().resolve_conj().resolve_neg()
-        if grad.stride() != resident.stride:
-            dense = torch.empty_strided(resident.shape, resident.stride, dtype=grad.dtype, device=grad.device)
-            grad = dense.copy_(grad)
-        values: Any = places.put(resident, grad, norm)
-        writing = resident.writing
-        parameter.grad = SwappedGradient(values, resident)
+        resident = self._residents.put(place, grad.detach().resolve_conj().resolve_neg())
+        resident.norm, writing = norm, resident.writing
+        parameter.grad = SwappedGradient(self._residents, resident)
         if writing is not None:
-            self._leaving.append(_Leaving(resident, writing, weakref.ref(values)))
+            self._leaving.append(_Leaving(weakref.ref(resident), resident.nbytes, writing))
 
     def _wait_for_some(self) -> None:
         """Waits for the oldest that are being written, until these are few. Raises OSError for one that is lost."""
         waiting = tuple(self._leaving)  # threads add to it
-        nbytes = sum(each.resident.nbytes for each in waiting)
+        nbytes = sum(each.nbytes for each in waiting)
         for each in waiting:
             if nbytes <= self._most_leaving:
                 return
             failure = each.writing.exception()  # if interrupted, it is still in the queue
             with contextlib.suppress(ValueError):  # another thread has waited as well
                 self._leaving.remove(each)
-            nbytes -= each.resident.nbytes
-            if failure is not None and each.values() is not None and each.resident.writing is each.writing:
+            nbytes -= each.nbytes
+            resident = each.resident()
+            if failure is not None and resident is not None and resident.writing is each.writing:
                 raise failure
 
 

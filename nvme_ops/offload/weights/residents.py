@@ -57,6 +57,7 @@ class Resident(Entry):
         self.changes = 0  #: counts those who were given the values to change them
         self.pickled: dict[Any, Any] = {}  #: copies in memory by ``changes``; references that do not keep them
         self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
+        self.norm: torch.Tensor | None = None  #: of the values, where it is known
         self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: whose values it took, in which version
         self.is_part = False  #: of the memory of a tensor that was assigned
 
@@ -127,47 +128,47 @@ class Residents(Residency[Resident]):
         """Gives the order that is likely, again and again, before the first one is seen."""
         self._order = Order(uses, together=True)
 
+    def require_room(self, resident: Resident) -> None:
+        """Raises MemoryError if the budget is smaller than a tensor."""
+        if _paged(resident.nbytes) > self._memory.nbytes:
+            raise MemoryError(
+                f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
+                f"of {size_words(self.budget)}"
+            )
+
     def add(self, resident: Resident, values: torch.Tensor | None = None) -> None:
-        """Takes a tensor: writes its values, or leaves them undefined.
+        """Takes a tensor: starts to write its values, which must not change until that has ended, or has zeros.
 
         Raises:
             MemoryError: the budget is smaller than it.
             OSError: ENOSPC: the disk is full.
         """
-        if -(-resident.nbytes // PAGE) * PAGE > self._memory.nbytes:
-            raise MemoryError(
-                f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
-                f"of {size_words(self.budget)}"
-            )
-        nbytes = -(-resident.nbytes // PAGE) * PAGE
+        self.require_open()
+        self.require_room(resident)
+        self._free_gone()
+        nbytes = _paged(resident.nbytes)
         with self._lock:
             self._all[resident.key] = resident
             self._at[resident.place] = weakref.ref(resident)
             self._nbytes += nbytes
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
-            self.replace(resident, values)
+            with self._lock:
+                resident.writing = self._store.put(resident.key, values)
+                resident.stored = True
+                self._stats.bytes_written += resident.nbytes
 
-    def replace(self, resident: Resident, values: torch.Tensor) -> None:
-        """Starts to write new values of a tensor, from where they are; they must not change until that has ended."""
-        with self._lock:
-            self.require_open()
-            self._discard(resident)
-            resident.changes += 1
-            resident.writing = self._store.put(resident.key, values)
-            resident.stored = True
-            self._stats.bytes_written += resident.nbytes
+    def put(self, place: str, values: torch.Tensor) -> Resident:
+        """Returns a new tensor at a place in the order, as ``add`` takes it.
 
-    def succeed(self, old: Resident, values: torch.Tensor) -> Resident:
-        """Returns another tensor at the place of an old one, with these values, on storage when this returns.
-
-        The old one leaves storage when nobody has it any more. Raises what ``add`` does.
+        What was there leaves storage when nobody has it any more.
         """
-        resident = Resident(f"{old.place}.{next(_numbers)}", values, self.device)
-        resident.place = old.place
+        resident = Resident(f"{place}.{next(_numbers)}", values, self.device)
+        resident.place = place
+        if values.stride() != resident.stride:
+            dense = torch.empty_strided(resident.shape, resident.stride, dtype=values.dtype, device=values.device)
+            values = dense.copy_(values)
         self.add(resident, values)
-        self.require_written(resident)
-        self._free_gone()
         return resident
 
     def _free_gone(self) -> None:
@@ -175,7 +176,7 @@ class Residents(Residency[Resident]):
         with self._lock:
             while self._gone:
                 key, nbytes = self._gone[0]
-                if key in self._store:
+                with contextlib.suppress(KeyError):  # its write has failed
                     self._store.drop(key)
                 self._gone.popleft()
                 self._nbytes -= nbytes
@@ -210,14 +211,14 @@ class Residents(Residency[Resident]):
             if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
                 return False
             self._discard(resident)
-            resident.scale = by
+            resident.scale, resident.norm = by, None
             return True
 
     def clear(self, resident: Resident) -> None:
-        """Drops the values: they are undefined until others are given, and nothing is read."""
+        """Drops the values: they are zeros until others are given, and nothing is read."""
         with self._lock:
             self._discard(resident)
-            resident.writing = resident.scale = None
+            resident.writing = resident.scale = resident.norm = None
             resident.stored = False
 
     def settle(self) -> None:
@@ -262,7 +263,7 @@ class Residents(Residency[Resident]):
             there = entry.values
             if there is None or there.untyped_storage()._cdata != values.untyped_storage()._cdata:
                 return False  # another thread has released it, since its read failed there
-            entry.changed = True
+            entry.changed, entry.norm = True, None
             entry.changes += 1
             self._to_write.pop(entry, None)
             self._to_write[entry] = None
@@ -272,7 +273,8 @@ class Residents(Residency[Resident]):
         values = memory.view(entry.dtype).as_strided(entry.shape, entry.stride).detach()
         entry.own = tensors_over(values)
         if not entry.stored:
-            entry.changed = True  # has no values yet
+            values.zero_()
+            entry.changed = True
             return values, None
         arriving = self._store.get(entry.key, values, priority=priority)
         self._count_read(entry.nbytes, priority)
@@ -388,3 +390,7 @@ class Residents(Residency[Resident]):
             f"no memory in one piece for a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}: "
             f"others in use have {taken} of {nbytes}"
         )
+
+
+def _paged(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE

@@ -124,8 +124,9 @@ def swap_params(
         residents = Residents(folder, "parameters", budget=budget, device=target, checksums=checksums, handle=handle)
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}
-        for number, (key, each) in enumerate(large.items()):
-            resident = Resident(str(number), each, target)
+        names = {id(each): name for name, each in module.named_parameters()}
+        for key, each in large.items():
+            resident = Resident(names[key], each, target)
             residents.add(resident, None if each.is_meta else each.detach())
             made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), each.requires_grad)
         swapped: list[Any] = list(made.values())

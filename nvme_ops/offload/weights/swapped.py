@@ -171,7 +171,9 @@ class SwappedTensor(OffloadedTensor):
                 raise TypeError(f"data: a tensor on storage cannot take a {type(value).__name__} of {value.layout}")
             else:
                 assigned, value = value, value.detach()
-            made = SwappedTensor(self._residents, self._residents.succeed(self._resident, value))
+            resident = self._residents.put(self._resident.place, value)
+            self._residents.require_written(resident)
+            made = SwappedTensor(self._residents, resident)
             if assigned is not None and not assigned.is_inference():
                 made._resident.assigned = weakref.ref(assigned), assigned._version
             made._resident.is_part = value.untyped_storage().nbytes() > value.nbytes
