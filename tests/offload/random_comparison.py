@@ -8,13 +8,10 @@ import linecache
 import math
 import os
 import random
-import re
-import sys
 import threading
 import traceback
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,6 @@ from tests.offload.random_model import Model, Statement, namespace
 PAGE = 4096
 REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, MemoryError)
 PRODUCT = str(Path(nvme_ops.__file__).parent) + os.sep
-INTERRUPTED = (f"{PRODUCT}offload", f"{PRODUCT}storage{os.sep}")
 
 
 @contextlib.contextmanager
@@ -110,25 +106,10 @@ def difference(ours: Any, plain: Any) -> str:
 
 @dataclass
 class Outcome:
-    """What became of a program."""
+    """What became of a program: what failed, if anything, and how many statements were the same on both sides."""
 
     failure: str = ""
-    at: int = 0
-    detail: str = ""
-    refusals: Counter[str] = field(default_factory=Counter)
-    counts: Counter[str] = field(default_factory=Counter)
-
-    @property
-    def kind(self) -> str:
-        """What failures of one cause are likely to have in common."""
-        detail = self.detail.split("\n")[0].split(" (")[0]
-        return re.sub(r"m\.[\w.]+|\d+", "N", f"{self.failure}: {detail}")
-
-
-def said(error: BaseException) -> str:
-    """An error without what differs from one time to the next."""
-    text = re.sub(r"0x[0-9a-f]+|\d+(\.\d+)?", "N", f"{type(error).__name__}: {error}")
-    return text.split("\n")[0][:160]
+    equal: int = 0
 
 
 def is_refusal(error: BaseException) -> bool:
@@ -148,40 +129,6 @@ def is_refusal(error: BaseException) -> bool:
     return file.startswith(PRODUCT) and linecache.getline(file, last.tb_lineno).strip().startswith("raise")
 
 
-def _is_between(error: BaseException | None) -> bool:
-    """Whether an interruption came as a context manager was entered or left, which Python leaves as it is then."""
-    frames = traceback.extract_tb(error.__traceback__) if isinstance(error, KeyboardInterrupt) else []
-    return any(each.name in ("__enter__", "__exit__") for each in frames)
-
-
-@contextlib.contextmanager
-def interrupted(line: int) -> Iterator[None]:
-    """Raises KeyboardInterrupt at the so-manieth line of the product; at none for 0."""
-    left = line
-
-    def local(frame: Any, event: str, _: Any) -> Any:
-        nonlocal left
-        if event == "line" and frame.f_code.co_name != "__del__":  # from where Python raises nothing
-            left -= 1
-            # A signal is not noticed between the end of a block and the __exit__ of a lock, whose line is that of with;
-            # nor at try, which does nothing, and what is raised there is raised outside of the block around it.
-            text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-            if left <= 0 and not text.startswith(("with ", "try:")):
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return local
-
-    def begin(frame: Any, event: str, _: Any) -> Any:
-        return local if frame.f_code.co_filename.startswith(INTERRUPTED) else None
-
-    if line:
-        sys.settrace(begin)
-    try:
-        yield
-    finally:
-        sys.settrace(None)
-
-
 class Side:
     """A program's names, and what it has seen."""
 
@@ -195,16 +142,15 @@ class Side:
         with torch.no_grad():
             self.log += map(snapshot, observed)
 
-    def run(self, statement: Statement, number: int, line: int = 0) -> BaseException | None:
+    def run(self, statement: Statement, number: int) -> BaseException | None:
         """Returns what was raised."""
         self.log.clear()
         before = dict(self.names)
         torch.default_generator.manual_seed(number)
         code = compile(statement.code, f"<statement {number}>", "exec")
         try:
-            with interrupted(line):
-                exec(code, self.names)
-        except (Exception, KeyboardInterrupt) as error:
+            exec(code, self.names)
+        except Exception as error:
             self.names.clear()
             self.names.update(before)
             return error
@@ -245,70 +191,49 @@ class Comparison:
 
     def run(self, program: Sequence[Statement]) -> bool:
         """Returns whether all is known at the end."""
-        for number, statement in enumerate(program):
-            self.outcome.at = number
-            if not self._statement(statement, number):
-                return False
-        return True
+        return all(self._statement(statement, number) for number, statement in enumerate(program))
 
-    def _fail(self, failure: str, detail: object) -> bool:
-        self.outcome.failure, self.outcome.detail = failure, str(detail)
+    def _fail(self, *words: object) -> bool:
+        self.outcome.failure = ": ".join(map(str, words))
         return False
 
     def _statement(self, statement: Statement, number: int) -> bool:
-        raised = self.ours.run(statement, number, statement.line)
+        raised = self.ours.run(statement, number)
         if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-            if not _is_between(raised):
-                return self._fail("tensors are saved on storage for ever", said(raised or ValueError()))
-            self.outcome.counts["interrupted between with and its block"] += 1
+            return self._fail(statement, "tensors are saved on storage for ever", raised)
         if isinstance(raised, NameError):
             return True  # of a statement that was refused
-        if isinstance(raised, KeyboardInterrupt) or (raised is not None and is_refusal(raised)):
-            refused = not isinstance(raised, KeyboardInterrupt)
-            if isinstance(raised, MemoryError) and statement.kind == "lists":
-                self.outcome.counts["ended by a lack of memory"] += 1
-                return False
-            (self.outcome.refusals if refused else self.outcome.counts)[said(raised)] += 1
+        if raised is not None and is_refusal(raised):
+            out_of_memory = isinstance(raised, MemoryError) and statement.kind == "lists"
             del raised
-            return self._refused(statement, number, refused)
+            return not out_of_memory and self._refused(statement, number)
         error = self.plain.run(statement, number)
         if raised is None and error is None:
-            self.outcome.counts["equal"] += 1
+            self.outcome.equal += 1
             if (found := differences(dict(enumerate(self.ours.log)), dict(enumerate(self.plain.log)))) != "":
-                return self._fail("a difference", found)
-        elif raised is None:
-            assert error is not None
-            return self._fail("torch raises, ours does not", said(error))
-        elif error is None:
-            where = "".join(traceback.format_tb(raised.__traceback__)[-3:])
-            return self._fail("ours raises, torch does not", f"{said(raised)}\n{where}")
-        else:
-            self.outcome.counts["both raise" + (" the same" if said(raised) == said(error) else "")] += 1
-            if statement.kind == "many":
-                return False
-            if statement.kind == "backward":
-                self._forget_graphs()
+                return self._fail(statement, found)
+        elif raised is None or error is None:
+            where = "" if raised is None else "".join(traceback.format_tb(raised.__traceback__)[-3:])
+            return self._fail(statement, f"ours raises {raised}, torch {error}", where)
+        elif statement.kind == "many":
+            return False
+        elif statement.kind == "backward":
+            self._forget_graphs()
         return True
 
-    def _refused(self, statement: Statement, number: int, refused: bool) -> bool:
-        if statement.kind == "many":
-            self.outcome.counts["ended by a refusal"] += 1
-            return False
+    def _refused(self, statement: Statement, number: int) -> bool:
         if statement.kind == "backward":
             self._forget_graphs()
         if statement.kind in ("write", "lists"):
             try:
                 now = self.ours.state()
             except MemoryError:
-                self.outcome.counts["ended by a lack of memory"] += 1
                 return False
             if (old := differences(now, self.plain.state())) != "":
                 self.plain.run(statement, number)
                 if (new := differences(now, self.plain.state())) != "":
-                    before = "refused" if refused else "interrupted"
-                    return self._fail(f"{before}, neither old nor new", f"{old}; {new}")
-        return True
+                    return self._fail(statement, f"refused, neither old nor new: {old}; {new}")
+        return statement.kind != "many"
 
     def _forget_graphs(self) -> None:
         self.ours.forget_graphs()
@@ -316,32 +241,19 @@ class Comparison:
 
     def end(self, known: bool) -> None:
         """Looks at all, and at whether all can still be used."""
-        if self.outcome.failure:
-            return
-        self.outcome.at += 1
         if known:
             looks = [f"see({name})" for name in sorted(self.ours.names) if name.startswith("v")]
             looks += [f"see(m.{name}.grad)" for name, _ in self.ours.model.named_parameters()]
             for look in looks:
                 shown = isinstance(self.plain.names.get(look[4:-1]), torch.Tensor | None)
                 if shown and not self._statement(Statement(look), 0):
-                    self.outcome.detail += f" ({look} at the end)"
                     return
         self.ours.forget_all()
         self.plain.forget_all()
         residents.Residents.patience = window.Window.patience = 3.0  # of a device that is slow, and of nobody else
+        gc.collect()
         for (name, mine), its in zip(self.ours.model.named_parameters(), self.plain.model.parameters(), strict=True):
-            try:
-                with torch.no_grad():
-                    try:
-                        now = snapshot(mine)
-                    except MemoryError:
-                        gc.collect()
-                        now = snapshot(mine)
-                    found = difference(now, snapshot(its))
-            except Exception as error:
-                self._fail("not usable at the end", f"{name}: {said(error)}")
-                return
-            if found and known:
-                self._fail("a difference", f"m.{name} at the end: {found}")
-                return
+            with torch.no_grad():
+                if (found := difference(snapshot(mine), snapshot(its))) and known:
+                    self._fail(f"m.{name} at the end", found)
+                    return

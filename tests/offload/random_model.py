@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import io
@@ -25,13 +24,12 @@ Namespace = dict[str, Any]
 class Statement:
     """A part of a program.
 
-    ``kind`` says what an exception leaves behind: ``read``: nothing. ``write``: nothing either, and an interrupt all or
-    nothing. ``backward``: parts of gradients. ``many``: what nobody knows; the program ends.
+    ``kind`` says what an exception leaves behind: ``read`` and ``write``: nothing. ``lists``: nothing, unless
+    memory is lacking. ``backward``: parts of gradients. ``many``: what nobody knows; the program ends.
     """
 
     code: str
     kind: str = "read"
-    line: int = 0
 
 
 # What programs are made of: names that their statements use
@@ -138,94 +136,3 @@ def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model:
     """The same model for the same seed."""
     model = Model(seed, without)
     return model.eval().requires_grad_(False) if capability == "stream_weights" else model
-
-
-class Expressions:
-    """Chooses tensors and views of them, by what they are in plain torch.
-
-    Args:
-        rng: chooses.
-        model: in memory.
-    """
-
-    def __init__(self, rng: random.Random, model: nn.Module) -> None:
-        self.rng, self.number = rng, 0
-        self.names = namespace(model, lambda *_: None, contextlib.nullcontext())
-
-    def _new(self) -> str:
-        self.number += 1
-        return f"v{self.number}"
-
-    def _seed(self) -> int:
-        return self.rng.randrange(1000)
-
-    def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        return [(f"m.{name}", each) for name, each in self.names["m"].named_parameters(remove_duplicate=False)]
-
-    def _variables(self) -> list[tuple[str, torch.Tensor]]:
-        return [(name, value) for name, value in self.names.items() if isinstance(value, torch.Tensor)]
-
-    def _losses(self) -> list[str]:
-        return [name for name, each in self._variables() if not each.dim() and each.requires_grad]
-
-    def parameter(self, usable: Callable[[torch.Tensor], bool] = lambda _: True) -> tuple[str, torch.Tensor] | None:
-        found = [each for each in self._parameters() if usable(each[1])]
-        return self.rng.choice(found) if found else None
-
-    def tensor(self) -> tuple[str, torch.Tensor]:
-        """A parameter, a variable, or a view of one."""
-        chance = self.rng.random()
-        variables = self._variables()
-        if variables and chance < 0.35:
-            name, value = self.rng.choice(variables)
-        elif chance < 0.4:
-            name, value = "m.buffer", self.names["m"].buffer
-        else:
-            name, value = self.rng.choice(self._parameters())
-            if self.rng.random() < 0.2:
-                name += self.rng.choice([".data", ".detach()"])
-                value = value.detach()
-        if self.rng.random() < 0.35:
-            name, value = self.seen_through(name, value)
-        return name, value
-
-    def seen_through(self, name: str, value: torch.Tensor) -> tuple[str, torch.Tensor]:
-        """A view of a tensor."""
-        for _ in range(4):
-            made = self._view(name, value)
-            try:
-                return made, eval(made, self.names)
-            except Exception:
-                continue
-        return name, value
-
-    def _view(self, name: str, value: torch.Tensor) -> str:
-        rng, shape = self.rng, value.shape
-        found = [".detach()", ".unsqueeze(0)", ".view(-1)", ".reshape(-1)", ".flatten()", ".view_as({0})", "[...]"]
-        if value.is_complex():
-            found += [".real", ".imag", ".conj()", ".mH"]
-            if rng.random() < 0.4:
-                return f"torch.view_as_real({name})"
-        elif value.dtype == torch.float32 and rng.random() < 0.05:
-            return f"{name}.detach().view(torch.int32)"
-        if value.dim():
-            dim = rng.randrange(value.dim())
-            size = max(1, shape[dim])
-            at = rng.randrange(size)
-            long = rng.randint(1, size - at)
-            found += [
-                f"[{rng.randrange(max(1, shape[0]))}]", f"[{rng.randrange(max(1, shape[0]))}:]", "[::2]", "[-1]",
-                f"[..., {rng.randrange(max(1, shape[-1]))}]", f"[..., :{rng.randint(1, max(1, shape[-1]))}]",
-                "[..., ::3]", f".select({dim}, {at})", f".narrow({dim}, {at}, {long})", f".unbind({dim})[{at}]",
-                f".split({long}, {dim})[0]", f".split({long}, {dim})[-1]", f".chunk(3, {dim})[0]",
-                f".unfold({dim}, {long}, 2)", f".expand(2, {', '.join(['-1'] * value.dim())})",
-                f".tensor_split(2, {dim})[1]", f".split_with_sizes([{at}, {size - at}], {dim})[1]",
-            ]  # fmt: skip
-        if value.dim() > 1:
-            other = list(range(value.dim()))
-            rng.shuffle(other)
-            turns = [".mT", ".transpose(0, -1)", ".T", f".permute({other})", ".movedim(0, 1)", ".diagonal()", ".t()"]
-            found += turns * 2 + [f".unflatten(0, ({shape[0]}, 1))", ".swapaxes(0, 1)", ".squeeze()"]
-            found += [f".as_strided(({min(3, shape[0])}, {shape[1]}), {tuple(value.stride()[:2])}, 0)"]
-            found += [f".view({shape[-1]}, -1)"]
-        return name + rng.choice(found).format(name)

@@ -1,14 +1,9 @@
-"""Random programs of optimizers: ``NvmeOptimizer`` beside the class of torch that it is given. See ``random_programs``.
-
-A step that is interrupted is called again, as its note says; a ``load_state_dict`` that is interrupted leaves the old
-states or the new ones, or is called again.
-"""
+"""Random programs of optimizers (``random_programs``): ``NvmeOptimizer`` beside the class of torch that it is given."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -17,7 +12,7 @@ import torch
 from torch import nn
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from tests.offload.random_comparison import Comparison, Outcome, Side, differences
+from tests.offload.random_comparison import Comparison, Outcome, Side
 from tests.offload.random_model import Namespace, Statement, through_file, values
 
 SIZES = ((1,), (7,), (300, 3), (90, 100), (200, 201), (70_001,))
@@ -34,9 +29,6 @@ OPTIONS: dict[str, dict[str, Sequence[Any]]] = {
     "RAdam": {"lr": [0.1], "weight_decay": [0, 0.1], "foreach": [None, True]},
     "Rprop": {"lr": [0.1], "etas": [(0.5, 1.2), (0.3, 1.5)], "foreach": [None, True]},
 }  # fmt: skip
-
-
-STEP = "\n# and\n"  # between a backward pass and its step, which alone is interrupted
 
 
 class Trained(nn.Module):
@@ -110,10 +102,7 @@ class OptimizerWriter:
         return self.program
 
     def _add(self, code: str, kind: str = "read") -> None:
-        line = 0
-        if kind in ("step", "load") and self.rng.random() < 0.3 and "interrupts" not in self.without:
-            line = int(math.exp(self.rng.uniform(1, 8)))
-        self.program.append(Statement(code, kind, line))
+        self.program.append(Statement(code, kind))
 
     def train(self) -> None:
         rng = self.rng
@@ -130,7 +119,7 @@ class OptimizerWriter:
             zero += f"\nwith accumulate(o): loss(m, {seed + 1}, {rng.sample(self.used, 1)}).backward()"
         if not self.overlap and rng.random() < 0.2:
             backward += "\nnn.utils.clip_grad_norm_(m.parameters(), 0.1)"
-        self._add(f"{zero}\n{backward}{STEP}o.step()", "step")
+        self._add(f"{zero}\n{backward}\no.step()", "many")
         if rng.random() < 0.2:
             self._add("see(*[p.grad for p in m.parameters()])")
 
@@ -153,7 +142,7 @@ class OptimizerWriter:
 
     def loaded(self) -> None:
         if any(each.code.startswith("sd = ") for each in self.program):
-            self._add("o.load_state_dict(copy.deepcopy(sd))", "load")
+            self._add("o.load_state_dict(copy.deepcopy(sd))", "many")
 
     def file(self) -> None:
         if any(each.code == "save(o)" for each in self.program) and self.rng.random() < 0.6:
@@ -216,9 +205,6 @@ class _Plain:
                 if number in self.files:  # as they were: load_state_dict converts all but the step
                     optimizer.state[each] = copy.deepcopy(self.files[number])
 
-    def close(self) -> None:
-        pass
-
 
 def _free(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for group in optimizer.param_groups:
@@ -261,56 +247,23 @@ class _Ours:
             each.close()
 
 
-def _names(model: nn.Module, of: _Ours | _Plain) -> Namespace:
+def _names(of: _Ours | _Plain) -> Namespace:
     names = ("make", "again", "accumulate", "save", "load")
     return {"states": states, "loss": loss_of, **{name: getattr(of, name) for name in names}}
-
-
-class OptimizerComparison(Comparison):
-    """Calls again what was interrupted."""
-
-    def _statement(self, statement: Statement, number: int) -> bool:
-        first, _, then = statement.code.partition(STEP)
-        if not then:
-            return super()._statement(statement, number)
-        before, step = Statement(first, "many"), Statement(then, "step", statement.line)
-        return super()._statement(before, number) and super()._statement(step, number)
-
-    def _refused(self, statement: Statement, number: int, refused: bool) -> bool:
-        if refused or statement.kind not in ("step", "load"):
-            self.outcome.counts["ended by a refusal"] += refused
-            return not refused
-        if statement.kind == "load":
-            look = Statement("see(*states(o))")
-            if self.ours.run(look, number) is None:
-                now = dict(enumerate(self.ours.log))
-                self.plain.run(look, number)
-                old = dict(enumerate(self.plain.log))
-                self.plain.run(statement, number)
-                self.plain.run(look, number)
-                new = dict(enumerate(self.plain.log))
-                for each in (now, old, new):
-                    each.pop(len(each) - 1)  # options
-                if (one := differences(now, old)) and (other := differences(now, new)):
-                    return self._fail("interrupted, neither old nor new", f"{one}; {other}")
-        return self._statement(Statement(statement.code, statement.kind), number)
 
 
 def run_program(seed: int, program: Sequence[Statement], folder: str, without: Sequence[str] = ()) -> Outcome:
     """Runs a program with ``NvmeOptimizer`` and with torch's optimizers."""
     ours, plain = Trained(seed, without), Trained(seed, without)
-    with _maybe_swapped(ours, seed, folder, without):
-        one, other = _Ours(folder, seed), _Plain()
-        sides = Side(ours, None), Side(plain, None)
-        sides[0].names.update(_names(ours, one))
-        sides[1].names.update(_names(plain, other))
-        compared = OptimizerComparison(*sides)
-        try:
-            compared.run(program)
-            return compared.outcome
-        finally:
-            sides[0].forget_all()
-            one.close()
+    one, other = _Ours(folder, seed), _Plain()
+    sides = Side(ours, None), Side(plain, None)
+    sides[0].names.update(_names(one))
+    sides[1].names.update(_names(other))
+    compared = Comparison(*sides)
+    with _maybe_swapped(ours, seed, folder, without), contextlib.closing(one):
+        compared.run(program)
+        sides[0].forget_all()
+    return compared.outcome
 
 
 @contextlib.contextmanager

@@ -1,425 +1,357 @@
-"""Writes random programs: statements of all kinds over the model of ``random_model``."""
+"""Writes random programs: statements of all kinds over the model of ``random_model``, from tables of phrases.
+
+Phrases are separated by `` | ``. A name in braces is a word that is chosen once for each statement: a tensor and what
+goes with it, or one of the phrases of ``WORDS``; with a number behind it, another one of the same kind.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from tests.offload.random_model import Expressions, Statement, model_of
+from tests.offload.random_model import Statement, model_of, namespace
+
+#: By dimensions of a tensor, ``+`` for any: what is computed with it.
+VALUES = {
+    "": """{t} * {same} | {t} + {same} | torch.where({same}.abs() > 0.5, {t}, {same}) | torch.tanh({t}) | torch.sin({t})
+        | torch.abs({t}) | torch.square({t}) | torch.exp({t}) | torch.neg({t}) | torch.clone({t}) | torch.sum({t})
+        | {t}.mul(0.5) | {t}.pow(2) | {t}.mean() | {t}.to(torch.float32).relu() | torch.atleast_2d({t}).norm(dim=-1)
+        | ({t} * {t}) | {t}[{same}.abs() > 0.7]""",
+    "+": """{t}[{at}] | {t}.index_select(0, {at}) | torch.cat([{t}, {t}]) | torch.stack([{t}, {same}]) | {t}.cumsum(0)
+        | {t}.sum(-1) | {t}.flip(0) | {t}.softmax(-1) | {t}.sort(0).values | torch.cat([{t}.flip(0), {t}]).repeat(2)""",
+    "2": """F.linear(T({seed}, 3, {columns}, dtype={dtype}), {t}) | T({seed}, 3, {columns}, dtype={dtype}) @ {t}.t()
+        | {t} @ T({seed}, 3, {columns}, dtype={dtype}).mT | {t}.mT @ {t} | F.layer_norm({t}, ({columns},))
+        | torch.einsum('ij,kj->ik', T({seed}, 3, {columns}, dtype={dtype}), {t})
+        | F.embedding(I({seed}, {rows}, 6), {t})
+        | torch.addmm(T({seed}, {columns}, dtype={dtype}), T({seed}, 2, {rows}, dtype={dtype}), {t}) | {folded}""",
+    "3": "torch.bmm({t}, {t}.mT) | F.conv1d(T({seed}, 2, {columns}, 30, dtype={dtype}), {t})",
+    "4": "F.conv2d(T({seed}, 2, {columns}, 6, 6, dtype={dtype}), {t})",
+}
+#: What changes it.
+CHANGES = {
+    "": """{t}.add_(1) | {t}.add_(0.5) | {t}.mul_(0.5) | {t}.zero_() | {t}.fill_(0.25) | {t}.copy_({same}) | {t}.neg_()
+        | {t}.add_({same}, alpha=2) | {t}.masked_fill_({same}.abs() > 0.5, 2) | {t}.addcmul_({same}, {same})
+        | {t}.sub_({same}) | {t}.div_(2) | {t}.lerp_({same}, 0.5) | {t}.square_() | {t}.add_({t}) | {t}.mul_({t})
+        | {t}.uniform_(generator=G({seed})) | {t}.normal_(generator=G({seed})) | {t}.clamp_(-1, 1) | {t}[...] = 0.5
+        | {t}[{same}.abs() > 0.5] = 0.1""",
+    "+": """{t}[{row}] = 0.5 | {t}[{row}].mul_(2) | {t}.view(-1)[{row}:] = 1 | {t}[0] += 1 | {t}[..., -1].fill_(3)
+        | {t}.index_fill_(0, {at}, 0.5) | {t}.index_add_(0, {at}, {some}) | {t}[{at}] = {some}
+        | {t}.index_put_(({at},), {some}, accumulate=True) | {t}.index_copy_(0, torch.tensor([{row}]), {some}[:1])""",
+    "2": """{t}.t()[0].mul_(3) | {t}.diagonal().fill_(1) | {t}.mT[0] = 7 | {t}.unbind(1)[0].zero_()
+        | {t}.addmm_(T(1, {rows}, 2, dtype={dtype}), T(2, 2, {columns}, dtype={dtype})) | {t}.view(-1)[::2].add_(1)
+        | {t}.copy_({same}.t().contiguous().t())""",
+}
+#: Views of it.
+VIEWS = {
+    "": """{t}.detach() | {t}.unsqueeze(0) | {t}.view(-1) | {t}.reshape(-1) | {t}.flatten() | {t}.view_as({t})
+        | {t}[...]
+        | {t}.real | {t}.imag | {t}.conj() | {t}.mH | torch.view_as_real({t}) | {t}.detach().view(torch.int32)""",
+    "+": """{t}[{row}] | {t}[{row}:] | {t}[::2] | {t}[-1] | {t}[..., 0] | {t}[..., :3] | {t}[..., ::3]
+        | {t}.select(-1, -1)
+        | {t}.narrow(0, {row}, 1) | {t}.narrow(-1, 1, 2) | {t}.unbind(-1)[1] | {t}.split(3)[0] | {t}.split(5, -1)[-1]
+        | {t}.chunk(3)[0] | {t}.unfold(-1, 4, 2) | {t}.expand(2, *{t}.shape) | {t}.tensor_split(2, -1)[1]
+        | {t}.split_with_sizes([1, {t}.shape[-1] - 1], -1)[1]""",
+    "2": """{t}.mT | {t}.T | {t}.t() | {t}.diagonal() | {t}.view({columns}, -1) | {t}.swapaxes(0, 1)
+        | {t}.as_strided((3, {columns}), {t}.stride(), 0)""",
+    "3": "{t}.transpose(0, -1) | {t}.permute(2, 0, 1) | {t}.movedim(0, 1) | {t}.unflatten(0, (-1, 1)) | {t}.squeeze()",
+    "4": "{t}.transpose(0, -1) | {t}.permute(2, 0, 3, 1) | {t}.movedim(0, 1) | {t}.squeeze()",
+}
+WORDS = {
+    "to": """.to(torch.bfloat16) | .double() | .half() | .float() | .bfloat16() | .clone() | .contiguous()
+        | .to(torch.float16)
+        | .to(torch.float64) | .type(torch.float64) | .to(torch.float32, copy=True) | .double().detach() | .data.half()
+        | .to(torch.bfloat16).mT | .type_as(T(1, dtype=torch.float64)) | .type_as(T(1, dtype=torch.bfloat16))
+        | .to('cpu')""",
+    "words": "I({seed}, m.rows, 2, 5) | I({seed}, m.rows, 1, 5)",
+    "forward": "m({words}) | m.down(F.gelu(m.up(m.emb({words})))) | m.head(m.norm(m.emb({words})))",
+    "made": "S({forward}, {value}) | S({forward}) | S({value}) | S({value1}, {value2})",
+    "hook": "lambda g: see(g) | lambda g: g * 2 | failing | lambda g: g.clamp(-0.1, 0.1)",
+    "layer": "m.up | m.head | m.down",
+    "list": """torch._foreach_add_(x, 1) | torch._foreach_mul_(x, 0.5) | torch._foreach_zero_(x)
+        | torch._foreach_neg_(x)
+        | torch._foreach_copy_(x, [T({seed}, *each.shape, dtype=each.dtype) for each in x]) | torch._foreach_sqrt_(x)
+        | torch._foreach_lerp_(x, [T({seed}, *each.shape, dtype=each.dtype) for each in x], 0.5)
+        | torch._foreach_addcmul_(x, x, x) | torch._foreach_add_(x, x, alpha=2) | torch._foreach_mul_(x, [2.0] * len(x))
+        | see(*torch._foreach_add(x, 1)) | see(*torch._foreach_norm(x)) | see(*torch._foreach_mul(x, x))""",
+    "optimizer": """SGD(m.parameters(), lr=0.1, foreach=True) | SGD(m.parameters(), lr=0.1, momentum=0.9, foreach=False)
+        | Adam(m.parameters(), foreach=False) | AdamW(m.parameters(), foreach=True) | RMSprop(m.parameters())
+        | SGD(m.parameters(), lr=0.1, weight_decay=0.1) | Adagrad(m.parameters(), lr=0.1)""",
+    "real": "[p for p in m.parameters() if p.dtype == m.up.weight.dtype]",
+    "clipped": "[p for p in m.parameters() if not p.is_complex()]",
+}
+#: Statements: how often each is written, what an exception leaves behind, and phrases; ``&&`` is between two.
+STATEMENTS: dict[str, tuple[float, str, str]] = {
+    "view": (3, "read", "{new} = {view}"),
+    "value": (3, "read", "{new} = {value}"),
+    "convert": (4, "read", "{new} = {t}{to} | {new} = {t}.mT{to}"),
+    "change": (6, "write", "with torch.no_grad(): {change} | with torch.no_grad(): {change} | {change}"),
+    "foreach": (1.5, "lists", """with torch.no_grad():\n    x = [{p1}, {p2}, {p3}]\n    {list}\ndel x
+        | with torch.no_grad():\n    x = [{t1}, {t2}]\n    {list}\ndel x
+        | with torch.no_grad():\n    x = [{t}]\n    {list}\ndel x"""),
+    "out": (1, "write", """with torch.no_grad(): torch.add({same}, 1, out={t})
+        | with torch.no_grad(): torch.mul({same}, {t}, out={t}) | with torch.no_grad(): torch.tanh({same}, out={t})
+        | with torch.no_grad(): torch.sum({same}, 0, keepdim=True, out={t}[:1])
+        | with torch.no_grad():
+    torch.mm(T(1, {rows}, 3, dtype={dtype}), T(2, 3, {columns}, dtype={dtype}), out={t})"""),
+    "loss": (4, "read", "{saving}{new} = {made}"),
+    "loss under autocast": (0.7, "read", "with amp(), saving: {new} = {made}"),
+    "backward": (3, "backward", "{loss}.backward() | {loss}.backward() | {loss}.backward(retain_graph=True)"),
+    "between": (2, "write backward", "with torch.no_grad(): {change} && {loss}.backward()"),
+    "create_graph": (0.7, "backward", "{loss}.backward(create_graph=True)\n"
+        "S(*[p.grad for p in m.parameters() if p.grad is not None and p.grad.requires_grad]).backward()\n"
+        "m.zero_grad()"),
+    "gradient": (1.5, "backward", """see(*torch.autograd.grad({loss}, [{q1}, {q2}], allow_unused=True))
+        | see(*torch.autograd.grad({loss}, [{q}], allow_unused=True, retain_graph=True))"""),
+    "twice": (1, "backward", """{saving}l = {made}\n{saving}g = torch.autograd.grad(l, [{q1}, {q2}], create_graph=True,
+    allow_unused=True)\nsee(*g)\nS(*g).backward()\ndel g, l
+        | {saving}l = {made}\n{saving}g = torch.autograd.grad(l, [{q1}], create_graph=True, allow_unused=True)
+see(*torch.autograd.grad(S(*g), [{q2}], allow_unused=True))\ndel g, l"""),
+    "zero": (0.7, "backward", "m.zero_grad() | m.zero_grad(set_to_none=False)"),
+    "look": (4, "read", "see({t}) | see({p}.grad)"),
+    "hook": (1, "read", """{new} = {layer}.register_forward_hook(lambda a, b, c: see(c)) | {hooked}.remove()
+        | {new} = {layer}.register_full_backward_hook(lambda a, b, c: see(*c)) | {hooked}.remove()
+        | {new} = {layer}.register_forward_pre_hook(lambda a, b: see(a.weight)) | {new} = {q}.register_hook({hook})
+        | {new} = {layer}.register_forward_hook(lambda a, b, c: c * 2) | {new} = m.down.register_forward_hook(failing)
+        | {new} = {q}.register_post_accumulate_grad_hook(lambda p: see(p.grad))
+        | {new} = {q}.register_post_accumulate_grad_hook(lambda p: p.grad.mul_(2))
+        | {new} = {q}.register_post_accumulate_grad_hook(failing)"""),
+    "again": (0.7, "read", """{saving}{new} = S(checkpoint(m, {words}, use_reentrant=False))
+        | {saving}{new} = S(checkpoint(lambda x: m.down(F.gelu(m.up(x))),
+    T({seed}, 2, 32, dtype=m.up.weight.dtype).requires_grad_(), use_reentrant=True))"""),
+    "optimizer": (0.5, "read", "{new} = torch.optim.{optimizer}"),
+    "train": (1, "many", "{trained}.step()"),
+    "states": (1, "read", """{new} = m.state_dict() | {new} = through_file(m.state_dict())
+        | see(*m.state_dict().values())
+        | {new} = copy.deepcopy(m.state_dict()) | see(*copy.deepcopy(m).parameters()) | see(copy.deepcopy(m)({words}))
+        | see(*pickle.loads(pickle.dumps(dict(m.named_parameters()))).values())
+        | {new} = {{key: value + 1 for key, value in m.state_dict().items()}} | see(*{state}.values())
+        | del {state}"""),
+    "load": (0.4, "many", "m.load_state_dict({state})"),
+    "data": (1, "write", """{p}.data = {psame} | {p}.data = {p}.data * 2 | {p}.data = {p}.data.clone()
+        | {p}.data = {p}.detach() | {p}.data = {p}.data[...] | {p}.requires_grad_() | {p}.requires_grad_(False)"""),
+    "init": (0.5, "write", """nn.init.uniform_({p}, generator=G({seed}))
+        | nn.init.xavier_normal_({p}, generator=G({seed}))
+        | nn.init.kaiming_uniform_({p}, generator=G({seed})) | nn.init.zeros_({p}) | nn.init.constant_({p}, 0.3)"""),
+    "utility": (0.7, "many", """nn.utils.vector_to_parameters(nn.utils.parameters_to_vector({real}) * 0.5, {real})
+for p in {real}: p.data = p.data.clone()  # at an address as others have
+        | see(nn.utils.clip_grad_norm_({clipped}, 0.1)) | nn.utils.clip_grad_value_({clipped}, 0.01)
+        | m.requires_grad_()
+        | nn.init.trunc_normal_({p}, generator=G({seed})) | nn.init.orthogonal_({p}, generator=G({seed}))"""),
+    "module": (0.3, "read", "{new} = nn.utils.parameters_to_vector({real}) | m.train(), m.eval() | m.to('cpu')"),
+    "threads": (0.7, "read", """see(*in_threads(lambda i: m(I({seed} + i, m.rows, 2, 5)), 3))
+        | see(*in_threads(lambda i: torch.autograd.grad(S(m({words}), m.up.weight), m.up.weight)[0], 2))
+        | see(*in_threads(lambda i: [{value1}, {value2}][i], 2))
+        | see(*in_threads(lambda i: list(m.parameters())[i].double(), 3))"""),
+    "threads backward": (0.2, "backward",
+        "m.zero_grad()\nin_threads(lambda i: S(m(I(i, m.rows, 2, 5))).backward(), 2)"),
+    "set_gradient": (0.7, "read", """{p}.grad = {psame} | {p}.grad = None | {p}.grad.mul_(2)
+        | {p}.grad = {p}.detach().clone()
+        | {p}.grad.data[1:].zero_() | see({p}.grad.mT, {p}.grad[1:].sum())"""),
+    "hold": (0.4, "read", """{new} = {p}.grad | {new} = {p}.grad.data | {new} = {p}.grad.detach() | {new} = {p}.grad[1:]
+        | {new} = {p}.grad.bfloat16()"""),
+    "door": (0.5, "write", """see(torch.from_numpy({t}.detach().numpy().copy()))
+        | {new} = torch.tensor({t}.detach().tolist())
+        | {new} = torch.from_dlpack({t}.detach()) | see(torch.equal({t}, {t}.clone())) | {t}.share_memory_()
+        | {new} = float({t}.detach().abs().sum()) | {t}.detach().numpy()[...] = 1 | see(through_file({t}.detach()))
+        | {new} = pickle.loads(pickle.dumps({t}.detach())) | {new} = copy.deepcopy({t}.detach())
+        | {new} = torch.asarray({t}.detach()) | {new} = torch.Tensor({t}.detach())
+        | {new} = {t}.new_tensor({t}.detach())
+        | {new} = torch.as_tensor({t}).detach() | see({t}.detach().is_contiguous(), {t}.stride())
+        | {new} = {t}.detach().cpu() | {new} = torch.empty_like({t}).copy_({t}) | {t}.detach().set_(T(3, 5))
+        | {new} = nn.Parameter({t}.detach())"""),
+    "functional": (0.5, "read", """see(torch.func.functional_call(m, {{'up.weight': m.up.weight * 2}}, ({words},)))
+        | see(torch.func.functional_call(m, {{k: v.detach() for k, v in m.named_parameters()}}, ({words},)))
+        | see(torch.func.grad(lambda w: S(F.linear(T(1, 2, 32, dtype=w.dtype), w)))(m.up.weight))
+        | see(torch.func.vmap(lambda x: F.linear(x, m.up.weight))(T(1, 3, 2, 32, dtype=m.up.weight.dtype)))
+        | see(torch.func.jvp(lambda w: w.sin(), (m.up.weight,), (m.up.weight,))[1])
+        | see(torch.func.vmap(lambda w: w.sum())(m.up.weight))
+        | see(torch.autograd.functional.jacobian(lambda w: w.sum(0)[:2], m.up.weight))"""),
+    "turn": (0.3, "write", """with torch.no_grad(): {t}.t_() | with torch.no_grad(): {t}.unsqueeze_(0)
+        | with torch.no_grad(): {t}.squeeze_() | with torch.no_grad(): {t}.transpose_(0, -1)
+        | with torch.no_grad(): {t}.resize_(1) | with torch.no_grad(): {t}.detach_()"""),
+    "amp": (1, "many", """with amp(), saving:\n    a = {layer}({given})\n    {change}\n    b = {layer}({given} * 2)
+S(a, b).backward()\ndel a, b
+        | with amp(), saving:\n    a = {layer}({given})\n    b = {layer}({given} * 2)\n{new} = S(a, b)\ndel a, b"""),
+}  # fmt: skip
+ONLY = {"create_graph": "swap_gradients", "hold": "swap_gradients"}  # statements, and the capability that they are for
 
 
-class Writer(Expressions):
+def phrases(text: str) -> list[str]:
+    """Returns the phrases of a table."""
+    return [each.strip() for each in text.split(" | ")]
+
+
+class Words(dict[str, str]):
+    """The words of a statement, each made when it is first met."""
+
+    def __init__(self, writer: Writer, **words: str) -> None:
+        super().__init__(words)
+        self._writer = writer
+
+    def __missing__(self, name: str) -> str:
+        kind = name.rstrip("0123456789")
+        self[name] = made = (
+            self._writer.rng.choice(phrases(WORDS[kind])).format_map(self)
+            if kind in WORDS
+            else getattr(self._writer, f"_{kind}")(self)
+        )
+        return made
+
+
+class Writer:
     """Writes a program from a seed; runs it on plain torch meanwhile, to know what its names stand for."""
 
     def __init__(self, capability: str, seed: int, without: Sequence[str] = ()) -> None:
         self.capability, self.without = capability, without
-        super().__init__(random.Random(f"{capability} {seed}"), model_of(capability, seed, without))
+        self.rng, self.number = random.Random(f"{capability} {seed}"), 0
+        self.names = namespace(model_of(capability, seed, without), lambda *_: None, contextlib.nullcontext())
         self.program: list[Statement] = []
 
     def write(self, count: int) -> list[Statement]:
-        """Returns a program of about so many statements."""
-        found = {make: each for make, each in self._makers().items() if make.__name__ not in self.without}
-        makers, weights = zip(*found.items(), strict=True)
+        """Returns a program of so many statements."""
+        usable = {name: each for name, each in STATEMENTS.items() if ONLY.get(name, self.capability) == self.capability}
         while len(self.program) < count:
-            made = self.rng.choices(makers, weights)[0]()
-            if made is not None:
-                self._add(*((made,) if isinstance(made, str) else made))
-            if len(self._variables()) > 9 and self.rng.random() < 0.7:
-                self._add(f"del {self.rng.choice([name for name, _ in self._variables()])}")
+            _, kind, text = self.rng.choices(list(usable.values()), [weight for weight, *_ in usable.values()])[0]
+            with contextlib.suppress(IndexError):  # there is nothing of a kind that it needs
+                made = self.rng.choice(phrases(text)).format_map(Words(self))
+                for part, its in zip(made.split(" && "), kind.split(), strict=True):
+                    self._add(part, its)
+            if len(known := self._known(torch.Tensor)) > 9 and self.rng.random() < 0.7:
+                self._add(f"del {self.rng.choice(known)}")
         return self.program
 
     def _add(self, code: str, kind: str = "read") -> None:
-        line = 0
-        if kind in ("read", "write", "backward") and self.rng.random() < 0.08 and "interrupts" not in self.without:
-            line = int(math.exp(self.rng.uniform(0, 5)))
-        self.program.append(Statement(code, kind, line))
+        self.program.append(Statement(code, kind))
         torch.default_generator.manual_seed(len(self.program))
         with contextlib.suppress(Exception):
             exec(code, self.names)
 
-    def _makers(self) -> dict[Callable[[], Any], float]:
-        return {
-            self.view: 3, self.value: 3, self.convert: 4, self.change: 6, self.foreach: 1.5, self.out: 1,
-            self.loss: 4, self.backward: 3, self.gradient: 1.5, self.twice: 1, self.zero: 0.7, self.look: 4,
-            self.hook: 1, self.again: 0.7, self.train: 1.5, self.states: 1, self.data: 1, self.init: 0.5,
-            self.utility: 0.7, self.toggle: 0.5, self.threads: 0.7, self.set_gradient: 0.7, self.door: 0.5,
-            self.functional: 0.5, self.turn: 0.3, self.amp: 1, self.between: 2,
-        }  # fmt: skip
+    def _known(self, kind: type) -> list[str]:
+        """Names of this program for what is of a class."""
+        return [name for name, value in self.names.items() if name[0] == "v" and isinstance(value, kind)]
 
-    # Statements
+    def _of(self, table: dict[str, str], t: str, words: Words) -> str:
+        """One of the phrases of a table for a tensor of as many dimensions."""
+        dim = self._value_of(t).dim()
+        found = phrases(table[""]) + (phrases(table["+"]) if dim else []) + 3 * phrases(table.get(str(dim), table[""]))
+        return self.rng.choice(found).format_map(words)
 
-    def view(self) -> Any:
-        name, value = self.tensor()
-        return f"{self._new()} = {self.seen_through(name, value)[0]}"
+    def _value_of(self, name: str) -> Any:
+        return eval(name, self.names)
 
-    def _value(self) -> str:
-        rng = self.rng
-        name, value = self.tensor()
-        shape, dtype, seed = tuple(value.shape), value.dtype, self._seed()
-        same = f"T({', '.join(map(str, (seed, *shape)))}, dtype={dtype})"
-        found = [f"{name} * {same}", f"{name} + {same}", f"torch.where({same}.abs() > 0.5, {name}, {same})"]
-        found += [f"torch.{each}({name})" for each in ("tanh", "sin", "abs", "square", "exp", "neg", "clone", "sum")]
-        found += [f"{name}.mul(0.5)", f"{name}.pow(2)", f"{name}.mean()", f"{name}.to(torch.float32).relu()"]
-        found += [f"torch.atleast_2d({name}).norm(dim=-1)", f"({name} * {name})", f"{name}[{same}.abs() > 0.7]"]
-        if shape:
-            at = f"I({seed}, {max(1, shape[0])}, 3)"
-            found += [f"{name}[{at}]", f"{name}.index_select(0, {at})", f"torch.cat([{name}, {name}])"]
-            found += [f"torch.stack([{name}, {same}])", f"{name}.cumsum(0)", f"{name}.sum(-1)", f"{name}.flip(0)"]
-            found += [f"{name}.softmax(-1)", f"{name}.repeat(2, *[1] * {len(shape) - 1})", f"{name}.sort(0).values"]
-        if len(shape) == 2:
-            rows, columns = shape
-            given = f"T({seed}, 3, {columns}, dtype={dtype})"
-            linear = [f"F.linear({given}, {name})", f"{given} @ {name}.t()", f"{name} @ {given}.mT"]
-            linear += [f"torch.einsum('ij,kj->ik', {given}, {name})", f"{name}.mT @ {name}"]
-            linear += [f"torch.addmm(T({seed}, {columns}, dtype={dtype}), T({seed}, 2, {rows}, dtype={dtype}), {name})"]
-            linear += [f"F.embedding(I({seed}, {max(rows, 1)}, 2, 3), {name})", f"F.layer_norm({name}, ({columns},))"]
-            if "folded" not in self.without:
-                linear += [f"F.linear(T({seed}, 2, {columns}, 3, dtype={dtype}).mT, {name})"]
-            found += linear * 3
-        if len(shape) == 4:
-            found += [f"F.conv2d(T({seed}, 2, {shape[1]}, 6, 6, dtype={dtype}), {name})"] * 6
-        if len(shape) == 3:
-            found += [f"torch.bmm({name}, {name}.mT)", f"F.conv1d(T({seed}, 2, {shape[1]}, 30, dtype={dtype}), {name})"]
-        return rng.choice(found)
+    def _choose(self, usable: Callable[[torch.Tensor], bool]) -> str:
+        named = self.names["m"].named_parameters(remove_duplicate=False)
+        return self.rng.choice([f"m.{name}" for name, each in named if usable(each)])
 
-    def value(self) -> Any:
-        return f"{self._new()} = {self._value()}"
+    # Words
 
-    def convert(self) -> Any:
-        name, value = self.tensor()
-        if self.rng.random() < 0.15:
-            name += ".t()" if value.dim() == 2 else ""
-        kinds = [".to(torch.bfloat16)", ".double()", ".half()", ".float()", ".bfloat16()", ".clone()", ".contiguous()"]
-        kinds += [".to(torch.float64)", ".to(torch.float16)", ".type(torch.float64)", ".to(torch.float32, copy=True)"]
-        kinds += [".to(torch.bfloat16).t()" if value.dim() == 2 else ".to('cpu')", ".double().detach()", ".data.half()"]
-        kinds += [f".type_as(T(1, dtype={self.rng.choice(['torch.float64', 'torch.bfloat16'])}))"]
-        return f"{self._new()} = {name}{self.rng.choice(kinds)}"
+    def _seed(self, _: Words) -> str:
+        return str(self.rng.randrange(1000))
 
-    def _written(self) -> str:
-        """An expression that changes a tensor."""
-        rng = self.rng
-        name, value = self.tensor()
-        shape, dtype, seed = tuple(value.shape), value.dtype, self._seed()
-        same = f"T({', '.join(map(str, (seed, *shape)))}, dtype={dtype})"
-        found = [f"add_({rng.choice([1, 0.5])})", "mul_(0.5)", "zero_()", "fill_(0.25)", f"copy_({same})", "neg_()"]
-        found += [f"add_({same}, alpha=2)", f"masked_fill_({same}.abs() > 0.5, 2)", f"addcmul_({same}, {same})"]
-        found += [f"sub_({same})", "div_(2)", f"lerp_({same}, 0.5)", "square_()", f"add_({name})", f"mul_({name})"]
-        if dtype.is_floating_point:
-            found += [f"uniform_(generator=G({seed}))", f"normal_(generator=G({seed}))", "clamp_(-1, 1)"]
-        found = [f"{name}.{each}" for each in found]
-        found += [f"{name}[...] = 0.5", f"{name}[{same}.abs() > 0.5] = 0.1"]
-        if shape:
-            row = rng.randrange(max(1, shape[0]))
-            some = f"T({', '.join(map(str, (seed, 2, *shape[1:])))}, dtype={dtype})"
-            at = f"I({seed}, {max(shape[0], 1)}, 2)"
-            found += [
-                f"{name}[{row}] = 0.5",
-                f"{name}[{row}].mul_(2)",
-                f"{name}.view(-1)[{row}:] = 1",
-                f"{name}[0] += 1",
-            ]
-            found += [f"{name}[..., {rng.randrange(max(1, shape[-1]))}].fill_(3)", f"{name}.index_fill_(0, {at}, 0.5)"]
-            found += [f"{name}.index_add_(0, {at}, {some})", f"{name}.index_put_(({at},), {some}, accumulate=True)"]
-            found += [f"{name}[{at}] = {some}", f"{name}.index_copy_(0, torch.tensor([{row}]), {some}[:1])"]
-        if len(shape) == 2:
-            found += [f"{name}.t()[0].mul_(3)", f"{name}.diagonal().fill_(1)", f"{name}.mT[0] = 7"]
-            found += [f"{name}.unbind(1)[0].zero_()"]
-            found += [f"{name}.addmm_(T(1, {shape[0]}, 2, dtype={dtype}), T(2, 2, {shape[1]}, dtype={dtype}))"]
-            found += [f"{name}.copy_({same}.t().contiguous().t())", f"{name}.view(-1)[::2].add_(1)"]
-        return rng.choice(found)
+    def _new(self, _: Words) -> str:
+        self.number += 1
+        return f"v{self.number}"
 
-    def change(self) -> Any:
-        made = self._written()
-        return (f"with torch.no_grad(): {made}" if self.rng.random() < 0.85 else made), "write"
+    def _p(self, _: Words) -> str:
+        return self._choose(lambda _: True)
 
-    def between(self) -> Any:
-        """Changes something between forward and backward."""
-        loss = self._new()
-        if not self._losses():
-            self._add(self._loss(loss))
-        self._add(*self.change())
-        return self.backward()
+    def _q(self, _: Words) -> str:
+        """A parameter that takes a gradient."""
+        return self._choose(lambda each: each.requires_grad)
 
-    def foreach(self) -> Any:
-        rng, seed = self.rng, self._seed()
-        chosen = [self.tensor()[0] for _ in range(rng.randint(1, 3))]
-        if rng.random() < 0.5:
-            chosen = [rng.choice(self._parameters())[0] for _ in range(rng.randint(1, 3))]
-        names = f"[{', '.join(dict.fromkeys(chosen))}]"
-        kinds = [
-            "torch._foreach_add_(x, 1)", "torch._foreach_mul_(x, 0.5)", "torch._foreach_zero_(x)",
-            f"torch._foreach_copy_(x, [T({seed}, *each.shape, dtype=each.dtype) for each in x])",
-            "torch._foreach_addcmul_(x, x, x)", "torch._foreach_neg_(x)", "torch._foreach_add_(x, x, alpha=2)",
-            f"torch._foreach_lerp_(x, [T({seed}, *each.shape, dtype=each.dtype) for each in x], 0.5)",
-            "see(*torch._foreach_add(x, 1))", "see(*torch._foreach_norm(x))", "see(*torch._foreach_mul(x, x))",
-            "torch._foreach_sub_(x, 1)", "torch._foreach_sqrt_(x)", "torch._foreach_mul_(x, [2.0] * len(x))",
-        ]  # fmt: skip
-        made = rng.choice(kinds)
-        # "lists": Ctrl-C may come between two members
-        return f"with torch.no_grad():\n    x = {names}\n    {made}\ndel x", "read" if "see" in made else "lists"
+    def _t(self, words: Words) -> str:
+        """A parameter, a variable, or a view of one."""
+        chance, variables = self.rng.random(), self._known(torch.Tensor)
+        if variables and chance < 0.35:
+            name = self.rng.choice(variables)
+        elif chance < 0.4:
+            name = "m.buffer"
+        else:
+            name = self._p(words) + self.rng.choice(["", "", "", "", "", "", "", "", ".data", ".detach()"])
+        return self._seen_through(name) if self.rng.random() < 0.35 else name
 
-    def out(self) -> Any:
-        found = self.tensor()
-        name, value = found
-        same = f"T({', '.join(map(str, (self._seed(), *value.shape)))}, dtype={value.dtype})"
-        kinds = [f"torch.add({same}, 1, out={name})", f"torch.mul({same}, {name}, out={name})"]
-        kinds += [f"torch.tanh({same}, out={name})", f"torch.sum({same}, 0, keepdim=True, out={name}[:1])"]
-        if value.dim() == 2:
-            rows, columns = value.shape
-            dtype = value.dtype
-            kinds += [f"torch.mm(T(1, {rows}, 3, dtype={dtype}), T(2, 3, {columns}, dtype={dtype}), out={name})"]
-        return f"with torch.no_grad(): {self.rng.choice(kinds)}", "write"
+    def _seen_through(self, name: str) -> str:
+        """A view of a tensor."""
+        for _ in range(4):
+            words = Words(self, t=name)
+            with contextlib.suppress(Exception):  # torch does not make such a view of it
+                made = self._of(VIEWS, name, words)
+                self._value_of(made)
+                return made
+        return name
 
-    def _forward(self) -> str:
-        words = f"I({self._seed()}, m.rows, {self.rng.randint(1, 3)}, 5)"
+    def _view(self, words: Words) -> str:
+        return self._seen_through(words["t"])
+
+    def _value(self, _: Words) -> str:
+        words = Words(self)
+        return self._of(VALUES, words["t"], words)
+
+    def _change(self, _: Words) -> str:
+        words = Words(self)
+        return self._of(CHANGES, words["t"], words)
+
+    def _like(self, name: str, first: int | None = None) -> str:
+        """A tensor of the same shape, or of another first dimension."""
+        value = self._value_of(name)
+        shape = tuple(value.shape) if first is None else (first, *value.shape[1:])
+        return f"T({', '.join(map(str, (self.rng.randrange(1000), *shape)))}, dtype={value.dtype})"
+
+    def _same(self, words: Words) -> str:
+        return self._like(words["t"])
+
+    def _psame(self, words: Words) -> str:
+        return self._like(words["p"])
+
+    def _some(self, words: Words) -> str:
+        return self._like(words["t"], 2)
+
+    def _given(self, words: Words) -> str:
+        weight = self._value_of(f"{words['layer']}.weight")
+        return f"T({self._seed(words)}, 2, {weight.shape[1]}, dtype={weight.dtype})"
+
+    def _dtype(self, words: Words) -> str:
+        return str(self._value_of(words["t"]).dtype)
+
+    def _rows(self, words: Words) -> str:
+        return str(max(1, *self._value_of(words["t"]).shape[:1]))
+
+    def _columns(self, words: Words) -> str:
+        return str(self._value_of(words["t"]).shape[1])
+
+    def _row(self, words: Words) -> str:
+        return str(self.rng.randrange(int(self._rows(words))))
+
+    def _at(self, words: Words) -> str:
+        return f"I({self._seed(words)}, {self._rows(words)}, 2)"
+
+    def _folded(self, words: Words) -> str:
+        """What torch folds where the weight takes no gradient."""
+        if "folded" in self.without:
+            return words["t"]
+        return f"F.linear(T({self._seed(words)}, 2, {words['columns']}, 3, dtype={words['dtype']}).mT, {words['t']})"
+
+    def _loss(self, _: Words) -> str:
         return self.rng.choice(
-            [f"m({words})", f"m.down(F.gelu(m.up(m.emb({words}))))", f"m.head(m.norm(m.emb({words})))"]
+            [
+                each
+                for each in self._known(torch.Tensor)
+                if not self.names[each].dim() and self.names[each].requires_grad
+            ]
         )
 
-    def _loss(self, name: str) -> str:
-        parts = [self._forward()] if self.rng.random() < 0.5 else []
-        parts += [self._value() for _ in range(self.rng.randint(0 if parts else 1, 2))]
-        made = f"{name} = S({', '.join(parts)})"
-        if self.rng.random() < (0.8 if self.capability == "save_on_nvme" else 0):
-            made = f"with saving: {made}"
-        if self.rng.random() < 0.15:
-            made = f"with amp(): {made}" if not made.startswith("with") else f"with amp(), saving: {made[13:]}"
-        return made
+    def _saving(self, _: Words) -> str:
+        return "with saving: " if self.capability == "save_on_nvme" and self.rng.random() < 0.8 else ""
 
-    def loss(self) -> Any:
-        return self._loss(self._new())
+    def _hooked(self, _: Words) -> str:
+        return self.rng.choice(self._known(torch.utils.hooks.RemovableHandle))
 
-    def backward(self) -> Any:
-        losses = self._losses()
-        if not losses:
-            return None
-        if self.capability == "swap_gradients" and self.rng.random() < 0.25:
-            again = "S(*[p.grad for p in m.parameters() if p.grad is not None and p.grad.requires_grad]).backward()"
-            return f"{self.rng.choice(losses)}.backward(create_graph=True)\n{again}\nm.zero_grad()", "backward"
-        options = self.rng.choice(["", "", "", "retain_graph=True"])
-        return f"{self.rng.choice(losses)}.backward({options})", "backward"
+    def _trained(self, _: Words) -> str:
+        return self.rng.choice(self._known(torch.optim.Optimizer))
 
-    def _wrt(self) -> str:
-        wanted = [name for name, value in self._parameters() + self._variables() if value.requires_grad]
-        if not wanted:
-            return "[m.emb.weight]"
-        return f"[{', '.join(dict.fromkeys(self.rng.choices(wanted, k=self.rng.randint(1, 3))))}]"
-
-    def gradient(self) -> Any:
-        losses = self._losses()
-        if not losses:
-            return None
-        retain = self.rng.random() < 0.5
-        made = (
-            f"torch.autograd.grad({self.rng.choice(losses)}, {self._wrt()}, allow_unused=True, retain_graph={retain})"
-        )
-        return f"see(*{made})", "backward"
-
-    def twice(self) -> Any:
-        parts = ", ".join(self._value() for _ in range(self.rng.randint(1, 2)))
-        loss, found = self._new(), self._new()
-        forward = f"{loss} = S({parts if self.rng.random() < 0.6 else self._forward()})"
-        with_saving = "with saving: " if self.capability == "save_on_nvme" else ""
-        again = f"see(*torch.autograd.grad(S(*{found}), {self._wrt()}, allow_unused=True))"
-        end = self.rng.choice([f"S(*{found}).backward()", again])
-        return (
-            f"{with_saving}{forward}\n{with_saving}{found} = torch.autograd.grad({loss}, {self._wrt()}, "
-            f"create_graph=True, allow_unused=True)\nsee(*{found})\n{end}\ndel {found}, {loss}"
-        ), "backward"
-
-    def zero(self) -> Any:
-        return f"m.zero_grad(set_to_none={self.rng.random() < 0.6})", "backward"
-
-    def look(self) -> Any:
-        name = self.tensor()[0]
-        return f"see({name})" if self.rng.random() < 0.6 else f"see({self.rng.choice(self._parameters())[0]}.grad)"
-
-    def hook(self) -> Any:
-        name = self._new()
-        hooks = ["lambda g: see(g)", "lambda g: g * 2", "failing", "lambda g: g.clamp(-0.1, 0.1)"]
-        found = self.parameter(lambda each: each.requires_grad)
-        kinds = [
-            f"{name} = m.{self.rng.choice(['up', 'norm', 'emb'])}.register_forward_hook(lambda a, b, c: see(c))",
-            f"{name} = m.{self.rng.choice(['up', 'down'])}.register_full_backward_hook(lambda a, b, c: see(*c))",
-            f"{name} = m.up.register_forward_pre_hook(lambda a, b: see(a.weight))",
-            f"{name} = m.down.register_forward_hook({self.rng.choice(['failing', 'lambda a, b, c: c * 2'])})",
-        ]  # fmt: skip
-        if found is not None:
-            kinds += [f"{name} = {found[0]}.register_hook({self.rng.choice(hooks)})"] * 2
-            after = self.rng.choice(
-                ["lambda p: see(p.grad)", "lambda p: see(p)", "failing", "lambda p: p.grad.mul_(2)"]
-            )
-            kinds += [f"{name} = {found[0]}.register_post_accumulate_grad_hook({after})"] * 2
-        known = [key for key, value in self.names.items() if isinstance(value, torch.utils.hooks.RemovableHandle)]
-        if known and self.rng.random() < 0.6:
-            return f"{self.rng.choice(known)}.remove()"
-        return self.rng.choice(kinds)
-
-    def again(self) -> Any:
-        reentrant = self.rng.random() < 0.3
-        words = f"I({self._seed()}, m.rows, 2, 5)"
-        inner = "m, " + words
-        if reentrant:
-            inner = (
-                f"lambda x: m.down(F.gelu(m.up(x))), T({self._seed()}, 2, 32, dtype=m.up.weight.dtype).requires_grad_()"
-            )
-        made = f"{self._new()} = S(checkpoint({inner}, use_reentrant={reentrant}))"
-        return f"with saving: {made}" if self.capability == "save_on_nvme" else made
-
-    def train(self) -> Any:
-        known = [name for name, value in self.names.items() if isinstance(value, torch.optim.Optimizer)]
-        if known and self.rng.random() < 0.7:
-            return f"{self.rng.choice(known)}.step()", "many"
-        kind = self.rng.choice([
-            "SGD(PARAMS, lr=0.1, foreach=True)", "SGD(PARAMS, lr=0.1, momentum=0.9, foreach=False)",
-            "Adam(PARAMS, foreach=False)", "AdamW(PARAMS, foreach=True)", "SGD(PARAMS, lr=0.1, weight_decay=0.1)",
-            "RMSprop(PARAMS)", "Adagrad(PARAMS, lr=0.1)",
-        ])  # fmt: skip
-        return f"{self._new()} = torch.optim.{kind.replace('PARAMS', 'm.parameters()')}"
-
-    def states(self) -> Any:
-        name = self._new()
-        known = [key for key, value in self.names.items() if isinstance(value, dict) and "emb.weight" in value]
-        kinds = [f"{name} = m.state_dict()", f"{name} = through_file(m.state_dict())", "see(*m.state_dict().values())"]
-        kinds += [f"{name} = copy.deepcopy(m.state_dict())", "see(*copy.deepcopy(m).parameters())"]
-        kinds += [f"see(copy.deepcopy(m)({f'I({self._seed()}, m.rows, 2, 5)'}))"]
-        kinds += ["see(*pickle.loads(pickle.dumps(dict(m.named_parameters()))).values())"]
-        kinds += [f"{name} = {{key: value + 1 for key, value in m.state_dict().items()}}"]
-        made = self.rng.choice(kinds)
-        if known and self.rng.random() < 0.6:
-            one = self.rng.choice(known)
-            chosen = self.rng.choice([f"m.load_state_dict({one})", f"see(*{one}.values())", f"del {one}"])
-            return chosen, "many" if "load" in chosen else "read"
-        return made
-
-    def data(self) -> Any:
-        found = self.parameter()
-        assert found is not None
-        name, value = found
-        same = f"T({', '.join(map(str, (self._seed(), *value.shape)))}, dtype={value.dtype})"
-        kinds = [f"{name}.data = {same}", f"{name}.data = {name}.data * 2", f"{name}.data = {name}.data.clone()"]
-        kinds += [f"{name}.data = {name}.detach()", f"{name}.data = {name}.data[...]"]
-        return self.rng.choice(kinds), "write"
-
-    def init(self) -> Any:
-        found = self.parameter(lambda each: each.dim() > 1 and each.is_floating_point())
-        if found is None:
-            return None
-        name, seed = found[0], f"generator=G({self._seed()})"
-        kinds = [f"uniform_({name}, {seed})", f"xavier_normal_({name}, {seed})", f"kaiming_uniform_({name}, {seed})"]
-        kinds += [
-            f"zeros_({name})",
-            f"constant_({name}, 0.3)",
-            f"trunc_normal_({name}, {seed})",
-            f"orthogonal_({name}, {seed})",
-        ]
-        chosen = self.rng.choice(kinds)
-        in_steps = chosen.startswith(("trunc_normal_", "orthogonal_"))  # of which an interruption leaves some
-        return f"nn.init.{chosen}", "many" if in_steps else "write"
-
-    def utility(self) -> Any:
-        name = self._new()
-        real = "[p for p in m.parameters() if p.dtype == m.up.weight.dtype]"
-        kinds = [
-            (f"{name} = nn.utils.parameters_to_vector({real})", "read"),
-            (f"nn.utils.vector_to_parameters(nn.utils.parameters_to_vector({real}) * 0.5, {real})\n"
-             f"for p in {real}: p.data = p.data.clone()  # at an address as others have", "many"),
-            ("see(nn.utils.clip_grad_norm_([p for p in m.parameters() if not p.is_complex()], 0.1))", "many"),
-            ("nn.utils.clip_grad_value_([p for p in m.parameters() if not p.is_complex()], 0.01)", "many"),
-            ("m.requires_grad_()", "many"),
-            ("m.train(), m.eval()", "read"),
-            ("m.to('cpu')", "read"),
-        ]  # fmt: skip
-        return self.rng.choice(kinds)
-
-    def toggle(self) -> Any:
-        found = self.parameter()
-        assert found is not None
-        return f"{found[0]}.requires_grad_({self.rng.random() < 0.7})", "write"
-
-    def threads(self) -> Any:
-        count, seed = self.rng.randint(2, 3), self._seed()
-        words = f"I({seed} + i, m.rows, 2, 5)"
-        kinds = [
-            f"see(*in_threads(lambda i: m({words}), {count}))",
-            f"see(*in_threads(lambda i: torch.autograd.grad(S(m({words}), m.up.weight), m.up.weight)[0], {count}))",
-            f"see(*in_threads(lambda i: [{self._value()}, {self._value()}][i], 2))",
-            f"see(*in_threads(lambda i: list(m.parameters())[i].double(), {count}))",
-        ]
-        if self.rng.random() < 0.3:
-            return (
-                f"m.zero_grad()\nin_threads(lambda i: S(m({words})).backward(), 2)",
-                "backward",
-            )  # order does not matter
-        return self.rng.choice(kinds)
-
-    def set_gradient(self) -> Any:
-        found = self.parameter()
-        assert found is not None
-        name, value = found
-        same = f"T({', '.join(map(str, (self._seed(), *value.shape)))}, dtype={value.dtype})"
-        kinds = [
-            f"{name}.grad = {same}",
-            f"{name}.grad = None",
-            f"{name}.grad.mul_(2)",
-            f"{name}.grad = {name}.detach().clone()",
-            f"{name}.grad.data[1:].zero_()",
-            f"see({name}.grad.mT, {name}.grad[1:].sum())",
-        ]
-        if self.capability == "swap_gradients":  # held, while others come
-            kinds += [f"{self._new()} = {name}.grad{how}" for how in ("", ".data", ".detach()", "[1:]", ".bfloat16()")]
-        return self.rng.choice(kinds)
-
-    def door(self) -> Any:
-        """Ways to values that go around torch's dispatch."""
-        name = self.tensor()[0]
-        new = self._new()
-        kinds = [
-            f"see(torch.from_numpy({name}.detach().numpy().copy()))", f"{new} = torch.tensor({name}.detach().tolist())",
-            f"{new} = torch.from_dlpack({name}.detach())", f"see(torch.equal({name}, {name}.clone()))",
-            f"{new} = float({name}.detach().abs().sum())", f"{name}.share_memory_()",
-            f"{name}.detach().numpy()[...] = 1",
-            f"{new} = pickle.loads(pickle.dumps({name}.detach()))", f"see(through_file({name}.detach()))",
-            f"{new} = copy.deepcopy({name}.detach())", f"{new} = torch.asarray({name}.detach())",
-            f"{new} = torch.Tensor({name}.detach())", f"{new} = {name}.new_tensor({name}.detach())",
-            f"{new} = torch.as_tensor({name}).detach()", f"see({name}.detach().is_contiguous(), {name}.stride())",
-            f"{new} = {name}.detach().cpu()", f"{new} = torch.empty_like({name}).copy_({name})",
-            f"{name}.detach().set_(T(3, 5))", f"{new} = nn.Parameter({name}.detach())",
-        ]  # fmt: skip
-        return self.rng.choice(kinds), "write"
-
-    def functional(self) -> Any:
-        words = f"I({self._seed()}, m.rows, 2, 5)"
-        kinds = [
-            f"see(torch.func.functional_call(m, {{'up.weight': m.up.weight * 2}}, ({words},)))",
-            f"see(torch.func.functional_call(m, {{k: v.detach() for k, v in m.named_parameters()}}, ({words},)))",
-            "see(torch.func.grad(lambda w: S(F.linear(T(1, 2, 32, dtype=w.dtype), w)))(m.up.weight))",
-            "see(torch.func.vmap(lambda x: F.linear(x, m.up.weight))(T(1, 3, 2, 32, dtype=m.up.weight.dtype)))",
-            "see(torch.func.jvp(lambda w: w.sin(), (m.up.weight,), (m.up.weight,))[1])",
-            "see(torch.func.vmap(lambda w: w.sum())(m.up.weight))",
-            "see(torch.autograd.functional.jacobian(lambda w: w.sum(0)[:2], m.up.weight))",
-        ]
-        return self.rng.choice(kinds)
-
-    def turn(self) -> Any:
-        """Changes the shape of a tensor in place."""
-        name = self.tensor()[0]
-        kinds = ["t_()", "unsqueeze_(0)", "squeeze_()", "transpose_(0, -1)", "resize_(1)", "detach_()"]
-        return f"with torch.no_grad(): {name}.{self.rng.choice(kinds)}", "write"
-
-    def amp(self) -> Any:
-        """Changes weights between two uses under autocast."""
-        a, b, name = self._new(), self._new(), self.rng.choice(["m.up", "m.head", "m.down"])
-        given = f"T({self._seed()}, 2, {name}.weight.shape[1], dtype={name}.weight.dtype)"
-        made = [f"{a} = {name}({given})", f"{b} = {name}({given} * 2)"]
-        if self.rng.random() < 0.6:
-            made.insert(1, f"with torch.no_grad(): {self._written()}")
-        inner = "\n    ".join(made)
-        end = self.rng.choice([f"{a} = S({a}, {b})\ndel {b}", f"S({a}, {b}).backward()\ndel {a}, {b}"])
-        saved = ", saving" if self.capability == "save_on_nvme" else ""
-        return f"with amp(){saved}:\n    {inner}\n{end}", "many"
+    def _state(self, _: Words) -> str:
+        return self.rng.choice(self._known(dict))
