@@ -120,6 +120,11 @@ class OffloadedTensor(torch.Tensor):
         """Does what ``self.data = value`` does."""
         raise NotImplementedError
 
+    def _become(self: Made, made: Made) -> None:
+        """Takes over all that another one is."""
+        both = functools.partial(_data.__set__, self, made), functools.partial(vars(self).update, vars(made))
+        list(map(functools.partial.__call__, both))  # which Ctrl-C does not interrupt
+
     @property
     def place(self) -> Hashable:
         """What is the same for all tensors over the same stored values that see them in the same way."""

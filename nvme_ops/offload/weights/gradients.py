@@ -19,7 +19,7 @@ from nvme_ops import ranks
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.offload.weights.stream_weights import budget_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 
 aten = torch.ops.aten
@@ -288,15 +288,12 @@ def swap_gradients(
         raise ValueError("the gradients of these parameters are swapped already")
     if any(hasattr(each, "to_local") for each in large):
         raise TypeError("gradients of a DTensor cannot be swapped")
-    devices = {each.device for each in large}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the parameters are on {len(devices)} devices, not on one: {names}")
+    device = device_of_all(large, "the parameters are")
     if several_ranks():
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
     leaving = budget // _LEAVING
     residents = Residents(
-        folder, "gradients", budget=budget - leaving, device=devices.pop(), checksums=checksums, handle=handle
+        folder, "gradients", budget=budget - leaving, device=device, checksums=checksums, handle=handle
     )
     try:
         return SwappedGradients(residents, every, large, leaving)

@@ -162,10 +162,7 @@ class StoredTensor(OffloadedTensor):
     def _assign(self, value: torch.Tensor) -> None:
         if not isinstance(value, StoredTensor) or value._weights is not self._weights:
             raise RuntimeError("data: weights that are streamed from storage cannot be changed")
-        made = value._derived(value._outline)  # another view, or conversion, of what is stored
-        set_data: Any = torch._C.TensorBase.data
-        set_data.__set__(self, made)
-        vars(self).update(vars(made))
+        self._become(value._derived(value._outline))  # another view, or conversion, of what is stored
 
     @classmethod
     def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing

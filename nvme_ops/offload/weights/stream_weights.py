@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, cast
 
 import torch
@@ -94,12 +94,9 @@ def stream_weights(
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
     tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
-    devices = {each.device for each in tensors.values()}
-    if not devices:
+    if not tensors:
         raise ValueError("the model has no weights")
-    if len(devices) != 1:
-        raise ValueError(f"the model is on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
-    (own,) = devices
+    own = device_of_all(tensors.values(), "the model is")
     if own.type == "meta":
         raise ValueError("the model has no weights: it is on the meta device")
     target = own if device is None else device_of(device)
@@ -149,6 +146,14 @@ def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
                 is_parameter = isinstance(each, torch.nn.Parameter)
                 torch.utils.swap_tensors(each, torch.nn.Parameter(moved, each.requires_grad) if is_parameter else moved)
             each.grad = None if gradient is None else gradient.to(device)
+
+
+def device_of_all(tensors: Iterable[torch.Tensor], they_are: str) -> torch.device:
+    """Returns the device of tensors; the CPU if there are none. ValueError, which ``they_are`` begins, for several."""
+    devices = {each.device for each in tensors}
+    if len(devices) > 1:
+        raise ValueError(f"{they_are} on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
+    return next(iter(devices), torch.device("cpu"))
 
 
 def device_of(device: str | torch.device) -> torch.device:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of
+from nvme_ops.offload.weights.stream_weights import budget_of, device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 
 Path = str | os.PathLike[str]
@@ -167,11 +167,7 @@ def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | 
             raise ValueError("the parameters of this module are swapped already")
         if hasattr(each, "to_local"):
             raise TypeError("a DTensor cannot be swapped: swap the parameters of a module that is not sharded")
-    devices = {each.device for each in parameters}
-    if len(devices) > 1:
-        names = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"the parameters are on {len(devices)} devices, not on one: {names}")
-    own = next(iter(devices), torch.device("cpu"))
+    own = device_of_all(parameters, "the parameters are")
     if own.type == "meta":
         return device_of(device or "cpu")
     if device is not None and (torch.device(device).type != own.type or device_of(device) != own):

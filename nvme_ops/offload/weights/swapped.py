@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Hashable, Iterator
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -177,9 +176,7 @@ class SwappedTensor(OffloadedTensor):
             if assigned is not None and not assigned.is_inference():
                 made._resident.assigned = weakref.ref(assigned), assigned._version
             made._resident.is_part = value.untyped_storage().nbytes() > value.nbytes
-        set_data: Any = torch._C.TensorBase.data
-        both = partial(set_data.__set__, self, made), partial(vars(self).update, vars(made))
-        list(map(partial.__call__, both))  # which Ctrl-C does not interrupt
+        self._become(made)
 
 
 def _to_copy(tensor: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
