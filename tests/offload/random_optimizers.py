@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,85 +90,60 @@ class OptimizerWriter:
         given = ", ".join(f"{{'params': [{', '.join(f'm.{name}' for name in each)}]}}" for each in groups)
         words = ", ".join(f"{name}={value!r}" for name, value in {**options, **ours}.items())
         self.used = first
-        self._add(f"o = make({self.kind!r}, [{given}], {words})", "many")
-        makers: dict[Callable[[], None], float] = {
-            self.train: 8, self.look: 2, self.option: 1.5, self.group: 0.7, self.saved: 1, self.loaded: 1.5,
-            self.file: 1, self.again: 1, self.written: 0.5, self.gradients: 0.7, self.schedule: 0.5,
-        }  # fmt: skip
-        makers = {make: weight for make, weight in makers.items() if make.__name__ not in self.without}
+        self.program.append(Statement(f"o = make({self.kind!r}, [{given}], {words})", "many"))
         while len(self.program) < count:
-            rng.choices(list(makers), list(makers.values()))[0]()
-        self._add("see(*m.parameters())\nsee(*states(o))")
+            rows = self._rows("\n".join(each.code for each in self.program))
+            code = rng.choices(list(rows), list(rows.values()))[0]
+            if "add_param_group" in code:
+                self.used, self.later = self.used + self.later, []
+            self.program.append(Statement(code, "read" if code.startswith("see") else "many"))
+        self.program.append(Statement("see(*m.parameters())\nsee(*states(o))"))
         return self.program
 
-    def _add(self, code: str, kind: str = "read") -> None:
-        self.program.append(Statement(code, kind))
-
-    def train(self) -> None:
+    def _rows(self, before: str) -> dict[str, float]:
+        """Returns what may come next, and how likely it does."""
         rng = self.rng
+        group, name, apart = f"o.param_groups[{rng.choice([0, -1])}]", rng.choice(self.used), float(not self.overlap)
+        more = f"o.add_param_group({{'params': [{', '.join(f'm.{each}' for each in self.later)}], 'lr': 0.05}})"
+        return {
+            self._trained(): 7,
+            self._trained_by_closure(): apart,
+            "see(*m.parameters())": 1,
+            "see(*states(o))": 1,
+            "see(*[p.grad for p in m.parameters()])": 1,
+            f"{group}['lr'] = {rng.choice([0.01, 0.2])}": 0.7,
+            f"{group}['weight_decay'] = {rng.choice([0.01, 0.2])}": 0.5,
+            # for which there may be no room
+            f"{group}['nesterov'] = False\n{group}['momentum'] = 0.5": 0.4 * (self.kind in ("SGD", "RMSprop")),
+            more: 0.7 * bool(self.later),
+            "sd = through_file(o.state_dict())": 1,
+            "o.load_state_dict(copy.deepcopy(sd))": 1.5 * ("sd = " in before),
+            "save(o)": 0.6,
+            "load(o)": 0.6 * ("save(o)" in before),
+            "o = again(o)": float(self.keep),
+            f"m.{rng.choice(self.names)}.data.mul_(0.9)": 0.5,
+            f"m.{name}.grad = None": 0.3 * apart,
+            f"m.{name}.grad = torch.ones_like(m.{name})": 0.4 * apart,
+            "s = torch.optim.lr_scheduler.StepLR(o, 1, 0.9)": 0.5 * ("lr_scheduler" not in before),
+            "s.step()": 0.5 * ("lr_scheduler" in before),
+        }
+
+    def _trained(self) -> str:
+        rng, seed = self.rng, self.rng.randrange(1000)
         chosen = self.used if rng.random() < 0.6 else rng.sample(self.used, rng.randint(1, len(self.used)))
-        seed = rng.randrange(1000)
-        zero = rng.choice(["o.zero_grad()", "o.zero_grad()", "o.zero_grad(set_to_none=False)"])
-        backward = f"loss(m, {seed}, {chosen}).backward()"
-        if rng.random() < 0.15 and not self.overlap:
-            inner = f"o.zero_grad()\n    l = loss(m, {seed}, {chosen})\n    l.backward()\n    return l"
-            self._add(f"def closure():\n    {inner}", "many")
-            self._add("see(o.step(closure).detach())", "many")
-            return
+        lines = [rng.choice(["o.zero_grad()", "o.zero_grad()", "o.zero_grad(set_to_none=False)"])]
         if rng.random() < 0.25:
-            zero += f"\nwith accumulate(o): loss(m, {seed + 1}, {rng.sample(self.used, 1)}).backward()"
+            lines.append(f"with accumulate(o): loss(m, {seed + 1}, {rng.sample(self.used, 1)}).backward()")
+        lines.append(f"loss(m, {seed}, {chosen}).backward()")
         if not self.overlap and rng.random() < 0.2:
-            backward += "\nnn.utils.clip_grad_norm_(m.parameters(), 0.1)"
-        self._add(f"{zero}\n{backward}\no.step()", "many")
-        if rng.random() < 0.2:
-            self._add("see(*[p.grad for p in m.parameters()])")
+            lines.append("nn.utils.clip_grad_norm_(m.parameters(), 0.1)")
+        return "\n".join([*lines, "o.step()"])
 
-    def look(self) -> None:
-        self._add(self.rng.choice(["see(*m.parameters())", "see(*states(o))"]))
-
-    def option(self) -> None:
-        group = f"o.param_groups[{self.rng.choice([0, -1])}]"
-        if self.kind in ("SGD", "RMSprop") and self.rng.random() < 0.3:  # for which there may be no room
-            self._add(f"{group}['nesterov'] = False\n{group}['momentum'] = {self.rng.choice([0.0, 0.5])}", "many")
-        self._add(f"{group}[{self.rng.choice(['lr', 'weight_decay'])!r}] = {self.rng.choice([0.01, 0.2])}", "many")
-
-    def group(self) -> None:
-        if self.later:
-            self._add(f"o.add_param_group({{'params': [m.{self.later[0]}], 'lr': 0.05}})", "many")
-            self.used, self.later = self.used + self.later, []
-
-    def saved(self) -> None:
-        self._add("sd = through_file(o.state_dict())")
-
-    def loaded(self) -> None:
-        if any(each.code.startswith("sd = ") for each in self.program):
-            self._add("o.load_state_dict(copy.deepcopy(sd))", "many")
-
-    def file(self) -> None:
-        if any(each.code == "save(o)" for each in self.program) and self.rng.random() < 0.6:
-            self._add("load(o)", "many")
-        else:
-            self._add("save(o)", "many")
-
-    def again(self) -> None:
-        if self.keep:
-            self._add("o = again(o)", "many")
-
-    def written(self) -> None:
-        self._add(f"m.{self.rng.choice(self.names)}.data.mul_(0.9)")
-
-    def gradients(self) -> None:
-        name = self.rng.choice(self.used)
-        if not self.overlap:
-            self._add(f"m.{name}.grad = {self.rng.choice(['None', f'torch.ones_like(m.{name})'])}")
-
-    def schedule(self) -> None:
-        known = any("lr_scheduler" in each.code for each in self.program)
-        made = [
-            "s = torch.optim.lr_scheduler.StepLR(o, 1, 0.9)",
-            "s = torch.optim.lr_scheduler.CyclicLR(o, 0.01, 0.1, cycle_momentum=False)",
-        ]
-        self._add("s.step()" if known else made[0], "many")
+    def _trained_by_closure(self) -> str:
+        inner = (
+            f"o.zero_grad()\n    l = loss(m, {self.rng.randrange(1000)}, {self.used})\n    l.backward()\n    return l"
+        )
+        return f"def closure():\n    {inner}\nsee(o.step(closure).detach())"
 
 
 class _Plain:
