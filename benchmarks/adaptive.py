@@ -70,6 +70,7 @@ while True:
 """
 
 Move = Callable[[torch.Tensor, int], object]
+OfPath = Callable[[str], object]
 
 
 class Work:
@@ -172,7 +173,7 @@ def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
         with open(path, "wb") as file:
             numpy.save(file, memory.numpy())
 
-    def fsynced(write: Callable[[str], object]) -> Callable[[str], None]:
+    def fsynced(write: OfPath) -> OfPath:
         def call(path: str) -> None:
             write(path)
             with open(path, "rb") as file:
@@ -181,7 +182,7 @@ def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
         return call
 
     by_torch, by_numpy = (f"{name}.{'save' if work.write else 'load'}" for name in ("torch", "numpy"))
-    ways: dict[str, tuple[Callable[[str], object], Callable[[str], object]]] = {
+    ways: dict[str, tuple[OfPath, OfPath]] = {
         by_torch: (partial(torch.save, memory), torch.load),
         by_numpy: (save_by_numpy, numpy.load),
     }
@@ -210,9 +211,7 @@ def deepspeed_row(work: Work) -> Row:
     return files_row(work, "DeepSpeed", partial(handle.sync_pwrite, memory), partial(handle.sync_pread, memory))
 
 
-def files_row(
-    work: Work, name: str, save: Callable[[str], object], load: Callable[[str], object], tensors: int = 0
-) -> Row:
+def files_row(work: Work, name: str, save: OfPath, load: OfPath, tensors: int = 0) -> Row:
     """Returns a row that moves files of one tensor each, or one of ``tensors``; the same tool writes those it reads."""
     count, nbytes = (1, tensors * work.each) if tensors else (min(work.count, 32), work.each)
     folder = tempfile.mkdtemp(dir=os.path.dirname(work.path))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -95,36 +95,25 @@ def model_folder(folder: str, nbytes: int) -> str:
     return place
 
 
-@dataclass(frozen=True)
-class Contender:
-    """``load`` names one of ``_LOADS``, ``package`` what it needs beside transformers."""
+class Contender(NamedTuple):
+    """``imports`` are there before the clock starts; a name with a place for the budget is a row for each budget."""
 
     name: str
     group: str
-    load: str
+    load: Callable[[Namespace], Any]
+    imports: tuple[str, ...] = ()
     budget: int = 0
-    package: str = "transformers"
 
 
 def contenders(given: Namespace) -> list[Contender]:
-    """All that are wanted, in the order of the table; each that takes a budget once for each."""
-    made = [Contender(MEMORY, "memory", "memory")]
-    for budget in given.budget:
-        words = size_words(budget)
-        made += [
-            Contender(f"nvme_ops from_pretrained, {words}", "nvme_ops", "pretrained", budget),
-            Contender(f"nvme_ops stream_weights, {words}", "nvme_ops", "stream_weights", budget),
-            Contender(f"accelerate, device_map, {words}", "accelerate", "dispatch", budget, "accelerate"),
-            Contender(f"transformers, disk map, {words}", "accelerate", "disk_map", budget, "accelerate"),
-            Contender(f"from_pretrained alone, limit of {size_words(budget + _SPARE)}", "mapped", "mapped", budget),
-        ]
-    made.append(Contender("accelerate.disk_offload", "accelerate", "disk_offload", 0, "accelerate"))
-    if not given.no_deepspeed:
-        zero = "DeepSpeed ZeRO-Inference"
-        made.append(Contender(f"{zero}, defaults", "deepspeed", "zero", 0, "deepspeed"))
-        made += [Contender(f"{zero}, tuned, {size_words(budget)}", "deepspeed", "zero_tuned", budget, "deepspeed")
-                 for budget in given.budget]  # fmt: skip
-    return [each for each in made if each.group in {"memory", *given.groups}]
+    """All that are wanted, in the order of the table."""
+    groups = {"memory", *given.groups} - ({"deepspeed"} if given.no_deepspeed else set())
+    return [
+        each._replace(name=each.name.format(size_words(budget + _SPARE * (each.group == "mapped"))), budget=budget)
+        for each in _CONTENDERS
+        if each.group in groups
+        for budget in (given.budget if "{}" in each.name else [0])
+    ]
 
 
 @dataclass
@@ -140,18 +129,18 @@ class Work:
 
     def decode(self, each: Contender) -> Sample:
         """Decodes in a new process. Raises Unavailable with the reason, or WrongData for other tokens."""
-        for package in ("transformers", each.package):
+        for package in ("transformers", *(name.partition(".")[0] for name in each.imports)):
             if importlib.util.find_spec(package) is None:
                 raise Unavailable(f"not installed: pip install {package}")
         with contextlib.ExitStack() as stack:
             group = ""
-            if each.load == "mapped":
+            if each.group == "mapped":
                 with contextlib.suppress(NotUsable):
                     made = stack.enter_context(cgroups.group("memory"))
                     made.limit_memory(each.budget + _SPARE)
                     group = made.processes
-            job = {"row": each.load, "model": self.model, "budget": each.budget, "batch": self.batch, "group": group}
-            found = command.work("inference", self.scratch, self.given, **job)
+            job = {"load": each.load.__name__, "model": self.model, "budget": each.budget, "batch": self.batch}
+            found = command.work("inference", self.scratch, self.given, **job, group=group)
         self.said.setdefault(each.name, []).append(found)
         self.same.require(found["tokens"], each.name == MEMORY)
         middle = spread(found["steps"])
@@ -197,7 +186,8 @@ _PAGE = 4096
 @torch.no_grad()
 def work(job: Namespace) -> dict[str, Any]:
     """Decodes. Times in seconds, bytes beyond what the imports took, tokens by step and row."""
-    for name in ("transformers", "transformers.models.llama.modeling_llama", *_LOADS[job.row][1]):
+    row = next(each for each in _CONTENDERS if each.load.__name__ == job.load)
+    for name in ("transformers", "transformers.models.llama.modeling_llama", *row.imports):
         importlib.import_module(name)
     if job.group:
         cgroups.join(job.group)
@@ -206,7 +196,7 @@ def work(job: Namespace) -> dict[str, Any]:
     _reset_peak()
     generator = torch.Generator().manual_seed(job.batch)
     start = time.perf_counter()
-    model = _LOADS[job.row][0](job)
+    model = row.load(job)
     loaded = time.perf_counter()
     ids = torch.randint(0, model.config.vocab_size, (job.batch, job.prompt), generator=generator)
     output = model(ids, use_cache=True)
@@ -217,8 +207,8 @@ def work(job: Namespace) -> dict[str, Any]:
     seconds, read = [], []
     _reset_peak()
     for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
-        if not job.warm and job.row != "memory" and not job.group:  # whose limit does it
-            if job.row == "mapped":
+        if not job.warm and row.group != "memory" and not job.group:  # whose limit does it
+            if row.group == "mapped":
                 _page_out(model)
             command.forget(job.model, job.folder)
         bytes_before, begin = command.moved()[0], time.perf_counter()
@@ -235,7 +225,7 @@ def work(job: Namespace) -> dict[str, Any]:
         "peak_bytes": max(peak, decoding),
         "while decoding": decoding,
         "tokens": [each.tolist() for each in tokens],
-        "stats": vars(model.stats()) if job.row in ("pretrained", "stream_weights") else None,
+        "stats": vars(model.stats()) if row.group == "nvme_ops" else None,
     }
 
 
@@ -348,18 +338,18 @@ def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> 
     return engine.module
 
 
-_OURS, _THEIRS, _ZERO = ("nvme_ops.offload",), ("accelerate",), ("deepspeed", "deepspeed.ops.op_builder")
-_LOADS: dict[str, tuple[Callable[[Namespace], Any], tuple[str, ...]]] = {  # with what is imported before
-    "memory": (_memory, ()),
-    "pretrained": (_pretrained, _OURS),
-    "stream_weights": (_stream_weights, _OURS),
-    "disk_offload": (_disk_offload, _THEIRS),
-    "dispatch": (_dispatch, _THEIRS),
-    "disk_map": (_disk_map, _THEIRS),
-    "zero": (_zero, _ZERO),
-    "zero_tuned": (_zero_tuned, _ZERO),
-    "mapped": (_mapped, ()),
-}
+_OURS, _THEIRS, _ZERO_IMPORTS = ("nvme_ops.offload",), ("accelerate",), ("deepspeed", "deepspeed.ops.op_builder")
+_CONTENDERS = (
+    Contender(MEMORY, "memory", _memory),
+    Contender("nvme_ops from_pretrained, {}", "nvme_ops", _pretrained, _OURS),
+    Contender("nvme_ops stream_weights, {}", "nvme_ops", _stream_weights, _OURS),
+    Contender("accelerate, device_map, {}", "accelerate", _dispatch, _THEIRS),
+    Contender("transformers, disk map, {}", "accelerate", _disk_map, _THEIRS),
+    Contender("from_pretrained alone, limit of {}", "mapped", _mapped),
+    Contender("accelerate.disk_offload", "accelerate", _disk_offload, _THEIRS),
+    Contender("DeepSpeed ZeRO-Inference, defaults", "deepspeed", _zero, _ZERO_IMPORTS),
+    Contender("DeepSpeed ZeRO-Inference, tuned, {}", "deepspeed", _zero_tuned, _ZERO_IMPORTS),
+)
 
 
 def flags(add: Callable[..., Any]) -> None:

@@ -22,17 +22,8 @@ import nvme_ops
 from benchmarks import command
 from benchmarks.command import Program, Run
 from nvme_ops.engine import engine_of
-from nvme_ops.measure import fio
-from nvme_ops.measure.engines import (
-    Contender,
-    Task,
-    load_deepspeed,
-    locked_tensor,
-    make_row,
-    saved_row,
-    tensor_row,
-    unavailable,
-)
+from nvme_ops.measure import engines, fio
+from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, median_latency, timed
 from nvme_ops.measure.tables import Table
@@ -123,6 +114,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
     plain = [make_row(Contender(engine, Settings(), names[task.write]), task) for engine, names in _PLAIN.items()]
     name = "torch.save to nvme_ops.open + sync" if task.write else "torch.load from nvme_ops.open"
     path = f"{task.path}.pt"  # the other torch row's, which has been checked before this one's first pass
+    save = partial(save_through_us, task.buffer, path)
     return [
         fio_row(task),
         fio_row(task, "fio default", [(fio.DEFAULT, "")]),
@@ -133,7 +125,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
         tensor_row(task, "nvme_ops, pageable, async + wait", lambda: task.pageable, start_and_wait),
         *(deepspeed_rows(task) if deepspeed else []),
         *plain,
-        saved_row(task, name, path, partial(save_through_us, task.buffer, path), partial(load_through_us, path)),
+        engines.saved_row(task, name, path, save, partial(load_through_us, path)),
     ]
 
 
@@ -143,7 +135,7 @@ def deepspeed_rows(task: Task) -> list[Row]:
         handle = load_deepspeed().aio_handle()
     except Unavailable as reason:
         return [unavailable(name, str(reason)) for name in (LOCKED, PAGEABLE)]
-    locked = functools.cache(lambda: locked_tensor(handle, task.size))
+    locked = functools.cache(lambda: engines.locked_tensor(handle, task.size))
     memories: dict[str, Callable[[], torch.Tensor]] = {LOCKED: locked, PAGEABLE: lambda: task.pageable}
     return [tensor_row(task, name, memory, mover(handle, task)) for name, memory in memories.items()]
 

@@ -24,21 +24,13 @@ from typing import Any
 import torch
 
 import nvme_ops
-from nvme_ops.measure import fio, stop
-from nvme_ops.measure.files import (
-    checksum,
-    filled,
-    handles_read_the_cache,
-    make_cold,
-    make_file,
-    make_warm,
-    sync,
-    tensor_checksum,
-)
+from nvme_ops.measure import files, fio, stop
 from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.settings import Settings
 from nvme_ops.tensors import bytes_of
 
+Memory = Callable[[], torch.Tensor]
+Move = Callable[[torch.Tensor], object]
 _BLOCKS, _SECONDS = 512, 1.0  # limits for single blocks: count and seconds
 
 
@@ -69,7 +61,7 @@ class Task:
     @functools.cached_property
     def pageable(self) -> torch.Tensor:
         """An ordinary tensor that has all its pages."""
-        return filled(torch.empty(self.size, dtype=torch.uint8))
+        return files.filled(torch.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
     def locked(self) -> torch.Tensor:
@@ -79,20 +71,20 @@ class Task:
     @functools.cached_property
     def huge(self) -> torch.Tensor:
         """Memory of ``nvme_ops.empty``."""
-        return filled(nvme_ops.empty(self.size, dtype=torch.uint8))
+        return files.filled(nvme_ops.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
     def buffer(self) -> torch.Tensor:
         """The tensor to read into or write from."""
         if self.gpu is not None:
-            return filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
+            return files.filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
         return self.pageable if self.pageable_memory else self.locked
 
     @property
     def content(self) -> int:
         """The checksum of the file at the first pass; rows that write do not use it."""
         if self.path not in self._contents:
-            self._contents[self.path] = checksum(self.path)
+            self._contents[self.path] = files.checksum(self.path)
         return self._contents[self.path]
 
     @property
@@ -102,7 +94,7 @@ class Task:
 
     def set_out(self, path: str = "") -> None:
         """Makes the same starting point for every pass: the file not in the page cache, or in it."""
-        (make_warm if self.cached else make_cold)(path or self.path)
+        (files.make_warm if self.cached else files.make_cold)(path or self.path)
 
     def finish(self) -> None:
         """Waits until the device of the tensor is done."""
@@ -120,23 +112,16 @@ class Task:
 
     def compare(self, tensor: torch.Tensor) -> None:
         """Raises WrongData if the tensor and the file differ."""
-        if tensor_checksum(tensor) != (checksum(self.path) if self.write else self.content):
+        if files.tensor_checksum(tensor) != (files.checksum(self.path) if self.write else self.content):
             raise WrongData("tensor and file differ")
 
 
 def locked_tensor(handle: Any, size: int) -> torch.Tensor:
     """Returns page-locked memory of a handle, this package's or DeepSpeed's, that has all its pages."""
-    return filled(handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)))
+    return files.filled(handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)))
 
 
-def tensor_row(
-    task: Task,
-    name: str,
-    memory: Callable[[], torch.Tensor],
-    move: Callable[[torch.Tensor], object],
-    peer: str = "",
-    past_cache: bool = False,
-) -> Row:
+def tensor_row(task: Task, name: str, memory: Memory, move: Move, peer: str = "", past_cache: bool = False) -> Row:
     """Returns a row that moves the whole file from or to one tensor, which ``memory`` makes when first called.
 
     ``past_cache``: what is in the page cache is read from the device too.
@@ -165,12 +150,12 @@ def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load
     def before() -> None:
         if path not in task._contents:
             save()
-            task._contents[path] = tensor_checksum(task.buffer)
+            task._contents[path] = files.tensor_checksum(task.buffer)
         task.set_out(path)
 
     def check() -> None:
-        expected = tensor_checksum(task.buffer) if task.write else task._contents[path]
-        if tensor_checksum(load()) != expected:
+        expected = files.tensor_checksum(task.buffer) if task.write else task._contents[path]
+        if files.tensor_checksum(load()) != expected:
             raise WrongData("tensor and file differ")
 
     reads = None if task.write else lambda: path
@@ -182,7 +167,7 @@ def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load
 
 def _aio(task: Task, name: str, settings: Settings) -> Row:
     handle = nvme_ops.aio_handle(**settings.as_json())
-    made = handle_row(task, name, handle, not handles_read_the_cache())
+    made = handle_row(task, name, handle, not files.handles_read_the_cache())
     made.note = handle.backend
     return made
 
@@ -191,7 +176,7 @@ def _gds(task: Task, name: str, settings: Settings) -> Row:
     if task.gpu is None:
         raise Unavailable("moves GPU memory only: --device cuda")
     handle = nvme_ops.gds_handle(**settings.as_json())
-    return noting_paths(handle_row(task, name, handle, not handles_read_the_cache()), lambda: handle)
+    return noting_paths(handle_row(task, name, handle, not files.handles_read_the_cache()), lambda: handle)
 
 
 def noting_paths(row: Row, handle: Callable[[], nvme_ops.gds_handle]) -> Row:
@@ -379,7 +364,7 @@ def _gdsio(task: Task, name: str, settings: Settings) -> Row:
         raise Unavailable("gdsio is not installed: apt-get install nvidia-gds")
     path = f"{task.path}.gdsio" if task.write else task.path  # it writes what it likes
     if task.write:
-        make_file(path, task.size)
+        files.make_file(path, task.size)
     command = stop.tied([
         program, "-f", path, "-d", str(task.gpu), "-w", str(settings.intra_op_parallelism), "-s", f"{task.size >> 10}K",
         "-i", f"{settings.block_size >> 10}K", "-x", "0" if task.use_gds else "2", "-I", str(int(task.write)),
@@ -441,10 +426,14 @@ def _python(task: Task, name: str, _: Settings) -> Row:
     return tensor_row(task, name, lambda: task.buffer, move)
 
 
+_Save = Callable[[torch.Tensor, str], object]
+
+
 def _torch(task: Task, name: str, _: Settings) -> Row:
-    return _file_of_its_own(
-        task, name, "pt", torch.save, lambda path: torch.load(path, map_location=task.buffer.device)
-    )
+    def load(path: str) -> Any:
+        return torch.load(path, map_location=task.buffer.device)
+
+    return _file_of_its_own(task, name, "pt", torch.save, load)
 
 
 def _safetensors(task: Task, name: str, _: Settings) -> Row:
@@ -462,18 +451,12 @@ def _safetensors(task: Task, name: str, _: Settings) -> Row:
     return _file_of_its_own(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
 
 
-def _file_of_its_own(
-    task: Task,
-    name: str,
-    suffix: str,
-    save: Callable[[torch.Tensor, str], object],
-    load: Callable[[str], torch.Tensor],
-) -> Row:
+def _file_of_its_own(task: Task, name: str, suffix: str, save: _Save, load: Callable[[str], torch.Tensor]) -> Row:
     path = f"{task.path}.{suffix}"
 
     def save_and_sync() -> None:
         save(task.buffer, path)
-        sync(path)
+        files.sync(path)
 
     def load_and_finish() -> torch.Tensor:
         loaded = load(path)

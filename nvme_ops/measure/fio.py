@@ -70,22 +70,16 @@ def row(
     The rest is as for ``run``. ``shown`` makes of its samples those of the table.
     """
     made = Row(name, before=before)
-    usable: list[list[str]] = []
+    usable: list[Variant] = []
 
     def run_it() -> Sample:
-        if usable:
-            try:
-                return run(pattern, path(), size, usable[0], operations, lanes)
-            except RuntimeError:  # another run may have taken the huge pages
-                usable.clear()
-        for options, lacks in variants:
+        for options, lacks in [*usable, *variants]:
             try:
                 sample = run(pattern, path(), size, options, operations, lanes)
-            except RuntimeError as error:
+            except RuntimeError as error:  # also of the last one: another run may have taken the huge pages
                 failure = error
                 continue
-            usable.append(options)
-            made.note = lacks
+            usable[:], made.note = [(options, lacks)], lacks
             return sample
         raise failure
 

@@ -25,22 +25,9 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command_line, positive, say, size
 from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
+from nvme_ops.measure import search
 from nvme_ops.measure.files import NotUsable, filled
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.search import (
-    DEFAULT,
-    DIRECTIONS,
-    LEAST_PASS,
-    SWEPT,
-    Axis,
-    Duel,
-    Outcome,
-    Passes,
-    Rates,
-    Search,
-    axes,
-    swept,
-)
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
@@ -146,15 +133,15 @@ def parse(words: Sequence[str] | None) -> Namespace:
     made = parser()
     given = made.parse_args(words)
     given.folder = list(dict.fromkeys(given.folder))
-    given.directions = [name for name in DIRECTIONS if not getattr(given, f"no_{name}")]
+    given.directions = [name for name in search.DIRECTIONS if not getattr(given, f"no_{name}")]
     given.way = "gds" if given.gds else "gpu" if given.device == "cuda" else "cpu"
     try:
         _check(given)
     except ValueError as error:
         made.error(str(error))
     try:
-        swept = given.sweep_config is not None
-        given.axes = _sweep_axes(given.sweep_config) if swept else axes(len(os.sched_getaffinity(0)))
+        path = given.sweep_config
+        given.axes = search.axes(len(os.sched_getaffinity(0))) if path is None else _sweep_axes(path)
     except ValueError as error:
         made.error(f"--sweep_config {given.sweep_config}: {error}")
     return given
@@ -166,9 +153,10 @@ def _check(given: Namespace) -> None:
     for folder in given.folder:
         if not os.path.isdir(folder):
             raise ValueError(f"--folder {folder}: no such folder")
-    if given.io_size < LEAST_PASS:
-        raise ValueError(f"--io_size {size_words(given.io_size)}: a pass of less than {size_words(LEAST_PASS)} mostly "
-                         "measures how it begins and ends")  # fmt: skip
+    if given.io_size < search.LEAST_PASS:
+        least = size_words(search.LEAST_PASS)
+        words = f"a pass of less than {least} mostly measures how it begins and ends"
+        raise ValueError(f"--io_size {size_words(given.io_size)}: {words}")
     if not 0 < given.seconds < math.inf:
         raise ValueError(f"--seconds: {given.seconds:g} is not a number of seconds above 0")
     if given.no_store and given.replace:
@@ -184,7 +172,7 @@ def _check(given: Namespace) -> None:
             raise ValueError(f"--gds: {error}") from None
 
 
-def _sweep_axes(path: str) -> list[Axis]:
+def _sweep_axes(path: str) -> list[search.Axis]:
     """Parses a sweep configuration; settings that it omits keep their default. ValueError says what is wrong."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -195,11 +183,11 @@ def _sweep_axes(path: str) -> list[Axis]:
     if not isinstance(found, dict):
         raise ValueError("not an object with lists of values")
     for key, values in found.items():
-        if key not in SWEPT:
-            raise ValueError(f"{key!r} is none of {', '.join(SWEPT)}")
+        if key not in search.SWEPT:
+            raise ValueError(f"{key!r} is none of {', '.join(search.SWEPT)}")
         if not isinstance(values, list) or not values:
             raise ValueError(f"{key} must be a list of values")
-    made = [swept(key, values) for key, values in found.items()]
+    made = [search.swept(key, values) for key, values in found.items()]
     return [replace(axis, values=sorted(axis.values)) for axis in made]
 
 
@@ -214,7 +202,7 @@ class Tuned:
 
     folders: list[str]  # all that lie on it
     identity: Identity
-    outcome: Outcome
+    outcome: search.Outcome
     seconds: float
     pass_size: int  # bytes of a full pass
     from_page_cache: float | None = None  # the share of what was read, the mean of all passes
@@ -270,8 +258,8 @@ class _Tuning:
         self._start = time.perf_counter()
         path = os.path.join(place, "data")
         Path(path).touch()
-        self._passes = Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
-        self._search = Search(self._measure, options.axes, self._spent, self._progress)
+        self._passes = search.Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
+        self._search = search.Search(self._measure, options.axes, self._spent, self._progress)
 
     def find(self) -> None:
         self._progress("writing the file")
@@ -291,7 +279,7 @@ class _Tuning:
         if not self._options.verbose:
             show_progress(f"{self._folder}: {words}, {min(1, self._spent()):.0%}")
 
-    def _measure(self, settings: Settings, full: bool) -> Rates:
+    def _measure(self, settings: Settings, full: bool) -> search.Rates:
         before = len(self._passes.cached)
         rates = self._passes.measure(settings, full)
         share = _mean(self._passes.cached[before:])
@@ -384,7 +372,7 @@ def _section(settings: Settings) -> dict[str, Any]:
 
 def _device(tuned: Tuned) -> str:
     outcome = tuned.outcome
-    name = "default" if outcome.baseline == DEFAULT else "nearest to the default"
+    name = "default" if outcome.baseline == search.DEFAULT else "nearest to the default"
     shown = {outcome.best: "best", outcome.baseline: name}
     if outcome.best == outcome.baseline:
         shown = {outcome.best: f"best ({name})"}
@@ -407,7 +395,7 @@ def _device(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
-def _verdict(outcome: Outcome) -> str:
+def _verdict(outcome: search.Outcome) -> str:
     if outcome.challenger == outcome.baseline:
         return "nothing is faster than the default by more than 1 %, as far as the passes tell"
     if outcome.final is None:
@@ -418,12 +406,12 @@ def _verdict(outcome: Outcome) -> str:
     return f"{_duel(outcome.final)}: {reason}, so the default stays"
 
 
-def _duel(duel: Duel) -> str:
+def _duel(duel: search.Duel) -> str:
     words = f"{duel.challenger.words()}: {duel.ratio:.3f} of the default's rate, +- {duel.noise:.3f}"
     return f"{words}, in {len(duel.ratios)} rounds"
 
 
-def _why(outcome: Outcome) -> str:
+def _why(outcome: search.Outcome) -> str:
     """Compares each setting's values, with the best's other values, over the rounds that measured the best."""
     if not outcome.races:
         return "why: too little was measured"

@@ -20,18 +20,14 @@ import torch
 
 pytest.importorskip("tabulate")  # of the extra bench
 
-from benchmarks import page, page_render
+from benchmarks import page
 from benchmarks.page import SECTIONS, Section
-from nvme_ops.text import GIB
 
 ROOT = Path(__file__).parents[2]
 DESCRIPTION = {
-    "machine": {"cpu": "4 x Example", "memory": "8 GiB", "kernel": "6.1.2", "deepspeed": "0.19.8"},
+    "machine": {"cpu": "4 x Example", "memory": "8 GiB", "kernel": "6.1.2"},
     "settings": {"memlock limit": "8 MiB"},
-    "places": {
-        "DISK": {"file system": "ext4 on DISK from /dev/sda1 (rw,relatime)", "device": "sda, NVMe, Example 9"},
-        "MEMORY": {"file system": "tmpfs on MEMORY from tmpfs", "device": "none, tmpfs lives in memory"},
-    },
+    "places": {"DISK": {"file system": "ext4 on DISK from /dev/sda1 (rw,relatime)", "device": "sda, NVMe, Example 9"}},
 }
 README = "intro\n\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\n\nrest\n"
 PAGE = "intro\n\n<!-- section {} -->\nold\n<!-- /section {} -->\n\n<!-- machines -->\n<!-- /machines -->\n"
@@ -109,23 +105,17 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return Run(tmp_path)
 
 
-def spread(median: float) -> dict[str, float]:
-    return {"median": median, "min": median * 0.9, "max": median * 1.1}
-
-
-def row(name: str, median: float | None, ratio: float | None = None, **more: Any) -> dict[str, Any]:
-    return {
-        "name": name, "note": "", "spread": None if median is None else spread(median), "columns": {"CPU s/GiB": None},
-        "against_reference": None if ratio is None else spread(ratio), "against_peer": None, **more,
-    }  # fmt: skip
-
-
-def table(group: str, reference: str, *rows: dict[str, Any], unit: str = "GB/s") -> dict[str, Any]:
-    return {"group": group, "title": f"title of {group}", "unit": unit, "reference": reference, "peers": "DeepSpeed",
-            "rows": list(rows)}  # fmt: skip
-
-
-FOUND = json.dumps({"tables": [table("read", "", row("found HERE", 1))], "passes": [1]}).replace("HERE", "%s")
+SPREAD = {"median": 1, "min": 1, "max": 1}
+ROW = {
+    "name": "found HERE",
+    "note": "",
+    "spread": SPREAD,
+    "columns": {},
+    "against_reference": None,
+    "against_peer": None,
+}
+TABLE = {"group": "read", "title": "title", "unit": "GB/s", "reference": "", "peers": "DeepSpeed", "rows": [ROW]}
+FOUND = json.dumps({"tables": [TABLE], "passes": [1]}).replace("HERE", "%s")
 WRITE = f"json.write_text({FOUND!r} % sys.argv[1])\n"
 DRAW = "pathlib.Path(sys.argv[3]).write_bytes(b'png')\n"
 
@@ -220,30 +210,6 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path) -> None:
     assert not (tmp_path / "results" / "raw_io.json").exists()
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "--place NAME=DIR is needed, or --render"),
-        (["--place", "/mnt"], "not NAME=DIR"),
-        (["--place", "disk=/no/such"], "no such folder"),
-        (["--only", "all"], "invalid choice"),
-        (["--size", "5M"], "not a multiple of 4 MiB"),
-        (["--render", "--readme", "/no/such"], "/no/such: No such file"),
-        (
-            ["--render", "--readme", str(ROOT / "setup.py")],
-            "it has no lines <!-- benchmarks --> and <!-- /benchmarks -->",
-        ),
-        (["--render", "--page", str(ROOT / "setup.py")], "it has no lines <!-- machines --> and <!-- /machines -->"),
-    ],
-)
-def test_wrong_arguments_are_refused(
-    words: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        page.arguments([*Run(tmp_path).words[2:], *words])
-    assert said in capsys.readouterr().err
-
-
 def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
     found = page.describe({"DISK": str(tmp_path)})
     assert {"cpu", "memory", "kernel", "torch", "backends"} <= set(found["machine"])
@@ -270,63 +236,9 @@ def stored(document: Any = None, **more: Any) -> dict[str, Any]:
 
 def shown(name: str, found: dict[str, Any] | None) -> str:
     """What the page shows of a section."""
-    text = page_render.page(PAGE.replace("{}", name), {name: found} if found else {}, "pictures")
-    assert "old" not in text
+    text = page.render_page(PAGE.replace("{}", name), {name: found} if found else {}, "pictures")
+    assert "\nold\n" not in text
     return text.partition(f"<!-- section {name} -->\n")[2].partition(f"<!-- /section {name} -->\n")[0].strip("\n")
-
-
-def tables(text: str) -> list[list[dict[str, str]]]:
-    """The Markdown tables in a text: their rows by column."""
-    found = []
-    for block in re.findall(r"(?:^\|.*\n?)+", text, re.MULTILINE):
-        cells = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in block.splitlines()]
-        assert {len(line) for line in cells} == {len(cells[0])}
-        found.append([dict(zip(cells[0], line, strict=True)) for line in cells[2:]])
-    return found
-
-
-def raw_io_document() -> dict[str, Any]:
-    cpu = {"columns": {"CPU s/GiB": spread(0.0123)}}
-    ours = [row("nvme_ops, locked", 1.9, 0.95, against_peer=spread(1.71), **cpu),
-            row("nvme_ops, pageable", 1.8, 0.9, against_peer=spread(2.5), **cpu)]  # fmt: skip
-    best, random = row("fio best", 2.0, 1.0), "fio randread 4k, depth 128"
-    every = [
-        table("read", "fio best", best, *ours),
-        table("write", "fio best", best, *ours),
-        table("cached", "os.preadv in 64 MiB pieces", row("nvme_ops, pageable", 7.12, 0.99, **cpu)),
-        table(
-            "random",
-            random,
-            row(random, 60.0, 1.0),
-            row("nvme_ops submit_preadv, nvme_ops.empty", 235.4, 1.1),
-            unit="kIOPS",
-        ),
-        table("memory", "", row("busy", 20 << 20), row("peak resident growth", None), unit="bytes"),
-    ]
-    document = {"size": GIB, "rounds": 7, "folders": {name: {"tables": every} for name in ("DISK", "MEMORY")}}
-    copied: dict[str, Any] = json.loads(json.dumps(document))
-    return copied
-
-
-def test_every_figure_of_a_document_is_shown_under_its_column() -> None:
-    document = raw_io_document()
-    document["folders"]["DISK"]["notes"] = ["ours / theirs: reached"]
-    document |= {"about": {"gpu": "Example", "cuda": "13"}}
-    rows = document["folders"]["MEMORY"]["tables"][1]["rows"]
-    rows.append(row("a | b", None, note="not installed:\npip install it"))
-    text = shown("raw_io", stored(document))
-    assert re.findall("^#### .*", text, re.MULTILINE) == ["#### `DISK`", "#### `MEMORY`"]
-    ((best, locked, _), *_, memory, _, (*_, missing), _, _, _) = tables(text)
-    assert list(best.values()) == ["fio best", "2.000 (1.800 - 2.200)", "-", "-", "-"]
-    assert list(locked.values()) == ["nvme_ops, locked", "1.900 (1.710 - 2.090)", "0.012", "0.95 (0.85 - 1.04)",
-                                     "1.71 (1.54 - 1.88)"]  # fmt: skip
-    assert [each["bytes"] for each in memory] == ["20 MiB", "unknown"]
-    assert (missing[""], missing["note"]) == ("a \\| b", "not installed: pip install it")
-    assert "- ours / theirs: reached" in text
-    assert "gpu Example; cuda 13" in text
-    times = {"count": 512, "complete": {"0.5": 1e-4, "0.9": 2e-4, "0.99": 3e-4, "0.999": 4e-4}, "submit": {}}
-    ((fio,),) = tables(shown("engines", stored({"tables": [], "blocks": {"fio": times}})))
-    assert list(fio.values()) == ["fio", "100", "200", "300", "400", "512"]
 
 
 @pytest.mark.parametrize(
@@ -344,46 +256,46 @@ def test_what_there_is_not_is_said(found: dict[str, Any] | None, said: str) -> N
     assert said in shown("engines", found)
 
 
-def test_machines_are_described_once_each() -> None:
-    other = {**DESCRIPTION, "machine": {"cpu": "8 x Other"}}
-    results = {"raw_io": stored({}), "engines": stored({}), "sweep": stored({}, description=other)}
-    text = page_render.page(PAGE.replace("{}", "sweep"), results, "x")
-    first, second = tables(text)
-    assert {"machine 1": "cpu", "": "4 x Example"} in first
-    assert {"machine 2": "cpu", "": "8 x Other"} in second
-    place = "file system: ext4 on DISK from /dev/sda1; device: sda, NVMe, Example 9"
-    assert {"machine 1": "`DISK`", "": place} in first
-    assert "2026-01-02, machine 2." in text
+def results() -> dict[str, Any]:
+    """A copy of what is stored beside the page."""
+    return {name: found for name in SECTIONS if (found := page._read(ROOT / "docs" / "benchmarks" / f"{name}.json"))}
 
 
-def test_the_page_has_every_section_once_and_no_figures_that_are_not_measured() -> None:
-    text = (page.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+def emptied(text: str) -> str:
+    """The text without what stands between its marks."""
+    return re.sub(r"(<!-- ((?:section )?\w+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.DOTALL)
+
+
+def test_page_and_readme_are_what_the_stored_results_say_and_no_figure_is_by_hand() -> None:
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert page.render_page(emptied(text), results(), "benchmarks") == text
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert page.render_readme(emptied(readme), results()) == readme
     assert re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE) == list(page.SECTIONS)
-    prose = re.sub(r"<!-- (section \w+) -->.*?<!-- /\1 -->", "", text, flags=re.DOTALL)
-    assert len(prose) < len(text) / 2
-    assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose.replace("of 10^9 bytes", "")) == []
+    prose = emptied(text).replace("of 10^9 bytes", "")
+    assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose) == []
 
 
-def test_the_readme_gets_the_figures_and_what_they_were_measured_on() -> None:
-    document = raw_io_document()
-    text = page_render.readme(README, {"raw_io": stored(document)})
-    assert text.startswith("intro\n\n<!-- benchmarks -->\n\nAgainst fio at its best (io_uring, 4 MiB")
-    assert text.endswith("|\n\n<!-- /benchmarks -->\n\nrest\n")
-    intro = " ".join(text.partition("\n|")[0].split())
-    for words in ("DeepSpeed 0.19.8", "1 GiB, cold, medians of 7", "4 x Example", "memory is tmpfs)", "2026-01-02:",
-                  "disk is ext4 on sda, NVMe, Example 9;"):  # fmt: skip
-        assert words in intro
-    assert all(len(line) <= 120 for line in text.splitlines() if not line.startswith("|"))
-    ((locked, *_, cached, random),) = tables(text)
-    assert list(locked.values())[1:] == ["1.90", "0.95", "1.7", "1.90", "0.95", "1.7", "0.012"]
-    assert list(cached.values())[1:4] == ["7.12", "0.99 of `os.preadv`", "-"]
-    assert list(random.values())[1:4] == ["235 kIOPS", "1.10", "-"]
-    best, _, ordinary = document["folders"]["DISK"]["tables"][0]["rows"]
-    best["note"], ordinary["spread"] = "without huge pages (vm.nr_hugepages)", None
-    del document["folders"]["MEMORY"]["tables"][2:]
-    text = page_render.readme(README, {"raw_io": stored(document)})
-    assert "(without huge pages (vm.nr_hugepages)) and" in text
-    ((_, ordinary, *_, random),) = tables(text)
-    assert list(ordinary.values())[1:5] == ["-", "-", "-", "1.80"]
-    assert list(random.values())[1:5] == ["235 kIOPS", "1.10", "-", "-"]
-    assert "These results cannot be shown" in page_render.readme(README, {"raw_io": stored({"folders": {"DISK": {}}})})
+def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
+    found = results()["raw_io"]
+    document = found["runs"][0]["document"]
+    document |= {"about": {"gpu": "Example", "cuda": "13"}}
+    there, other = document["folders"].values()
+    best, missing, *_ = there["tables"][0]["rows"]
+    there["notes"] = ["ours / theirs: reached"]
+    best["note"] = "without huge pages (vm.nr_hugepages)"
+    missing |= {"name": "a | b", "spread": None, "note": "not installed:\npip install it"}
+    ordinary = next(each for each in there["tables"][0]["rows"] if each["name"] == "nvme_ops, pageable")
+    ordinary["spread"] = None
+    del other["tables"][2:]
+    text = shown("raw_io", found)
+    assert re.search(r"^\| a \\\| b +\| - +\| .*\| not installed: pip install it +\|$", text, re.MULTILINE)
+    assert "- ours / theirs: reached" in text
+    assert "gpu Example; cuda 13" in text
+    made = page.render_readme(README, {"raw_io": found})
+    assert made.startswith("intro\n\n<!-- benchmarks -->\n\nAgainst fio at its best (without huge pages")
+    assert made.endswith("|\n\n<!-- /benchmarks -->\n\nrest\n")
+    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in made.splitlines() if line.startswith("| ")]
+    assert rows[2][:3] == ["-", "-", "-"]
+    assert rows[-1][3:6] == ["-", "-", "-"]
+    assert "These results cannot be shown" in page.render_readme(README, {"raw_io": stored({"folders": {"DISK": {}}})})

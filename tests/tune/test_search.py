@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import statistics
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 
+from benchmarks.tuning import combinations
 from nvme_ops.measure.search import DEFAULT, LEAST_GAIN, Axis, Duel, Rounds, Search, axes
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 
 BUDGET = 16.0
 PEAK = 2e9
-
-
-def combinations(axes: Sequence[Axis]) -> list[Settings]:
-    names = [axis.name for axis in axes]
-    return [
-        replace(DEFAULT, **dict(zip(names, values, strict=True)))
-        for values in itertools.product(*(axis.values for axis in axes))
-    ]
 
 
 class MadeUpDevice:
