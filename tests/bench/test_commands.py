@@ -52,61 +52,120 @@ def _signals_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What is refused, with status 2 and before anything is written
 
+BENCH: list[tuple[list[str], str]] = [
+    ([], "one of the arguments --folder --folder_to_device_mapping is required"),
+    (["--folder", __file__], "no such folder"),
+    (["--folder_to_device_mapping", f"{HERE}:0", "/none:1"], "/none: no such folder"),
+    (["--folder_to_device_mapping", HERE], "not FOLDER:NUMBER"),
+    (["--folder_to_device_mapping", f"{HERE}:-1"], "not FOLDER:NUMBER"),
+    (["--folder_to_device_mapping", f"{HERE}:0", "--multi_process", "2"], "has one process for each folder"),
+    (["--folder_to_device_mapping", f"{HERE}:0", "/:1", "--scaling", "--sweep", "queue_depth=1,2"], "are two runs"),
+    ([*B, "--folder_to_device_mapping", "/:0"], "not allowed with argument --folder"),
+    ([*B, "--engine", "posix"], "--engine posix: there are aio_handle, gds_handle, torch, .*fio, gdsio, and all"),
+    ([*B, "--io_size", "0"], "--io_size: '0' is not a size"),
+    ([*B, "--queue_depth", "0"], "--queue_depth: '0' is not a number of at least 1"),
+    ([*B, "--warmup_loops", "-1"], "'-1' is not a number of at least 0"),
+    ([*B, "--cached"], "--cached goes with --read"),
+    ([*B, "--use_gds"], "--use_gds goes with --device cuda"),
+    ([*B, "--gpu"], "--device cuda: torch.cuda is not available"),
+    ([*B, "--scaling"], "--scaling needs several folders"),
+    ([*B, "--sweep", "block_size"], "--sweep block_size: not NAME=VALUE,...; names are block_size, queue_depth"),
+    ([*B, "--sweep", "blocks=1M"], "--sweep blocks=1M: not NAME=VALUE"),
+    ([*B, "--sweep", "block_size=1M,0"], "--sweep block_size: '0' is not a size"),
+    ([*B, "--sweep", "queue_depth=1,,2"], "--sweep queue_depth: '' is not a number"),
+    ([*B, "--sweep", "single_submit=maybe"], "--sweep single_submit: 'maybe' is neither true nor false"),
+    ([*B, "--sweep", "block_size=1M", "block_size=2M"], "--sweep block_size: twice"),
+    ([*B, "--output", "none/such.json"], "--output none/such.json: its folder does not exist"),
+    ([*B, "--output", HERE], "--output .*: a folder"),
+    ([*B, "--output", "a.foo"], "--output a.foo: "),
+    ([*B, "--bloc", "1M"], "unrecognized arguments: --bloc 1M"),  # abbreviations break when a flag is added
+    ([*B, "explain"], "unrecognized arguments: explain"),
+    ([*B, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
+    (["explain"], "required: FILE"),
+    (["explain", HERE, "--rounds", "1"], "--rounds 1: at least 2"),
+    (["explain", HERE, "--io_size", "0"], "--io_size: '0' is not a size"),
+    (["explain", HERE, "--device", "cuda:77"], "--device cuda:77: torch sees"),
+    (["explain", HERE, "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
+    (["explain", __file__, "--write"], "a file that exists is only read"),
+    (["workload"], "usage: nvme-bench workload"),
+    (["workload", "imagenet", *B], "invalid choice: 'imagenet'"),
+    (["workload", "bert", "--folder", "nothing"], "--folder nothing: no such folder"),
+    ([*W, "--reader", "tar"], "invalid choice: 'tar'"),
+    ([*W, "--seconds", "nan"], "must be numbers greater than 0"),
+    ([*W, "--slower", "inf"], "must be numbers greater than 0"),
+    ([*W, "--output", "x.png"], "ends with .json"),
+    (["workload", "inference-log", *B, "--reader", "nvme_ops"], "--reader is for jobs that read"),
+    (["workload", "inference-log", *B, "--accelerators", "2"], "--accelerators is for jobs that read"),
+    (["workload", "zero-inference", *B, "--size", "4000000G"], "of free space are needed .* --size or --folder"),
+]
+TUNE = [
+    ([], "--folder"),
+    (["--nvme_dir", HERE, "/no/such"], "/no/such: no such folder"),
+    ([*T, "--io_size", "31M"], "a pass of less than 32 MiB"),
+    ([*T, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
+    ([*T, "--no_store", "--replace"], "--replace with --no_store"),
+    ([*T, "--loops", "0"], "--loops: '0' is not a number of at least 1"),
+    ([*T, "--seconds", "0"], "--seconds: 0 is not a number of seconds above 0"),
+    ([*T, "--seconds", "inf"], "--seconds: inf is not"),
+    ([*T, "--no_read", "--no_write"], "leave nothing to measure"),
+    ([*T, "--output", "/no/such/file.json"], "its folder does not exist"),
+    ([*T, "--log_dir", "/proc/nothing"], "--log_dir /proc/nothing: "),
+    ([*T, "--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file"),
+    ([*T, "--gpu"], "--device cuda: torch.cuda is not available"),
+    ([*T, "--gpu", "--gds"], "--gds: torch.cuda is not available"),
+]
+PAGE = ["page", "--render"]
+BENCHMARKS = [
+    *(([name, "--size", "5M"], "not a multiple of 4 MiB") for name in benchmarks.names()),
+    ([], "usage: python benchmarks NAME"),
+    (["none"], "usage: python benchmarks NAME"),
+    (["raw_io", "--rounds", "0"], "not a number of at least 1"),
+    (["raw_io", "--only", "everything"], "invalid choice"),
+    (["raw_io", "--folder", "none/such"], "no such folder"),
+    (["raw_io", "--output", "a.none"], "--output a.none: "),
+    (["raw_io", "--fold", "."], "unrecognized arguments"),
+    (["raw_io", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
+    (["training", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
+    (["checkpoint", "--state_dict", "huge"], "invalid choice"),
+    (["scaling", "--rate", "x"], "is not a size"),
+    (["gpu_io", "--block-size", "5000"], "not a multiple of 4K"),
+    (["gpu_io", "--device", "cpu"], "--device cpu: not cuda:N"),
+    (["gpu_io"], "a CUDA GPU|torch.cuda is not available"),
+    (["tuning", "--size", "16M"], "at least 32M"),
+    (["page"], "--place NAME=DIR is needed, or --render"),
+    (["page", "--place", "/mnt"], "not NAME=DIR"),
+    (["page", "--place", "disk=/no/such"], "no such folder"),
+    (["page", "--only", "all"], "invalid choice"),
+    ([*PAGE, "--readme", "/no/such"], "/no/such: No such file"),
+    ([*PAGE, "--readme", __file__], "it has no lines <!-- benchmarks --> and <!-- /benchmarks -->"),
+    ([*PAGE, "--page", __file__], "it has no lines <!-- machines --> and <!-- /machines -->"),
+]  # fmt: skip
+SWEEPS: dict[str, str] = {  # what nvme-tune's --sweep_config has; its values are those of --sweep
+    "{": "not JSON",
+    "[]": "not an object with lists of values",
+    '{"blocksize": [1]}': "'blocksize' is none of block_size, queue_depth",
+    '{"queue_depth": 32}': "queue_depth must be a list of values",
+    '{"queue_depth": []}': "queue_depth must be a list of values",
+    '{"queue_depth": [true]}': "queue_depth: 'True' is not a number",
+}
+
 
 @pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "one of the arguments --folder --folder_to_device_mapping is required"),
-        (["--folder", "none/such"], "none/such: no such folder"),
-        (["--folder", __file__], "no such folder"),
-        (["--folder_to_device_mapping", f"{HERE}:0", "/none:1"], "/none: no such folder"),
-        (["--folder_to_device_mapping", HERE], "not FOLDER:NUMBER"),
-        (["--folder_to_device_mapping", f"{HERE}:-1"], "not FOLDER:NUMBER"),
-        (["--folder_to_device_mapping", f"{HERE}:0", "--multi_process", "2"], "has one process for each folder"),
-        (["--folder_to_device_mapping", f"{HERE}:0", "/:1", "--scaling", "--sweep", "queue_depth=1,2"], "are two runs"),
-        ([*B, "--folder_to_device_mapping", "/:0"], "not allowed with argument --folder"),
-        ([*B, "--engine", "posix"], "--engine posix: there are aio_handle, gds_handle, torch, .*fio, gdsio, and all"),
-        ([*B, "--io_size", "0"], "--io_size: '0' is not a size"),
-        ([*B, "--queue_depth", "0"], "--queue_depth: '0' is not a number of at least 1"),
-        ([*B, "--warmup_loops", "-1"], "'-1' is not a number of at least 0"),
-        ([*B, "--cached"], "--cached goes with --read"),
-        ([*B, "--use_gds"], "--use_gds goes with --device cuda"),
-        ([*B, "--gpu"], "--device cuda: torch.cuda is not available"),
-        ([*B, "--scaling"], "--scaling needs several folders"),
-        ([*B, "--sweep", "block_size"], "--sweep block_size: not NAME=VALUE,...; names are block_size, queue_depth"),
-        ([*B, "--sweep", "blocks=1M"], "--sweep blocks=1M: not NAME=VALUE"),
-        ([*B, "--sweep", "block_size=1M,0"], "--sweep block_size: '0' is not a size"),
-        ([*B, "--sweep", "queue_depth=1,,2"], "--sweep queue_depth: '' is not a number"),
-        ([*B, "--sweep", "single_submit=maybe"], "--sweep single_submit: 'maybe' is neither true nor false"),
-        ([*B, "--sweep", "block_size=1M", "block_size=2M"], "--sweep block_size: twice"),
-        ([*B, "--output", "none/such.json"], "--output none/such.json: its folder does not exist"),
-        ([*B, "--output", HERE], "--output .*: a folder"),
-        ([*B, "--output", "a.foo"], "--output a.foo: "),
-        ([*B, "--bloc", "1M"], "unrecognized arguments: --bloc 1M"),  # abbreviations break when a flag is added
-        ([*B, "explain"], "unrecognized arguments: explain"),
-        ([*B, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
-        (["explain"], "required: FILE"),
-        (["explain", HERE, "--rounds", "1"], "--rounds 1: at least 2"),
-        (["explain", HERE, "--io_size", "0"], "--io_size: '0' is not a size"),
-        (["explain", HERE, "--device", "cuda:77"], "--device cuda:77: torch sees"),
-        (["explain", HERE, "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
-        (["explain", __file__, "--write"], "a file that exists is only read"),
-        (["workload"], "usage: nvme-bench workload"),
-        (["workload", "imagenet", *B], "invalid choice: 'imagenet'"),
-        (["workload", "bert", "--folder", "nothing"], "--folder nothing: no such folder"),
-        ([*W, "--reader", "tar"], "invalid choice: 'tar'"),
-        ([*W, "--seconds", "nan"], "must be numbers greater than 0"),
-        ([*W, "--slower", "inf"], "must be numbers greater than 0"),
-        ([*W, "--output", "nothing/x.json"], "its folder does not exist"),
-        ([*W, "--output", "x.png"], "ends with .json"),
-        (["workload", "inference-log", *B, "--reader", "nvme_ops"], "--reader is for jobs that read"),
-        (["workload", "inference-log", *B, "--accelerators", "2"], "--accelerators is for jobs that read"),
-        (["workload", "zero-inference", *B, "--size", "4000000G"], "of free space are needed .* --size or --folder"),
-    ],
+    ("main", "words", "said"),
+    [(each.main, *row) for each, rows in ((bench, BENCH), (tune, TUNE), (benchmarks, BENCHMARKS)) for row in rows],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_nvme_bench_refuses(words: list[str], said: str) -> None:
-    refused(bench.main, words, said)
+def test_what_is_refused(main: Callable[[list[str]], int], words: list[str], said: str) -> None:
+    if words[:1] == ["page"]:
+        pytest.importorskip("tabulate")
+    refused(main, words, said)
+
+
+@pytest.mark.parametrize("text", SWEEPS)
+def test_a_wrong_sweep_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(text)
+    refused(tune.main, [*T, "--sweep_config", str(path)], f"--sweep_config {path}: .*{re.escape(SWEEPS[text])}")
 
 
 def refused(main: Callable[[list[str]], int], words: list[str], said: str) -> None:
@@ -114,80 +173,6 @@ def refused(main: Callable[[list[str]], int], words: list[str], said: str) -> No
     assert status == 2
     assert re.search(said, " ".join(told.split())), told
     assert not [name for name in os.listdir(HERE) if name.startswith("nvme_ops-bench-")]
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        ([], "--folder"),
-        (["--nvme_dir", HERE, "/no/such"], "/no/such: no such folder"),
-        ([*T, "--io_size", "31M"], "a pass of less than 32 MiB"),
-        ([*T, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
-        ([*T, "--no_store", "--replace"], "--replace with --no_store"),
-        ([*T, "--loops", "0"], "--loops: '0' is not a number of at least 1"),
-        ([*T, "--seconds", "0"], "--seconds: 0 is not a number of seconds above 0"),
-        ([*T, "--seconds", "inf"], "--seconds: inf is not"),
-        ([*T, "--no_read", "--no_write"], "leave nothing to measure"),
-        ([*T, "--output", "/no/such/file.json"], "its folder does not exist"),
-        ([*T, "--log_dir", "/proc/nothing"], "--log_dir /proc/nothing: "),
-        ([*T, "--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file"),
-        ([*T, "--gpu"], "--device cuda: torch.cuda is not available"),
-        ([*T, "--gpu", "--gds"], "--gds: torch.cuda is not available"),
-        ([*T, "--verb"], "--verb"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_nvme_tune_refuses(words: list[str], said: str) -> None:
-    refused(tune.main, words, said)
-
-
-@pytest.mark.parametrize(
-    ("document", "said"),
-    [
-        ("{", "not JSON"),
-        ([], "not an object with lists of values"),
-        ({"blocksize": [1]}, "'blocksize' is none of block_size, queue_depth"),
-        ({"queue_depth": 32}, "queue_depth must be a list of values"),
-        ({"queue_depth": []}, "queue_depth must be a list of values"),
-        ({"queue_depth": [0]}, "queue_depth: '0' is not a number of at least 1"),
-        ({"queue_depth": [True]}, "queue_depth: 'True' is not a number"),
-        ({"io_parallel": [1.5]}, "io_parallel: '1.5' is not a number"),
-        ({"block_size": ["1X"]}, "block_size: '1X' is not a size"),
-        ({"single_submit": ["yes"]}, "single_submit: 'yes' is neither true nor false"),
-    ],
-)
-def test_nvme_tune_refuses_a_wrong_sweep(tmp_path: Path, document: object, said: str) -> None:
-    path = tmp_path / "sweep.json"
-    path.write_text(document if isinstance(document, str) else json.dumps(document))
-    refused(tune.main, [*T, "--sweep_config", str(path)], f"--sweep_config {path}: .*{re.escape(said)}")
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        *(([name, "--size", "5M"], "not a multiple of 4 MiB") for name in benchmarks.names() if name != "page"),
-        ([], "usage: python benchmarks NAME"),
-        (["none"], "usage: python benchmarks NAME"),
-        (["raw_io", "--rounds", "0"], "not a number of at least 1"),
-        (["raw_io", "--only", "everything"], "invalid choice"),
-        (["raw_io", "--folder", "none/such"], "no such folder"),
-        (["raw_io", "--output", "none/such/file.json"], "its folder does not exist"),
-        (["raw_io", "--output", "a.none"], "--output a.none: "),
-        (["raw_io", "--fold", "."], "unrecognized arguments"),
-        (["raw_io", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
-        (["training", "--folder", HERE, "--size", "4000000G"], "of free space are needed and there are"),
-        (["checkpoint", "--state_dict", "huge"], "invalid choice"),
-        (["scaling", "--rate", "x"], "is not a size"),
-        (["gpu_io", "--block-size", "5000"], "not a multiple of 4K"),
-        (["gpu_io", "--device", "cpu"], "--device cpu: not cuda:N"),
-        (["gpu_io"], "a CUDA GPU|torch.cuda is not available"),
-        (["inference", "--budget", "much"], "is not a size"),
-        (["tuning", "--size", "16M"], "at least 32M"),
-    ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
-)
-def test_benchmarks_refuse(words: list[str], said: str) -> None:
-    refused(benchmarks.main, words, said)
 
 
 def understood(words: list[str]) -> int:

@@ -16,22 +16,9 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure import bench, explain, files
+from nvme_ops.measure import judge as judging
 from nvme_ops.measure import rows as rows_module
-from nvme_ops.measure.judge import (
-    EMPTY,
-    FIO,
-    GDS,
-    GPU,
-    KEPT,
-    LEAST,
-    LOCKED,
-    NEW,
-    Judgement,
-    Measured,
-    judge,
-    least_difference,
-    two_lanes,
-)
+from nvme_ops.measure.judge import EMPTY, FIO, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.text import GIB, MIB
@@ -158,8 +145,8 @@ def test_writes_know_no_page_faults() -> None:
 
 
 def test_a_slow_round_is_not_noise_and_more_rounds_tell_smaller_differences() -> None:
-    assert least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == LEAST
-    assert LEAST < least_difference(rows({}, NOISY * 3)) < least_difference(rows({}, NOISY))
+    assert judging.least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == judging.LEAST
+    assert judging.LEAST < judging.least_difference(rows({}, NOISY * 3)) < judging.least_difference(rows({}, NOISY))
 
 
 # Places

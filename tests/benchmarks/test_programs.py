@@ -22,6 +22,7 @@ from nvme_ops.measure import files
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.search import DEFAULT, Axis
 from nvme_ops.measure.tables import Table
+from nvme_ops.op_builder.cache import default_root
 from nvme_ops.settings import Settings
 from nvme_ops.text import MIB
 from tests.benchmarks.test_scaling import why_not
@@ -93,6 +94,7 @@ def test_a_small_run(name: str, folder: Path) -> None:
         """,
         *(name, "--rounds", "1", *place, *words.split(), "--output", file),
         XDG_CACHE_HOME=str(folder / "cache"),
+        TORCH_EXTENSIONS_DIR=str(default_root().parent),  # or the op would be compiled anew
     )
     out = done.stdout
     found = json.loads(file.read_text())
