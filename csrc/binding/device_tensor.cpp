@@ -249,8 +249,24 @@ private:
       }
       before = &part;
     }
-    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_, tool_);
+    Tool tool = tool_;
+    if (op_ == Op::Read && tool.lanes == 0) tool.lanes = engine_.lanes_for_cached(cached_bytes(extents));
+    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_, tool);
     engine_.submit(slot.job);
+  }
+  // Returns the bytes of the extents if the page cache has them all, else 0.
+  static std::uint64_t cached_bytes(const std::vector<Extent>& extents) {
+    std::uint64_t total = 0;
+    for (const Extent& extent : extents) {
+      File& file = extent.file->file();
+      Residency unknown;
+      if (file.cache() != Cache::Auto || !file.direct_possible() ||
+          !file.resident(unknown, extent.offset, extent.bytes, extent.offset + extent.bytes)) {
+        return 0;
+      }
+      total += extent.bytes;
+    }
+    return total;
   }
   void end_storage(Slot& slot) {
     if (!slot.job) return;

@@ -1,8 +1,10 @@
 // The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
 // intra_op_parallelism, started when the first asynchronous or parallel call needs it. If that is automatic, a job has
-// the first lane, and the last as well when it turns out to be a large read that the page cache has (Planner::divide).
+// the first lane, and the last as well when it turns out to be a large read that the page cache has (Planner::divide);
+// what the page cache has for an accelerator has them all.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 #include <memory>
@@ -10,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "base/limits.h"
 #include "engine/job.h"
 #include "engine/lane.h"
 
@@ -22,7 +25,7 @@ struct EngineOptions {
   bool single_submit;
   bool overlap_events;
   std::uint64_t lanes;
-  bool automatic = false;  // of the lanes a job has one, or two, unless its tool says how many
+  bool automatic = false;  // of the lanes a job has as many as help, mostly one, unless its tool says how many
 };
 
 // Polled while a thread waits; true stops the operation.
@@ -43,6 +46,12 @@ public:
   // Starts a job on the lane threads and returns. If the system allows fewer threads than lanes, those there are do the
   // work; if it allows none, this thread does it before returning.
   void submit(const std::shared_ptr<Job>& job);
+
+  // Returns among how many lanes to divide a read of so many bytes that the page cache has, for an accelerator, which
+  // takes more than one processor copies; 0: as usual.
+  std::uint64_t lanes_for_cached(std::uint64_t bytes) const {
+    return automatic_ ? std::min<std::uint64_t>(bytes / kLaneBytes, threads_.size()) : 0;
+  }
 
   // Returns whether submit() returns at once: there is a thread, or one could be started.
   bool has_thread() noexcept;

@@ -13,12 +13,13 @@ import torch
 from nvme_ops import collector
 from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import Kind, lay_out, placed
+from nvme_ops.memory.carve import DEVICE_ALIGNMENT, Kind, lay_out, placed
 from nvme_ops.memory.ring import InFlight
 from nvme_ops.tensors import pool_buffer
 
 _AHEAD = 128 << 20  # bytes read before the header is known to be valid
 _PAGE = os.sysconf("SC_PAGE_SIZE")
+_HOST = torch.device("cpu")
 
 #: A tensor to be read: from which byte to which of a file, and its kind.
 Wanted: TypeAlias = tuple[int, int, Kind]
@@ -32,7 +33,7 @@ class SpeculativeRead:
 
     def __init__(self, handle: aio_handle, fd: int, start: int, end: int) -> None:
         self._handle, self._fd, self._run = handle, fd, (start, end)
-        (self._place,), size = lay_out([self._run])
+        (self._place,), size = lay_out([self._run], _HOST)
         self._memory = _host_memory(size)
         self._reached = min(end, start + _AHEAD)
         self._in_flight = InFlight(limit=2, abandon=True)
@@ -82,9 +83,9 @@ def read(
     (MAP_PRIVATE), as safetensors and ``torch.load(mmap=True)`` do. ``ahead``: what has been read already.
     """
     if ahead is not None:
-        runs = _runs(wanted)
+        runs = _runs(wanted, _HOST)
         if (memory := ahead.result(runs)) is not None:
-            return _cut(memory, wanted, runs, lay_out(runs)[0])
+            return _cut(memory, wanted, runs, lay_out(runs, _HOST)[0])
     return begin(handle, fd, wanted, device, mapped)()
 
 
@@ -92,10 +93,10 @@ def begin(
     handle: aio_handle, fd: int, wanted: Sequence[Wanted], device: torch.device, mapped: bool = False
 ) -> Callable[[], list[torch.Tensor]]:
     """Starts to read them as ``read`` does. What it returns waits for that and returns them."""
-    runs = _runs(wanted)
+    runs = _runs(wanted, device)
     if device.type == "cpu" and runs and mapped:
         return partial(_map, fd, wanted, runs)
-    places, size = lay_out(runs)
+    places, size = lay_out(runs, device)
     base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
     targets = [base[place : place + end - start] for place, (start, end) in zip(places, runs, strict=True)]
     transfer = handle.submit_preadv(targets, fd, [start for start, _ in runs]) if targets else None
@@ -119,14 +120,15 @@ def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> 
     return _cut(base, wanted, runs, [start for start, _ in runs])
 
 
-def _runs(wanted: Iterable[Wanted]) -> list[tuple[int, int]]:
+def _runs(wanted: Iterable[Wanted], device: torch.device) -> list[tuple[int, int]]:
     """Returns runs of the file without gaps, in which each tensor is aligned if the first one is."""
+    least = 1 if device.type == "cpu" else DEVICE_ALIGNMENT
     runs: list[tuple[int, int]] = []
     begin = reached = -1
     for start, end, (dtype, _) in sorted(wanted, key=itemgetter(0)):
         if start == end:
             continue
-        if begin < 0 or start > reached or (start == reached and (start - begin) % dtype.itemsize):
+        if begin < 0 or start > reached or (start == reached and (start - begin) % max(least, dtype.itemsize)):
             runs.append((start, end))
             begin, reached = start, end
         elif end > reached:

@@ -13,6 +13,9 @@ from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 
 _LEAST_ALIGNMENT = 8  # bytes: what safetensors pads its header to
+#: Bytes to which torch aligns what it allocates on an accelerator. For operands that are aligned to fewer than 256,
+#: libraries may take other kernels, which round otherwise: CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES of cuBLASLt.
+DEVICE_ALIGNMENT = 512
 
 #: A tensor's dtype and shape.
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
@@ -85,16 +88,19 @@ def copy(target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source)
 
 
-def lay_out(runs: Sequence[tuple[int, int]]) -> tuple[list[int], int]:
+def lay_out(runs: Sequence[tuple[int, int]], device: torch.device) -> tuple[list[int], int]:
     """Returns where each run of a file (its start and end) goes in one memory, and the size of that memory.
 
     Large runs keep their offset within a page, so that storage fills them without a copy. Their tensors are then
-    aligned as they are in the file, to at least 8 bytes, as when safetensors maps it.
+    aligned as they are in the file: to at least 8 bytes in host memory, as when safetensors maps it, and on an
+    accelerator as torch aligns its own.
     """
+    on_host = device.type == "cpu"
+    alignment, least = (ALIGNMENT, _LEAST_ALIGNMENT) if on_host else (DEVICE_ALIGNMENT, DEVICE_ALIGNMENT)
     places, size = [], 0
     for start, end in runs:
-        size = -(-size // ALIGNMENT) * ALIGNMENT
-        if end - start >= LARGE and start % _LEAST_ALIGNMENT == 0:
+        size = -(-size // alignment) * alignment
+        if end - start >= LARGE and start % least == 0:
             size += (start - size) % PAGE
         places.append(size)
         size += end - start

@@ -9,6 +9,7 @@ import torch
 
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
+from nvme_ops.memory.carve import DEVICE_ALIGNMENT
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
 from nvme_ops.offload.residency import Entry, Residency, Stats
@@ -197,6 +198,8 @@ class Window(Residency[_Weight]):
     def _read(self, entry: _Weight, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
         source = entry.source
         skipped, nbytes = source.skipped, source.span
+        if memory.device.type != "cpu" and skipped % DEVICE_ALIGNMENT:
+            skipped, nbytes = 0, source.nbytes
         if skipped or nbytes > source.nbytes:  # whole pages, which need no copy
             file, start, _ = source.extents[0]
             end = min(file.size, start - skipped + nbytes)

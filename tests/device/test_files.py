@@ -1,0 +1,95 @@
+"""Tensors of files that come to an accelerator: the right values, aligned as torch aligns its own.
+
+Kernels for operands that are less aligned are slower and round otherwise.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+import nvme_ops
+from nvme_ops.formats import safetensors_format as layout
+from nvme_ops.measure.files import cached_share
+from nvme_ops.memory.carve import DEVICE_ALIGNMENT
+from nvme_ops.offload.weights.source import WeightFile
+from nvme_ops.offload.weights.stored import Weights, stored_tensors
+from nvme_ops.offload.weights.window import Window
+from nvme_ops.storage.publication import open_to_read
+from tests.conftest import MIB, pattern, store
+from tests.device.kinds import Device
+
+pytest_plugins = ("tests.fake_cufile.fixtures",)
+
+TENSORS = {  # by the name, which is the order in the file: each after an odd number of bytes, but for the first two
+    "a": torch.arange(1 << 19, dtype=torch.float32),
+    "b": torch.arange(3, dtype=torch.float32),
+    "c": torch.arange(1 << 18, dtype=torch.float32),
+    "d": torch.arange(5, dtype=torch.bfloat16),
+    "e": torch.arange(4096, dtype=torch.bfloat16),
+    "f": torch.empty(0),
+}
+
+
+def require_aligned(device: Device, found: dict[str, torch.Tensor]) -> None:
+    """Fails where values differ, or a tensor does not begin where torch would let it begin."""
+    for name, tensor in found.items():
+        assert tensor.device == device.empty(0).device, name
+        assert tensor.storage_offset() * tensor.itemsize % DEVICE_ALIGNMENT == 0, name
+        assert torch.equal(device.peek(tensor).view(tensor.dtype), TENSORS[name]), name
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "others' safetensors", "pt"])
+def test_load(device: Device, folder: Path, kind: str) -> None:
+    there = device.empty(0).device
+    path = folder / ("file.pt" if kind == "pt" else "file.safetensors")
+    save = safetensors.torch.save_file if kind == "others' safetensors" else nvme_ops.save
+    save(TENSORS, path)
+    if kind == "pt" and there.type != "cuda":  # where torch itself restores no storages
+        with pytest.raises(Exception) as theirs:  # noqa: PT011
+            torch.load(path, map_location=there)
+        with pytest.raises(type(theirs.value)):
+            nvme_ops.load(path, map_location=there, handle=device.handle())
+        return
+    found = nvme_ops.load(path, map_location=there, handle=device.handle())
+    assert found.keys() == TENSORS.keys()
+    require_aligned(device, found)
+    some = ["c", "e"]
+    require_aligned(device, nvme_ops.load(path, map_location=str(there), keys=some, handle=device.handle()))
+
+
+def test_weights_that_are_streamed(device: Device, folder: Path) -> None:
+    """From a file in which they begin at multiples of 8 bytes, as the format lets them."""
+    path, there = os.fspath(folder / "file.safetensors"), device.empty(0).device
+    safetensors.torch.save_file(TENSORS, path)
+    file = WeightFile(open_to_read(path), path, device.handle())
+    stored = dict(stored_tensors(file, layout.read(file.file.fileno(), path), Weights(), there))
+    assert any(each.source.skipped % DEVICE_ALIGNMENT for each in stored.values())
+    window = Window(4 * sum(each.nbytes for each in TENSORS.values()), there, [each.source for each in stored.values()])
+    for _ in range(2):
+        require_aligned(device, {name: window.fetch(each.source) for name, each in stored.items() if each.nbytes})
+    window.close()
+    file.close()
+
+
+@pytest.mark.parametrize(("cached", "lanes", "threads"), [(True, None, 4), (True, 1, 1), (False, None, 1)])
+def test_what_the_page_cache_has_is_copied_by_several_lanes(
+    device: Device, folder: Path, cached: bool, lanes: int | None, threads: int
+) -> None:
+    size = 20 * MIB
+    data, back = pattern(size), device.empty(size)
+    path = store(folder / "file", data)
+    if cached_share(str(path), size) != 0:
+        pytest.skip("what is in the page cache cannot be told, or not be changed, here")
+    if cached:
+        path.read_bytes()
+    with nvme_ops.aio_handle(intra_op_parallelism=lanes) as handle:
+        before = set(os.listdir("/proc/self/task"))
+        handle.sync_pread(back, path)
+        assert len(set(os.listdir("/proc/self/task")) - before) == threads
+        assert handle.statistics().cached_bytes == size * cached
+    assert torch.equal(device.peek(back), data)
