@@ -22,7 +22,7 @@ DTYPES = [torch.bool, torch.int8, torch.float16, torch.bfloat16, torch.float32, 
 DTYPES += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if hasattr(torch, name)]
 
 
-@pytest.mark.parametrize(("number", "size"), enumerate(SIZES))
+@pytest.mark.parametrize(("number", "size"), list(enumerate(SIZES)))
 def test_round_trip(device: Device, folder: Path, number: int, size: tuple[int, int]) -> None:
     bytes_, pages = size[0] * device.chunk + size[1], []
     for more in range(0, 5, 2):
