@@ -71,8 +71,7 @@ def save(
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
     turn = turns.Turn(os.path.realpath(plan.target(name)))
     try:
-        turn.begin()
-        if turn.interrupts_another():
+        if turn.begin():
             raise RuntimeError(
                 f"{name}: a signal handler called save() while this thread is in a save of the same path, which cannot "
                 "go on before the handler returns: call save_async() there, whose thread saves after that one"

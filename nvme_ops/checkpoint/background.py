@@ -129,9 +129,7 @@ def save_async(
     copies: _Copies | None = None
     thread: threading.Thread | None = None
     try:
-        turn.begin()
-        in_handler = turn.interrupts_another()
-        if not in_handler:
+        if not (in_handler := turn.begin()):
             turn.wait()
         if strategy == "copy":
             copies = _Copies(plan.tensors, None if in_handler else _budget() if memory is None else memory)

@@ -30,6 +30,7 @@ from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import Kind
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.offloaded import OffloadedTensor
+from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import opened, replacing
 
 
@@ -52,8 +53,7 @@ class SafetensorsPlan:
         places = list(zip([entry.start for entry in self.header.entries.values()], self.tensors, strict=True))
         with replacing(path, durable, self.recycle) as file:
             found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksums else None, borrowed)
-            text = integrity.sealed(self.header.text, found) if found else self.header.text
-            self.seal = integrity.seal(text) if found else None
+            text, self.seal = integrity.sealed(self.header.text, found) if found else (self.header.text, None)
             head = struct.pack("<Q", len(text)) + text
             written = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             handle.submit_pwrite(written, file.fd, 0, priority=Priority.WRITEBACK).result()
@@ -81,7 +81,7 @@ def plan(
     if checksums and tensors:
         words[integrity.KEY] = integrity.placeholder(len(tensors))
     header = build(tensors, words)
-    ordered = [tensors[name] for name in header.entries]
+    ordered = map(tensors.__getitem__, header.entries)
     plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in ordered]
     return SafetensorsPlan(header, plain, checksums, recycle)
 
@@ -180,7 +180,6 @@ def contents(path: str, part: integrity.ShardEntry | None = None) -> Contents:
     return Contents("safetensors", items, metadata, sorted(wrong))
 
 
-_PAGE = 4096
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -208,7 +207,7 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
         places.append((name, kind, position, end))
         position = end
     text = ("{" + ",".join(lines) + "}").encode()
-    padded = -(-(8 + len(text)) // _PAGE) * _PAGE - 8
+    padded = -(-(8 + len(text)) // PAGE) * PAGE - 8
     if padded > MOST_HEADER:
         raise ValueError(f"the header would be {padded} bytes long, and readers accept {MOST_HEADER}: too many tensors")
     start = 8 + padded
@@ -230,17 +229,14 @@ class _Kind(NamedTuple):
 def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
     if dtype not in NAMES:
         raise ValueError(f"tensor {name!r}: safetensors has no dtype for {dtype}")
-    counted = _halves(name, shape) if NAMES[dtype] == "F4" else tuple(shape)
+    counted = tuple(shape)
+    if NAMES[dtype] == "F4":  # two values in each element of torch's dtype
+        if not shape:
+            raise ValueError(f"tensor {name!r}: the two values of an element need a dimension to lie along")
+        counted = (*shape[:-1], shape[-1] * 2)
     dimensions = ",".join(map(str, counted))
     text = f'{{"dtype":"{NAMES[dtype]}","shape":[{dimensions}],"data_offsets":'
     return _Kind(NAMES[dtype], counted, shape.numel() * dtype.itemsize, text)
-
-
-def _halves(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Returns the shape as the format counts it: two values in each element of torch's dtype."""
-    if not shape:
-        raise ValueError(f"tensor {name!r}: the two values of an element need a dimension to lie along")
-    return (*shape[:-1], shape[-1] * 2)
 
 
 def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:

@@ -157,11 +157,7 @@ def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
 
 
 def _module(path: str) -> Any:
-    return safetensors_file if _is_safetensors(path) else torch_file
-
-
-def _is_safetensors(path: str) -> bool:
-    return path.endswith(FORMATS["safetensors"][1])
+    return safetensors_file if path.endswith(FORMATS["safetensors"][1]) else torch_file
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
@@ -225,9 +221,7 @@ def _contents(index: ShardedIndex) -> Contents:
     if index.fits is False:
         found.damaged.append(integrity.INDEX)
     for path, names in index.shards(index.places).items():
-        shard = (
-            safetensors_file.contents(path, index.part(path)) if _is_safetensors(path) else torch_file.contents(path)
-        )
+        shard = _module(path).contents(path, index.part(path))
         found.items.extend(_items(index, path, names, shard))
         wrong = [name if name == integrity.INDEX else _in_shard(name, path) for name in shard.damaged]
         found.damaged.extend(name for name in wrong if name not in found.damaged)

@@ -111,7 +111,7 @@ def _described(archive: Archive) -> dict[str, Described | Other]:
             raise ValueError(f"{archive.path}: two tensors are called {name!r} when their places are joined by dots")
         known[name] = each
         if isinstance(each, Described):
-            require_record(archive, each.storage)
+            require_record(archive, each.storage.record, each.storage.size)
     return known
 
 
@@ -142,14 +142,11 @@ def _make(
     extents = {record: torch_read.union(tensors) for record, tensors in by_record.items()}
 
     def made(records: Iterable[str], device: torch.device) -> dict[str, torch.UntypedStorage]:
-        return {record: each.untyped_storage() for record, each in read_and_verified(records, device).items()}
-
-    def read_and_verified(records: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
         wanted = {record: extents[record] for record in records}
         found = torch_read.begin(archive, wanted, device, file.mapped)()
         if verify and device.type != "meta":
             _verify(archive, found.items(), found)
-        return found
+        return {record: each.untyped_storage() for record, each in found.items()}
 
     found: dict[str, torch.UntypedStorage] = {}
     locations = {record: tensors[0].storage.location for record, tensors in by_record.items()}
@@ -175,7 +172,7 @@ def _verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records:
     require_undamaged(archive, wrong)
 
 
-def contents(path: str) -> Contents:
+def contents(path: str, _: object = None) -> Contents:
     """Returns the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
     with opened(path) as fd:
         file = TorchFile(fd, path, shared_handle())
@@ -194,7 +191,7 @@ def contents(path: str) -> Contents:
         seen: Counter[str] = Counter()
         items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,))]
         for storage in storages:
-            require_record(archive, storage)
+            require_record(archive, storage.record, storage.size)
             shape: tuple[int, ...] = (storage.size // storage.dtype.itemsize,)
             dtype = storage.dtype
             view = views.get(storage.record)

@@ -6,6 +6,7 @@ was not told of is ever called.
 
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import warnings
@@ -64,17 +65,15 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
 def _plain(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: str) -> Any:
     """Most objects, faster than torch. Raises ``_UnusualError`` for all others, and for what is wrong with them."""
     only_cpu = map_location is None and not _mentions_device(content)
-    devices: dict[str, torch.device] = {}
 
+    @functools.cache
     def device_of(location: str) -> torch.device:
         if only_cpu and location != "cpu":
             raise torch_pickle.NotReadError(location)
-        if location not in devices:
-            devices[location] = _device_of(map_location, location, path)
-        return devices[location]
+        return _device_of(map_location, location, path)
 
     try:
-        return make(content, device_of, lambda name, size, _: zip_file.storage(name, size))
+        return make(content, device_of, zip_file.get_storage_from_record)
     except (FormatError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -105,7 +104,7 @@ def _fetcher(
         return read(data, _device_of(map_location, "", file.path)).__getitem__
     _, mentioned = torch_pickle.read(content, file.path)
     for each in mentioned:
-        require_record(archive, each)
+        require_record(archive, each.record, each.size)
     found: dict[str, torch.Tensor] = {}
     locations = {each.record: each.location for each in mentioned}
     for device, names in by_device(file, locations, map_location).items():
@@ -122,10 +121,10 @@ def _mentions_device(content: bytes) -> bool:
 def by_device(file: TorchFile, locations: Mapping[str, str], map_location: Any) -> dict[torch.device, list[str]]:
     """The records that go to each device."""
     found: dict[torch.device, list[str]] = {}
-    devices: dict[str, torch.device] = {}
+    devices = {
+        location: _device_of(map_location, location, file.path) for location in dict.fromkeys(locations.values())
+    }
     for record, location in locations.items():
-        if location not in devices:
-            devices[location] = _device_of(map_location, location, file.path)
         found.setdefault(devices[location], []).append(record)
     return found
 

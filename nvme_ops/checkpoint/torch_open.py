@@ -16,7 +16,7 @@ import torch
 from nvme_ops.errors import ChecksumError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.torch_pickle import Described, Storage
+from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive
 from nvme_ops.handle import aio_handle
 
@@ -72,12 +72,7 @@ def _is_native(archive: Archive) -> bool:
     return sys.byteorder == "little" and not big
 
 
-def require_record(archive: Archive, storage: Storage) -> None:
-    """Raises FormatError if the record of a storage is missing or has another size."""
-    require_size(archive, storage.record, storage.size)
-
-
-def require_size(archive: Archive, name: str, size: int) -> None:
+def require_record(archive: Archive, name: str, size: int) -> None:
     """Raises FormatError if the record of a storage of this size is missing or has another one."""
     record = archive.records.get(name)
     if record is None or record.size != size:

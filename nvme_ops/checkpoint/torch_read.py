@@ -9,7 +9,7 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import new_tensors
-from nvme_ops.checkpoint.torch_open import require_size
+from nvme_ops.checkpoint.torch_open import require_record
 from nvme_ops.checksums import checksum_of
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, Archive
@@ -37,11 +37,13 @@ def begin(
     whole_records = all(end == archive.records[name].size for name, (_, end) in extents.items())
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
-        spans = _spans_with_headers(archive, extents)
+        records = map(archive.records.__getitem__, extents)
+        spans = _spans(sorted((each.header // ALIGNMENT * ALIGNMENT, each.limit) for each in records))
     else:
         archive.locate(extents)
-        places = sorted((archive.starts[name] + start, end - start) for name, (start, end) in extents.items())
-        places = [place for place in places if place[1]]
+        starts = archive.starts
+        places = sorted((starts[name] + start, starts[name] + end) for name, (start, end) in extents.items())
+        places = [(start, end) for start, end in places if end > start]
         spans = _spans(places)
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
@@ -58,19 +60,6 @@ def begin(
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
-
-
-def _spans_with_headers(archive: Archive, names: Iterable[str]) -> list[tuple[int, int]]:
-    """Stretches of the file that have the records with their headers, which say where in them the bytes start."""
-    records = sorted((archive.records[name].header, archive.records[name].limit) for name in names)
-    spans: list[tuple[int, int]] = []
-    for start, end in records:
-        start -= start % ALIGNMENT
-        if spans and start - spans[-1][1] <= _GAP:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-    return spans
 
 
 @collector.paused()
@@ -103,14 +92,14 @@ def _parts(
 
 
 def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns spans of the file (start, end) that cover the records, with few unwanted bytes in between."""
+    """Returns spans of the file (start, end) that cover these, with few unwanted bytes in between."""
     spans: list[tuple[int, int]] = []
-    for start, length in places:
+    for start, end in places:
         near = bool(spans) and start - spans[-1][1] <= _GAP
         if near and (start - spans[-1][0]) % ALIGNMENT == 0:
-            spans[-1] = (spans[-1][0], start + length)
+            spans[-1] = (spans[-1][0], end)
         else:
-            spans.append((start, start + length))
+            spans.append((start, end))
     return spans
 
 
@@ -134,18 +123,14 @@ class Zip:
         """Returns the bytes of a record."""
         return self._archive.content(name)
 
-    def storage(self, name: str, size: int) -> torch.Tensor:
+    def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
         """Returns a tensor over the storage of a record, which must have this size."""
-        require_size(self._archive, name, size)
+        require_record(self._archive, name, size)
         try:
             return self._fetch(name)
         except Exception as error:
             self.failure = error
             raise
-
-    def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
-        """Returns the same as ``storage``."""
-        return self.storage(name, size)
 
     def get_record_offset(self, name: str) -> int:
         """Returns the offset of a record's data in the file."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from operator import attrgetter
 
 lock = threading.RLock()  # taken by itself: Ctrl-C as a Condition is entered may leave its lock taken
 _changed = threading.Condition(lock)
@@ -25,25 +26,21 @@ class Turn:
         self.thread = threading.get_ident()  # the thread that makes this save
         self.over = False
 
-    def begin(self) -> None:
-        """Takes the place after all saves that have begun."""
+    def begin(self) -> bool:
+        """Takes the place after all saves that have begun. Returns whether this thread makes one of them.
+
+        Then this is a signal handler, and waiting would be a deadlock.
+        """
         with lock:
             self._queue = _turns.setdefault(self._path, deque())
             self._queue.append(self)
             _turns[self._path] = self._queue  # a signal handler's save may have removed it since the line before last
-
-    def interrupts_another(self) -> bool:
-        """Returns whether this thread is already saving to the path: then this is a signal handler.
-
-        Waiting would be a deadlock.
-        """
-        with lock:
-            return threading.get_ident() in [turn.thread for turn in self._before()]
+            return self._queue[0] is not self and self.thread in map(attrgetter("thread"), self._before())
 
     def wait(self) -> None:
         """Waits until all earlier saves have ended."""
         with lock:
-            while self._before():
+            while self._queue[0] is not self and self._before():
                 _changed.wait(_UNTOLD)
 
     def end(self) -> None:

@@ -59,21 +59,19 @@ def placeholder(count: int) -> str:
     return "0" * _DIGITS * (count + 1)
 
 
-def sealed(text: bytes, checksums: Sequence[int]) -> bytes:
-    """Replaces the ``placeholder`` in JSON, which has no spaces after colons, by these checksums and the JSON's own."""
+def sealed(text: bytes, checksums: Sequence[int]) -> tuple[bytes, str | None]:
+    """Replaces the ``placeholder`` in JSON, which has no spaces after colons, by these checksums and the JSON's own.
+
+    Returns the JSON, and its own checksum, which an index keeps for its shards; None without a placeholder.
+    """
     start = text.find(_BEGIN)
     if start < 0:
-        return text
+        return text, None
     start += len(_BEGIN)
     own = start + _DIGITS * len(checksums)  # zeros, while it is computed
     text = text[:start] + (f"%0{_DIGITS}x" * len(checksums) % tuple(checksums)).encode() + text[own:]
-    return text[:own] + f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}".encode() + text[own + _DIGITS :]
-
-
-def seal(text: bytes) -> str:
-    """Returns the checksum in a header, which an index keeps for its shards."""
-    end = text.index(b'"', text.index(_BEGIN) + len(_BEGIN))
-    return text[end - _DIGITS : end].decode()
+    seal = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
+    return text[:own] + seal.encode() + text[own + _DIGITS :], seal
 
 
 def differs(text: bytes, metadata: Mapping[str, str]) -> bool:

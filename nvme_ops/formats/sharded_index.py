@@ -144,4 +144,5 @@ def _pattern(stem: str) -> re.Pattern[str]:
 
 def text_of(document: Mapping[str, Any]) -> bytes:
     """Returns the JSON of an index, with its checksum if its metadata have a placeholder."""
-    return integrity.sealed((json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n").encode(), [])
+    text = json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n"
+    return integrity.sealed(text.encode(), [])[0]

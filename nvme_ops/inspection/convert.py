@@ -219,7 +219,7 @@ class _Reader:
 
     def _views(self, file: WeightFile, archive: Archive, described: Mapping[str, Described]) -> dict[str, torch.Tensor]:
         for each in described.values():
-            require_record(archive, each.storage)
+            require_record(archive, each.storage.record, each.storage.size)
         archive.locate({each.storage.record for each in described.values()})
         known: dict[Any, Source] = {}  # tied ones have one source
 

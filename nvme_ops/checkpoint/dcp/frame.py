@@ -41,18 +41,15 @@ class Frame:
         head = b"".join([part for record in records for part in (record.local(), record.data)]) + data.local()
         tail = directory([*records, data], end)
         self.head_length, self.tail_length = len(head), len(tail)
-        self._head = _without(head, data.header + LOCAL_CHECKSUM)
-        self._tail = _without(tail, len(directory(records, 0)) - len(directory([], 0)) + CENTRAL_CHECKSUM)
+        place = data.header + LOCAL_CHECKSUM
+        self._head = head[:place], head[place + 4 :]
+        place = len(directory(records, 0)) - len(directory([], 0)) + CENTRAL_CHECKSUM
+        self._tail = tail[:place], tail[place + 4 :]
 
     def around(self, checksum: int) -> tuple[bytes, bytes]:
         """Returns head and tail for data with this CRC-32."""
         written = checksum.to_bytes(4, "little")
         return written.join(self._head), written.join(self._tail)
-
-
-def _without(content: bytes, place: int) -> tuple[bytes, bytes]:
-    """Returns what is before and after the checksum at ``place``."""
-    return content[:place], content[place + 4 :]
 
 
 def frame(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Frame:

@@ -59,7 +59,6 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         self._verify = verify
         self._handle = handle
         self._reading: Reading | None = None  # keeps the files, from the metadata to the end of the data
-        self._paths: dict[str, str] = {}
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -154,9 +153,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
     def _wanted(self, item: ReadItem) -> Wanted:
         info = self.storage_data[item.storage_index]
         known = getattr(info, ATTRIBUTE, {})
-        path = self._paths.get(info.relative_path)
-        if path is None:
-            path = self._paths[info.relative_path] = os.path.join(self.path, info.relative_path)
+        path = os.path.join(self.path, info.relative_path)
         stored = None
         if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
             pass
