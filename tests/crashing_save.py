@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pytest
 import torch
 
 import nvme_ops
@@ -151,6 +153,46 @@ def kill_at(name: str, number: int) -> str:
 def fail_at(name: str, number: int, error: str) -> str:
     """For strace: this call of a thread does nothing and returns an error."""
     return f"{name}:error={error}:when={number}"
+
+
+# Steps that fail
+
+
+@contextlib.contextmanager
+def failing(number: int, fail: Callable[[], None]) -> Iterator[list[str]]:
+    """Calls ``fail`` instead of the step of this number that a save takes; the steps so far are listed."""
+    taken: list[str] = []
+
+    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*given: Any, **options: Any) -> Any:
+            taken.append(name)
+            if len(taken) == number:
+                fail()
+            return real(*given, **options)
+
+        return step
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write"):
+            patch.setattr(os, name, watched(name, getattr(os, name)))
+        yield taken
+
+
+def killed_at_each_step(save: Callable[[], object]) -> Iterator[int]:
+    """Has children save until one ends well: the first dies at its first step, the next one at its second."""
+    for number in itertools.count(1):
+        child = os.fork()
+        if child == 0:
+            torch.set_num_threads(1)
+            with contextlib.suppress(BaseException), failing(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+                save()
+                os._exit(0)
+            os._exit(1)
+        status = os.waitpid(child, 0)[1]
+        assert status in (0, signal.SIGKILL), status
+        yield number
+        if status == 0:
+            return
 
 
 # What a save leaves, and what may come between

@@ -106,23 +106,6 @@ def test_several_files_of_torch(folder: Path) -> None:
         convert(str(index), str(folder / "other"))
 
 
-def test_a_model_of_transformers_loads_what_was_converted(folder: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(vocab_size=99, tie_word_embeddings=True, **sizes)
-    model = transformers.LlamaForCausalLM(config).eval()
-    config.save_pretrained(folder)
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")  # with both names of the tied weight
-    convert(str(folder), str(folder / "model.safetensors"))
-    (folder / "pytorch_model.bin").unlink()
-    ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        wanted = model(ids).logits
-        assert torch.equal(transformers.LlamaForCausalLM.from_pretrained(folder).eval()(ids).logits, wanted)
-        with nvme_ops.offload.from_pretrained(folder, memory_budget="1M") as streamed:
-            assert torch.equal(streamed(ids).logits, wanted)
-
-
 @pytest.mark.slow
 def test_memory_is_bounded(folder: Path) -> None:
     """By the window, the buffers of writing, and the modules that are imported; not by the size of the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +78,19 @@ def load(path: Path, size: int = SIZE, **options: object) -> Work:
     return lambda: KEPT.append(nvme_ops.load(path, **options)), size  # type: ignore[arg-type]
 
 
+def save_dcp(folder: Path, tensors: Tensors) -> Work:
+    return lambda: nvme_ops.dcp.save(tensors, folder), 0
+
+
+def load_dcp(folder: Path, tensors: Tensors, verify: bool) -> Work:
+    nvme_ops.dcp.save(tensors, folder)
+    return lambda: nvme_ops.dcp.load(tensors, folder, verify=verify), 0
+
+
+def mixed() -> Tensors:
+    return {**plain(), **transposed(), **{f"small{number}": torch.ones(1000) for number in range(500)}}
+
+
 KEPT: list[Tensors] = []
 
 SAVED: dict[str, Callable[[Path], Work]] = {
@@ -87,6 +101,9 @@ SAVED: dict[str, Callable[[Path], Work]] = {
     "save_async, copy_free, transposed": lambda path: save_in_background(transposed(), path, "copy_free"),
     "save_async, no memory": lambda path: save_in_background(transposed(), path, "copy", 0),
     "save_async, its memory released": lambda path: released(plain(), path),
+    "dcp.save": lambda path: save_dcp(path.with_name("dcp"), mixed()),
+    "dcp.load": lambda path: load_dcp(path.with_name("dcp"), mixed(), False),
+    "dcp.load, verified": lambda path: load_dcp(path.with_name("dcp"), mixed(), True),
 }
 LOADED: dict[str, Callable[[Path], Work]] = {
     "load": lambda folder: load(folder / "plain.safetensors", mmap=False, verify=True),
@@ -131,12 +148,13 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("memory")
     private_device()  # here: torch learns of a device once
     in_child(lambda: prepare(folder))
+    nvme_ops.dcp.save({"imports": torch.ones(1)}, folder / "dcp")
     yield folder
-    for path in folder.iterdir():
-        path.unlink()
+    shutil.rmtree(folder)
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 @pytest.mark.parametrize("what", [*SAVED, *LOADED])
 def test_memory_beside_the_tensors(files: Path, what: str) -> None:
     path = files / "saved.safetensors" if what in SAVED else files

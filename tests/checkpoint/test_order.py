@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import nvme_ops
 from nvme_ops.inspection.contents import contents
 from nvme_ops.storage import locks
 from tests.conftest import forked, give_up_root, in_child, in_threads, killed_in, open_to_all
+from tests.dcp.states import needs_fork
 
 
 def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path: Path) -> None:
@@ -100,31 +102,87 @@ def test_a_child_of_a_fork_neither_holds_nor_releases_it(tmp_path: Path) -> None
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
-@pytest.mark.parametrize(
-    ("count", "rounds"), [(4, 10), *(pytest.param(n, 500 // n + 1, marks=pytest.mark.slow) for n in (4, 8, 16))]
-)
-def test_processes_that_save_one_path_do_not_mix(tmp_path: Path, count: int, rounds: int) -> None:
-    path = tmp_path / "model"
+# Saves of one path
 
-    def save(value: float) -> None:
-        tensors = {f"t{i}": torch.full((1000,), value) for i in range(6)}
-        nvme_ops.save(tensors, path, max_shard_size=4000, durable=False)
+
+def dcp_load(path: Path) -> dict[str, torch.Tensor]:
+    found = {f"t{number}": torch.zeros(1000) for number in range(6)}
+    nvme_ops.dcp.load(found, path, verify=True)
+    return found
+
+
+def recycled(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    nvme_ops.save(tensors, path, recycle=True)
+
+
+def in_shards(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    nvme_ops.save(tensors, path, max_shard_size=4000, durable=False)
+
+
+#: How to save, to load, and how many files there are after a save.
+SAVERS: dict[str, tuple[Callable[..., object], Callable[[Path], dict[str, torch.Tensor]], int]] = {
+    "folder": (in_shards, lambda path: nvme_ops.load(path, verify=True), 7),
+    "dcp": (nvme_ops.dcp.save, dcp_load, 2),
+    "model.safetensors": (recycled, lambda path: nvme_ops.load(path, verify=True), 2),
+    "model.pt": (recycled, lambda path: nvme_ops.load(path, verify=True), 2),
+}
+
+
+class Saver:
+    """Saves tensors that all have one value, and finds which one."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.path = folder / "of one" / name if name.startswith("model") else folder / name
+        self.path.parent.mkdir(exist_ok=True)
+        self._save, self._load, self._most = SAVERS[name]
+
+    def save(self, value: float) -> None:
+        self._save({f"t{number}": torch.full((1000,), value) for number in range(6)}, self.path)
+
+    def value(self) -> float:
+        (value,) = {float(value) for tensor in self._load(self.path).values() for value in tensor}
+        return value
+
+    def require_no_litter(self) -> None:
+        self.save(1)
+        assert len(list((self.path if self.path.is_dir() else self.path.parent).iterdir())) == self._most
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
+@pytest.mark.parametrize(
+    ("count", "rounds"), [(4, 8), *(pytest.param(n, 500 // n + 1, marks=pytest.mark.slow) for n in (4, 8, 16))]
+)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=needs_fork if name == "dcp" else ()) for name in SAVERS])
+def test_processes_that_save_one_path_do_not_mix(tmp_path: Path, name: str, count: int, rounds: int) -> None:
+    saver = Saver(tmp_path, name)
 
     def body(number: int) -> None:
         for each in range(rounds):
-            save(float(number * rounds + each))
+            saver.save(float(number * rounds + each))
 
-    save(0)
+    saver.save(0)
     seen: set[float] = set()
     with forked(count, body) as running:
         while running() or not seen:
-            found = nvme_ops.load(path, verify=True)
-            values = {float(value) for tensor in found.values() for value in tensor}
-            assert len(values) == 1, values
-            seen |= values
-    nvme_ops.load(path, verify=True)
+            seen.add(saver.value())
+    assert saver.value() % rounds == rounds - 1
     assert len(seen) > 1
-    assert len(list(path.iterdir())) == 7  # the shards of one save and its index
+    saver.require_no_litter()
+
+
+@pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
+@pytest.mark.parametrize("name", SAVERS)
+def test_threads_that_save_one_path_do_not_mix(tmp_path: Path, name: str) -> None:
+    saver = Saver(tmp_path, name)
+    saver.save(0)
+
+    def work(number: int) -> None:
+        for each in range(5):
+            saver.save(10.0 * number + each) if number else saver.value()
+
+    in_threads(work, 4)
+    assert saver.value() in {14.0, 24.0, 34.0}
+    saver.require_no_litter()
 
 
 # Which save a shard is of

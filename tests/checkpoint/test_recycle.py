@@ -13,7 +13,6 @@ import torch
 import nvme_ops
 from nvme_ops.inspection.cli import main
 from nvme_ops.storage import publication
-from tests.conftest import forked
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -22,8 +21,6 @@ from tests.crashing_save import (
     beside,
     content,
     kill_at,
-    number_in,
-    numbered,
     save_under_strace,
 )
 
@@ -204,19 +201,4 @@ def test_a_spare_that_another_process_exchanges_in_the_last_moment(path: Path, m
     monkeypatch.setattr(os, "rename", exchange_and_rename)
     save(path, OLD)
     assert exchanged
-    assert set(beside(path)) <= {spare_of(path).name}
-
-
-def test_processes_saving_to_one_path_beside_loads(path: Path) -> None:
-    """Every load finds one save whole, although files are written over."""
-    nvme_ops.save(numbered(0), path, recycle=True)
-
-    def body(number: int) -> None:
-        for step in range(40):
-            nvme_ops.save(numbered(100 * number + step), path, recycle=True)
-
-    with forked(3, body) as running:
-        while running():
-            number_in(path)
-    number_in(path)
     assert set(beside(path)) <= {spare_of(path).name}

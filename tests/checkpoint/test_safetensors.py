@@ -235,18 +235,6 @@ def test_unaligned_headers(path: Path, blanks: int) -> None:
     assert_same(targets, tensors)
 
 
-@given(st.integers(0, 5000))
-@example(0)
-@example(8)
-@IN_A_FOLDER
-def test_a_file_cut_short(path: Path, size: int) -> None:
-    nvme_ops.save({"a": filled(torch.int8, 1000)}, path, durable=False)
-    content = path.read_bytes()
-    path.write_bytes(content[: min(size, len(content) - 1)])
-    with pytest.raises(FormatError, match=r"model\.safetensors"):
-        nvme_ops.load(path)
-
-
 def test_what_both_writers_write_is_read_the_short_way(folder: Path) -> None:
     tensors = {"a": torch.ones(2, 3), "é ü": torch.zeros(0, dtype=torch.int8), "c": torch.ones(()).bfloat16()}
     nvme_ops.save(tensors, folder / "ours.safetensors", metadata={"quote": '"', "step": "7"})
@@ -291,34 +279,6 @@ def test_what_the_format_has_no_place_for(path: Path, make: Any, kind: type[Exce
     assert [each.name for each in path.parent.iterdir()] == [path.name]
 
 
-@st.composite
-def views(draw: st.DrawFn) -> Tensors:
-    """Of two memories, contiguous, none empty: of an empty one theirs says that it shares what it lies in."""
-    memories = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    tensors = {}
-    for number in range(draw(st.integers(2, 5))):
-        dtype = draw(st.sampled_from([torch.uint8, torch.int16, torch.float32]))
-        first = draw(st.integers(0, 15))
-        last = draw(st.integers(first + 1, 16))
-        tensors[f"{number}"] = draw(st.sampled_from(memories))[first * 4 : last * 4].view(dtype)
-    return tensors
-
-
-def refuses(save: Callable[[], object], kind: type[Exception]) -> bool:
-    try:
-        save()
-    except kind as error:
-        return "share memory" in str(error)
-    return False
-
-
-@given(views())
-@settings(IN_A_FOLDER, max_examples=120)
-def test_shared_memory_is_refused_as_they_do(path: Path, tensors: Tensors) -> None:
-    theirs = refuses(lambda: their.save(tensors), RuntimeError)
-    assert refuses(lambda: nvme_ops.save(tensors, path, durable=False), ValueError) == theirs
-
-
 def test_shared_memory_is_named(path: Path) -> None:
     tensor = torch.zeros(10)
     for other in (tensor, tensor[3:], tensor.view(5, 2), tensor[::2], tensor.expand(3, 10), tensor.detach()):
@@ -360,20 +320,6 @@ def test_into_a_tensor_of_any_kind(path: Path, kind: str) -> None:
     assert_same(found, tensors)
     assert torch.equal(raw(target), raw(tensors["a"]))
     assert found["a"].data_ptr() == target.data_ptr()
-
-
-def test_into_a_module(path: Path) -> None:
-    def make() -> torch.nn.Module:
-        layers = [torch.nn.Linear(30, 40), torch.nn.BatchNorm1d(40), torch.nn.Linear(40, 5).to(torch.bfloat16)]
-        return torch.nn.Sequential(*layers)
-
-    saved, model = make(), make()
-    nvme_ops.save(saved.state_dict(), path)
-    weight = model.get_parameter("0.weight")
-    nvme_ops.load(path, into=model, verify=True)
-    assert_same(model.state_dict(), saved.state_dict())
-    assert model.get_parameter("0.weight") is weight
-    assert weight.requires_grad
 
 
 @pytest.mark.parametrize(

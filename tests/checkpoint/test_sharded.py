@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import json
-import os
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents, damaged
 from tests.conftest import pattern
 from tests.contract.faulty import flip
+from tests.crashing_save import failing, killed_at_each_step
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 Tensors = dict[str, torch.Tensor]
@@ -174,26 +173,6 @@ def test_a_folder_saved_to_gives_up_its_single_file(folder: Path) -> None:
     assert_same(load(folder), changed(STATE))
 
 
-@contextmanager
-def failing(number: int, fail: Callable[[], None]) -> Iterator[list[str]]:
-    """Calls ``fail`` instead of the step of this number that a save takes; the steps so far are listed."""
-    taken: list[str] = []
-
-    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*given: Any, **options: Any) -> Any:
-            taken.append(name)
-            if len(taken) == number:
-                fail()
-            return real(*given, **options)
-
-        return step
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write"):
-            patch.setattr(os, name, watched(name, getattr(os, name)))
-        yield taken
-
-
 OTHER = {**changed(STATE), "more": torch.ones(1000)}  # has more shards, so other names are left behind
 
 
@@ -206,20 +185,8 @@ def assert_one_of_two_and_cleared_by_the_next(folder: Path) -> bool:
 
 
 def test_killed_at_any_step_the_old_or_the_new_one_is_whole_and_the_next_save_clears_up(saved: Path) -> None:
-    seen = set()
-    status = -1
-    for number in range(1, 200):
-        child = os.fork()
-        if child == 0:
-            with failing(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
-                nvme_ops.save(OTHER, saved / INDEX)
-                os._exit(0)
-        _, status = os.waitpid(child, 0)
-        seen.add(assert_one_of_two_and_cleared_by_the_next(saved))
-        if status == 0:
-            break
-    assert status == 0
-    assert seen == {False, True}
+    steps = killed_at_each_step(lambda: nvme_ops.save(OTHER, saved / INDEX))
+    assert {assert_one_of_two_and_cleared_by_the_next(saved) for _ in steps} == {False, True}
 
 
 def test_an_error_at_any_step_leaves_the_old_or_the_new_one_and_no_litter(saved: Path) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import enum
 import errno
 import fcntl
-import functools
 import gc
 import inspect
 import io
 import os
 import pickle
 import random
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +27,9 @@ from nvme_ops.checkpoint.dcp.stored import find
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents
-from tests.conftest import MIB, forked, in_child, in_threads
+from tests.conftest import MIB, in_child
 from tests.contract.faulty import flip
+from tests.crashing_save import killed_at_each_step
 from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
@@ -65,32 +64,6 @@ def test_a_new_checkpoint_replaces_the_old_one_and_its_files(tmp_path: Path) -> 
         assert equal(load(dcp.FileSystemReader(tmp_path)), state(seed))
 
 
-def killed_at(call: int, body: Callable[[], object]) -> bool:
-    """Runs ``body`` in a child that dies just before its ``call``-th call that changes a folder or waits for data."""
-    left = call
-
-    def die(real: Callable[..., Any], *arguments: Any, **settings: Any) -> Any:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*arguments, **settings)
-
-    child = os.fork()
-    if child == 0:
-        for name in ("open", "rename", "fdatasync", "fsync", "unlink", "mkdir"):
-            setattr(os, name, functools.partial(die, getattr(os, name)))
-        torch.set_num_threads(1)
-        try:
-            body()
-        except BaseException:
-            os._exit(1)
-        os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert status in (0, signal.SIGKILL), status
-    return status != 0
-
-
 @needs_fork
 @pytest.mark.parametrize("old", [NvmeStorageWriter, pytest.param(dcp.FileSystemWriter, marks=pytest.mark.slow)])
 def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old: Any, tmp_path: Path) -> None:
@@ -98,15 +71,14 @@ def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old: Any, tmp_pa
         return {"large": torch.full((MIB,), float(seed)), "small": torch.full((3,), float(seed)), "step": seed}
 
     dcp.save(few(1), storage_writer=old(tmp_path))
-    call, seeds = 1, []
-    while killed_at(call, lambda: dcp.save(few(2), storage_writer=NvmeStorageWriter(tmp_path))):
+    seeds = []
+    for _ in killed_at_each_step(lambda: dcp.save(few(2), storage_writer=NvmeStorageWriter(tmp_path))):
         for reader in (NvmeStorageReader(tmp_path), dcp.FileSystemReader(tmp_path)):
             found = few(99)
             dcp.load(found, storage_reader=reader)
             assert equal(found, few(found["step"]))
         seeds.append(found["step"])
-        call += 1
-    assert len(seeds) > 5
+    assert len(seeds) > 6
     assert seeds == sorted(seeds)
     assert set(seeds) == {1, 2}
     save(tmp_path, 3)
@@ -174,53 +146,6 @@ def test_a_sparse_tensor_is_refused(kind: str, tmp_path: Path) -> None:
 
 
 # Others at the same folder
-
-
-def values_in(path: Path) -> float:
-    found = {f"t{i}": torch.zeros(1000) for i in range(6)}
-    dcp.load(found, storage_reader=NvmeStorageReader(path, verify=True))
-    (value,) = {float(value) for tensor in found.values() for value in tensor}
-    return value
-
-
-def save_value(path: Path, value: float) -> None:
-    tensors = {f"t{i}": torch.full((1000,), value) for i in range(6)}
-    dcp.save(tensors, storage_writer=NvmeStorageWriter(path))
-
-
-@needs_fork
-@pytest.mark.parametrize(
-    ("count", "rounds"), [(4, 5), *(pytest.param(n, 500 // n + 1, marks=pytest.mark.slow) for n in (4, 8, 16))]
-)
-def test_processes_that_save_to_one_folder_do_not_mix(tmp_path: Path, count: int, rounds: int) -> None:
-    def body(number: int) -> None:
-        for each in range(rounds):
-            save_value(tmp_path, float(number * rounds + each))
-
-    save_value(tmp_path, 0)
-    seen: set[float] = set()
-    with forked(count, body) as running:
-        while running() or not seen:
-            seen.add(values_in(tmp_path))
-    assert len(seen) > 1
-    save_value(tmp_path, 1)
-    assert len(files(tmp_path)) == 2
-
-
-def test_threads_that_save_to_one_folder_do_not_mix(tmp_path: Path) -> None:
-    save_value(tmp_path, 0)
-
-    def work(number: int) -> None:
-        for each in range(5):
-            if number:
-                save_value(tmp_path, 10.0 * number + each)
-            else:
-                values_in(tmp_path)
-
-    in_threads(work, 4)
-    assert values_in(tmp_path) in {14.0, 24.0, 34.0}
-    save_value(tmp_path, 1)
-    assert len(files(tmp_path)) == 2
 
 
 def test_a_save_leaves_the_files_that_are_being_read(tmp_path: Path) -> None:

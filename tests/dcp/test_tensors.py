@@ -88,17 +88,6 @@ def test_any_part_of_any_tensor(
     assert torch.equal(target, expected.to(target.dtype))
 
 
-def test_a_part_of_a_wide_tensor_is_read_row_by_row(tmp_path: Path) -> None:
-    """Through the limits as they are."""
-    whole = numbered((5, 40_000), torch.float32)
-    dcp.save({"a": whole}, storage_writer=NvmeStorageWriter(tmp_path))
-    for verify in (False, True):
-        target = torch.zeros(3, 7)
-        reader = NvmeStorageReader(tmp_path, verify=verify)
-        dcp.load({"a": target}, storage_reader=reader, planner=Part((2, 39_000)))
-        assert torch.equal(target, whole[2:, 39_000:39_007])
-
-
 def test_what_is_not_loaded_is_verified_too(tmp_path: Path) -> None:
     """A checksum is of the whole item: of a part that lies in one piece, the item is read once more."""
     whole = numbered((50, 4000), torch.float32)
