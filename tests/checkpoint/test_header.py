@@ -128,7 +128,8 @@ PLACES = [
     (tensor(',"x":{"y":[@]}'), 2), (tensor(',"x":1,"x":@'), 2), (tensor(',"dtype":@'), 2), (tensor(',"shape":@'), 2),
     (tensor(',"data_offsets":@'), 2), ('{"__metadata__":@}', 0), ('{"__metadata__":{"x":@}}', 0), ("@" + tensor(), 2),
     ('{"__metadata__":@,"__metadata__":{}}', 0), ('{"\\u005f_metadata__":@,"__metadata__":{}}', 0), (tensor() + "@", 2),
-    ('{"a":@,' + tensor()[1:], 2), ("{@:" + tensor()[5:], 2), (tensor()[:-1] + ",@:0}", 2),
+    ('{"a":@,' + tensor()[1:], 2), ('{"__metadata_x":@,' + tensor()[1:], 2), ("{@:" + tensor()[5:], 2),
+    (tensor()[:-1] + ",@:0}", 2),
 ]  # fmt: skip
 
 
