@@ -229,6 +229,35 @@ def test_a_failed_step_is_gone_on_with_unless_the_gradients_are_others(folder: P
         assert equal(values(mine), values(other)) is (how == "the same")
 
 
+class Stopping(dict[Any, Any]):
+    """Is stopped by Ctrl-C, twice, as it forgets something."""
+
+    left = 2
+
+    def pop(self, *given: Any) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise KeyboardInterrupt
+        return super().pop(*given)
+
+
+def test_what_is_done_is_not_put_back_where_ctrl_c_comes_just_then(folder: Path) -> None:
+    """The new states are those of now, and the old values of their parameters not forgotten yet."""
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    with make(mine, folder) as optimizer:
+        for step in range(2):
+            for model in (mine, other):
+                backward(model, step)
+            plain.step()
+            if step == 1:
+                optimizer._states.changed = Stopping()
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            optimizer.step()
+        assert equal(values(mine), values(other))
+
+
 def test_memory_stays_within_the_budget_however_many_chunks_there_are(folder: Path) -> None:
     result = run_python(
         """
