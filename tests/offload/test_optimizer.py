@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.conftest import run_python
-from tests.contract.faulty import Faulty
+from tests.contract.faulty import Faulty, Held
 from tests.offload.elsewhere import same as differ
 from tests.offload.random_optimizers import states
 from tests.offload.training import backward, equal, network, values
@@ -241,19 +241,35 @@ class Stopping(dict[Any, Any]):
         return super().pop(*given)
 
 
-def test_what_is_done_is_not_put_back_where_ctrl_c_comes_just_then(folder: Path) -> None:
-    """The new states are those of now, and the old values of their parameters not forgotten yet."""
-    mine, other = network(), network()
+@pytest.mark.parametrize("done", [False, True])
+def test_what_is_done_is_not_put_back_and_what_is_not_is_where_ctrl_c_comes_twice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    """While the new states are written; or when they are those of now, and the old values not forgotten yet."""
+    mine, other, handle = network(), network(), Faulty()
     plain = torch.optim.AdamW(other.parameters())
-    with make(mine, folder) as optimizer:
+    waits, real = iter(range(2)), Held.wait
+
+    def wait(held: Held, seconds: float | None) -> bool:
+        if next(waits, None) is not None:
+            raise KeyboardInterrupt
+        return real(held, seconds)
+
+    monkeypatch.setattr(Held, "wait", wait)
+    with make(mine, folder, handle=handle) as optimizer:
         for step in range(2):
             for model in (mine, other):
                 backward(model, step)
             plain.step()
             if step == 1:
-                optimizer._states.changed = Stopping()
+                if done:
+                    optimizer._states.changed = Stopping()
+                else:
+                    handle.will("write", "hold", {1})
                 with pytest.raises(KeyboardInterrupt):
                     optimizer.step()
+                handle.will()
+                handle.go.set()
             optimizer.step()
         assert equal(values(mine), values(other))
 
