@@ -101,6 +101,13 @@ STATEMENTS: dict[str, tuple[float, str, str]] = {
     "loss under autocast": (0.7, "read", "with amp(), saving: {new} = {made}"),
     "backward": (3, "backward", "{loss}.backward() | {loss}.backward() | {loss}.backward(retain_graph=True)"),
     "between": (2, "write backward", "with torch.no_grad(): {change} && {loss}.backward()"),
+    "between lists": (1, "read lists backward", """{new} = S({forward})
+        && with torch.no_grad(): torch._foreach_mul_([{p1}, {p2}], 0.5) && {new}.backward()"""),
+    "copied": (2, "read write read", "{new} = {p}{to} && with torch.no_grad(): {p}.mul_(0.5) && see({new})"),
+    "zeroed": (1, "backward backward read", "{made}.backward() && m.zero_grad(set_to_none=False) && see({p}.grad)"),
+    "held": (2, "read backward read", """{new} = {q}.grad[1:] && m.zero_grad(set_to_none=False) && see({new}, {q}.grad)
+        | {new} = {q}.grad.bfloat16() && {q}.grad.zero_() && see({new})
+        | {new} = {q}.grad && m.zero_grad(False) && see({new})"""),
     "create_graph": (0.7, "backward", "{loss}.backward(create_graph=True)\n"
         "S(*[p.grad for p in m.parameters() if p.grad is not None and p.grad.requires_grad]).backward()\n"
         "m.zero_grad()"),
@@ -177,7 +184,8 @@ for p in {real}: p.data = p.data.clone()  # at an address as others have
 S(a, b).backward()\ndel a, b
         | with amp(), saving:\n    a = {layer}({given})\n    b = {layer}({given} * 2)\n{new} = S(a, b)\ndel a, b"""),
 }  # fmt: skip
-ONLY = {"create_graph": "swap_gradients", "hold": "swap_gradients"}  # statements, and the capability that they are for
+#: Statements for one capability alone.
+ONLY = dict.fromkeys(("create_graph", "hold", "held", "zeroed"), "swap_gradients")
 
 
 def phrases(text: str) -> list[str]:
@@ -218,8 +226,8 @@ class Writer:
             _, kind, text = self.rng.choices(list(usable.values()), [weight for weight, *_ in usable.values()])[0]
             with contextlib.suppress(IndexError):  # there is nothing of a kind that it needs
                 made = self.rng.choice(phrases(text)).format_map(Words(self))
-                for part, its in zip(made.split(" && "), kind.split(), strict=True):
-                    self._add(part, its)
+                for part, its in zip(made.split("&& "), kind.split(), strict=True):
+                    self._add(part.strip(), its)
             if len(known := self._known(torch.Tensor)) > 9 and self.rng.random() < 0.7:
                 self._add(f"del {self.rng.choice(known)}")
         return self.program
@@ -318,7 +326,7 @@ class Writer:
         return str(self._value_of(words["t"]).dtype)
 
     def _rows(self, words: Words) -> str:
-        return str(max(1, *self._value_of(words["t"]).shape[:1]))
+        return str(max([1, *self._value_of(words["t"]).shape[:1]]))
 
     def _columns(self, words: Words) -> str:
         return str(self._value_of(words["t"]).shape[1])
