@@ -105,9 +105,9 @@ STATEMENTS: dict[str, tuple[float, str, str]] = {
         && with torch.no_grad(): torch._foreach_mul_([{p1}, {p2}], 0.5) && {new}.backward()"""),
     "copied": (2, "read write read", "{new} = {p}{to} && with torch.no_grad(): {p}.mul_(0.5) && see({new})"),
     "zeroed": (1, "backward backward read", "{made}.backward() && m.zero_grad(set_to_none=False) && see({p}.grad)"),
-    "held": (2, "read backward read", """{new} = {q}.grad[1:] && m.zero_grad(set_to_none=False) && see({new}, {q}.grad)
-        | {new} = {q}.grad.bfloat16() && {q}.grad.zero_() && see({new})
-        | {new} = {q}.grad && m.zero_grad(False) && see({new})"""),
+    "held": (2, "backward read backward read", """S(m({words})).backward() && {new} = m.up.weight.grad[1:].half()
+        && m.up.weight.grad.zero_() && see({new}) | S(m({words})).backward() && {new} = m.up.weight.grad[1:]
+        && m.zero_grad(set_to_none=False) && see({new}, m.up.weight.grad)"""),
     "create_graph": (0.7, "backward", "{loss}.backward(create_graph=True)\n"
         "S(*[p.grad for p in m.parameters() if p.grad is not None and p.grad.requires_grad]).backward()\n"
         "m.zero_grad()"),
