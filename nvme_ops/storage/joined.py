@@ -163,7 +163,7 @@ def joined(transfers: list[IoFuture]) -> IoFuture:
     return IoFuture(as_operation(JoinedOperation(list(transfers), lambda _: None)))
 
 
-class Stored(Protocol):
+class StoredBytes(Protocol):
     """Where bytes are on storage, and their CRC-32C if that is kept."""
 
     pieces: list[Piece]
@@ -172,7 +172,7 @@ class Stored(Protocol):
 
 def write(
     slabs: StripedSlabs,
-    stored: Stored,
+    stored: StoredBytes,
     memory: torch.Tensor,
     transfers: list[IoFuture],
     priority: Priority,
@@ -186,7 +186,7 @@ def write(
 
 
 def compare(
-    failure: BaseException | None, slabs: StripedSlabs, stored: Stored, memory: torch.Tensor, names: list[str]
+    failure: BaseException | None, slabs: StripedSlabs, stored: StoredBytes, memory: torch.Tensor, names: list[str]
 ) -> None:
     """Ends a read: raises ChecksumError, with these names, for other bytes than those that were written."""
     if failure is None and stored.checksum is not None and checksums_anywhere([memory])[0] != stored.checksum:
