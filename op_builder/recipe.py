@@ -30,7 +30,7 @@ LAYERS = ("base", "backends", "engine", "binding")
 UNITED = (("base", "backends", "engine"), ("binding",))
 
 #: Files whose names start so belong to one op; all others to every op.
-OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile", "cuda")}
+OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile")}
 
 _OTHERS = {op: tuple(start for name, starts in OWN.items() if name != op for start in starts) for op in OWN}
 

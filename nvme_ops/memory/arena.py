@@ -66,7 +66,8 @@ class Arena:
             owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
             owner.keeps = self._memory  # goes with the last tensor over this part
             try:
-                self._holes.take(*found, size)
+                if not self._holes.take(*found, size):
+                    return self.allocate(nbytes)
                 self._in_use += size
                 self._held.add(owner, (start, size))
             except BaseException:

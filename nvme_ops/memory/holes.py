@@ -21,6 +21,7 @@ class Holes:
     def clear(self) -> None:
         """Removes all holes."""
         self._change: tuple[_Ranges, _Ranges] | None = None  # holes to remove and holes to add
+        self._changes = 0  # so far
         self._starts: dict[int, int] = {}  # where each begins, and its size
         self._ends: dict[int, int] = {}  # where each ends, and its start
         self._by_size: dict[int, dict[int, None]] = {}
@@ -28,30 +29,41 @@ class Holes:
 
     def find(self, nbytes: int) -> tuple[int, int] | None:
         """Returns start and size of the smallest hole that has ``nbytes`` bytes; None if there is none."""
-        self._settle()
-        index = bisect.bisect_left(self._sizes, nbytes)
-        if index == len(self._sizes):
+        while True:
+            changes = self._settle()
+            index = bisect.bisect_left(self._sizes, nbytes)
+            if self._changes != changes:
+                continue
+            for size in self._sizes[index : index + 1]:
+                for start in self._by_size[size]:
+                    return start, size
             return None
-        size = self._sizes[index]
-        return next(iter(self._by_size[size])), size
 
-    def take(self, start: int, size: int, nbytes: int) -> None:
-        """Takes the first ``nbytes`` bytes of a hole that ``find`` has found."""
-        self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else ())
+    def take(self, start: int, size: int, nbytes: int) -> bool:
+        """Takes the first ``nbytes`` bytes of a hole that ``find`` has found.
+
+        Returns False if a signal handler has changed that meanwhile.
+        """
+        changes = self._settle()
+        if start not in self._starts or self._starts[start] != size:
+            return False
+        return self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else (), changes)
 
     def merge(self, start: int, nbytes: int) -> None:
         """Adds a range that became free, and joins it with its neighbours."""
-        self._settle()
-        gone = []
-        before = self._ends.get(start)
-        if before is not None:
-            gone.append((before, start - before))
-            start, nbytes = before, nbytes + start - before
-        after = self._starts.get(start + nbytes)
-        if after is not None:
-            gone.append((start + nbytes, after))
-            nbytes += after
-        self._make(tuple(gone), ((start, nbytes),))
+        done = False
+        while not done:
+            changes = self._settle()
+            first, end, gone = start, start + nbytes, []
+            before = self._ends.get(start)
+            if before is not None:
+                gone.append((before, start - before))
+                first = before
+            after = self._starts.get(end)
+            if after is not None:
+                gone.append((end, after))
+                end += after
+            done = self._make(tuple(gone), ((first, end - first),), changes)
 
     def ending_at(self, end: int) -> int | None:
         """Returns the start of the hole that ends there, if there is one."""
@@ -71,33 +83,44 @@ class Holes:
 
     def add(self, start: int, size: int) -> None:
         """Adds a hole that touches no other."""
-        self._make((), ((start, size),))
+        self._make((), ((start, size),), self._settle())
 
     def remove(self, start: int, size: int) -> None:
         """Removes a hole."""
-        self._make(((start, size),), ())
+        self._make(((start, size),), (), self._settle())
 
-    def _make(self, gone: _Ranges, new: _Ranges) -> None:
-        self._settle()
-        self._change = gone, new
+    def _make(self, gone: _Ranges, new: _Ranges, changes: int) -> bool:
+        """Makes a change, unless others were made since these.
+
+        A signal handler that comes in the middle completes it in tables of its own, and this goes on in the old ones,
+        which nobody sees. None comes between the comparison and the note of the change: nothing is called there.
+        """
+        change = gone, new
+        if self._changes != changes:
+            return False
+        starts, ends, by_size, sizes = self._starts, self._ends, self._by_size, self._sizes
+        self._change, self._changes = change, changes + 1
         for start, size in gone:
-            del self._starts[start], self._ends[start + size], self._by_size[size][start]
-            if not self._by_size[size]:
-                del self._by_size[size], self._sizes[bisect.bisect_left(self._sizes, size)]
+            del starts[start], ends[start + size], by_size[size][start]
+            if not by_size[size]:
+                del by_size[size], sizes[bisect.bisect_left(sizes, size)]
         for start, size in new:
-            self._starts[start] = size
-            self._ends[start + size] = start
-            if size not in self._by_size:
-                bisect.insort(self._sizes, size)
-                self._by_size[size] = {}
-            self._by_size[size][start] = None
-        self._change = None
+            starts[start] = size
+            ends[start + size] = start
+            if size not in by_size:
+                bisect.insort(sizes, size)
+                by_size[size] = {}
+            by_size[size][start] = None
+        if self._change is change:
+            self._change = None
+        return True
 
-    def _settle(self) -> None:
-        """Completes a change that was interrupted."""
-        if self._change is None:
-            return
-        gone, new = self._change
+    def _settle(self) -> int:
+        """Completes a change that was interrupted. Returns how many were made."""
+        change = self._change
+        if change is None:
+            return self._changes
+        gone, new = change
         starts = dict(self._starts)
         for start, _ in gone:
             starts.pop(start, None)
@@ -105,6 +128,7 @@ class Holes:
         by_size: dict[int, dict[int, None]] = {}
         for start, size in starts.items():
             by_size.setdefault(size, {})[start] = None
-        self._starts, self._ends = starts, {start + size: start for start, size in starts.items()}
-        self._by_size, self._sizes = by_size, sorted(by_size)
-        self._change = None
+        ends, sizes = {start + size: start for start, size in starts.items()}, sorted(by_size)
+        if self._change is change:  # or a signal handler has completed it
+            self._starts, self._ends, self._by_size, self._sizes, self._change = starts, ends, by_size, sizes, None
+        return self._changes

@@ -78,14 +78,16 @@ class Slab:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
         nbytes = -(-nbytes // PAGE) * PAGE
         with self._lock:
-            start, size = self._holes.find(nbytes) or self._grow(nbytes)
-            if self._punched:
-                try:
-                    self._fill(start, nbytes)
-                except OSError:
-                    self._punch(start, nbytes)  # undoes a partial allocation
-                    raise
-            self._holes.take(start, size, nbytes)
+            taken = False
+            while not taken:
+                start, size = self._holes.find(nbytes) or self._grow(nbytes)
+                if self._punched:
+                    try:
+                        self._fill(start, nbytes)
+                    except OSError:
+                        self._punch(start, nbytes)  # undoes a partial allocation
+                        raise
+                taken = self._holes.take(start, size, nbytes)
             self._in_use += nbytes
             self._used[start] = nbytes
             return Extent(start, nbytes)

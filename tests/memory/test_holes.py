@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -36,7 +37,45 @@ class Interrupt:
         return self
 
 
-@pytest.mark.parametrize("line", [*range(1, 40), 10**9])
+def test_a_signal_handler_takes_and_frees_in_the_middle() -> None:
+    """As one that saves tensors while the program does."""
+    free, chance = Holes(), random.Random(1)
+    free.add(0, 1 << 20)
+    used: tuple[dict[int, int], dict[int, int]] = {}, {}
+
+    def work(mine: dict[int, int], count: int) -> None:
+        for _ in range(count):
+            if len(mine) > 20:
+                start = chance.choice(list(mine))
+                free.merge(start, mine.pop(start))
+            wanted = chance.randint(1, 9)
+            while (found := free.find(wanted)) is not None and not free.take(*found, wanted):
+                pass
+            assert found is not None
+            mine[found[0]] = wanted
+
+    def handle(*_: object) -> None:
+        if not handling:  # one at a time, or they would take from each other's dict
+            handling.append(True)
+            work(used[1], 3)
+            handling.clear()
+
+    handling: list[bool] = []
+    before = signal.signal(signal.SIGVTALRM, handle)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 5e-5, 5e-5)
+    try:
+        for _ in range(300):
+            work(used[0], 100)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    everything = sorted([*used[0].items(), *used[1].items(), *free])
+    assert all(one[0] + one[1] == other[0] for one, other in pairwise(everything))
+    assert sum(nbytes for _, nbytes in everything) == 1 << 20
+    assert used[1]
+
+
+@pytest.mark.parametrize("line", [*range(1, 60), 10**9])
 def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(line: int) -> None:
     chance = random.Random(line)
     free = Holes()
