@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from nvme_ops import aio_handle
@@ -213,6 +214,18 @@ class Held:
 
     def bytes(self) -> int:
         return int(self._operation.bytes())
+
+
+def interrupt_two_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has Ctrl-C come in the next two waits for a transfer of a ``Faulty``."""
+    waits, real = iter(range(2)), Held.wait
+
+    def wait(held: Held, seconds: float | None) -> bool:
+        if next(waits, None) is not None:
+            raise KeyboardInterrupt
+        return real(held, seconds)
+
+    monkeypatch.setattr(Held, "wait", wait)
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.conftest import run_python
-from tests.contract.faulty import Faulty, Held
+from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.offload.elsewhere import same as differ
 from tests.offload.random_optimizers import states
 from tests.offload.training import backward, equal, network, values
@@ -248,14 +248,7 @@ def test_what_is_done_is_not_put_back_and_what_is_not_is_where_ctrl_c_comes_twic
     """While the new states are written; or when they are those of now, and the old values not forgotten yet."""
     mine, other, handle = network(), network(), Faulty()
     plain = torch.optim.AdamW(other.parameters())
-    waits, real = iter(range(2)), Held.wait
-
-    def wait(held: Held, seconds: float | None) -> bool:
-        if next(waits, None) is not None:
-            raise KeyboardInterrupt
-        return real(held, seconds)
-
-    monkeypatch.setattr(Held, "wait", wait)
+    interrupt_two_waits(monkeypatch)
     with make(mine, folder, handle=handle) as optimizer:
         for step in range(2):
             for model in (mine, other):

@@ -18,7 +18,7 @@ import torch
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
 from tests.conftest import MIB, LoopDevice
-from tests.contract.faulty import Faulty, Held
+from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.offload.training import backward, equal, network, values
 
 
@@ -149,14 +149,7 @@ def test_what_ctrl_c_has_left_under_way_is_waited_for_by_the_next_step(
 ) -> None:
     """Also where a second one ends the wait that follows the first: the step uses the same memory."""
     mine, other, handle = network(), network(), Faulty()
-    waits, real = iter(range(2)), Held.wait
-
-    def wait(held: Held, seconds: float | None) -> bool:
-        if next(waits, None) is not None:
-            raise KeyboardInterrupt
-        return real(held, seconds)
-
-    monkeypatch.setattr(Held, "wait", wait)
+    interrupt_two_waits(monkeypatch)
     with adamw(mine, folder, handle=handle) as optimizer:
         train(mine, optimizer, 0, 2)
         optimizer.save_states(folder / "states")
