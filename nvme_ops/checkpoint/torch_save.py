@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,19 +15,17 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops._native import native
+from nvme_ops.checkpoint.framed import SMALL, Framed
+from nvme_ops.checkpoint.framed import write as write_framed
 from nvme_ops.checkpoint.plan import require_strings
-from nvme_ops.checksums import checksums_of
 from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_pickle import dtype_of_storage
-from nvme_ops.formats.torch_zip import AROUND, CHECKSUM, FOLDER, PICKLE, ZipRecord, directory, lay_out
-from nvme_ops.future import IoFuture
+from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import dense_bytes, is_dense, is_plain
+from nvme_ops.memory.carve import dense_bytes, is_dense
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.memory.ring import InFlight, Ring
 from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import LARGE, PIECE
+from nvme_ops.settings import LARGE
 from nvme_ops.storage.publication import replacing
 
 #: The record that keeps the strings of ``metadata=``; torch does not look at it.
@@ -50,10 +47,6 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 # Takes any object and returns None, without a call of Python's: no object has a persistent id.
 _NO_ID = deque[Any](maxlen=0).append
-
-# Records up to this size are gathered with their headers; a larger one is written while its checksum is computed.
-_GROUP = PIECE
-_MOST_GROUPS = 16  # in flight, straight from the tensors' memory
 
 
 class Reference(NamedTuple):
@@ -222,13 +215,12 @@ class TorchPlan:
         """Implements ``Plan``."""
         with collector.paused(), replacing(path, durable, self.recycle) as file:
             records, end = self.records()
-            lent = {id(each) for each in self.tensors if borrowed.owes(each)} if borrowed is not None else set()
-            first = [record for record in records if id(record.data) in lent]
-            if borrowed is not None:
-                write(handle, file.fd, first, self.checksums)
-                borrowed.release(record.data for record in first)
-            others = [record for record in records if id(record.data) not in lent] if lent else records
-            write(handle, file.fd, others, self.checksums)
+            owed = [borrowed is not None and borrowed.owes(record.data) for record in records]
+            for lent in (True, False):
+                chosen = [record for record, each in zip(records, owed, strict=True) if each is lent]
+                write(handle, file.fd, chosen, self.checksums)
+                if lent and borrowed is not None:
+                    borrowed.release(record.data for record in chosen)
             tail = torch.frombuffer(bytearray(directory(records, end)), dtype=torch.uint8)
             handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
             if self.recycle:
@@ -261,59 +253,14 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
-    large = [record for record in records if record.size > _GROUP]
-    ring = Ring(buffer=_GROUP, pinned="cuda" in {record.data.device.type for record in records})
-    with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
-        for group in _groups(records):
-            in_flight.add(_write_group(handle, fd, group, ring, checksums))
-        if not large:
-            return
-        places = [(record.start, record.data) for record in large]
-        found = pieces.write(handle, fd, places, CHECKSUM if checksums else None)
-        for record, value in zip(large, found, strict=checksums):
-            record.crc = value
-        headers, starts = [record.local() for record in large], [record.header for record in large]
-        in_flight.add(handle.submit_pwritev(headers, fd, starts, priority=Priority.WRITEBACK))
 
+    def framed(record: ZipRecord) -> Framed:
+        def around(crc: int) -> list[tuple[int, bytes]]:
+            record.crc = crc
+            return [(record.header, record.local())]
 
-def _groups(records: Sequence[ZipRecord]) -> Iterator[list[ZipRecord]]:
-    """Yields records up to ``_GROUP`` bytes, in runs without gaps of at most as many bytes, each on one device."""
-    group: list[ZipRecord] = []
-    size = 0
-    for record in records:
-        if record.size > _GROUP:
-            continue
-        follows = bool(group) and group[-1].start + group[-1].size == record.header
-        same = bool(group) and group[0].data.device == record.data.device
-        if group and not (follows and same and size + record.size <= _GROUP):
-            yield group
-            group, size = [], 0
-        group.append(record)
-        size += record.size
-    if group:
-        yield group
+        return Framed(record.start, record.data, around)
 
-
-def _write_group(handle: aio_handle, fd: int, group: Sequence[ZipRecord], ring: Ring, checksums: bool) -> IoFuture:
-    data = [record.data for record in group]
-    on_host = group[0].data.device.type == "cpu" and all(map(is_plain, data))
-    if not on_host:
-        data = _copies(group, ring.take())
-    if checksums:
-        for record, value in zip(group, checksums_of(data, CHECKSUM), strict=True):
-            record.crc = value
-    parts = list(itertools.chain.from_iterable(zip([record.local() for record in group], data, strict=True)))
-    offsets = list(itertools.chain.from_iterable([(record.header, record.start) for record in group]))
-    future = handle.submit_pwritev(parts, fd, offsets, priority=Priority.WRITEBACK)
-    if not on_host:
-        ring.put_under(future)
-    return future
-
-
-def _copies(group: Sequence[ZipRecord], buffer: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the records' bytes in host memory."""
-    sizes = [record.size for record in group]
-    copies = list(buffer[: sum(sizes)].split(sizes))
-    for copy, record in zip(copies, group, strict=True):
-        copy.copy_(record.data)
-    return copies
+    small = [framed(record) for record in records if record.size < SMALL]
+    large = [framed(record) for record in records if record.size >= SMALL]
+    write_framed(handle, fd, small, large, checksums)

@@ -18,9 +18,9 @@ from hypothesis import given, settings
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import reader as reading
 from nvme_ops.checkpoint.dcp import stored
-from nvme_ops.checkpoint.dcp import writer as writing
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.ring import Ring
@@ -120,9 +120,9 @@ def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
 
 
 def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writing, "_SMALL_GROUP", 10_000)
-    monkeypatch.setattr(writing, "_SMALL", 20_000)
-    monkeypatch.setattr(writing, "_LARGE_GROUP", 50_000)
+    monkeypatch.setattr(framed, "_SMALL_GROUP", 10_000)
+    monkeypatch.setattr(framed, "SMALL", 20_000)
+    monkeypatch.setattr(framed, "_LARGE_GROUP", 50_000)
     monkeypatch.setattr(reading, "_GROUP", 30_000)
     state = {str(number): numbered((number, 1 + number % 7), torch.float32) for number in range(1200, 6000, 97)}
     state |= {f"small {number}": numbered((number,), torch.float32) for number in range(50)}

@@ -20,7 +20,7 @@ from nvme_ops import collector
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.dcp.stored import Stored, find, in_one_piece, spans
-from nvme_ops.checkpoint.dcp.writer import grouped
+from nvme_ops.checkpoint.framed import grouped
 from nvme_ops.checksums import checksum_of, checksums_of, joined
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.file import shared_handle

@@ -8,10 +8,8 @@ import io
 import math
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from operator import itemgetter
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -22,25 +20,17 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from nvme_ops import collector
+from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.dcp.frame import Frame, frame
-from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.checkpoint.framed import Framed
+from nvme_ops.checksums import joined
 from nvme_ops.durable import make_folder
-from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.torch_zip import CHECKSUM
-from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import is_plain_on_host
-from nvme_ops.memory.ring import InFlight
 from nvme_ops.storage.publication import replacing
-
-_T = TypeVar("_T")
-_SMALL = 1 << 20  # bytes of a tensor below which it is gathered with its neighbours
-# Bytes of items requested from the planner at once. Of small ones, two groups are in flight.
-_SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS = 8 << 20, 256 << 20, 4096
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -158,37 +148,6 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         return None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
 
 
-@dataclass(slots=True)
-class _Item:
-    """What is written for one item of the plan: payload, with a frame around it that a tensor has."""
-
-    item: WriteItem
-    offset: int
-    payload: torch.Tensor
-    frame: Frame | None = None
-    start: int = field(init=False)
-    length: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        head, tail = (self.frame.head_length, self.frame.tail_length) if self.frame else (0, 0)
-        self.start = self.offset + head
-        self.length = head + self.payload.nbytes + tail
-
-
-def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
-    """Yields groups of items, each ended by the item that reaches ``most`` bytes, or by its number of items."""
-    group: list[_T] = []
-    size = 0
-    for item in items:
-        group.append(item)
-        size += nbytes(item)
-        if size >= most or len(group) == _MOST_ITEMS:
-            yield group
-            group, size = [], 0
-    if group:
-        yield group
-
-
 class RankFile:
     """One rank's file, written sequentially, once."""
 
@@ -202,40 +161,12 @@ class RankFile:
         small: list[WriteItem] = []
         large: list[WriteItem] = []
         for item in items:
-            (small if _nominal_size(item) < _SMALL else large).append(item)
-        with InFlight(abandon=True) as in_flight:
-            for group in self._groups(small, _SMALL_GROUP):
-                in_flight.add(self._write_gathered(group))
-        for group in self._groups(large, _LARGE_GROUP):
-            self._write_in_place(group)
+            (small if _nominal_size(item) < framed.SMALL else large).append(item)
+        framed.write(self._handle, self._fd, map(self._placed, small), map(self._placed, large))
         return self._results
 
-    def _groups(self, items: Sequence[WriteItem], most: int) -> Iterator[list[_Item]]:
-        """Places the items; yields groups, each ended by the item that reaches ``most`` bytes."""
-        return grouped(map(self._place, items), lambda one: one.length, most)
-
-    def _write_gathered(self, group: Sequence[_Item]) -> IoFuture:
-        """Starts to write items as one run, which needs their checksums first."""
-        for one in group:
-            one.payload = _on_host(one.payload)
-        checksums = checksums_of([one.payload for one in group], CHECKSUM)
-        parts: list[tuple[int, bytes | torch.Tensor]] = [(one.start, one.payload) for one in group]
-        parts += self._around(group, checksums)
-        parts.sort(key=itemgetter(0))
-        return self._submit(parts)
-
-    def _write_in_place(self, group: Sequence[_Item]) -> None:
-        """Computes checksums while the payloads are being written; writes heads and tails last."""
-        payloads = [(one.start, one.payload) for one in group]
-        checksums = pieces.write(self._handle, self._fd, payloads, CHECKSUM)
-        self._submit(list(self._around(group, checksums))).result()
-
-    def _submit(self, parts: Sequence[tuple[int, bytes | torch.Tensor]]) -> IoFuture:
-        sources, starts = [part for _, part in parts], [start for start, _ in parts]
-        return self._handle.submit_pwritev(sources, self._fd, starts, priority=Priority.WRITEBACK)
-
-    def _place(self, item: WriteItem) -> _Item:
-        """Places an item at the end of the file."""
+    def _placed(self, item: WriteItem) -> Framed:
+        """Places an item at the end of the file: a payload, with a frame around it that a tensor has."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensor = data.detach()
@@ -245,40 +176,33 @@ class RankFile:
                     "save its to_dense(), or its parts"
                 )
             if type(tensor) is torch.Tensor and not tensor.is_quantized:
-                placed = _Item(item, self._end, tensor, frame(tensor.dtype, tuple(tensor.shape), self._end))
-                self._end += placed.length
-                return placed
+                return self._framed(item, tensor, frame(tensor.dtype, tuple(tensor.shape), self._end))
             data = io.BytesIO()
             torch.save(tensor.cpu().clone(), data)
         content = data.getbuffer()
         payload = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
-        placed = _Item(item, self._end, payload)
-        self._end += placed.length
-        return placed
+        return self._framed(item, payload)
 
-    def _around(self, placed: Sequence[_Item], checksums: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """Returns heads and tails with their offsets, adjacent ones joined; records the result of each item."""
-        offset, glued = 0, b""
-        for one, checksum in zip(placed, checksums, strict=True):
-            head, tail = one.frame.around(checksum) if one.frame else (b"", b"")
-            self._record(one, checksum, head, tail)
-            offset, glued = (offset, glued + head) if glued else (one.offset, head)
-            if glued and one.payload.nbytes:
-                yield offset, glued
-                glued = b""
-            offset, glued = (offset, glued + tail) if glued else (one.offset + one.length - len(tail), tail)
-        if glued:
-            yield offset, glued
+    def _framed(self, item: WriteItem, payload: torch.Tensor, given: Frame | None = None) -> Framed:
+        head_length, tail_length = (given.head_length, given.tail_length) if given else (0, 0)
+        nbytes, offset = payload.nbytes, self._end
+        start, length = offset + head_length, head_length + nbytes + tail_length
+        self._end += length
+        as_planned = given is not None and _is_as_planned(item, payload)
 
-    def _record(self, one: _Item, checksum: int, head: bytes, tail: bytes) -> None:
-        known = {}
-        if one.frame and _is_as_planned(one.item, one.payload):
-            known["data"] = len(head)
-        if self._checksums:
-            known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(head), checksum, one.payload.nbytes, CHECKSUM))
-        info = _StorageInfo(self._name, one.offset, one.length)
-        setattr(info, ATTRIBUTE, known)
-        self._results.append(WriteResult(index=one.item.index, size_in_bytes=one.length, storage_data=info))
+        def around(crc: int) -> Iterator[tuple[int, bytes]]:
+            head, tail = given.around(crc) if given else (b"", b"")
+            known = {"data": head_length} if as_planned else {}
+            if self._checksums:
+                known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(head), crc, nbytes, CHECKSUM))
+            info = _StorageInfo(self._name, offset, length)
+            setattr(info, ATTRIBUTE, known)
+            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
+            if given is not None:
+                yield offset, head
+                yield start + nbytes, tail
+
+        return Framed(start, payload, around)
 
 
 def _nominal_size(item: WriteItem) -> int:
@@ -286,13 +210,6 @@ def _nominal_size(item: WriteItem) -> int:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor's values in row-major order in host memory."""
-    if is_plain_on_host(tensor):
-        return tensor
-    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:

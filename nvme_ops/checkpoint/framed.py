@@ -1,0 +1,90 @@
+"""Writes tensors to one file, each with what stands around it there, which has its checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from operator import itemgetter
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from nvme_ops.checksums import checksums_of
+from nvme_ops.engine import Priority
+from nvme_ops.formats.torch_zip import CHECKSUM
+from nvme_ops.handle import aio_handle
+from nvme_ops.memory import pieces
+from nvme_ops.memory.carve import copy, is_plain_on_host
+from nvme_ops.memory.ring import InFlight
+
+#: Bytes of a tensor below which it is written together with its neighbours.
+SMALL = 1 << 20
+# Bytes of tensors that are asked for at once. Of small ones, which may be copies, some groups are in flight.
+_SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS, _MOST_GROUPS = 8 << 20, 256 << 20, 4096, 3
+
+_T = TypeVar("_T")
+
+
+class Framed(NamedTuple):
+    """A tensor, where its bytes begin in a file, and what stands around them, with places, if this is their CRC-32."""
+
+    start: int
+    data: torch.Tensor
+    around: Callable[[int], Iterable[tuple[int, bytes]]]
+
+
+def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
+    """Yields groups of items, each ended by the item that reaches ``most`` bytes, or by its number of items."""
+    group: list[_T] = []
+    size = 0
+    for item in items:
+        group.append(item)
+        size += nbytes(item)
+        if size >= most or len(group) == _MOST_ITEMS:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def write(
+    handle: aio_handle, fd: int, small: Iterable[Framed], large: Iterable[Framed], checksums: bool = True
+) -> None:
+    """Writes tensors, on any device and of any layout, and waits for that. Without ``checksums`` they count as 0.
+
+    Small ones are gathered with what stands around them, which takes their checksums first; those of large ones are
+    computed while they are written.
+    """
+
+    def submit(parts: Iterable[tuple[int, bytes | torch.Tensor]]) -> None:
+        ordered = sorted(parts, key=itemgetter(0))  # neighbours are then written together
+        sources, starts = [part for _, part in ordered], [start for start, _ in ordered]
+        in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
+
+    with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
+        for group in grouped(small, _bytes_of, _SMALL_GROUP):
+            data = [_on_host(one.data) for one in group]
+            crcs = checksums_of(data, CHECKSUM) if checksums else [0] * len(group)
+            parts = [(one.start, each) for one, each in zip(group, data, strict=True)]
+            submit([*parts, *_around(group, crcs)])
+        for group in grouped(large, _bytes_of, _LARGE_GROUP):
+            places = [(one.start, one.data) for one in group]
+            crcs = pieces.write(handle, fd, places, CHECKSUM if checksums else None) or [0] * len(group)
+            submit(_around(group, crcs))
+
+
+def _bytes_of(one: Framed) -> int:
+    return one.data.nbytes
+
+
+def _around(group: Iterable[Framed], crcs: Iterable[int]) -> Iterator[tuple[int, bytes]]:
+    for one, crc in zip(group, crcs, strict=True):
+        yield from one.around(crc)
+
+
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the tensor's values in row-major order in host memory."""
+    if is_plain_on_host(tensor):
+        return tensor
+    held = torch.empty(tensor.shape, dtype=tensor.dtype)
+    copy(held, tensor)
+    return held
