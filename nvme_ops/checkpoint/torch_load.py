@@ -35,9 +35,6 @@ from nvme_ops.formats.torch_pickle import CODES, NotReadError, Unpickler, dtype_
 from nvme_ops.formats.torch_zip import PICKLE, Archive
 from nvme_ops.text import printable
 
-# Bytes of storages that are read at a time for a function that decides where they go.
-_AHEAD = 8 << 20
-
 
 @collector.paused()
 def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
@@ -95,9 +92,9 @@ def _fetcher(
             require_undamaged(archive, torch_read.damaged(archive, found.items()))
         return found
 
-    data = [name for name in archive.records if name.startswith("data/")]
     if callable(map_location):
-        return _some_at_a_time(archive, data, lambda names: read(names, torch.device("cpu")))
+        return lambda name: read([name], torch.device("cpu"))[name]
+    data = [name for name in archive.records if name.startswith("data/")]
     if map_location is None and not _mentions_device(content):
         return read(data, torch.device("cpu")).__getitem__
     if isinstance(map_location, str | torch.device):
@@ -141,30 +138,6 @@ def _device_of(map_location: Any, location: str, path: str) -> torch.device:
     except RuntimeError as error:
         unknown = "don't know how to restore" in str(error)  # otherwise there is no such device here
         raise (FormatError if unknown else RuntimeError)(f"{path}: {PICKLE}: {error}") from None
-
-
-def _some_at_a_time(
-    archive: Archive, names: Iterable[str], read: Callable[[list[str]], dict[str, torch.Tensor]]
-) -> Callable[[str], torch.Tensor]:
-    """Gives storages away, each once. One that is not there is read with those that follow it in the file."""
-    waiting = dict.fromkeys(sorted(names, key=lambda name: archive.records[name].header))
-    ready: dict[str, torch.Tensor] = {}
-
-    def fetch(name: str) -> torch.Tensor:
-        if name not in ready:
-            waiting.pop(name, None)
-            chosen, size = [name], archive.records[name].size
-            for other in waiting:
-                size += archive.records[other].size
-                if size > _AHEAD:
-                    break
-                chosen.append(other)
-            for each in chosen:
-                waiting.pop(each, None)
-            ready.update(read(chosen))
-        return ready.pop(name)
-
-    return fetch
 
 
 def _noting_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip) -> Callable[..., Any]:
