@@ -69,7 +69,7 @@ class Segment:
                     sync_folder(os.path.dirname(path))
                     return made
                 except BaseException:
-                    with contextlib.suppress(OSError):
+                    with contextlib.suppress(Exception):
                         made.leave()
                     made.close()
                     raise

@@ -8,6 +8,7 @@ import functools
 import gc
 import json
 import os
+import random
 import signal
 import struct
 import threading
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.checksums import checksums_of
-from nvme_ops.data import AsyncLog, log, log_file
+from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
 from tests.conftest import give_up_root, in_child, in_threads, killed_in, open_to_all
@@ -326,73 +327,67 @@ def test_a_log_without_anything_to_do_rests(folder: Path, monkeypatch: pytest.Mo
 # Writing fails for a while
 
 
-class Failing(Segment):
-    """Fails now and then, some of it written."""
+class Disk:
+    """Has the calls whose numbers are chosen fail on the thread that writes a log, as a device may let them."""
 
-    calls, period = 0, 5
+    def __init__(self, patch: pytest.MonkeyPatch, chosen: Callable[[int], bool]) -> None:
+        self.calls, self.chosen, self.durable = 0, chosen, dict[str, int]()
+        for name in ("open", "pwrite", "fdatasync", "fsync", "ftruncate", "unlink"):
+            patch.setattr(os, name, functools.partial(self.call, getattr(os, name), name))
 
-    def write(self, records: list[bytes]) -> int:
-        Failing.calls += 1
-        if Failing.calls % Failing.period == 0:
-            os.pwrite(self._fd, b"torn" * 100, self.nbytes)
-            raise OSError(errno.EIO, "Input/output error")
-        return super().write(records)
+    def call(self, real: Callable[..., Any], name: str, *given: Any) -> Any:
+        if threading.current_thread().name != "nvme_ops.log":
+            return real(*given)
+        self.calls += 1
+        path = os.readlink(f"/proc/self/fd/{given[0]}") if name in ("pwrite", "fdatasync") else ""
+        if self.chosen(self.calls):
+            if name == "pwrite":
+                real(given[0], given[1][: len(given[1]) // 2], given[2])
+            if name == "fdatasync":  # Linux tells of it once, and forgets the pages
+                os.truncate(path, self.durable.get(path, 0))
+            raise MemoryError("of the test") if self.calls % 3 == 0 else OSError(errno.EIO, "of the test")
+        if name == "fdatasync":
+            self.durable[path] = os.path.getsize(path)
+        return real(*given)
 
-    def sync(self) -> None:
-        Failing.calls += 1
-        if Failing.calls % 7 == 0:
-            raise MemoryError("of the test")
-        super().sync()
 
-
-@pytest.mark.parametrize("cut", [True, False])
-def test_writing_that_fails_now_and_then(folder: Path, monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
-    monkeypatch.setattr(log, "Segment", Failing)
-    if not cut:  # nor can what was written be removed, most of the time
-        real: dict[str, Callable[..., None]] = {"ftruncate": os.ftruncate, "unlink": os.unlink}
-        calls = iter(range(1 << 30))
-
-        def fail(name: str, *arguments: Any) -> None:
-            if next(calls) % 3:
-                full()
-            real[name](*arguments)
-
-        for name in real:
-            monkeypatch.setattr(os, name, functools.partial(fail, name))
-        monkeypatch.setattr(Failing, "period", 61)  # nothing is kept of what fails in part
-    monkeypatch.setattr(log_file, "_BLOCK", 50)
-    made = AsyncLog(folder / "log", window=0.004, rotate_bytes=3000)
-    number = 0
-    while number < 2000:
-        try:
-            made.append(b"%07d" % number)
-            number += 1
-        except (OSError, MemoryError):
-            time.sleep(0.001)
+def again(do: Callable[[], object]) -> None:
+    """Does it until it succeeds."""
     for _ in range(1000):
-        try:
-            made.close()
-            break
-        except (OSError, MemoryError):
-            pass
-    assert [int(each) for each in read(folder)] == list(range(2000)), "each once, in order"
-    monkeypatch.undo()  # others need to unlink
+        with contextlib.suppress(OSError, MemoryError):
+            do()
+            return
+        time.sleep(0.0005)
+    raise AssertionError("it fails for ever")
+
+
+def survives(folder: Path, chosen: Callable[[int], bool], count: int = 24) -> int:
+    """Writes records while calls fail, each of which must come once, in order; returns how many calls there were."""
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(log_file, "_BLOCK", 5)
+        made = AsyncLog(folder / "log", window=0.004, rotate_bytes=150)
+        disk = Disk(patch, chosen)
+        for number in range(count):
+            again(lambda: made.append(b"%04d" % number))  # noqa: B023
+            if number % 8 == 7:
+                again(made.flush)
+        again(made.close)
+        made.close()
+    assert numbers(folder) == list(range(count))
     assert not [fd for fd in Path("/proc/self/fd").iterdir() if str(folder) in os.path.realpath(fd)]
+    return disk.calls
 
 
-def test_close_can_be_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = AsyncLog(folder / "log", window=0.01)
-    with monkeypatch.context() as failing:
-        failing.setattr(Segment, "end", full)
-        made.append(b"one")
-        for _ in range(2):
-            with pytest.raises(OSError, match="No space left"):
-                made.close()
-    made.flush()
-    made.append(b"two")
-    made.close()
-    made.close()
-    assert read(folder) == [b"one", b"two"]
+def test_any_call_that_fails_once_loses_and_repeats_nothing(folder: Path) -> None:
+    for number in range(1, survives(folder / "0", lambda _: False) + 1):
+        survives(folder / str(number), lambda call: call == number)  # noqa: B023
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_calls_that_fail_now_and_then_lose_and_repeat_nothing(folder: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    survives(folder / "work", lambda _: draw.random() < 0.3, 300)
 
 
 class Batch:
@@ -432,50 +427,6 @@ def test_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch, er
     made.flush()
     made.close()
     assert read(folder) == [b"one"]
-
-
-def test_a_sync_that_failed_is_not_believed_the_next_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Linux reports an error of writing back once, and forgets the pages."""
-    synced = os.fdatasync
-    failing: list[int] = []
-
-    def fail_once(fd: int) -> None:
-        if not failing:
-            failing.append(fd)
-            os.ftruncate(fd, 0)  # what was written is gone
-            raise OSError(errno.EIO, "Input/output error")
-        synced(fd)
-
-    monkeypatch.setattr(os, "fdatasync", fail_once)
-    made = AsyncLog(folder / "log", window=0.02)
-    made.append(b"one")
-    wait_until(lambda: failing and made._failure is None)
-    made.append(b"two")
-    made.close()
-    assert read(folder) == [b"one", b"two"]
-    assert len(segments(folder / "log")) == 1, "nothing was durable in the first file"
-
-
-def test_a_file_that_cannot_be_begun_is_not_left_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = AsyncLog(folder / "log", window=0.01, rotate_bytes=1)
-    begun: list[int] = []
-
-    def fail(_: str) -> None:
-        begun.append(len(list(Path("/proc/self/fd").iterdir())))
-        full()
-
-    with monkeypatch.context() as failing:
-        failing.setattr(log_file, "sync_folder", fail)
-        made.append(b"0")
-        with contextlib.suppress(OSError):
-            made.flush()
-            made.append(b"1")
-            made.flush()
-        wait_until(lambda: len(begun) > 8)
-        assert begun[-1] <= begun[0] + 2
-    made.flush()
-    made.close()
-    assert numbers(folder) == [0, 1]
 
 
 def test_a_file_that_is_removed_under_the_log(folder: Path) -> None:
