@@ -23,7 +23,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.checkpoint import background
-from tests.conftest import in_child, in_threads, run_python
+from tests.conftest import in_child, run_python
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -217,33 +217,6 @@ def test_whatever_the_format_and_the_name_of_a_folder(tmp_path: Path, gate: Gate
     assert number_in(tmp_path / second) == 2
 
 
-def test_the_last_one_called_wins_though_it_comes_just_in_time(path: Path, gate: Gated) -> None:
-    """When the first save ends, one waits longer than the other."""
-    first = nvme_ops.save_async(numbered(0), path, handle=gate)
-    later: list[Any] = []
-    first.add_done_callback(lambda _: later.append(nvme_ops.save_async(numbered(2), path)))
-    waiting = Caller(1, path)
-    gate.open()
-    waiting.result()
-    while not later:
-        time.sleep(0.001)
-    later[0].result()
-    assert number_in(path) == 2
-
-
-def test_many_threads_and_few_paths(folder: Path) -> None:
-    def save(thread: int) -> None:
-        for turn in range(15):
-            path, strategy = folder / f"{turn % 3}.safetensors", background.STRATEGIES[turn % 2]
-            nvme_ops.save_async(numbered(thread * 100 + turn), path, strategy=strategy, durable=False)
-
-    in_threads(save, 4)
-    for number in range(3):  # waits for those under way
-        nvme_ops.save_async(numbered(number), folder / f"{number}.safetensors").result()
-    assert [number_in(folder / f"{number}.safetensors") for number in range(3)] == [0, 1, 2]
-    assert len(list(folder.iterdir())) == 3
-
-
 @pytest.mark.parametrize("save", [nvme_ops.save, nvme_ops.save_async])
 def test_interrupted_while_it_waits_it_gives_its_turn_away(path: Path, gate: Gated, save: Any) -> None:
     first = nvme_ops.save_async(numbered(1), path, handle=gate)
@@ -255,16 +228,6 @@ def test_interrupted_while_it_waits_it_gives_its_turn_away(path: Path, gate: Gat
     first.result()
     last.result()
     assert number_in(path) == 3
-
-
-def test_interrupted_while_tensors_are_written_the_save_goes_on(path: Path, gate: Gated) -> None:
-    with interrupted_by(signal.SIGALRM), pytest.raises(KeyboardInterrupt):
-        nvme_ops.save_async(numbered(1), path, memory=0, handle=gate)
-    last = Caller(2, path)
-    assert last.waits
-    gate.open()
-    last.result()
-    assert number_in(path) == 2
 
 
 def test_an_interruption_after_the_thread_has_begun_leaves_the_save_to_it(

@@ -20,13 +20,12 @@ import safetensors.torch
 import torch
 
 import nvme_ops
-from nvme_ops.errors import AnotherSaveError, FormatError
+from nvme_ops.errors import FormatError
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.convert import convert
 from tests.conftest import run_python
 from tests.contract.faulty import flip
-from tests.moments import Interrupt, numbers
 
 
 def state() -> dict[str, torch.Tensor]:
@@ -248,35 +247,6 @@ def content(path: Path) -> str:
     raise AssertionError(f"a mixture: { {name: each[0, 0].item() for name, each in found.items()} }")
 
 
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("name", ["target.safetensors", "target.pt", "target"])
-@pytest.mark.parametrize("points", [8, pytest.param(60, marks=pytest.mark.slow)])
-def test_ctrl_c_at_any_moment(folder: Path, name: str, points: int, capsys: Any, unraisable: list[object]) -> None:
-    torch.save(NEW, folder / "source.pt")
-    target = folder / name
-    words = ["convert", str(folder / "source.pt"), str(target)]
-    words += [] if target.suffix else ["--max-shard-size", "600KB"]
-    with Interrupt() as all_of_it:
-        main(words)
-    files = len(list(folder.rglob("*")))
-    for number in numbers(f"{name} {points}", all_of_it.count, points):
-        if number == 1:
-            continue  # our code has not begun
-        nvme_ops.save(OLD, target)
-        capsys.readouterr()
-        with Interrupt(number) as moment:
-            status = main(words)
-        if not moment.where or unraisable:
-            assert (status, content(target)) == (0, "new")
-            unraisable.clear()
-            continue
-        assert (status, capsys.readouterr().err) == (130, "nvme-checkpoint: interrupted\n"), moment.where
-        assert content(target) in ("old", "new"), moment.where
-        assert main(words) == 0
-        assert content(target) == "new"
-        assert len(list(folder.rglob("*"))) == files, moment.where
-
-
 def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
     """As ``on_progress``: does something when the second tensor is about to be read."""
 
@@ -347,13 +317,3 @@ def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) 
 
     convert(str(source), str(target), on_progress=once(replace))
     assert content(target) == "new"
-
-
-def test_an_index_with_a_shard_of_another_save(folder: Path) -> None:
-    for name, tensors in (("model", NEW), ("other", OTHER)):
-        nvme_ops.save(tensors, folder / name, max_shard_size="600KB")
-    shard = last_of(folder / "model")
-    shard.write_bytes((folder / "other" / shard.name).read_bytes())
-    with pytest.raises(AnotherSaveError, match=re.escape(str(shard))):
-        convert(str(folder / "model"), str(folder / "target.safetensors"))
-    assert not (folder / "target.safetensors").exists()

@@ -19,105 +19,96 @@ from tests.private_device import private_device
 
 SIZE = 512 * MIB
 ALLOWED = 64 * MIB
+PLAIN, TURNED, ODD, FOLDER = "plain.safetensors", "turned.safetensors", "odd.safetensors", "dcp"
+KEPT: list[Any] = []
 
-Tensors = dict[str, torch.Tensor]
-Work = tuple[Callable[[], object], int]  # what is done, and the bytes of the tensors that come of it
 
-
-def plain() -> Tensors:
+def plain() -> dict[str, torch.Tensor]:
     """16 tensors that lie as they are stored."""
     return {f"{number:02}": torch.full((SIZE // 64,), float(number)) for number in range(16)}
 
 
-def transposed() -> Tensors:
+def turned() -> dict[str, torch.Tensor]:
     """Two large ones that do not."""
     return {name: torch.full((8192, SIZE // 65536), 1.0).t() for name in "ab"}
 
 
-def zeros(tensors: Tensors) -> Tensors:
-    for tensor in tensors.values():
-        tensor.zero_()
-    return tensors
-
-
-def there(tensors: Tensors) -> Tensors:
+def there() -> dict[str, torch.Tensor]:
     """On a device that is simulated in host memory."""
-    return {name: private_device().tensor(tensor) for name, tensor in tensors.items()}
+    return {name: private_device().tensor(tensor) for name, tensor in plain().items()}
 
 
-def prepare(folder: Path) -> int:
+def many() -> dict[str, torch.Tensor]:
+    return {f"{number}": torch.zeros(1024) for number in range(20_000)}
+
+
+def mixed() -> dict[str, torch.Tensor]:
+    return {**plain(), **turned(), **{f"small{number}": torch.ones(1000) for number in range(500)}}
+
+
+def prepare(folder: Path) -> None:
     """The files that are loaded."""
-    nvme_ops.save(plain(), folder / "plain.safetensors", durable=False)
-    nvme_ops.save(transposed(), folder / "transposed.safetensors", durable=False)
-    head = json.dumps({
-        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "b": {"dtype": "F32", "shape": [SIZE // 4], "data_offsets": [1, SIZE + 1]},
-    }).encode()  # fmt: skip
-    with open(folder / "odd.safetensors", "wb") as file:
+    nvme_ops.save(plain(), folder / PLAIN, durable=False)
+    nvme_ops.save(turned(), folder / TURNED, durable=False)
+    nvme_ops.dcp.save(mixed(), folder / FOLDER)
+    entries = [("a", "U8", 1, [0, 1]), ("b", "F32", SIZE // 4, [1, SIZE + 1])]
+    described = {name: {"dtype": kind, "shape": [size], "data_offsets": at} for name, kind, size, at in entries}
+    head = json.dumps(described).encode()
+    with open(folder / ODD, "wb") as file:
         file.write(struct.pack("<Q", len(head)) + head + b"a")
-        return file.truncate(8 + len(head) + 1 + SIZE)
+        file.truncate(8 + len(head) + 1 + SIZE)
 
 
-def save(tensors: Tensors, path: Path) -> Work:
-    return lambda: nvme_ops.save(tensors, path, durable=False), 0
+def save(tensors: Any, folder: Path) -> None:
+    nvme_ops.save(tensors, folder / "a.safetensors", durable=False)
 
 
-def save_in_background(tensors: Tensors, path: Path, strategy: Any, memory: int | None = None) -> Work:
-    return lambda: nvme_ops.save_async(tensors, path, strategy=strategy, memory=memory, durable=False).result(), 0
+def save_async(tensors: Any, folder: Path, **options: Any) -> None:
+    nvme_ops.save_async(tensors, folder / "a.safetensors", durable=False, **options).result()
 
 
-def released(tensors: Tensors, path: Path) -> Work:
-    """What is left of the copies' memory."""
+def save_and_release(tensors: Any, folder: Path) -> None:
+    """Afterwards the memory of the copies is free again."""
     before = figure("VmRSS")
-    nvme_ops.save_async(tensors, path, durable=False).result()
+    save_async(tensors, folder)
     background.release_memory()
-    return lambda: None, before - figure("VmRSS")
+    assert figure("VmRSS") - before <= ALLOWED
+    forget_peak()
 
 
-def load(path: Path, size: int = SIZE, **options: object) -> Work:
-    return lambda: KEPT.append(nvme_ops.load(path, **options)), size  # type: ignore[arg-type]
+def load(name: str, **options: Any) -> Callable[[Any, Path], None]:
+    return lambda _, folder: KEPT.append(nvme_ops.load(folder / name, **options))
 
 
-def save_dcp(folder: Path, tensors: Tensors) -> Work:
-    return lambda: nvme_ops.dcp.save(tensors, folder), 0
+def load_into(name: str) -> Callable[[Any, Path], None]:
+    return lambda tensors, folder: nvme_ops.load(folder / name, into=tensors, verify=True)
 
 
-def load_dcp(folder: Path, tensors: Tensors, verify: bool) -> Work:
-    nvme_ops.dcp.save(tensors, folder)
-    return lambda: nvme_ops.dcp.load(tensors, folder, verify=verify), 0
+def load_dcp(verify: bool) -> Callable[[Any, Path], None]:
+    return lambda tensors, folder: nvme_ops.dcp.load(tensors, folder / FOLDER, verify=verify)
 
 
-def mixed() -> Tensors:
-    return {**plain(), **transposed(), **{f"small{number}": torch.ones(1000) for number in range(500)}}
-
-
-KEPT: list[Tensors] = []
-
-SAVED: dict[str, Callable[[Path], Work]] = {
-    "save": lambda path: save(plain(), path),
-    "save, transposed": lambda path: save(transposed(), path),
-    "save, many small": lambda path: save({f"{number}": torch.zeros(1024) for number in range(20_000)}, path),
-    "save, on a device": lambda path: save(there(plain()), path),
-    "save_async, copy_free, transposed": lambda path: save_in_background(transposed(), path, "copy_free"),
-    "save_async, no memory": lambda path: save_in_background(transposed(), path, "copy", 0),
-    "save_async, its memory released": lambda path: released(plain(), path),
-    "dcp.save": lambda path: save_dcp(path.with_name("dcp"), mixed()),
-    "dcp.load": lambda path: load_dcp(path.with_name("dcp"), mixed(), False),
-    "dcp.load, verified": lambda path: load_dcp(path.with_name("dcp"), mixed(), True),
-}
-LOADED: dict[str, Callable[[Path], Work]] = {
-    "load": lambda folder: load(folder / "plain.safetensors", mmap=False, verify=True),
-    "load, mapped": lambda folder: load(folder / "plain.safetensors", mmap=True, verify=True),
-    "load, every other": lambda folder: load(
-        folder / "plain.safetensors", SIZE // 2, mmap=False, keys=[f"{number:02}" for number in range(0, 16, 2)]
-    ),
-    "load, into": lambda folder: load(folder / "plain.safetensors", 0, into=zeros(plain()), verify=True),
-    "load, into transposed, verified": lambda folder: load(
-        folder / "transposed.safetensors", 0, into=zeros(transposed()), verify=True
-    ),
-    "load, at odd places": lambda folder: load(folder / "odd.safetensors", mmap=False),
-    "load, to a device": lambda folder: load(folder / "plain.safetensors", map_location=private_device().device()),
-    "load, into a device's": lambda folder: load(folder / "plain.safetensors", 0, into=there(plain()), verify=True),
+#: Which tensors there are, what is done, and the bytes of the tensors that come of it.
+WORK: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object], int]] = {
+    "save": (plain, save, 0),
+    "save, turned": (turned, save, 0),
+    "save, many small": (many, save, 0),
+    "save, on a device": (there, save, 0),
+    "save .pt, on a device": (there, lambda tensors, folder: nvme_ops.save(tensors, folder / "a.pt"), 0),
+    "save_async, lent": (turned, lambda *given: save_async(*given, strategy="copy_free"), 0),
+    "save_async, no memory": (turned, lambda *given: save_async(*given, memory=0), 0),
+    "save_async, its memory released": (plain, save_and_release, 0),
+    "dcp.save": (mixed, lambda tensors, folder: nvme_ops.dcp.save(tensors, folder / "another"), 0),
+    "dcp.load": (mixed, load_dcp(verify=False), 0),
+    "dcp.load, verified": (mixed, load_dcp(verify=True), 0),
+    "load": (dict, load(PLAIN, verify=True), SIZE),
+    "load, mapped": (dict, load(PLAIN, mmap=True, verify=True), SIZE),
+    "load, every other": (dict, load(PLAIN, keys=[f"{number:02}" for number in range(0, 16, 2)]), SIZE // 2),
+    "load, at odd places": (dict, load(ODD), SIZE),
+    "load, to a device": (dict, load(PLAIN, map_location="privateuseone:0"), SIZE),
+    "load, into": (plain, load_into(PLAIN), 0),
+    "load, into turned": (turned, load_into(TURNED), 0),
+    "load, into a device's": (there, load_into(PLAIN), 0),
 }
 
 
@@ -126,20 +117,9 @@ def figure(name: str) -> int:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(f"{name}:"))
 
 
-def peak(work: Callable[[], object]) -> int:
-    """The most memory in use at any time, beyond what was in use before."""
+def forget_peak() -> None:
     with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-        file.write("5")  # forgets the peak until now
-    before = figure("VmRSS")
-    work()
-    return figure("VmHWM") - before
-
-
-def measure(what: str, path: Path) -> int:
-    """Returns the bytes beside the tensors."""
-    with private_device().pinned_memory(True):
-        work, own = {**SAVED, **LOADED}[what](path)
-        return peak(work) - own
+        file.write("5")
 
 
 @pytest.fixture(scope="module")
@@ -147,20 +127,24 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """What is loaded."""
     folder = tmp_path_factory.mktemp("memory")
     private_device()  # here: torch learns of a device once
+    nvme_ops.dcp.save({"imports": torch.ones(1)}, folder / "imported")
     in_child(lambda: prepare(folder))
-    nvme_ops.dcp.save({"imports": torch.ones(1)}, folder / "dcp")
     yield folder
     shutil.rmtree(folder)
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
-@pytest.mark.parametrize("what", [*SAVED, *LOADED])
+@pytest.mark.parametrize("what", WORK)
 def test_memory_beside_the_tensors(files: Path, what: str) -> None:
-    path = files / "saved.safetensors" if what in SAVED else files
-
     def body() -> None:
-        found = measure(what, path)
+        make, do, own = WORK[what]
+        with private_device().pinned_memory(True):
+            tensors = make()
+            forget_peak()
+            before = figure("VmRSS")
+            do(tensors, files)
+            found = figure("VmHWM") - before - own
         assert found <= ALLOWED, f"{found / MIB:.0f} MiB"
 
     in_child(body)

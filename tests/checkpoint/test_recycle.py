@@ -133,20 +133,6 @@ def test_whoever_could_read_the_old_file_does_not_read_the_new_one(path: Path) -
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_an_error_leaves_the_file_as_it_is(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save(path)
-    save(path, NEW)
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "made up")
-
-    monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(OSError, match="made up"):
-        nvme_ops.save(OLD, path, recycle=True)
-    monkeypatch.undo()
-    assert (content(path), beside(path)) == ("new", [])
-
-
 def test_what_cannot_be(path: Path) -> None:
     with pytest.raises(ValueError, match="durable=False"):
         nvme_ops.save(OLD, path, recycle=True, durable=False)

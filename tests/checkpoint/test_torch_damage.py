@@ -351,32 +351,3 @@ def test_archives_of_tar_and_of_torchscript_are_refused_as_torch_refuses_them(fo
     for name, words in (("a.pt", "tar"), ("b.pt", "TorchScript")):
         with pytest.raises(FormatError, match=rf"{name}.*weights_only=True.*{words}"):
             load(folder / name)
-
-
-@IN_A_FOLDER
-@given(
-    changes=st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 255)), max_size=4),
-    length=st.none() | st.integers(0, 3500),
-)
-def test_damage_anywhere_is_an_error_that_names_the_file_or_other_values(
-    changes: list[tuple[int, int]], length: int | None, folder: Path
-) -> None:
-    whole = folder / "whole.pt"
-    if not whole.exists():
-        nvme_ops.save({"a": pattern(100), "m": trained()[0].state_dict()}, whole)
-    data = bytearray(whole.read_bytes())
-    for place, value in changes:
-        data[place % len(data)] = value
-    (folder / "a.pt").write_bytes(data[:length])
-    for options in ({}, {"keys": ["a"]}, {"verify": True}):
-        assert "a.pt" in complaint(folder / "a.pt", **options)
-    assert length is None or length >= len(data) or complaint(folder / "a.pt") != "a.pt"
-
-
-def complaint(path: Path, **options: Any) -> str:
-    """About the file; the file's name when there is none."""
-    try:
-        load(path, **options)
-    except (FormatError, ChecksumError, KeyError) as error:
-        return str(error)
-    return path.name

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import gc
 import io
-import os
 import pickle
 import re
 import zipfile
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,6 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.checkpoint.dcp import frame
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
 from tests.checkpoint.torch_files import storable
 from tests.conftest import MIB, in_child, run_python
@@ -135,19 +132,6 @@ def test_the_files_need_no_nvme_ops(tmp_path: Path) -> None:
     for index, info in metadata.storage_data.items():
         archive = zipfile.ZipFile(io.BytesIO(content[info.offset : info.offset + info.length]))
         assert archive.testzip() is None, index
-
-
-def test_an_archive_of_more_than_4_gib_is_one(folder: Path) -> None:
-    shape, path = (5 << 30,), folder / "sparse"
-    head, tail = frame.frame(torch.uint8, shape, 0).around(zlib.crc32(b""))
-    with path.open("wb") as file:
-        file.write(head)
-        file.seek(shape[0], os.SEEK_CUR)
-        file.write(tail)
-    assert zipfile.ZipFile(path).getinfo("archive/data/0").file_size == shape[0]
-    tensor = torch.load(path, mmap=True, weights_only=True)
-    assert tuple(tensor.shape) == shape
-    assert tensor[-1] == 0
 
 
 def test_tensors_on_an_accelerator_are_saved_and_filled(tmp_path: Path) -> None:
