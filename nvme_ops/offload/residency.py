@@ -203,6 +203,18 @@ class Residency(Open, Generic[E]):
                 values = None  # the traceback would keep them alive
                 raise
 
+    def _memory_beside(self, entry: E, after: int) -> torch.Tensor:
+        """Waits for memory for what is made of an entry and is none itself; see ``_victims`` for what leaves for it."""
+        patience = Patience(self.patience)
+        while True:
+            seen = native().endings()
+            with self._lock:
+                self.require_open()
+                memory = self._memory_for(entry, after)
+            if memory is not None:
+                return memory
+            self._wait_for_memory(entry, patience, seen)
+
     def _wait_for_memory(self, entry: E, patience: Patience, seen: int) -> None:
         begin = time.perf_counter()
         if not patience.wait(seen):
@@ -212,9 +224,7 @@ class Residency(Open, Generic[E]):
     def _begin(self, entry: E, priority: Priority, after: int = -1) -> bool:
         """Starts to fetch an entry; returns False while there is no memory for it."""
         with torch.inference_mode(False):  # what is read there may be changed elsewhere
-            memory = self._allocate(entry)
-            if memory is None:
-                memory = self._make_room(entry, after)
+            memory = self._memory_for(entry, after)
             if memory is None:
                 return False
             try:
@@ -228,8 +238,11 @@ class Residency(Open, Generic[E]):
         entry.values, entry.memory = values, memory
         return True
 
-    def _make_room(self, entry: E, after: int) -> torch.Tensor | None:
+    def _memory_for(self, entry: E, after: int) -> torch.Tensor | None:
         """Has entries leave until there is memory in one piece; returns None where there is none now."""
+        memory = self._allocate(entry)
+        if memory is not None:
+            return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         for each in self._victims(after):
             if self._evict(each):

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.formats.quantized import expand, quantize
 from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.weights.quantized import expand, quantize
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 from tests.offload.llama import saved_llama
 

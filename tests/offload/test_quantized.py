@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,8 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops.formats.quantized import expand, quantize
 from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.weights.quantized import expand, quantize
 from tests.offload.models import Experts, Tied, layers, nbytes
 
 
@@ -70,6 +71,24 @@ def test_what_cannot_be_quantized_is_refused(folder: Path) -> None:
         quantize(torch.tensor([[1.0, float("nan")]]))
 
 
+@torch.no_grad()
+def test_what_a_weight_is_expanded_to_counts_as_memory_of_the_budget(folder: Path) -> None:
+    torch.manual_seed(1)
+    model, x = layers(8, 512).eval(), torch.randn(4, 512)  # of 1 MiB each, in 8 bits a quarter of that
+    with pytest.raises(ValueError, match=r"at least (1\.2\d+|1\.3\d*) MiB are needed"):
+        stream_weights(model, folder, memory_budget="1M", quantize="int8")
+    with stream_weights(model, folder, memory_budget="1500K", quantize="int8") as found:
+        results: list[torch.Tensor] = []
+        wanted = found(x)
+        threads = [threading.Thread(target=lambda: results.append(found(x))) for _ in range(2)]  # two at once
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+        assert [torch.equal(each, wanted) for each in results] == [True, True]
+        assert 1 << 20 < found.stats().peak_bytes <= 1500 << 10
+
+
 @pytest.mark.parametrize("kind", ["int8", "fp8", "blocks", "bitsandbytes"])
 @torch.no_grad()
 def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
@@ -102,5 +121,5 @@ def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
     plain.load_state_dict(state)
     ids = torch.tensor([[1, 2, 3]])
-    with from_pretrained(folder, memory_budget="1M") as model:
+    with from_pretrained(folder, memory_budget="1100K") as model:
         assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)

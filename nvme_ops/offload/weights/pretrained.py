@@ -15,9 +15,9 @@ from torch.overrides import TorchFunctionMode
 from nvme_ops.errors import naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
+from nvme_ops.formats.quantized import KINDS, SCALES
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.quantized import KINDS, SCALES
 from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of

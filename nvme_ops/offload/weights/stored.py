@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, ClassVar
 
@@ -12,8 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.errors import FormatError
+from nvme_ops.formats.quantized import Converted, Format, Scaled
 from nvme_ops.formats.safetensors_format import Header
-from nvme_ops.offload.weights.quantized import expand
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
 from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
@@ -101,18 +102,35 @@ class StoredTensor(OffloadedTensor):
         return self.computed(values.to(self._device))
 
     def in_window(self) -> torch.Tensor:
-        """The values, in memory that is used again when the last tensor over it is gone."""
-        return self.computed(self._weights.fetch(self._source))
+        """The values, in memory of the budget that is used again when the last tensor over it is gone."""
+        return self.computed(
+            self._weights.fetch(self._source), functools.partial(self._weights.open().room, self._source)
+        )
 
-    def computed(self, values: torch.Tensor) -> torch.Tensor:
-        """What stored ``values`` are to whoever computes with them."""
-        if self._scale is not None:
-            values = expand(values, self._scale, self._converted)
-        elif values.dtype != self._converted:
-            values = values.to(self._converted)
+    def computed(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
+        """What stored ``values`` are to whoever computes with them, expanded in memory that ``room`` gives."""
+        if self._format is not None:
+            size = self.nbytes_expanded
+            memory = torch.empty(size, dtype=torch.uint8, device=values.device) if room is None else room(size)
+            expanded = memory.view(self._converted).view(self._source.shape)
+            parts = (values,) if self._scale is None else (values, self._scale)
+            self._format.expand(parts, expanded)
+            values = expanded
         for step in self._steps:
             values = step(values)
         return values
+
+    @property
+    def _format(self) -> Format | None:
+        """How stored values make those that are computed with; None where they are these."""
+        if self._scale is not None:
+            return Scaled()
+        return Converted() if self._converted != self._source.dtype else None
+
+    @property
+    def nbytes_expanded(self) -> int:
+        """Bytes that are taken beside the stored ones while it is computed with."""
+        return 0 if self._format is None else math.prod(self._source.shape) * self._converted.itemsize
 
     def is_plain(self) -> bool:
         """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""

@@ -13,11 +13,11 @@ import torch
 
 from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
+from nvme_ops.formats import quantized
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import is_dense
 from nvme_ops.memory.ring import InFlight
-from nvme_ops.offload.weights import quantized
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.settings import PAGE
 from nvme_ops.text import size_words
 
 if TYPE_CHECKING:
@@ -224,7 +225,8 @@ def stream(
     whole = [source for source in stored if source not in sliced]
     buffers = [source for source in whole if any(name in module._buffers for module, name, _ in stored[source])]
     weights_alone = [source for source in whole if source not in set(buffers)]
-    least = least_budget([*weights_alone, *others])
+    expanding = max((_room_to_expand(stored[source][0][2], source in sliced) for source in stored), default=0)
+    least = least_budget([*weights_alone, *others]) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
     if room < 0:
         raise ValueError(
@@ -234,7 +236,7 @@ def stream(
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)
     foreseen = [source for source in whole if source not in set(small)]
-    window = Window(budget - total_small, device, foreseen, others)
+    window = Window(budget - total_small - expanding, device, foreseen, others, expanding)
     try:
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for source, values in zip(small, read_now(small), strict=True):
@@ -259,6 +261,12 @@ def stream(
     model.__class__ = _streamed_class(plain)
     model.__dict__.update(_nvme_window=window, _nvme_undo=undo)
     weakref.finalize(model, undo.close)  # of a model that nobody has closed, at the end of the program at the latest
+
+
+def _room_to_expand(tensor: StoredTensor, is_sliced: bool) -> int:
+    """Returns the bytes, in whole pages, that a weight takes beside its stored values while it is computed with."""
+    nbytes = tensor.nbytes_expanded // (tensor.shape[0] if is_sliced else 1)
+    return -(-nbytes // PAGE) * PAGE
 
 
 def _small(sources: Sequence[Source], room: int) -> list[Source]:

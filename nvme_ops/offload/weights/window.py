@@ -33,11 +33,11 @@ class WindowStats(Stats):
 
 
 class _Weight(Entry):
-    """A weight that may be in memory."""
+    """A weight that may be in memory, or what it is ``expanded`` to, of so many bytes."""
 
-    def __init__(self, source: Source) -> None:
-        super().__init__(source.span)
-        self.source = source
+    def __init__(self, source: Source, expanded: int = 0) -> None:
+        super().__init__(expanded or source.span)
+        self.source, self.is_expanded = source, expanded > 0
 
 
 class Window(Residency[_Weight]):
@@ -46,10 +46,11 @@ class Window(Residency[_Weight]):
     Any thread may call any method. A weight that somebody still has a tensor of keeps its memory until that is gone.
 
     Args:
-        budget: bytes of memory for weights, at least ``least_budget`` of them.
+        budget: bytes of memory for weights as they are stored, at least ``least_budget`` of them.
         device: where they are used.
         foreseen: weights in the order in which they are likely used.
         others: weights that may be used beside these.
+        expanding: bytes of memory, beside those, for what a weight is expanded to while it is used.
     """
 
     patience = 60.0
@@ -58,12 +59,19 @@ class Window(Residency[_Weight]):
     _stats: WindowStats
 
     def __init__(
-        self, budget: int, device: torch.device, foreseen: Sequence[Source], others: Sequence[Source] = ()
+        self,
+        budget: int,
+        device: torch.device,
+        foreseen: Sequence[Source],
+        others: Sequence[Source] = (),
+        expanding: int = 0,
     ) -> None:
         sizes = [source.room for source in (*foreseen, *others)]
         super().__init__(WindowStats())
         self._device = device
         self._memory = memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes))))
+        # Apart, or what is read ahead would leave when there is no room in one piece between it.
+        self._expanding = memory_on(device, expanding) if expanding else None
         self._order = Order(foreseen)
         self._weights: dict[Source, _Weight] = {}
         self._keep: set[Source] = set()
@@ -84,6 +92,17 @@ class Window(Residency[_Weight]):
             ValueError: the window was closed.
         """
         return self._fetch(self._weight(source), source)
+
+    def room(self, source: Source, nbytes: int) -> torch.Tensor:
+        """Returns memory for what a weight is expanded to, free again with the last tensor over it.
+
+        Where two are expanded at once, other weights leave for one of them, or it waits. More than was foreseen is a
+        conversion that the program has asked for, and comes on top of the budget. Raises MemoryError as ``fetch`` does.
+        """
+        with torch.inference_mode(False):
+            if self._expanding is None or not 0 < nbytes <= self._expanding.nbytes:
+                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            return self._memory_beside(_Weight(source, nbytes), -1 if nbytes <= self._memory.nbytes else 0)
 
     def _weight(self, source: Source) -> _Weight:
         return self._weights.get(source) or self._weights.setdefault(source, _Weight(source))
@@ -116,7 +135,8 @@ class Window(Residency[_Weight]):
         """What was read so far."""
         with self._lock:
             kept = sum(each.source.nbytes for each in self._in_memory if each.source in self._keep)
-            return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": self._memory.peak})
+            peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
+            return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": peak})
 
     def note_error(self, error: float) -> None:
         """Has ``stats`` tell what quantizing did to the weights."""
@@ -130,6 +150,13 @@ class Window(Residency[_Weight]):
                 f"a weight of {size_words(entry.source.nbytes)} is used as a whole, and the memory_budget leaves "
                 f"{size_words(self._memory.nbytes)} for such"
             )
+
+    def _allocate(self, entry: _Weight) -> torch.Tensor | None:
+        if entry.is_expanded and self._expanding is not None:
+            memory = self._expanding.allocate(entry.nbytes)
+            if memory is not None:
+                return memory
+        return super()._allocate(entry)
 
     def _too_little(self, entry: _Weight) -> MemoryError:
         return MemoryError(

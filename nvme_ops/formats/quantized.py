@@ -1,6 +1,9 @@
-"""Weights of 8 bits and a scale, which make a weight of more when they are multiplied."""
+"""Stored values that are not the computed ones: of another dtype, or of 8 bits and multiplied with a scale."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
@@ -28,22 +31,45 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
-def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``values`` times ``scale``, multiplied in float32.
+class Format(Protocol):
+    """How what is stored of a tensor makes the values that are computed with."""
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Fills ``out``, which has the tensor's shape and dtype, with what its stored ``parts`` make."""
+
+
+class Converted(Format):
+    """The values, in another dtype."""
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """See ``Format.expand``: of one part, the values."""
+        out.copy_(parts[0])
+
+
+class Scaled(Format):
+    """Values of 8 bits and their scale; they are multiplied in float32.
 
     The scale is one number, or as the values with 1 where it is shared, or one number for each block of a matrix.
     """
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """See ``Format.expand``: of two parts, the values and the scale."""
+        values, scale = parts[0], parts[1].to(out.device)
+        if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
+            scale = scale.view(-1, *(1,) * (values.dim() - 1))
+        elif scale.dim() == values.dim() and not _broadcasts(scale, values):
+            for dim in range(scale.dim()):
+                block = -(-values.shape[dim] // scale.shape[dim])
+                scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
+        scale = scale.float().expand(values.shape)
+        for rows in _parts(values):
+            out[rows] = values[rows].float().mul_(scale[rows])
+
+
+def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Returns ``values`` times ``scale``, in new memory, see ``Scaled``."""
     made = torch.empty(values.shape, dtype=dtype, device=values.device)
-    scale = scale.to(values.device)
-    if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
-        scale = scale.view(-1, *(1,) * (values.dim() - 1))
-    elif scale.dim() == values.dim() and not _broadcasts(scale, values):
-        for dim in range(scale.dim()):
-            block = -(-values.shape[dim] // scale.shape[dim])
-            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
-    scale = scale.float().expand(values.shape)
-    for part in _parts(values):
-        made[part] = values[part].float().mul_(scale[part])
+    Scaled().expand((values, scale), made)
     return made
 
 
