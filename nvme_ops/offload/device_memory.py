@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -75,3 +75,10 @@ class DeviceMemory:
 
     def _recount(self, sizes: Iterable[int]) -> None:
         self._in_use = sum(sizes)
+
+
+def current_stream(device: torch.device) -> torch.Stream:
+    """Returns the stream to which this thread gives what an accelerator is to do."""
+    accelerator: Any = getattr(torch, "accelerator", None) or torch.get_device_module(device)  # since torch 2.6
+    stream: torch.Stream = accelerator.current_stream(device)
+    return stream

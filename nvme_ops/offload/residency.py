@@ -22,7 +22,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.device_memory import Memory
+from nvme_ops.offload.device_memory import Memory, current_stream
 
 _LONG = 0.2  # seconds without an ending of any transfer
 
@@ -37,6 +37,23 @@ class Stats:
     bytes_stored: int = 0  #: the space in use now
     seconds_waited: float = 0.0  #: by computation, for reads, writes and memory
     peak_bytes: int = 0  #: the most memory that was taken at once
+
+
+class Arrival:
+    """The end of what the current stream of a device was given to do until now, for those who use other streams.
+
+    Args:
+        device: an accelerator.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+        self._event = self._stream.record_event()
+
+    def before(self, stream: torch.Stream) -> None:
+        """Has what ``stream`` is given from now on begin after it."""
+        if stream != self._stream:
+            stream.wait_event(self._event)
 
 
 class Entry:
@@ -58,6 +75,7 @@ class Entry:
         self.writing: IoFuture | None = None
         self.changed = False  #: the values in memory are not those on storage
         self.demanded = False  #: somebody waits for it: it is not read ahead
+        self.arrival: Arrival | None = None  #: of what a device does to the values before others compute with them
 
     def is_used(self) -> bool:
         """Whether others have tensors over its memory: they compute with it, wait for it, or may write to it."""
@@ -198,6 +216,8 @@ class Residency(Open, Generic[E]):
                 elif (arriving is None or self._arrived(entry, arriving, demanded)) and (
                     not change or self._changes(entry, values)
                 ):
+                    if (arrival := entry.arrival) is not None:
+                        arrival.before(current_stream(values.device))
                     return values
             except BaseException:
                 values = None  # the traceback would keep them alive
@@ -280,7 +300,7 @@ class Residency(Open, Generic[E]):
         """Takes an entry out of memory, whatever was changed. Transfers under way and tensors over it keep that."""
         if entry.arriving is not None and not (entry.demanded and entry.is_used()):
             entry.arriving.request_cancel()  # nobody will ask how it ended; who waits for a read ahead reads it again
-        entry.memory = entry.values = entry.arriving = None
+        entry.memory = entry.values = entry.arriving = entry.arrival = None
         entry.changed = False
         self._in_memory.pop(entry, None)
 

@@ -92,6 +92,10 @@ class Device:
     def require_pending(self, stream: Any) -> None:
         """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
 
+    def require_run(self, stream: Any) -> None:
+        """Fails where what was queued on the stream has not been run yet."""
+        assert stream.query()
+
     def require_errno(self, error: OSError, expected: int) -> None:
         """Fails where a failure to write has another errno."""
         assert error.errno == expected
@@ -146,6 +150,9 @@ class Simulated(Device):
 
     def require_pending(self, stream: Any) -> None:
         assert not self.simulated.idle(stream)
+
+    def require_run(self, stream: Any) -> None:
+        assert self.simulated.idle(stream)
 
     def held(self) -> contextlib.AbstractContextManager[Any]:
         """Holds up reads until the end of the block."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import stream_weights, swap_params
+from nvme_ops.offload.weights.residents import Resident, Residents
 from tests.device.kinds import Device
 from tests.offload.models import Tied
 
@@ -51,6 +52,40 @@ def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folde
     assert streamed.to(there) is streamed
     assert all(torch.equal(each.detach().cpu(), value) for each, value in zip(before, values, strict=True))
     streamed.close()
+
+
+@pytest.mark.parametrize("multiplied", [False, True], ids=["zeros", "multiplied"])
+def test_another_stream_waits_for_what_the_first_one_does_to_values(
+    device: Device, folder: Path, multiplied: bool
+) -> None:
+    there = device.empty(0).device
+    source, target, result = (device.empty(1000, dtype=torch.float32) for _ in range(3))
+
+    class Behind(Residents):
+        """Its device has something left to do of what the values are computed with."""
+
+        def _note_computed(self, entry: Resident) -> None:
+            device.keep_busy()
+            target.copy_(source, non_blocking=True)
+            super()._note_computed(entry)
+
+    residents = Behind(folder, "test", budget=1 << 20, device=there, checksums=False, handle=device.handle())
+    resident = Resident("one", torch.empty(1000, dtype=torch.float32, device="meta"), there)
+    with device.computing():
+        residents.add(resident, torch.full((1000,), 3.0, device=there) if multiplied else None)
+        if multiplied:
+            assert residents.scale(resident, torch.tensor(2.0, device=there))
+    device.settle()
+    with device.on() as first:
+        values = residents.acquire(resident, "forward")
+        device.require_pending(first)
+    with device.on() as other:
+        result.copy_(residents.acquire(resident, "forward"), non_blocking=True)
+        device.synchronize(other)
+        device.require_run(first)
+    assert torch.equal(result.cpu(), torch.full((1000,), 6.0 if multiplied else 0.0))
+    del values
+    residents.close()
 
 
 def test_a_device_may_be_named_without_its_number(device: Device, folder: Path) -> None:

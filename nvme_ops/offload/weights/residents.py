@@ -18,7 +18,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import dense_strides
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order
-from nvme_ops.offload.residency import Entry, Residency, Stats, free_frames, tensors_over
+from nvme_ops.offload.residency import Arrival, Entry, Residency, Stats, free_frames, tensors_over
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
@@ -257,6 +257,7 @@ class Residents(Residency[Resident]):
     def _has_arrived(self, entry: Resident) -> None:
         if entry.scale is not None and entry.values is not None:
             entry.values.mul_(entry.scale)
+            self._note_computed(entry)
 
     def _changes(self, entry: Resident, values: torch.Tensor) -> bool:
         with self._lock:
@@ -275,10 +276,15 @@ class Residents(Residency[Resident]):
         if not entry.stored:
             values.zero_()
             entry.changed = True
+            self._note_computed(entry)
             return values, None
         arriving = self._store.get(entry.key, values, priority=priority)
         self._count_read(entry.nbytes, priority)
         return values, arriving
+
+    def _note_computed(self, entry: Resident) -> None:
+        if self.device.type != "cpu":
+            entry.arrival = Arrival(self.device)
 
     def _read_ahead(self) -> None:
         if len(self._in_memory) == len(self._all):
