@@ -24,13 +24,13 @@ from torch.utils.checkpoint import checkpoint_sequential
 import nvme_ops
 from benchmarks import cgroups, command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.rows import Row, Sample, Unavailable
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme
-from nvme_ops.text import GIB, MIB, size_words
+from nvme_ops.text import GIB, size_words
 
 GROUPS = {
     "convolutional": "a light convolutional net, in samples/s: storage decides",
@@ -246,15 +246,13 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
         yield largest_table(run, scratch) if group == "largest" else net_table(run, group, scratch)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--budget", type=size, default=256 * MIB, metavar="SIZE", help="memory for what is saved (default 256M)")
-    add("--batch", type=positive, default=64, metavar="N", help="samples of the convolutional net (default 64)")
-    add("--batch-of-transformer", type=positive, default=8, metavar="N", help="the same (default 8)")
-    add("--steps", type=positive, default=2, metavar="N", help="of each process, after the first one (default 2)")
-    add("--limit", type=size, default=GIB, metavar="SIZE", help="of memory, in the group largest (default 1G)")
-    add("--budget-of-largest", type=size, default=64 * MIB, metavar="SIZE", help="for what is saved (default 64M)")
-    add("--most", type=positive, default=1 << 16, metavar="N", help="no larger batches are tried (default 65536)")
-
-
-PROGRAM = Program(GROUPS, tables, 1, flags, size="16G", rounds=5)
+_FLAGS = {
+    "--budget": ("memory for what is saved", "256M", size),
+    "--batch": ("samples of the convolutional net", 64),
+    "--batch-of-transformer": ("the same", 8),
+    "--steps": ("of each process, after the first one", 2),
+    "--limit": ("of memory, in the group largest", "1G", size),
+    "--budget-of-largest": ("for what is saved", "64M", size),
+    "--most": ("no larger batches are tried", 1 << 16),
+}
+PROGRAM = Program(GROUPS, tables, 1, _FLAGS, size="16G", rounds=5)

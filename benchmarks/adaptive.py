@@ -4,7 +4,7 @@ Every pass moves several tensors of one size, cold, at places of their own in on
 for each tensor. A write is timed until its bytes are on the device: what writes through the page cache calls
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
 anew in each pass, with one tensor of another size, and moves 20: the whole exploration. The rows ``all at once`` move
-the tensors of a pass together, as a model's are saved. Under load another process reads the device all the time.
+the tensors of a pass together, as a model's are saved.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,27 +25,24 @@ from benchmarks import command, raw_io
 from benchmarks.command import Program, Run
 from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.arguments import size
-from nvme_ops.measure import fio, stop
+from nvme_ops.measure import fio
 from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable
 from nvme_ops.measure.files import filled, make_cold
 from nvme_ops.measure.rows import Row, Unavailable, WrongData, metered, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.settings import PAGE
-from nvme_ops.text import GIB, MIB, parse_size, size_words
+from nvme_ops.text import MIB, size_words
 from nvme_ops.tuning import dictionary
 
 GROUPS = {
     "read": "cold reads of tensors of each size, in GB/s",
     "write": "writes of tensors of each size until they are on the device, in GB/s",
-    "read-load": "cold reads beside a process that reads the device",
-    "write-load": "writes beside a process that reads the device",
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
 STAGED = "nvme_ops staged, an ordinary tensor"  # not a choice for a tensor that lies elsewhere
 FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
-_SIZES = ("4K", "64K", "1M", "16M", "256M")
 _FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
 _PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MOST
 _MOST = 256
@@ -58,16 +53,6 @@ _FIXED: dict[str, dict[str, Any]] = {
     "4 MiB blocks": {"block_size": 4 << 20},
     "2 lanes": {"num_threads": 2},
 }
-_ENVIRONMENT = command.environment()  # before the dictionaries get their own cache folder: the usual one has the op
-_LOAD = """
-import sys, nvme_ops, torch
-memory = nvme_ops.empty(8 << 20, dtype=torch.uint8)
-handle = nvme_ops.aio_handle(cache="direct")
-print("loading", flush=True)
-while True:
-    for offset in range(0, int(sys.argv[2]) - memory.nbytes, memory.nbytes):
-        handle.sync_pread(memory, sys.argv[1], offset)
-"""
 
 Move = Callable[[torch.Tensor, int], object]
 OfPath = Callable[[str], object]
@@ -238,26 +223,6 @@ def fio_rows(work: Work) -> list[Row]:
     return [fio.row(name, pattern, lambda: work.path, nbytes, work.cool, shape) for name, shape in shapes.items()]
 
 
-@contextlib.contextmanager
-def load(scratch: str, wanted: bool) -> Iterator[None]:
-    """Has another process read a file of its own as long as the block lasts."""
-    if not wanted:
-        yield
-        return
-    path = os.path.join(scratch, "load")
-    if not os.path.exists(path):
-        nvme_ops.aio_handle().write(filled(nvme_ops.empty(GIB, dtype=torch.uint8)), path)
-    words = stop.tied([sys.executable, "-c", _LOAD, path, str(GIB)])
-    pipe, null = subprocess.PIPE, subprocess.DEVNULL
-    with subprocess.Popen(words, env=_ENVIRONMENT, stdin=null, stdout=pipe, text=True) as process:
-        try:
-            if process.stdout is None or process.stdout.readline() != "loading\n":
-                raise Unavailable("the process that reads did not start")
-            yield
-        finally:
-            process.kill()
-
-
 def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
     """Returns the row's rate over that of the best fixed tool, round by round.
 
@@ -303,13 +268,12 @@ def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
         os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
         for group, each in ((group, each) for group in given.groups for each in given.sizes):
             know_nothing()
-            work = Work(path, group.startswith("write"), each)
+            work = Work(path, group == "write", each)
             rows = handle_rows(work) + ([] if given.no_peers else peer_rows(work, not given.no_deepspeed))
             rows += fio_rows(work)
             for row in rows:
                 metered(row, meter)
-            with load(scratch, group.endswith("load")):
-                run.measure(rows)
+            run.measure(rows)
             work.file.close()
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB", "J/GiB"))
@@ -318,11 +282,8 @@ def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
                 command.note(found, words)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
-        help=f"of a tensor (default {' '.join(_SIZES)})")  # fmt: skip
-    add("--no-peers", action="store_true", help="leave out torch, NumPy, safetensors and DeepSpeed")
-
-
-PROGRAM = Program(GROUPS, tables, 3, flags, prepare=raw_io.prepare)
+_FLAGS = {
+    "--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size),
+    "--no-peers": ("leave out torch, NumPy, safetensors and DeepSpeed", False),
+}
+PROGRAM = Program(GROUPS, tables, 3, _FLAGS, prepare=raw_io.prepare)

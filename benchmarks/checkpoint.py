@@ -346,10 +346,4 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
                 yield Table(group, title, "GB/s", rows(work), reference, columns)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--state_dict", nargs="+", choices=STATE_DICTS, default=list(STATE_DICTS), metavar="KIND",
-        help=f"{', '.join(STATE_DICTS)} (default: all)")  # fmt: skip
-
-
-PROGRAM = Program(GROUPS, tables, 10, flags)
+PROGRAM = Program(GROUPS, tables, 10, {"--state_dict": ("kinds of them", list(STATE_DICTS), STATE_DICTS)})

@@ -16,7 +16,7 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,8 @@ class Program:
     groups: Mapping[str, str]
     tables: Callable[[Run, str, dict[str, Any]], Iterator[Table]]
     copies: int | Callable[[Namespace], int] = 2
-    flags: Callable[[Callable[..., Any]], object] = lambda _: None
+    #: Of each its words, the default (a list: several values; False: a switch), and what reads a value or what there is
+    flags: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     check: Callable[[Namespace], object] = lambda _: None  # raises ValueError
     size: str = "1G"
     rounds: int = 7
@@ -83,7 +84,17 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
     add("--rounds", type=positive, default=program.rounds, metavar="N",
         help=f"timed passes over all rows of a table (default {program.rounds})")  # fmt: skip
     add("--only", nargs="+", choices=program.groups, metavar="GROUP", help="only these groups, listed below")
-    program.flags(add)
+    for flag, (told, default, *reads) in program.flags.items():
+        read = reads[0] if reads else positive
+        if default is False:
+            add(flag, action="store_true", help=told)
+            continue
+        values = default if isinstance(default, list) else [default]
+        parsed = [read(str(each)) if callable(read) else each for each in values]
+        more: dict[str, Any] = {"default": parsed, "nargs": "+"} if values is default else {"default": parsed[0]}
+        more |= {"type": read} if callable(read) else {"choices": read}
+        add(flag, **more, metavar="SIZE" if read is size else "N",
+            help=f"{told} (default {' '.join(map(str, values))})")  # fmt: skip
     add_outputs(add, ".json (the figures of every round), a picture's")
     given = made.parse_args(words)
     given.groups = [each for each in program.groups if not given.only or each in given.only]

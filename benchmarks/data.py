@@ -22,7 +22,7 @@ import torch
 
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.data import AsyncLog
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
@@ -36,7 +36,7 @@ from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentil
 from nvme_ops.measure.tables import Table
 from nvme_ops.measure.workload.feed import cool
 from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, checked, made
-from nvme_ops.text import MIB, parse_size, rounded, size_words
+from nvme_ops.text import MIB, rounded, size_words
 
 GROUPS = {
     "random": "samples of each size in random order, in GB/s",
@@ -45,7 +45,6 @@ GROUPS = {
 }
 _DEPTHS = (128, 1024)  # what keeps a device busy; and what has as much memory as the batches of 128 KiB samples
 _MOST_FIO_BYTES = 128 * MIB
-_SIZES = ("4K", "128K", "1M")
 _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
 RECORD_BYTES = 64  # of a sample of the index, on average
 _STORE = "benchmark"  # its identity
@@ -222,14 +221,11 @@ def copies(given: Namespace) -> int:
     return (7 * len(given.sizes) if "random" in given.groups else 0) + (index if "index" in given.groups else 0)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--sizes", type=size, nargs="+", metavar="SIZE", default=[parse_size(text) for text in _SIZES],
-        help=f"of a sample (default {' '.join(_SIZES)})")  # fmt: skip
-    add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
-    add("--records", type=positive, default=100_000_000, metavar="N", help="of the index (default 100,000,000)")
-    add("--log-records", type=positive, default=100_000, metavar="N", help="of a pass of the log (default 100,000)")
-    add("--rate", type=positive, default=100_000, metavar="N", help="of the log's records (default 100,000 a second)")
-
-
-PROGRAM = Program(GROUPS, tables, copies, flags)
+_FLAGS = {
+    "--sizes": ("of a sample", ["4K", "128K", "1M"], size),
+    "--workers": ("of torch's loaders", 2),
+    "--records": ("of the index", 100_000_000),
+    "--log-records": ("of a pass of the log", 100_000),
+    "--rate": ("of the log's records, a second", 100_000),
+}
+PROGRAM = Program(GROUPS, tables, copies, _FLAGS)

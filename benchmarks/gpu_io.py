@@ -6,7 +6,6 @@ environment variables with whoever loads them; one of them calls ``exit`` when i
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import functools
 import importlib.util
@@ -27,7 +26,7 @@ from benchmarks import command
 from benchmarks.command import Program, Run
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops import gds
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
@@ -325,6 +324,8 @@ def _loaded_cufile() -> ctypes.CDLL:
 
 def check(given: Namespace) -> None:
     """Raises ValueError when torch cannot use the GPU that is named."""
+    if given.block_size % PAGE:
+        raise ValueError(f"--block-size {given.block_size}: not a multiple of 4K")
     kind, _, number = given.device.partition(":")
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ValueError(f"--device {given.device}: not cuda:N")
@@ -391,18 +392,9 @@ def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
             command.note(found, words)
 
 
-def _pages(text: str) -> int:
-    value = size(text)
-    if value % PAGE:
-        raise argparse.ArgumentTypeError(f"{text} is not a multiple of 4K")
-    return value
-
-
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--device", default="cuda:0", metavar="cuda:N", help="the GPU (default cuda:0)")
-    add("--block-size", type=_pages, default="1M", metavar="SIZE", help="of all who take one (default 1M)")
-    add("--threads", type=positive, default=8, metavar="N", help="of all who take a number (default 8)")
-
-
-PROGRAM = Program(GROUPS, tables, 3, flags, check, prepare=prepare)
+_FLAGS = {
+    "--device": ("the GPU", "cuda:0", str),
+    "--block-size": ("of all who take one", "1M", size),
+    "--threads": ("of all who take a number", 8),
+}
+PROGRAM = Program(GROUPS, tables, 3, _FLAGS, check, prepare=prepare)

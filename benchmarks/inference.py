@@ -13,17 +13,13 @@ import contextlib
 import ctypes
 import importlib
 import importlib.util
-import json
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -31,10 +27,10 @@ import torch
 from benchmarks import cgroups, command
 from benchmarks.activations import add_bounds
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.measure import fio
-from nvme_ops.measure.files import NotUsable, require_space
-from nvme_ops.measure.rows import Row, Sample, Unavailable, spread
+from nvme_ops.measure.files import NotUsable
+from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, spread
 from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB, size_words
 
@@ -67,31 +63,17 @@ def config(nbytes: int) -> dict[str, Any]:
     }
 
 
-def model_folder(folder: str, nbytes: int) -> str:
-    """Returns the folder of the model, which is made once and kept. Raises NotUsable without space or transformers."""
-    shape = config(nbytes)
-    name = f"nvme_ops-inference-{shape['num_hidden_layers']}x{shape['hidden_size']}"
-    place = os.path.join(os.path.abspath(folder), name)
-    with contextlib.suppress(OSError, ValueError):
-        found = json.loads(Path(place, "config.json").read_text(encoding="utf-8"))
-        if os.path.getsize(os.path.join(place, "model.safetensors")) and shape.items() <= found.items():
-            return place
+def make_model(folder: str, nbytes: int) -> str:
+    """Returns the folder of a new one. Raises NotUsable without transformers."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
         raise NotUsable("the model is made by transformers: pip install transformers") from error
-    require_space(folder, nbytes + 64 * MIB, "--size or --folder")
+    place = os.path.join(folder, "model")
     command.show_progress(f"making a model of {size_words(nbytes)} in {place}")
-    with tempfile.TemporaryDirectory(dir=folder) as made:
-        torch.manual_seed(1)
-        model: Any = LlamaForCausalLM(LlamaConfig(**shape, dtype="bfloat16", tie_word_embeddings=False))
-        model.to(torch.bfloat16)
-        model.save_pretrained(made, max_shard_size="1TB")
-        del model
-        shutil.rmtree(place, ignore_errors=True)
-        os.mkdir(place)
-        for file in ("model.safetensors", "config.json"):  # the configuration last: it says that the other is whole
-            os.rename(os.path.join(made, file), os.path.join(place, file))
+    torch.manual_seed(1)
+    model: Any = LlamaForCausalLM(LlamaConfig(**config(nbytes), dtype="bfloat16", tie_word_embeddings=False))
+    model.to(torch.bfloat16).save_pretrained(place, max_shard_size="1TB")
     return place
 
 
@@ -158,7 +140,7 @@ def settle() -> None:
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields one for each batch size, measured, since the bound takes all of its rows."""
     given, found["processes"] = run.given, {}
-    model = model_folder(os.path.dirname(scratch), given.size)
+    model = make_model(scratch, given.size)
     file = os.path.join(model, "model.safetensors")
     nbytes = os.path.getsize(file)
     for batch in given.batch:
@@ -193,7 +175,7 @@ def work(job: Namespace) -> dict[str, Any]:
         cgroups.join(job.group)
     command.forget(job.model, job.folder)
     before = command.status("VmRSS")
-    _reset_peak()
+    forget_peak()
     generator = torch.Generator().manual_seed(job.batch)
     start = time.perf_counter()
     model = row.load(job)
@@ -205,7 +187,7 @@ def work(job: Namespace) -> dict[str, Any]:
     first = time.perf_counter()
     peak = command.status("VmHWM") - before
     seconds, read = [], []
-    _reset_peak()
+    forget_peak()
     for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
         if not job.warm and row.group != "memory" and not job.group:  # whose limit does it
             if row.group == "mapped":
@@ -236,11 +218,6 @@ def _page_out(model: Any) -> None:
         begin = -(-weight.data_ptr() // _PAGE) * _PAGE
         end = (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(max(0, end - begin)), _PAGEOUT)
-
-
-def _reset_peak() -> None:
-    """Sets VmHWM to what is resident now: proc_pid_clear_refs(5)."""
-    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
 
 
 def _mapped(job: Namespace) -> Any:
@@ -352,14 +329,11 @@ _CONTENDERS = (
 )
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--budget", nargs="+", type=size, default=[400 * MIB], metavar="SIZE", help="memory for weights (default 400M)")
-    add("--batch", nargs="+", type=positive, default=[1, 4, 16, 64], metavar="N",
-        help="sequences at once (default 1 4 16 64)")  # fmt: skip
-    add("--steps", type=positive, default=4, help="timed steps of each process (default 4)")
-    add("--prompt", type=positive, default=8, help="tokens of a prompt (default 8)")
-    add("--warm", action="store_true", help="leave the files in the page cache")
-
-
-PROGRAM = Program(GROUPS, tables, 3, flags, size="1200M", rounds=3)
+_FLAGS = {
+    "--budget": ("memory for weights", ["400M"], size),
+    "--batch": ("sequences at once", [1, 4, 16, 64]),
+    "--steps": ("timed steps of each process", 4),
+    "--prompt": ("tokens of a prompt", 8),
+    "--warm": ("leave the files in the page cache", False),
+}
+PROGRAM = Program(GROUPS, tables, 3, _FLAGS, size="1200M", rounds=3)

@@ -314,7 +314,7 @@ _SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, row
 
 def prepare(given: Namespace) -> dict[str, str]:
     """Loads DeepSpeed's op, where its rows are wanted: it must come before this package's."""
-    if not given.no_deepspeed and {"read", "write", "read-load", "write-load"} & set(given.groups):
+    if not given.no_deepspeed and {"read", "write"} & set(given.groups):
         command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
         with contextlib.suppress(Unavailable):
             load_deepspeed()
@@ -345,5 +345,5 @@ PROGRAM = Program(
     GROUPS,
     tables,
     prepare=prepare,
-    flags=lambda add: add("--build-times", action="store_true", help="group start for DeepSpeed too: takes minutes"),
+    flags={"--build-times": ("group start for DeepSpeed too: takes minutes", False)},
 )

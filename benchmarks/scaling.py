@@ -27,7 +27,7 @@ import nvme_ops
 from benchmarks import cgroups, command
 from benchmarks.cgroups import Group, join
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.limits import free_memory
 from nvme_ops.measure import fio, machine, stop
 from nvme_ops.measure.engines import Contender, Task, make_row
@@ -173,36 +173,15 @@ def run_tool(*words: str) -> str:
     return done.stdout.strip()
 
 
-# What runs in the processes that are limited
+# What is measured with them, by this process and its children: all are in the cgroup
 
 
-def device_rows(processes: str, task: Task) -> list[Row]:
-    """This package on one device. ``processes``: the list of the cgroup to be in."""
-    join(processes)
-    return [make_row(Contender("aio_handle", Settings(), PROCESSES), task)]
+def fio_row(tasks: Sequence[Task], name: str = "") -> Row:
+    paths, before = [task.path for task in tasks], partial(_all, [task.set_out for task in tasks])
+    return fio.row(name, tasks[0].pattern, lambda: paths, tasks[0].size, before, fio.variants(_SHAPE))
 
 
-def fio_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> list[Row]:
-    """Fio on each device alone, and on the first so many of them."""
-    join(processes)
-
-    def row(those: Sequence[Task]) -> Row:
-        paths = [task.path for task in those]
-        before = partial(_all, [task.set_out for task in those])
-        return fio.row(FIO, those[0].pattern, lambda: paths, those[0].size, before, fio.variants(_SHAPE))
-
-    return [row([task]) for task in tasks] + [row(tasks[:count]) for count in counts]
-
-
-def handle_rows(processes: str, tasks: Sequence[Task], counts: Sequence[int]) -> list[Row]:
-    """One process for so many devices: a handle for each, then one handle for all."""
-    join(processes)
-    handles = [nvme_ops.aio_handle() for _ in tasks]
-    apart = [shared_row(HANDLES, tasks[:count], handles[:count]) for count in counts]
-    return apart + [shared_row(HANDLE, tasks[:count], handles[:1] * count) for count in counts]
-
-
-def shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) -> Row:
+def shared_row(tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) -> Row:
     """All transfers are begun, then waited for."""
 
     def move() -> None:
@@ -224,10 +203,7 @@ def shared_row(name: str, tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_
         for task in tasks:
             task.compare(task.buffer)
 
-    return Row(name, lambda: timed(move, sum(task.size for task in tasks)), before, check)
-
-
-# What is measured with them
+    return Row("", lambda: timed(move, sum(task.size for task in tasks)), before, check)
 
 
 def make_rows(
@@ -235,20 +211,17 @@ def make_rows(
 ) -> tuple[list[Row], dict[tuple[str, int], Row]]:
     """The rows of each device alone, and by contender and number of devices. Their processes end with ``stack``."""
     tasks = [Task(os.path.join(folder, "data"), size, write) for folder in devices.folders.values()]
-
-    def remote(make: Callable[..., list[Row]], *words: object) -> Remote:
-        return stack.enter_context(Remote(make, devices.group.processes, *words))
-
-    several = [count for count in counts if count > 1]
-    of_fio = remote(fio_rows, tasks, several)
-    of_handles = remote(handle_rows, [replace(task) for task in tasks], several)
-    of_devices = [remote(device_rows, replace(task)) for task in tasks]
-    alone = [of_fio.row(f"fio, device {number} alone", number) for number in range(len(tasks))]
-    together = {(FIO, 1): replace(alone[0])} if 1 in counts else {}
-    together |= {(FIO, count): of_fio.row("", len(tasks) + place) for place, count in enumerate(several)}
-    together |= {(PROCESSES, count): joint_row("", of_devices[:count], 0) for count in counts}
-    for start, name in ((0, HANDLES), (len(several), HANDLE)):
-        together |= {(name, count): of_handles.row("", start + place) for place, count in enumerate(several)}
+    contender, handles = Contender("aio_handle", Settings(), ""), [nvme_ops.aio_handle() for _ in tasks]
+    processes = [stack.enter_context(Remote(make_row, contender, replace(task))) for task in tasks]
+    makers: dict[str, Callable[[list[Task]], Row]] = {
+        FIO: fio_row,
+        PROCESSES: lambda those: joint_row("", processes[: len(those)], 0),
+        HANDLES: lambda those: shared_row(those, handles[: len(those)]),
+        HANDLE: lambda those: shared_row(those, handles[:1] * len(those)),
+    }
+    alone = [fio_row([task], f"fio, device {number} alone") for number, task in enumerate(tasks)]
+    together = {(name, count): make(tasks[:count]) for name, make in makers.items() for count in counts
+                if count > 1 or name in (FIO, PROCESSES)}  # fmt: skip
     for (name, count), row in together.items():
         row.name = f"{name}, {count} {'device' if count == 1 else 'devices'}"
     for row in [*alone, *together.values()]:
@@ -284,6 +257,7 @@ def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:
         found["place"] = machine.place(next(iter(devices.folders.values())))
         for folder in devices.folders.values():
             command.data_file(folder, given.size)
+        join(devices.group.processes)
         for group in given.groups:
             with contextlib.ExitStack() as stack:
                 write, counts = group == "write", sorted(set(given.devices))
@@ -293,10 +267,8 @@ def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:
             yield compared(group, f"{GROUPS[group]}, {words}", alone, together)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--devices", type=positive, nargs="+", default=[1, 2, 4], metavar="N", help="numbers (default 1 2 4)")
-    add("--rate", type=size, default="512M", metavar="SIZE", help="of each, bytes per second (default 512M)")
-
-
-PROGRAM = Program(GROUPS, tables, flags=flags, folders=False, rounds=5)
+_FLAGS = {
+    "--devices": ("numbers", [1, 2, 4]),
+    "--rate": ("of each, bytes per second", "512M", size),
+}
+PROGRAM = Program(GROUPS, tables, flags=_FLAGS, folders=False, rounds=5)

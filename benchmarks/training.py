@@ -1,9 +1,8 @@
 """AdamW with its states on storage: this package, and what is written by hand, against memory and the device.
 
 The table ``step`` times ``optimizer.step()`` alone, with random gradients, the files dropped from the page cache before
-each; its bound is what fio takes for the same bytes, read and written at once. The table ``backward`` times whole
-training steps of a model that computes for long, whose optimizer steps after the backward pass or during it. The table
-``engines`` times those of this package and of DeepSpeed, on its own op and on ours, each in a process of its own.
+each; its bound is what fio takes for the same bytes, read and written at once. The table ``engines`` times whole
+training steps of this package and of DeepSpeed, on its own op and on ours, each in a process of its own.
 """
 
 from __future__ import annotations
@@ -24,17 +23,16 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive, size
+from nvme_ops.arguments import size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import require_space
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import size_words
 
 GROUPS = {
     "step": "optimizer.step(): in memory, NvmeOptimizer, torch.save and torch.load by hand, fio",
-    "backward": "whole steps of a model that computes: in memory, NvmeOptimizer after and during the backward pass",
     "engines": "whole steps with states, or states and parameters, on storage: nvme_ops, and DeepSpeed on both ops",
 }
 MEMORY = "in memory"
@@ -106,39 +104,10 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
     return Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
 
 
-def backward_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
-    """A model of equal layers."""
-    count = max(1, given.size // (4 * WIDTH * WIDTH))
-    inputs = torch.randn(given.batch, WIDTH)
-
-    def row(label: str, make: Callable[[Any], torch.optim.Optimizer]) -> Row:
-        torch.manual_seed(1)
-        module = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)))
-        optimizer = make(module.parameters())
-
-        def step() -> None:
-            optimizer.zero_grad()
-            module(inputs).square().mean().backward()
-            optimizer.step()
-
-        return Row(label, lambda: timed(step, given.batch), partial(command.forget, scratch))
-
-    def ours(overlap: Any) -> Callable[[Any], torch.optim.Optimizer]:
-        options: dict[str, Any] = {"memory_budget": given.budget, "overlap": overlap, **_OPTIONS}
-        return lambda those: stack.enter_context(NvmeOptimizer(those, torch.optim.AdamW, scratch, **options))
-
-    rows = [
-        row(MEMORY, lambda those: torch.optim.AdamW(those, **_OPTIONS)),
-        row("NvmeOptimizer", ours(None)),
-        row('NvmeOptimizer, overlap="backward"', ours("backward")),
-    ]
-    return Table("backward", f"{count} layers of {WIDTH}, batch {given.batch}", "samples/s", rows, MEMORY, ())
-
-
 def engine_table(scratch: str, given: Namespace, _: contextlib.ExitStack) -> Table:
     """All train the same model, and must find the losses of the one in memory."""
     blocks = max(1, given.size // (2 * 4 * WIDTH * INNER))
-    batch, same = given.batch_of_engines, command.Alike("losses")
+    batch, same = given.batch, command.Alike("losses")
 
     def train(engine: str, parameters: bool) -> Sample:
         if engine.startswith("deepspeed") and (given.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
@@ -295,20 +264,16 @@ def work(job: Namespace) -> dict[str, Any]:
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Of one folder."""
-    for group, make in {"step": step_table, "backward": backward_table, "engines": engine_table}.items():
+    for group, make in {"step": step_table, "engines": engine_table}.items():
         if group in run.given.groups:
             require_space(scratch, 8 * run.given.size, "--size or --folder")
             with contextlib.ExitStack() as stack:
                 yield make(scratch, run.given, stack)
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--budget", type=size, default=256 * MIB, metavar="SIZE", help="memory for states (default 256M)")
-    add("--batch", type=positive, default=2048, metavar="N", help="samples of a step of backward (default 2048)")
-    add("--batch-of-engines", type=positive, default=64, metavar="N", help="the same of engines (default 64)")
-    add("--steps", type=positive, default=4, metavar="N",
-        help="of each process of the group engines, after the first one (default 4)")  # fmt: skip
-
-
-PROGRAM = Program(GROUPS, tables, 8, flags, size="848M", rounds=5)  # 222 million parameters
+_FLAGS = {
+    "--budget": ("memory for states", "256M", size),
+    "--batch": ("samples of a step of the group engines", 64),
+    "--steps": ("of each process of the group engines, after the first one", 4),
+}
+PROGRAM = Program(GROUPS, tables, 8, _FLAGS, size="848M", rounds=5)  # 222 million parameters

@@ -14,7 +14,7 @@ import os
 import statistics
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,6 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import positive
 from nvme_ops.measure import tune
 from nvme_ops.measure.files import filled
 from nvme_ops.measure.rows import Row, Sample
@@ -101,18 +100,16 @@ def compared(
     yield second
 
 
-def flags(add: Callable[..., Any]) -> None:
-    """Adds those of this benchmark."""
-    add("--sweep-rounds", type=positive, default=2, metavar="N", help="of the sweep (default 2)")
-    add("--repetitions", type=positive, default=5, metavar="N", help="of nvme-tune (default 5)")
-    add("--seconds", type=float, default=16.0, metavar="S", help="of each of them (default 16)")
-    add("--best", type=positive, default=6, metavar="N", help="of the sweep that are measured again (default 6)")
-
-
 def check(given: Namespace) -> None:
     """Raises ValueError for sizes that nvme-tune does not take."""
     if given.size < 32 * MIB:
         raise ValueError("--size: at least 32M, or a pass mostly measures how it begins and ends")
 
 
-PROGRAM = Program(GROUPS, tables, 2, flags, check, size="400M", rounds=9)
+_FLAGS = {
+    "--sweep-rounds": ("of the sweep", 2),
+    "--repetitions": ("of nvme-tune", 5),
+    "--seconds": ("of each of them", 16.0, float),
+    "--best": ("of the sweep that are measured again", 6),
+}
+PROGRAM = Program(GROUPS, tables, 2, _FLAGS, check, size="400M", rounds=9)

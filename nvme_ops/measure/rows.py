@@ -264,25 +264,25 @@ def timed(work: Callable[[], object], amount: int) -> Sample:
 
     Its peak memory is that of this process, known only if the kernel can reset the last peak.
     """
-    before = _forget_peak()
+    before = forget_peak()
     cpu = _cpu_seconds()
     start = time.perf_counter()
     work()
     seconds = time.perf_counter() - start
     used = _cpu_seconds() - cpu
-    return Sample(seconds, amount, used, peak_bytes=None if before is None else max(0, _peak() - before))
+    return Sample(seconds, amount, used, peak_bytes=None if before is None else max(0, peak() - before))
 
 
-def _forget_peak() -> int | None:
+def forget_peak() -> int | None:
     """Resets the kernel's high-water mark; returns the resident bytes now, or None if it cannot."""
     try:
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM: proc_pid_clear_refs(5)
     except OSError:
         return None
-    return _peak()
+    return peak()
 
 
-def _peak() -> int:
+def peak() -> int:
     """Returns the high-water mark in bytes."""
     with open("/proc/self/status", encoding="ascii", errors="replace") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), 0)

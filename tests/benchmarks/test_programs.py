@@ -109,9 +109,7 @@ def test_a_small_run(name: str, folder: Path) -> None:
             assert not each["wrong"]
             lacks = any(words in each["note"] for words in _ABSENT) or each["name"].startswith("fio")
             assert each["values"] or lacks or each["name"] == "peak resident growth", (each["name"], each["note"])
-    assert [left.name for left in folder.iterdir() if left.name not in ("found.json", "cache")] == (
-        ["nvme_ops-inference-4x256"] if name == "inference" else []
-    )
+    assert {left.name for left in folder.iterdir()} <= {"found.json", "cache"}
 
 
 def test_json_is_alone_on_standard_output(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -235,20 +233,6 @@ def test_peers_find_the_same_tokens(group: str, package: str, folder: Path, capf
     (table,) = json.loads(capfd.readouterr().out)["folders"][str(folder)]["tables"]
     rows = [each for each in table["rows"] if not each["name"].startswith("fio ")]
     assert [(each["wrong"], each["note"]) for each in rows] == [(False, "")] * len(rows)
-
-
-def test_a_model_is_made_once_where_there_is_room(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    with pytest.raises(files.NotUsable, match="free space are needed"):
-        inference.model_folder(str(tmp_path), 1 << 60)
-    assert list(tmp_path.iterdir()) == []
-    model = Path(inference.model_folder(str(tmp_path), 8 * MIB))
-    made = (model / "model.safetensors").stat().st_mtime_ns
-    assert inference.model_folder(str(tmp_path), 8 * MIB) == str(model)
-    assert (model / "model.safetensors").stat().st_mtime_ns == made
-    (model / "config.json").write_text("{}")
-    assert inference.model_folder(str(tmp_path), 8 * MIB) == str(model)
-    assert (model / "model.safetensors").stat().st_mtime_ns != made
 
 
 # What is made of the figures

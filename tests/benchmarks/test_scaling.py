@@ -227,7 +227,7 @@ def test_a_row_that_moves_nothing_is_found_out(tmp_path: Path) -> None:
         def wait(self) -> None:
             pass
 
-    row = scaling.shared_row("lazy", tasks, [Lazy(), Lazy()])  # type: ignore[list-item]
+    row = scaling.shared_row(tasks, [Lazy(), Lazy()])  # type: ignore[list-item]
     row.before()
     with pytest.raises(WrongData, match="tensor and file differ"):
         row.check()
