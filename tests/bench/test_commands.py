@@ -35,7 +35,7 @@ from nvme_ops.measure.tables import ALONE, Table
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 from tests import prepared
-from tests.conftest import give_up_root, in_child, open_to_all, refusal
+from tests.conftest import refusal
 
 HERE = tempfile.gettempdir()
 SMALL = ["--io_size", "4M", "--no_reference"]
@@ -173,17 +173,6 @@ def refused(main: Callable[[list[str]], int], words: list[str], said: str) -> No
     assert status == 2
     assert re.search(said, " ".join(told.split())), told
     assert not [name for name in os.listdir(HERE) if name.startswith("nvme_ops-bench-")]
-
-
-def understood(words: list[str]) -> int:
-    bench.parse(words)
-    return 0
-
-
-@given(st.sampled_from(["--sweep", "--io_size", "--queue_depth", "--folder_to_device_mapping", "--engine"]), st.text())
-def test_whatever_is_written_is_understood_or_refused(flag: str, text: str) -> None:
-    place = [] if flag == "--folder_to_device_mapping" else B
-    assert refusal(understood, [*place, f"{flag}={text}"])[0] in (0, 2)
 
 
 def test_gpus_and_matplotlib_that_are_not_there_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,27 +509,3 @@ def test_space_is_for_all_files_of_all_processes_and_folders(tmp_path: Path, mon
     for place in (["--folder", str(tmp_path), "--multi_process", "2"], mapping):  # on one file system
         with pytest.raises(files.NotUsable, match="144 MiB of free space are needed"):
             run_module.run(bench.parse([*place, *passes]))
-
-
-def test_a_folder_that_cannot_be_written_or_fills_up_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(path: str, _: int) -> None:
-        raise OSError(28, "No space left on device", path)
-
-    work = tmp_path / "work"
-    work.mkdir(mode=0o755)
-    open_to_all(tmp_path)
-    work.chmod(0o555)
-
-    def body() -> None:
-        give_up_root()
-        with pytest.raises(files.NotUsable, match="work: Permission denied"):
-            run_module.run(bench.parse(["--folder", str(work), *SMALL]))
-
-    in_child(body)
-    work.chmod(0o755)
-    monkeypatch.setattr(files, "make_file", fail)  # someone else takes the space
-    assert bench.main(["--folder", str(work), *SMALL]) == 2
-    assert "No space left on device" in capsys.readouterr().err
-    assert list(work.iterdir()) == []

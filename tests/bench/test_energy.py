@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -11,7 +10,6 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure.energy import Meter, total, used
-from tests.conftest import give_up_root, in_child, open_to_all
 
 RANGE = 262_143_328_850  # microjoules, of a real processor
 
@@ -74,19 +72,6 @@ def test_packages_memory_and_the_platform_are_told_and_a_counter_that_wraps_arou
     assert used(between, after)["package-0"] == pytest.approx(RANGE / 1e6 - 0.4)
     assert "package-1" not in used(between, after), "a counter that goes away is left out"
     assert gone.exists()
-
-
-def test_counters_for_root_only_say_how_to_open_them(tmp_path: Path) -> None:
-    open_to_all(tmp_path)
-    counter(tmp_path, "intel-rapl:0", "package-0").chmod(0o400 if os.geteuid() == 0 else 0)
-
-    def body() -> None:
-        give_up_root()
-        meter = Meter(sysfs=str(tmp_path))
-        assert meter.read() == {}
-        assert "sudo chmod a+r /sys/class/powercap" in meter.unavailable()
-
-    in_child(body)
 
 
 def test_a_machine_without_counters_says_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,11 +5,8 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
-import itertools
 import os
 import resource
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,7 @@ from nvme_ops.measure import rows as rows_module
 from nvme_ops.measure.judge import EMPTY, FIO, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
-from nvme_ops.text import GIB, MIB
+from nvme_ops.text import MIB
 from tests.conftest import give_up_root, in_child, open_to_all
 
 # Judgements: rates in GB/s, 2 unless said
@@ -198,26 +195,6 @@ def test_what_cannot_be_explained_is_refused(
         assert "refuses O_DIRECT" in refused(sysfs)
 
 
-def test_places_of_others_are_refused(file: Path) -> None:
-    open_to_all(file.parent)
-    file.chmod(0)
-    file.parent.chmod(0o555)
-
-    def body() -> None:
-        give_up_root()
-        assert refused(file).endswith("Permission denied")
-        assert refused(file.parent).endswith("Permission denied")
-
-    in_child(body)
-    file.parent.chmod(0o755)
-
-
-def test_a_full_device_is_said(make_file_system: Callable[..., Path]) -> None:
-    folder = make_file_system(96 * MIB)
-    (folder / "filler").write_bytes(b"x" * (shutil.disk_usage(folder).free - 70 * MIB))
-    refused(folder, "--io_size", "8M")
-
-
 # Small real runs
 
 
@@ -289,30 +266,3 @@ def test_a_folder_is_explained_in_both_directions_and_left_empty(folder: Path) -
     assert [line.split(":")[0] for line in text.splitlines()[:2]] == ["read", "write"]
     assert text.count("what was reached") == 2
     assert list(folder.iterdir()) == []
-
-
-@pytest.mark.usefixtures("_no_fio")
-def test_what_happens_to_the_file_meanwhile_is_an_error_and_ctrl_c_leaves_nothing(
-    folder: Path, file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes = itertools.count()
-
-    def interrupt() -> None:
-        if next(passes) == 3:
-            raise KeyboardInterrupt
-
-    for step, words, status, said in (
-        (lambda: os.truncate(file, MIB), [file, "--io_size", "2M"], 1, "EOFError"),
-        (interrupt, [folder, "--io_size", "4M"], 130, "interrupted"),
-        (lambda: file.unlink(missing_ok=True), [file, "--io_size", "1M"], 1, "No such file"),
-    ):
-        bar = contextlib.nullcontext(lambda _, step=step: step())
-        monkeypatch.setattr(explain, "progress_bar", lambda _, bar=bar: bar)
-        found, text = explained(*words, "--rounds", "2")
-        assert found == status
-        assert said in text
-        assert [path for path in folder.iterdir() if path != file] == []
-
-
-def test_passes_over_small_files_are_repeated() -> None:
-    assert [explain.calls(size) for size in (1, MIB, 48 * MIB, GIB)] == [1024, 64, 1, 1]

@@ -55,13 +55,6 @@ def test_a_percentile_is_not_exceeded_by_its_share(values: list[float], share: f
     assert sum(value < found for value in values) < share * len(values)
 
 
-def test_times_of_blocks() -> None:
-    times = rows.BlockTimes.of([number / 1000 for number in range(1, 1001)], [2.0])
-    assert (times.count, times.complete) == (1000, {0.5: 0.5, 0.9: 0.9, 0.99: 0.99, 0.999: 0.999})
-    assert times.submit == dict.fromkeys(rows.PERCENTILES, 2.0)
-    assert rows.BlockTimes.of([1.0]).submit == {}
-
-
 def test_processes_take_as_long_as_the_slowest_and_move_their_sum() -> None:
     first = Sample(2.0, 100, 0.5, submit_seconds=1e-3, end_to_end=9.0, peak_bytes=10, from_page_cache=1.0)
     second = Sample(3.0, 300, 0.25, submit_seconds=2e-3, end_to_end=8.0, peak_bytes=20, from_page_cache=0.0)
@@ -235,16 +228,6 @@ def test_files_have_the_size_asked_for_or_are_an_error(tmp_path: Path) -> None:
             files.make_file(str(tmp_path / "data"), 3 * MIB)
 
     in_child(body)
-
-
-def test_the_checksum_of_a_tensor_elsewhere_is_that_of_its_copy() -> None:
-    """Which must live until it is counted: memory of this size is unmapped with its tensor."""
-
-    class Elsewhere:
-        def cpu(self) -> torch.Tensor:
-            return torch.ones(64 * MIB, dtype=torch.uint8)
-
-    assert files.tensor_checksum(Elsewhere()) == zlib.crc32(b"\1" * (64 * MIB))  # type: ignore[arg-type]
 
 
 # The page cache

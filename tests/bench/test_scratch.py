@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -250,39 +249,3 @@ def test_no_more_is_given_back_than_was_to_be_had(counter: Counter, monkeypatch:
     with huge_pages():
         assert counter.there == 20
     assert counter.there == 17
-
-
-def test_without_the_right_to_reserve_them_the_block_runs_all_the_same(counter: Counter, tmp_path: Path) -> None:
-    if os.geteuid() != 0:
-        pytest.skip("another user is needed, which needs root")
-    open_to_all(tmp_path)
-    counter.file.chmod(0o644)
-
-    def body() -> None:
-        give_up_root()
-        with huge_pages():
-            assert counter.there == 0
-
-    in_child(body)
-
-
-@pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
-@pytest.mark.alone
-def test_two_at_once_give_the_machine_s_huge_pages_back(folder: Path) -> None:
-    real = Counter.__new__(Counter)
-    real.file = Path(fio.COUNTER)
-    if not os.access(real.file, os.W_OK):
-        pytest.skip("reserving huge pages needs root")
-    before = real.there
-
-    def work(path: str) -> None:
-        files.make_file(path, 8 * 1024 * 1024)
-        with contextlib.suppress(RuntimeError):  # without huge pages
-            fio.run("read", path, 8 * 1024 * 1024, fio.BEST[1][0])
-
-    threads = [threading.Thread(target=work, args=[str(folder / name)]) for name in "ab"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert real.becomes(before)  # or another run of fio on this machine has some

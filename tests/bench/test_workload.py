@@ -19,7 +19,6 @@ from nvme_ops.measure.workload import cli, readers, saving
 from nvme_ops.measure.workload.feed import Fed, feed, search
 from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, Reader, checked, made
 from nvme_ops.measure.workload.table import JOBS, LAYER, MODEL, WRITING
-from tests.conftest import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -108,13 +107,6 @@ def test_layers_are_read_in_order(folder: Path) -> None:
     assert not JOBS["zero-inference"].shuffled
     data = DataSet(folder, [1000] * 8, 1, shuffled=False)
     assert numbers(READERS[OURS](data).batches()) == list(range(8))
-
-
-def test_samples_in_files_are_enough_for_several_batches(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for most, count in ((16, 40), (64, 60)):
-        monkeypatch.setattr(readers, "_MOST_FILES", most)
-        (folder / str(most)).mkdir()
-        assert len(made("plain", data_set(folder / str(most), [100] * 100, 5)).data.sizes) == count
 
 
 def test_batches_without_room_in_shared_memory_are_refused(folder: Path) -> None:
@@ -223,18 +215,3 @@ def test_wrong_bytes_are_told_and_the_others_are_measured(
     assert "nvme-bench: wrong data: plain" in ran.err
     assert ran.jobs["bert"]["wrong"] == ["plain"]
     assert set(ran.jobs["bert"]["curves"]) == {OURS}
-
-
-def test_memory_that_is_not_there_is_a_line(folder: Path) -> None:
-    code = """
-        import resource, sys
-        from pathlib import Path
-        from nvme_ops.measure import bench
-        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + (192 << 20), resource.RLIM_INFINITY))
-        words = ["workload", "llm-checkpoint", "inference-log", "--seconds", "0.1", "--size", "1G", "--folder"]
-        sys.exit(bench.main([*words, sys.argv[1]]))
-    """
-    done = run_python(code, folder)
-    assert re.search(r"^nvme_ops.save .*failed: RuntimeError: .*can't allocate memory", done.stdout, re.MULTILINE)
-    assert re.search(r"^nvme_ops.data.AsyncLog +[\d.]+ %", done.stdout, re.MULTILINE)

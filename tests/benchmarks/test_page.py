@@ -210,13 +210,6 @@ def test_a_signal_lets_the_command_clean_up(tmp_path: Path) -> None:
     assert not (tmp_path / "results" / "raw_io.json").exists()
 
 
-def test_the_machine_is_described_by_the_report(tmp_path: Path) -> None:
-    found = page.describe({"DISK": str(tmp_path)})
-    assert {"cpu", "memory", "kernel", "torch", "backends"} <= set(found["machine"])
-    assert "memlock limit" in found["settings"]
-    assert {"file system", "O_DIRECT", "device"} <= set(found["places"]["DISK"])
-
-
 @pytest.mark.parametrize("name", SECTIONS)
 def test_the_commands_of_a_section_name_places_and_files_of_their_own(name: str) -> None:
     commands = page.commands(name, ["DISK", "MEMORY"], "1G", 7)

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
@@ -141,21 +140,6 @@ def test_all_is_removed_when_the_making_fails_or_is_interrupted(
     with pytest.raises(KeyboardInterrupt if number == 4 else NotUsable), scaling.throttled(2, 64 * MIB, SIZE):
         pytest.fail("the failure was lost")
     nothing_left()
-
-
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def refusal(size: int) -> str:
-        with pytest.raises(NotUsable) as raised, scaling.throttled(1, MIB, size):
-            pass
-        return str(raised.value)
-
-    monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "need root" in refusal(SIZE)
-    monkeypatch.setattr(os, "geteuid", lambda: 0)
-    if shutil.which("losetup") and shutil.which("mkfs.ext4"):
-        assert "of memory are needed" in refusal(1 << 50)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert "losetup is not installed: apt-get install" in refusal(SIZE)
 
 
 # The cgroup's versions

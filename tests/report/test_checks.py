@@ -8,7 +8,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -520,25 +519,6 @@ def test_io_uring_is_tried_for_real_and_leaves_no_descriptor() -> None:
         assert (result.status, result.data["errno"]) == (NO, errno.errorcode[-features])
     else:
         assert (result.status, result.data["features"]) == (OKAY, features)
-
-
-def test_no_descriptor_left_is_recognised() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
-    try:
-        result = kernel.io_uring(Host())
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    if "EMFILE" not in result.detail:
-        pytest.skip(f"io_uring is refused here before it takes a descriptor: {result.detail}")
-    assert (result.status, result.fix) == (NO, "ulimit -n 65536")
-
-
-def test_an_exhausted_aio_max_nr_is_recognised() -> None:
-    most = int(Path("/proc/sys/fs/aio-max-nr").read_text())
-    if most >= 1 << 21:
-        pytest.skip(f"fs.aio-max-nr={most} cannot be exceeded by one context")
-    assert "used up [EAGAIN]" in kernel.aio_context(most + 1)[0]
 
 
 def test_small_shared_memory_is_a_warning() -> None:

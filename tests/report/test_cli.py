@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import pty
 import re
 import shlex
 import subprocess
@@ -15,7 +14,6 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from nvme_ops.op_builder import machine, prebuilt
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import render
 from nvme_ops.report.cli import collect, main
@@ -81,24 +79,6 @@ def test_without_flags_it_is_one_screen(tmp_path: Path) -> None:
         assert not any("cuFile" in line for line in lines)
 
 
-@pytest.mark.parametrize(("no_color", "coloured"), [("", True), ("1", False)])
-def test_colours_appear_on_a_terminal_unless_no_color_is_set(no_color: str, coloured: bool, tmp_path: Path) -> None:
-    ours, theirs = pty.openpty()
-    environment = {**os.environ, **broken_torch(tmp_path), "TERM": "xterm", "NO_COLOR": no_color}
-    command = [sys.executable, "-m", "nvme_ops.report"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=theirs, stderr=subprocess.DEVNULL)
-    os.close(theirs)
-    seen = b""
-    while True:
-        try:
-            seen += os.read(ours, 4096)
-        except OSError:  # how the end of a terminal looks
-            break
-    os.close(ours)
-    assert process.wait(60) == 0
-    assert (b"\033[91m[NO]\033[0m" in seen) == coloured
-
-
 def test_the_json_has_every_check_with_a_fix_for_every_complaint(document: Document) -> None:
     assert document["schema"] == 1
     assert set(document["sections"]) == {"build", "ops", "backends", "cufile", "environment"}
@@ -131,29 +111,6 @@ def test_strict_judges_what_is_named_or_can_be_expected(document: Document, tmp_
     named = report("--strict", "gds")
     assert named.returncode == 1
     assert re.fullmatch(r"nvme-report: gds cannot be used: .*\n  fix: .*\n", named.stderr)
-
-
-def test_strict_without_a_compiler_says_which_op_and_why(tmp_path: Path) -> None:
-    if prebuilt.find("async_io"):
-        pytest.skip("the op is prebuilt, so no compiler is needed")
-    done = report("-v", "--strict", PATH=str(tmp_path), CXX="", TORCH_EXTENSIONS_DIR=str(tmp_path / "cache"))
-    assert done.returncode == 1
-    assert "nvme-report: async_io cannot be used: no C++ compiler was found" in done.stderr
-    assert "fix: " in done.stderr
-    assert "C++ compiler ..................... [NO]" in done.stdout
-
-
-def test_a_compiler_that_does_not_find_libaio_gives_the_warnings_of_ds_report(tmp_path: Path) -> None:
-    found = machine.find_compiler()
-    if found is None or prebuilt.find("async_io") or machine.conda_prefix():
-        pytest.skip("the header is not looked for, or not only where the compiler looks")
-    cxx = f"{' '.join(found.command)} -nostdinc"
-    done = report("-v", "--strict", CXX=cxx, TORCH_EXTENSIONS_DIR=str(tmp_path))
-    assert done.returncode == 0, done.stderr  # usable without
-    lines = done.stdout.splitlines()
-    place = lines.index("async_io ............... [NO] ....... [OKAY]")
-    assert "async_io requires the dev libaio .so object and headers" in lines[place + 1]
-    assert any(line.startswith("libaio ................. [NO] libaio") for line in lines)
 
 
 @pytest.mark.parametrize(

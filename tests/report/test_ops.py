@@ -147,15 +147,6 @@ def test_gds_is_expected_where_there_is_a_gpu(name: str, tmp_path: Path, monkeyp
     assert NO_COMPILER in row(ForAGpu(root)).detail
 
 
-def test_a_crashing_builder_is_a_row_and_counts_as_unusable(tmp_path: Path) -> None:
-    builder = MadeUp(tmp_path)
-    (tmp_path / "source.cpp").unlink()
-    result = row(builder)
-    assert result.status is Status.FAIL
-    assert "source.cpp" in result.detail
-    assert ops.unusable([result]) == [result]
-
-
 def test_what_a_prebuilt_op_was_compiled_with_is_read_from_its_record(
     tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

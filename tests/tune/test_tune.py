@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from nvme_ops.storage.device import Identity
 from nvme_ops.text import KIB, MIB
 from nvme_ops.tuning import store
 from tests import prepared
-from tests.conftest import REPOSITORY, contents, round_trip
+from tests.conftest import contents, round_trip
 from tests.tune.test_search import MadeUpDevice
 
 QUICK = ("--io_size", "32M", "--seconds", "1")
@@ -283,23 +282,6 @@ def test_devices_are_tuned_each_by_itself_and_once(place: Path) -> None:
     assert [device["nvme_dir"] for device in document["devices"]] == [[str(place), str(other)], ["/dev/shm"]]
     assert len(list((place.parent / "cache" / "nvme_ops" / "tune").iterdir())) == 2
     assert [name for name in os.listdir("/dev/shm") if name.startswith("nvme_ops-") and name not in before] == []
-
-
-def test_more_memory_than_there_is_is_said(place: Path) -> None:
-    free = os.statvfs(place).f_bavail * os.statvfs(place).f_frsize
-    if free // 2 < 1 << 32:
-        pytest.skip("there is too little space to ask for more than the memory limit")
-    words = ["-m", "nvme_ops.measure.tune", "--folder", str(place), "--io_size", str(1 << 32)]
-    done = subprocess.run(
-        ["prlimit", "--as=3000000000", sys.executable, *words],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "no memory for --io_size" in done.stderr
-    assert list(place.iterdir()) == []
 
 
 @pytest.mark.gpu

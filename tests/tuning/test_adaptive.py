@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import signal
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops import Priority, aio_handle
@@ -23,7 +20,7 @@ from nvme_ops.settings import Settings
 from nvme_ops.storage.device import identify
 from nvme_ops.tuning import store as kept
 from nvme_ops.tuning.dictionary import MODE, SECTION, forget
-from tests.conftest import KIB, MIB, contents, in_child, pattern, round_trip, store
+from tests.conftest import KIB, MIB, contents, pattern, round_trip, store
 from tests.tuning.conftest import MANY, aligned, only, write
 
 # The bytes
@@ -48,20 +45,6 @@ def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool)
         assert torch.equal(back, data)
     counted = {op: sum(one.transfers for one in handle.learned() if one.op == op) for op in ("read", "write")}
     assert counted == {"read": 24, "write": 24}
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 6 * MIB), st.integers(0, 5000), st.booleans()), min_size=1, max_size=12))
-def test_any_mix_of_transfers(tmp_path_factory: pytest.TempPathFactory, transfers: list[tuple[int, int, bool]]) -> None:
-    folder = tmp_path_factory.mktemp("mix")
-    handle = aio_handle.adaptive(folder)
-    for size, offset, pooled in transfers:
-        data = pattern(size)
-        source = nvme_ops.empty(size, dtype=torch.uint8).copy_(data) if pooled else data
-        handle.submit_pwrite(source, folder / "file", offset).result()
-        back = torch.zeros(size, dtype=torch.uint8)
-        handle.read(back, folder / "file", False, offset)
-        assert torch.equal(back, data)
 
 
 DATA = aligned(2 * MIB).copy_(pattern(2 * MIB))
@@ -300,47 +283,4 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
 # Not alone
 
 
-def test_a_forked_child_goes_on_by_itself(folder: Path) -> None:
-    handle = aio_handle.adaptive(folder)
-    write(handle, folder, 3)
-    pending = [handle.submit_pwrite(pattern(8 * MIB), folder / f"file{number}", 0) for number in range(4)]
-
-    def child() -> None:
-        round_trip(handle, folder / "child")
-        write(handle, folder, 1, size=64 * KIB)
-        assert only(handle, most_bytes=64 * KIB).concurrency == "waited"  # what is in flight is the parent's
-        write(handle, folder)
-        assert not only(handle, place="aligned", op="write", concurrency="waited", most_bytes=4 * MIB).exploring
-        fresh = aio_handle.adaptive(folder)
-        write(fresh, folder)
-        fresh.close()
-
-    in_child(child)
-    assert [future.result() for future in pending] == [8 * MIB] * 4
-    write(handle, folder, 2)
-    assert only(handle, concurrency="waited", most_bytes=4 * MIB).transfers == 5
-
-
 # What ends badly
-
-
-@pytest.mark.usefixtures("no_collection")
-def test_a_signal_whose_handler_raises(folder: Path) -> None:
-    def interrupt(*_: object) -> None:
-        raise InterruptedError("made up")
-
-    def work() -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        for _ in range(100):  # however fast the device is
-            handle.sync_pwrite(data, folder / "large", 0)
-
-    handle, data = aio_handle.adaptive(folder), torch.zeros(1 << 30, dtype=torch.uint8)
-    before = signal.signal(signal.SIGALRM, interrupt)
-    try:
-        with pytest.raises(InterruptedError, match="made up"):
-            work()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    round_trip(handle, folder / "small", 100)
-    assert "crowd" not in {one.concurrency for one in handle.learned()}

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import itertools
 import random
 import shutil
 import signal
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,41 +51,40 @@ class DataSet:
     shuffled: bool = True
     workers: int = 2
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_noise", random.Random(0).randbytes(_CONTENT))
+    @functools.cached_property
+    def _noise(self) -> bytes:
+        return random.Random(0).randbytes(_CONTENT)
 
     def sample(self, number: int) -> bytes:
         """Returns a sample, which begins with its number."""
-        noise: bytes = self._noise  # type: ignore[attr-defined]
         size, place = self.sizes[number] - _NUMBER, number * 4096 % _CONTENT
-        parts = [number.to_bytes(_NUMBER, "little"), noise[place : place + size]]
-        left = size - len(parts[1])
-        parts += [noise] * (left // _CONTENT) + [noise[: left % _CONTENT]]
-        return b"".join(parts)
+        noise = self._noise[place : place + size]
+        left = size - len(noise)
+        return (
+            number.to_bytes(_NUMBER, "little")
+            + noise
+            + self._noise * (left // _CONTENT)
+            + self._noise[: left % _CONTENT]
+        )
+
+    def samples(self) -> Iterator[bytes]:
+        """Yields all of them."""
+        return map(self.sample, range(len(self.sizes)))
 
     def is_sample(self, found: Any) -> bool:
         """Returns whether these are the bytes of a sample."""
-        content = torch.frombuffer(bytearray(found), dtype=torch.uint8) if isinstance(found, bytes) else found
-        number = int.from_bytes(bytes(content[:_NUMBER].tolist()), "little")
-        if number >= len(self.sizes) or len(content) != self.sizes[number]:
-            return False
-        return torch.equal(content, torch.frombuffer(bytearray(self.sample(number)), dtype=torch.uint8))
+        content = found if isinstance(found, bytes) else bytes(found.numpy().data)
+        number = int.from_bytes(content[:_NUMBER], "little")
+        return number < len(self.sizes) and content == self.sample(number)
 
     def part(self, count: int) -> DataSet:
         """Returns the first samples, in whole batches."""
-        return DataSet(
-            self.folder, self.sizes[: count - count % self.batch or self.batch], self.batch, self.shuffled, self.workers
-        )
+        return replace(self, sizes=self.sizes[: count - count % self.batch or self.batch])
 
     @property
     def nbytes(self) -> int:
         """Bytes of all samples."""
         return sum(self.sizes)
-
-    @property
-    def fixed(self) -> bool:
-        """Whether all samples have the same size."""
-        return len(set(self.sizes)) <= 1
 
     def path(self, name: str) -> Path:
         """Returns a new folder."""
@@ -118,9 +119,9 @@ def dataset(data: DataSet) -> Reader:
 def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
     folder = data.folder / OURS
     if not folder.exists():
-        spec = (torch.uint8, (data.sizes[0],)) if data.fixed else bytes
+        spec = (torch.uint8, (data.sizes[0],)) if len(set(data.sizes)) == 1 else bytes
         with SampleWriter(data.path(OURS), spec, checksums=False) as writer:
-            writer.extend(data.sample(number) for number in range(len(data.sizes)))
+            writer.extend(data.samples())
     return folder, sorted(folder.glob("samples-*"))
 
 
@@ -153,39 +154,39 @@ def _require_shared_memory(data: DataSet) -> None:
         )
 
 
+def _tensor(sample: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(sample), dtype=torch.uint8) if isinstance(sample, bytes) else sample
+
+
 def _collated(samples: list[Any]) -> Any:
-    rows = [
-        torch.frombuffer(bytearray(each), dtype=torch.uint8) if isinstance(each, bytes) else each for each in samples
-    ]
-    return torch.stack(rows) if len({len(row) for row in rows}) == 1 else rows
+    rows = list(map(_tensor, samples))
+    return torch.stack(rows) if len(set(map(len, rows))) == 1 else rows
 
 
-class _Plain(torch.utils.data.Dataset[Any]):
-    def __init__(self, paths: list[Path], read: Callable[[str], Any]) -> None:
-        self._paths, self._read = [str(path) for path in paths], read
+class _Samples(torch.utils.data.Dataset[Any]):
+    """Each of them is what ``read`` returns for one of ``places``."""
+
+    def __init__(self, places: Sequence[Any], read: Callable[[Any], Any]) -> None:
+        self._places, self._read = places, read
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self._places)
 
     def __getitem__(self, number: int) -> Any:
-        return self._read(self._paths[number])
+        return self._read(self._places[number])
 
 
-def _content(path: str) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+def _content(path: Path) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def plain(data: DataSet) -> Reader:
     """A file for each sample, read by torch's loader."""
-    folder = data.path("plain")
-    paths = [folder / f"{number:07d}" for number in range(len(data.sizes))]
-    for number, path in enumerate(paths):
-        path.write_bytes(data.sample(number))
-    return Reader("plain", data, paths, _torch_loader(data, _Plain(paths, _content)))
+    return _of_files("plain", data, _content, Path.write_bytes)
 
 
-def _first_tensor(path: str) -> Any:
+def _first_tensor(path: Path) -> Any:
     from safetensors.torch import load_file
 
     return load_file(path)["sample"].clone()  # it maps the file: what is not used is not read
@@ -196,39 +197,32 @@ def safetensors(data: DataSet) -> Reader:
     _needed("safetensors", "safetensors")
     from safetensors.torch import save_file
 
-    folder = data.path("safetensors")
-    paths = [folder / f"{number:07d}.safetensors" for number in range(len(data.sizes))]
-    for number, path in enumerate(paths):
-        save_file({"sample": torch.frombuffer(bytearray(data.sample(number)), dtype=torch.uint8)}, path)
-    return Reader("safetensors", data, paths, _torch_loader(data, _Plain(paths, _first_tensor)))
+    return _of_files(
+        "safetensors", data, _first_tensor, lambda path, sample: save_file({"sample": _tensor(sample)}, path)
+    )
 
 
-class _Rows(torch.utils.data.Dataset[Any]):
-    def __init__(self, path: Path, starts: list[int], sizes: Sequence[int]) -> None:
-        import numpy
+def _of_files(name: str, data: DataSet, read: Callable[[Path], Any], write: Callable[[Path, bytes], object]) -> Reader:
+    folder = data.path(name)
+    paths = [folder / f"{number:07d}" for number in range(len(data.sizes))]
+    for path, sample in zip(paths, data.samples(), strict=True):
+        write(path, sample)
+    return Reader(name, data, paths, _torch_loader(data, _Samples(paths, read)))
 
-        self._content = numpy.memmap(path, numpy.uint8, "r")
-        self._starts, self._sizes = starts, sizes
 
-    def __len__(self) -> int:
-        return len(self._starts)
-
-    def __getitem__(self, number: int) -> Any:
-        start = self._starts[number]
-        return torch.from_numpy(self._content[start : start + self._sizes[number]].copy())
+def _row(content: Any, place: slice) -> Any:
+    return torch.from_numpy(content[place].copy())
 
 
 def memmap(data: DataSet) -> Reader:
     """All samples in a file that NumPy maps, read by torch's loader."""
-    _needed("numpy", "numpy")
+    numpy = _needed("numpy", "numpy")
     path = data.path("memmap") / "samples"
-    starts, place = [], 0
     with path.open("wb") as file:
-        for number, size in enumerate(data.sizes):
-            starts.append(place)
-            place += size
-            file.write(data.sample(number))
-    return Reader("memmap", data, [path], _torch_loader(data, _Rows(path, starts, data.sizes)))
+        file.writelines(data.samples())
+    places = [slice(end - size, end) for end, size in zip(itertools.accumulate(data.sizes), data.sizes, strict=True)]
+    samples = _Samples(places, functools.partial(_row, numpy.memmap(path, numpy.uint8, "r")))
+    return Reader("memmap", data, [path], _torch_loader(data, samples))
 
 
 def webdataset(data: DataSet) -> Reader:
@@ -247,11 +241,10 @@ def webdataset(data: DataSet) -> Reader:
     if data.shuffled:
         pipeline = pipeline.shuffle(256)
     pipeline = pipeline.to_tuple("bin").map(_first).batched(data.batch, collation_fn=_collated)
-    workers = min(data.workers, len(files))
-    loader = DataLoader(
-        pipeline, batch_size=None, num_workers=workers, persistent_workers=True, worker_init_fn=_without_ctrl_c
+    workers = replace(data, workers=min(data.workers, len(files)))
+    return Reader(
+        "webdataset", data, files, _torch_loader(workers, pipeline, batch_size=None, shuffle=None, collate_fn=None)
     )
-    return Reader("webdataset", data, files, lambda: loader)
 
 
 def _first(sample: Sequence[Any]) -> Any:
@@ -263,8 +256,8 @@ def streaming(data: DataSet) -> Reader:
     mds = _needed("streaming", "mosaicml-streaming")
     folder = data.path("streaming")
     with mds.MDSWriter(out=str(folder), columns={"bin": "bytes"}, exist_ok=True) as writer:
-        for number in range(len(data.sizes)):
-            writer.write({"bin": data.sample(number)})
+        for sample in data.samples():
+            writer.write({"bin": sample})
     samples = mds.StreamingDataset(local=str(folder), shuffle=data.shuffled, batch_size=data.batch)
     batches = _torch_loader(data, samples, shuffle=False, collate_fn=_collated_dicts)
     return Reader("streaming", data, sorted(folder.glob("*.mds")), batches)
