@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import cache, partial
 
-from nvme_ops.arguments import command, say
+from nvme_ops.arguments import command, command_line, say
 from nvme_ops.op_builder import ALL_OPS
 from nvme_ops.op_builder.machine import Host
 
@@ -40,13 +40,7 @@ exit status: 0; 1 with --strict when an op or a folder cannot be used;
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    made = argparse.ArgumentParser(
-        prog="nvme-report",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    made = command_line("nvme-report", _DESCRIPTION, _EPILOG)
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
     add("--folder", metavar="DIR", action="extend", nargs="+", default=[], help=words)

@@ -272,7 +272,9 @@ def reached(task: Task) -> str:
 def make_rows(task: Task) -> list[Row]:
     """Returns rows over the first ``task.size`` bytes of its file, which is written only if ``task.write``."""
     ordinary = [GPU] if task.gpu is not None else [KEPT] if task.write else [EMPTY, KEPT, NEW]
-    rows = [_fio_row(task), *(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
+    moved, best = task.size * calls(task.size), fio.best(task.size)
+    rows = [fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_out, best)]
+    rows += [*(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
     if task.gpu is not None:
         rows.append(_gds_row(task))
     lanes = nvme_ops.aio_handle(intra_op_parallelism=2)
@@ -338,18 +340,6 @@ def _gds_row(task: Task) -> Row:
         return _row(task, GDS, nvme_ops.gds_handle(), GPU)
     except RuntimeError as error:
         return unavailable(GDS, str(error).splitlines()[0])
-
-
-def _fio_row(task: Task) -> Row:
-    """Returns fio's row: 4 MiB x 32 in huge pages, smaller blocks for a smaller file."""
-    block = fio.BLOCK
-    while block > max(task.size, 4096):
-        block //= 2
-    shape = [f"--bs={block}", "--iodepth=32"]
-    if not task.write:
-        shape.append("--readonly")  # fio refuses to run when a job would write
-    moved = task.size * calls(task.size)
-    return fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_out, fio.variants(shape))
 
 
 def _findings(judgement: Judgement, measured: Measured) -> list[str]:

@@ -42,8 +42,9 @@ BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
 
 
 def best(size: int) -> list[Variant]:
-    """Returns ``BEST`` for a file of that size, which may be smaller than its block."""
-    return BEST if size >= BLOCK else variants([f"--bs={size}", "--iodepth=32"])
+    """Returns ``BEST`` for a file of that size; one that is smaller than its block has smaller ones."""
+    block = min(BLOCK, max(_PAGE, 1 << size.bit_length() - 1))
+    return variants([f"--bs={block}", "--iodepth=32"])
 
 
 def require() -> str:
@@ -124,6 +125,7 @@ def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: in
         f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none", "--group_reporting", "--thread",
         *options,
     ]  # fmt: skip
+    made += [] if "w" in pattern else ["--readonly"]  # it refuses a job that would write
     block = max([_PAGE, *(int(option[5:]) for option in options if re.fullmatch(r"--bs=\d+", option))])
     share = -(-size // (lanes * block)) * block if lanes > 1 else size
     for number, file in enumerate([path] if isinstance(path, str) else path):

@@ -97,30 +97,25 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     made = command_line("nvme-tune", _DESCRIPTION, _EPILOG)
 
-    def value(flag: str, metavar: str, words: str, **more: Any) -> None:
-        made.add_argument(flag, metavar=metavar, help=words, **more)
-
-    def switch(flag: str, words: str) -> None:
-        made.add_argument(flag, action="store_true", help=words)
-
-    made.add_argument("--folder", "--nvme_dir", metavar="DIR", nargs="+", action="extend", required=True,
-                      help="folders on the devices to tune, each with --io_size of free space")  # fmt: skip
-    value("--sweep_config", "FILE.json", "the values to try, see below")
-    switch("--no_read", "do not measure reads")
-    switch("--no_write", "do not measure writes")
-    value("--io_size", "SIZE", "bytes of a full pass, at most, 32M at least; the search takes shorter ones "
-          "(default 400M)", type=size, default="400M")  # fmt: skip
-    made.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
-    made.add_argument("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
-    switch("--gds", "tensors in GPU memory, with gds_handle")
-    value("--log_dir", "DIR", "write every pass to DIR/passes.jsonl")
-    value("--loops", "N", "repetitions in each pass (default 1)", type=positive, default=1)
-    switch("--verbose", "show every pass")
-    value("--seconds", "S", "for each device (default 16)", type=float, default=16.0)
-    switch("--explain", "show why the best is the best, and how flat the optimum")
-    add_outputs(made.add_argument, ".json")
-    switch("--no_store", "do not keep the result for aio_handle.tuned")
-    switch("--replace", "keep the result even where a better founded one is kept already")
+    add = made.add_argument
+    add("--folder", "--nvme_dir", metavar="DIR", nargs="+", action="extend", required=True,
+        help="folders on the devices to tune, each with --io_size of free space")  # fmt: skip
+    add("--sweep_config", metavar="FILE.json", help="the values to try, see below")
+    add("--no_read", action="store_true", help="do not measure reads")
+    add("--no_write", action="store_true", help="do not measure writes")
+    words = "bytes of a full pass, at most, 32M at least; the search takes shorter ones (default 400M)"
+    add("--io_size", type=size, default="400M", metavar="SIZE", help=words)
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
+    add("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
+    add("--gds", action="store_true", help="tensors in GPU memory, with gds_handle")
+    add("--log_dir", metavar="DIR", help="write every pass to DIR/passes.jsonl")
+    add("--loops", type=positive, default=1, metavar="N", help="repetitions in each pass (default 1)")
+    add("--verbose", action="store_true", help="show every pass")
+    add("--seconds", type=float, default=16.0, metavar="S", help="for each device (default 16)")
+    add("--explain", action="store_true", help="show why the best is the best, and how flat the optimum")
+    add_outputs(add, ".json")
+    add("--no_store", action="store_true", help="do not keep the result for aio_handle.tuned")
+    add("--replace", action="store_true", help="keep the result even where a better founded one is kept already")
     made.add_argument("--version", action="version", version=f"nvme-tune {__version__}")
     return made
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import resource
-import zlib
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -22,7 +19,6 @@ from nvme_ops.measure.remote import combined
 from nvme_ops.measure.rows import Row, Sample, Spread, Unavailable, WrongData, cached_share_of, interleave, timed
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, MIB
-from tests.conftest import in_child
 
 GB = 10**9
 
@@ -213,21 +209,6 @@ def test_a_row_that_does_nothing_is_found_out(tmp_path: Path, write: bool) -> No
     lazy = tensor_row(work, "lazy", lambda: work.pageable, lambda _: None)
     interleave([honest, lazy], 1)
     assert [each.wrong for each in (honest, lazy)] == [False, True]
-
-
-def test_files_have_the_size_asked_for_or_are_an_error(tmp_path: Path) -> None:
-    file = tmp_path / "data"
-    files.make_file(str(file), 20 * MIB)
-    content = torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.uint8)
-    assert content.numel() == 20 * MIB
-    assert files.checksum(str(file)) == files.tensor_checksum(content) == zlib.crc32(file.read_bytes())
-
-    def body() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, resource.RLIM_INFINITY))
-        with pytest.raises(OSError, match="File too large"):
-            files.make_file(str(tmp_path / "data"), 3 * MIB)
-
-    in_child(body)
 
 
 # The page cache

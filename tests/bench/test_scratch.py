@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -179,20 +178,6 @@ def test_one_of_an_earlier_start_is_dead_where_no_other_host_writes(
     monkeypatch.setattr(scratch, "_is_local", lambda _: local)
     sweep(str(tmp_path))
     assert left.exists() == stays
-
-
-def test_what_cannot_be_removed_now_is_removed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(_: str) -> None:
-        raise PermissionError
-
-    left = left_by_killed(tmp_path)
-    (left / "folder").mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(shutil, "rmtree", refuse)
-        sweep(str(tmp_path))
-    assert left.exists()
-    sweep(str(tmp_path))
-    assert not left.exists()
 
 
 def test_runs_that_begin_at_once_do_not_take_each_other_for_dead(tmp_path: Path) -> None:

@@ -6,12 +6,7 @@ import getpass
 import json
 import os
 import re
-import shlex
-import signal
 import socket
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -182,41 +177,6 @@ def test_rendering_measures_nothing_and_names_a_damaged_file(
     for file in (run.page, run.readme):
         assert ("\nold\n" in file.read_text()) == bool(text)
         assert ("Not measured yet." in file.read_text()) != bool(text)
-
-
-def test_a_signal_lets_the_command_clean_up(tmp_path: Path) -> None:
-    begun, ended = tmp_path / "begun", tmp_path / "ended"
-    command = f"trap 'touch {ended}; exit 1' TERM; touch {begun}; sleep 60 & wait"
-    source = (
-        "import sys\n"
-        "from benchmarks import page\n"
-        "page.describe = lambda places: {}\n"
-        f"page.SECTIONS['raw_io'] = page.Section({shlex.join(['sh', '-c', command])!r})\n"
-        "sys.exit(page.main(sys.argv[1:]))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", source, *Run(tmp_path).words, "--only", "raw_io"],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    while not begun.exists():
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, errors = process.communicate(timeout=30)
-    assert process.returncode == 143, errors
-    assert ended.exists()
-    assert not (tmp_path / "results" / "raw_io.json").exists()
-
-
-@pytest.mark.parametrize("name", SECTIONS)
-def test_the_commands_of_a_section_name_places_and_files_of_their_own(name: str) -> None:
-    commands = page.commands(name, ["DISK", "MEMORY"], "1G", 7)
-    used = [word for words in commands.values() for word in words]
-    assert name == "scaling" or {"DISK", "MEMORY"} <= set(used)
-    assert [word for word in used if word.endswith(".png")] in ([], [f"{own}.png" for own in commands])
-    assert not any("{" in word for word in used)
 
 
 # Showing

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from benchmarks import cgroups, scaling
-from benchmarks.cgroups import Group, hand_down, hierarchy, join
+from benchmarks.cgroups import Group, hierarchy, join
 from nvme_ops import aio_handle
 from nvme_ops.measure.engines import Task
 from nvme_ops.measure.files import NotUsable
@@ -166,16 +166,6 @@ def test_limits_are_written_in_the_words_of_the_version(tmp_path: Path) -> None:
             assert (tmp_path / name).read_text() == expected
     with pytest.raises(NotUsable, match=r"the limit cannot be set: .*io\.max: No such file"):
         Group(tmp_path / "none", 2).limit_device("7:0", 1000)
-
-
-def test_the_controller_is_handed_down_and_taken_back(tmp_path: Path) -> None:
-    control = tmp_path / "cgroup.subtree_control"
-    for there, during, after in (("cpu", "+io", "-io"), ("cpu io", "cpu io", "cpu io")):
-        control.write_text(there)
-        with contextlib.ExitStack() as stack:
-            hand_down(stack, control, "io")
-            assert control.read_text() == during
-        assert control.read_text() == after
 
 
 # What is measured over them

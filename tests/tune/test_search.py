@@ -139,13 +139,6 @@ def test_a_final_that_is_cut_short_is_told() -> None:
     assert (device.passes, outcome.final, outcome.complete) == (43, None, False)
 
 
-def test_without_any_time_only_the_default_is_measured() -> None:
-    device = MadeUpDevice("far", 1)
-    device.now = 2 * BUDGET
-    outcome = device.search().find()
-    assert (outcome.best, list(outcome.rates), outcome.complete, device.passes) == (DEFAULT, [DEFAULT], False, 1)
-
-
 def test_the_same_measurements_give_the_same_result_and_hopeless_settings_are_measured_least() -> None:
     device, again = MadeUpDevice("far", 2), MadeUpDevice("far", 2)
     outcome = device.search().find()
@@ -154,13 +147,6 @@ def test_the_same_measurements_give_the_same_result_and_hopeless_settings_are_me
     hopeless = [count for settings, count in outcome.passes.items() if device.rate(settings) < 0.6 * best]
     assert max(hopeless, default=0) <= 2
     assert max(count for settings, count in outcome.passes.items() if device.rate(settings) > 0.95 * best) > 5
-
-
-def test_a_quiet_device_takes_less_than_all_the_time() -> None:
-    device = MadeUpDevice("far", 0, noise=0.001)
-    few = [Axis("block_size", [MIB, 8 * MIB]), Axis("queue_depth", [8, 128])]
-    assert device.search(tried=few).find().complete
-    assert device.now < 0.5 * BUDGET
 
 
 @pytest.mark.parametrize(
@@ -209,11 +195,6 @@ def test_an_interrupted_search_tells_what_it_knows() -> None:
     assert sum(outcome.passes.values()) == 60
     assert outcome.final is None
     assert device.rate(outcome.best) > device.rate(DEFAULT)
-
-
-def test_more_lanes_than_processors_are_not_tried() -> None:
-    for processors, most in ((1, 1), (2, 2), (6, 4), (64, 16)):
-        assert max({axis.name: axis.values for axis in axes(processors)}["intra_op_parallelism"]) == most
 
 
 # Rounds and duels

@@ -7,8 +7,8 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ from nvme_ops.storage import Session, TensorStore
 Write = Callable[[], object]
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """What writes once, and what is done before each write, untimed."""
 
     write: Write
