@@ -141,9 +141,6 @@ PyMethodDef functions[] = {
      "deny_memory(tensor, message). Whoever asks for the memory of the tensor's storage gets a RuntimeError."},
     {"share_version", share_version, METH_VARARGS,
      "share_version(tensor, other). From now on both have the _version of the other, and count changes of either."},
-    {"scan_pickle", scan_pickle, METH_VARARGS,
-     "scan_pickle(content, codes) -> str. Why these bytes are no pickle of these codes that needs no more memory than "
-     "its own size; empty when they are one."},
     {"pool_statistics", pool_statistics, METH_NOARGS,
      "pool_statistics() -> dict[str, int]. Bytes in use and bytes cached."},
     {"endings", endings, METH_NOARGS, "endings() -> int. A counter of ended transfers and released memory."},

@@ -32,9 +32,6 @@ void remove_pending(PyObject* pending, PyObject* operation);
 
 PyObject* allocate_from_pool(PyObject*, PyObject* begin);
 
-// Checks a pickle before Python's own reader reads it, which trusts every number in it.
-PyObject* scan_pickle(PyObject*, PyObject* arguments);
-
 // Many tensors in one call, for checkpoints of thousands of small ones.
 PyObject* overlapping(PyObject*, PyObject* tensors);
 PyObject* set_storage_offsets(PyObject*, PyObject* arguments);

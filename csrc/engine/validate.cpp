@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <memory>
 #include <string>
 
 #include "base/error.h"
@@ -15,22 +16,12 @@ namespace {
 
 constexpr std::uint64_t kChunk = 4 * kHugePage;
 
-class Scratch {
-public:
-  explicit Scratch(std::size_t bytes) : data_(BufferPool::instance().allocate(bytes)) {}
-  Scratch(const Scratch&) = delete;
-  Scratch& operator=(const Scratch&) = delete;
-  ~Scratch() { BufferPool::instance().release(data_, kIdleBytes); }
-  std::byte* data() const { return data_; }
-
-private:
-  std::byte* const data_;
-};
-
 }  // namespace
 
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
-  const Scratch scratch(kChunk);
+  const std::unique_ptr<std::byte, void (*)(std::byte*)> scratch(
+      BufferPool::instance().allocate(kChunk),
+      [](std::byte* memory) { BufferPool::instance().release(memory, kIdleBytes); });
   for (const Extent& extent : job.extents()) {
     const std::shared_ptr<SharedFile> file =
         reader_of(extent.file, job.op() == Op::Write ? Cache::Direct : Cache::Buffered);
@@ -38,13 +29,13 @@ void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
     for (std::uint64_t position = 0; position < extent.bytes; position += kChunk) {
       const std::uint64_t bytes = std::min(kChunk, extent.bytes - position);
       const std::uint64_t offset = extent.offset + position;
-      const auto back = std::make_shared<Job>(
-          Op::Read, std::vector<Extent>{{file, scratch.data(), bytes, offset, true, false, true}});
+      const auto back =
+          std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.get(), bytes, offset, true, false, true}});
       engine.run(back, interrupted);
       if (const auto& failure = back->outcome()->failure()) raise(*failure);
-      if (std::memcmp(scratch.data(), extent.memory + position, bytes) == 0) continue;
-      const auto difference = std::mismatch(scratch.data(), scratch.data() + bytes, extent.memory + position).first;
-      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.data()), file->file().path()));
+      if (std::memcmp(scratch.get(), extent.memory + position, bytes) == 0) continue;
+      const auto difference = std::mismatch(scratch.get(), scratch.get() + bytes, extent.memory + position).first;
+      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.get()), file->file().path()));
     }
   }
 }

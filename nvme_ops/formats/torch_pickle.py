@@ -11,9 +11,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from nvme_ops._native import native
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.pickle_scan import scan
 
 #: What torch's own reader takes with weights_only; anything else ends the reading.
 CODES = (
@@ -141,7 +141,7 @@ class Unpickler(pickle.Unpickler):
     """
 
     def __init__(self, content: bytes, codes: Iterable[bytes] = CODES) -> None:
-        if problem := native().scan_pickle(content, b"".join(codes)):
+        if problem := scan(content, codes):
             raise NotReadError(problem)
         super().__init__(io.BytesIO(content), encoding="utf-8")
 

@@ -20,6 +20,7 @@ from nvme_ops._native import native
 from nvme_ops.checkpoint import new_tensors, torch_load, torch_save
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import torch_pickle, torch_zip
+from nvme_ops.formats.pickle_scan import scan
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.storage.publication import opened as opened_for_reading
 from tests.checkpoint.torch_files import (
@@ -342,9 +343,9 @@ def test_the_other_byte_order(folder: Path) -> None:
     assert torch.equal(load(path)["a"], torch.arange(4, dtype=torch.int32))
 
 
-# The native parts: the scan of a pickle, and tensors over parts of a memory
+# The scan of a pickle, and tensors over parts of a memory
 
-CODES = b"".join(torch_load._CODES)
+CODES = torch_load._CODES
 
 
 def make(content: bytes) -> Any:
@@ -354,9 +355,9 @@ def make(content: bytes) -> Any:
 def test_the_scan_lets_through_what_torch_writes() -> None:
     obj = {"a": [torch.zeros(2), 1, -5, 2**40, 1.5, "x" * 300, None, True], "b": OrderedDict(c=(1, 2, 3, 4))}
     content = torch_save_content(obj)[0]
-    assert native().scan_pickle(content, CODES) == native().scan_pickle(torch_save.pickled(obj)[0], CODES) == ""
+    assert scan(content, CODES) == scan(torch_save.pickled(obj)[0], CODES) == ""
     for length in range(len(content)):
-        assert native().scan_pickle(content[:length], CODES) == "it ends too early"
+        assert scan(content[:length], CODES) == "it ends too early"
 
 
 @pytest.mark.parametrize(
@@ -375,7 +376,7 @@ def test_the_scan_lets_through_what_torch_writes() -> None:
 )
 def test_the_scan_refuses_what_costs_more_than_it_is(content: bytes, words: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert native().scan_pickle(content, CODES) == words
+    assert scan(content, CODES) == words
     if words:
         with pytest.raises(torch_pickle.NotReadError, match=words):
             make(content)

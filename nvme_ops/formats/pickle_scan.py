@@ -1,0 +1,48 @@
+"""``scan``: whether a pickle may be given to Python's reader, which trusts every number in it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable
+
+# What follows the code: so many bytes; the number of an object; bytes, and before them how many; or two lines.
+_FOLLOWED = {
+    pickle.BININT1: 1, pickle.BINGET: 1, pickle.BINPUT: 1, pickle.PROTO: 1, pickle.BININT2: 2, pickle.BININT: 4,
+    pickle.LONG_BINGET: 4, pickle.BINFLOAT: 8,
+}  # fmt: skip
+_NUMBERED = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
+_COUNTED = {pickle.LONG1: 1, pickle.SHORT_BINSTRING: 1, pickle.BINUNICODE: 4}
+_BYTE = 0xFF
+_STOP, _LINES = pickle.STOP[0], pickle.GLOBAL[0]
+
+
+def scan(content: bytes, codes: Iterable[bytes]) -> str:
+    """Returns why a pickle is refused; empty where it has these codes alone and needs no more memory than its size."""
+    allowed = {code[0] for code in codes}
+    numbered, counted = ({code[0]: size for code, size in each.items()} for each in (_NUMBERED, _COUNTED))
+    place, end, largest = 0, len(content), 0
+    if end > _BYTE:  # which no number of one byte reaches
+        del numbered[pickle.BINPUT[0]]
+    steps = {code: 1 + _FOLLOWED.get(bytes([code]), 0) for code in allowed - {*numbered, *counted, _STOP, _LINES}}
+    while place < end:
+        code = content[place]
+        step = steps.get(code)
+        if step is not None:
+            place += step
+            continue
+        if code not in allowed:
+            return f"code {code} is not allowed"
+        place += 1
+        if code in numbered:
+            # Python's reader has a table as long as the largest of these. Pickles that were optimized skip some.
+            largest = max(largest, int.from_bytes(content[place : place + numbered[code]], "little"))
+            place += numbered[code]
+        elif code in counted:
+            place += counted[code]
+            place += int.from_bytes(content[place - counted[code] : place], "little")
+        elif code == _LINES:
+            for _ in range(2):
+                place = content.find(b"\n", place) + 1 or end
+        else:
+            return "it numbers more objects than it has" if largest >= end else ""
+    return "it ends too early"
