@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from operator import itemgetter
 from typing import Any, TypeAlias
 
@@ -82,31 +81,17 @@ def read(
     On the CPU it is in huge pages if the file's blocks can be read without a copy. ``mapped``: map the file instead
     (MAP_PRIVATE), as safetensors and ``torch.load(mmap=True)`` do. ``ahead``: what has been read already.
     """
-    if ahead is not None:
-        runs = _runs(wanted, _HOST)
-        if (memory := ahead.result(runs)) is not None:
-            return _cut(memory, wanted, runs, lay_out(runs, _HOST)[0])
-    return begin(handle, fd, wanted, device, mapped)()
-
-
-def begin(
-    handle: aio_handle, fd: int, wanted: Sequence[Wanted], device: torch.device, mapped: bool = False
-) -> Callable[[], list[torch.Tensor]]:
-    """Starts to read them as ``read`` does. What it returns waits for that and returns them."""
     runs = _runs(wanted, device)
     if device.type == "cpu" and runs and mapped:
-        return partial(_map, fd, wanted, runs)
+        return _map(fd, wanted, runs)
     places, size = lay_out(runs, device)
-    base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
-    targets = [base[place : place + end - start] for place, (start, end) in zip(places, runs, strict=True)]
-    transfer = handle.submit_preadv(targets, fd, [start for start, _ in runs]) if targets else None
-
-    def finish() -> list[torch.Tensor]:
-        if transfer is not None:
-            transfer.result()
-        return _cut(base, wanted, runs, places)
-
-    return finish
+    base = None if ahead is None else ahead.result(runs)
+    if base is None:
+        base = _host_memory(size) if device.type == "cpu" else torch.empty(size, dtype=torch.uint8, device=device)
+        targets = [base[place : place + end - start] for place, (start, end) in zip(places, runs, strict=True)]
+        if targets:
+            handle.submit_preadv(targets, fd, [start for start, _ in runs]).result()
+    return _cut(base, wanted, runs, places)
 
 
 def _host_memory(size: int) -> torch.Tensor:

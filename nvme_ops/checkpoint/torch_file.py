@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from torch.serialization import default_restore_location
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request, Targets
-from nvme_ops.checkpoint.torch_load import by_device, everything
-from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, require_undamaged, verify_others
+from nvme_ops.checkpoint.torch_load import everything, read_by_device
+from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, verify_others
 from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
@@ -129,7 +129,7 @@ def _fill_or_make(
     if request.verify:
         plain = {name: each for name, each in described.items() if each.contiguous and not each.metadata}
         held = [(each.storage.record, taken[name]) for name, each in plain.items() if is_plain(taken[name])]
-        _verify(archive, held, [each.storage.record for each in described.values()])
+        torch_read.verify(archive, held, [each.storage.record for each in described.values()])
     return taken
 
 
@@ -141,35 +141,21 @@ def _make(
         by_record.setdefault(each.storage.record, []).append(each)
     extents = {record: torch_read.union(tensors) for record, tensors in by_record.items()}
 
-    def made(records: Iterable[str], device: torch.device) -> dict[str, torch.UntypedStorage]:
-        wanted = {record: extents[record] for record in records}
-        found = torch_read.begin(archive, wanted, device, file.mapped)()
-        if verify and device.type != "meta":
-            _verify(archive, found.items(), found)
-        return {record: each.untyped_storage() for record, each in found.items()}
-
-    found: dict[str, torch.UntypedStorage] = {}
     locations = {record: tensors[0].storage.location for record, tensors in by_record.items()}
+    found: dict[str, torch.UntypedStorage] = {}
     if callable(map_location):
         for record, location in locations.items():
-            storage = made([record], torch.device("cpu"))[record]
+            read = torch_read.read(archive, {record: extents[record]}, torch.device("cpu"), file.mapped, verify)
+            storage = read[record].untyped_storage()
             moved = map_location(storage, location)
             found[record] = default_restore_location(storage, location) if moved is None else moved
     else:
-        for device, records in by_device(file, locations, map_location).items():
-            found.update(made(records, device))
+        on_devices = read_by_device(file, archive, extents, locations, map_location, verify)
+        found = {record: each.untyped_storage() for record, each in on_devices.items()}
     return {
         name: torch_read.rebuilt(each, found[each.storage.record], extents[each.storage.record][0])
         for name, each in described.items()
     }
-
-
-def _verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: Iterable[str]) -> None:
-    """Compares records with their checksums: in memory where one is held as a whole, else in the file."""
-    whole = [(record, each) for record, each in held if each.nbytes == archive.records[record].size]
-    wrong = torch_read.damaged(archive, whole)
-    wrong += torch_read.damaged_in_file(archive, sorted(set(records) - {record for record, _ in whole}))
-    require_undamaged(archive, wrong)
 
 
 def contents(path: str, _: object = None) -> Contents:

@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -24,7 +24,6 @@ from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.torch_open import (
     TorchFile,
     require_record,
-    require_undamaged,
     verify_by_zipfile,
     verify_others,
 )
@@ -85,28 +84,18 @@ def _fetcher(
     file: TorchFile, archive: Archive, map_location: Any, content: bytes, verify: bool
 ) -> Callable[[str], torch.Tensor]:
     """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
-
-    def read(names: Iterable[str], device: torch.device) -> dict[str, torch.Tensor]:
-        found = torch_read.begin(archive, torch_read.whole(archive, names), device, file.mapped)()
-        if verify and device.type != "meta":
-            require_undamaged(archive, torch_read.damaged(archive, found.items()))
-        return found
-
+    whole = {name: (0, record.size) for name, record in archive.records.items() if name.startswith("data/")}
     if callable(map_location):
-        return lambda name: read([name], torch.device("cpu"))[name]
-    data = [name for name in archive.records if name.startswith("data/")]
-    if map_location is None and not _mentions_device(content):
-        return read(data, torch.device("cpu")).__getitem__
-    if isinstance(map_location, str | torch.device):
-        return read(data, _device_of(map_location, "", file.path)).__getitem__
-    _, mentioned = torch_pickle.read(content, file.path)
-    for each in mentioned:
-        require_record(archive, each.record, each.size)
-    found: dict[str, torch.Tensor] = {}
-    locations = {each.record: each.location for each in mentioned}
-    for device, names in by_device(file, locations, map_location).items():
-        found.update(read(names, device))
-    return found.__getitem__
+        host = torch.device("cpu")
+        return lambda name: torch_read.read(archive, {name: whole[name]}, host, file.mapped, verify)[name]
+    locations = dict.fromkeys(whole, "cpu")
+    if isinstance(map_location, Mapping) or (map_location is None and _mentions_device(content)):
+        _, mentioned = torch_pickle.read(content, file.path)
+        for each in mentioned:
+            require_record(archive, each.record, each.size)
+        locations = {each.record: each.location for each in mentioned}
+    extents = {name: whole[name] for name in locations}
+    return read_by_device(file, archive, extents, locations, map_location, verify).__getitem__
 
 
 def _mentions_device(content: bytes) -> bool:
@@ -115,14 +104,20 @@ def _mentions_device(content: bytes) -> bool:
     return any(name.encode() in content for name in names)
 
 
-def by_device(file: TorchFile, locations: Mapping[str, str], map_location: Any) -> dict[torch.device, list[str]]:
-    """The records that go to each device."""
-    found: dict[torch.device, list[str]] = {}
-    devices = {
-        location: _device_of(map_location, location, file.path) for location in dict.fromkeys(locations.values())
-    }
-    for record, location in locations.items():
-        found.setdefault(devices[location], []).append(record)
+def read_by_device(
+    file: TorchFile,
+    archive: Archive,
+    extents: Mapping[str, tuple[int, int]],
+    locations: Mapping[str, str],
+    map_location: Any,
+    verify: bool,
+) -> dict[str, torch.Tensor]:
+    """Reads a byte range of each record to where ``map_location`` puts what is saved from its location."""
+    devices = {each: _device_of(map_location, each, file.path) for each in dict.fromkeys(locations.values())}
+    found: dict[str, torch.Tensor] = {}
+    for device in dict.fromkeys(devices.values()):
+        some = {record: extent for record, extent in extents.items() if devices[locations[record]] == device}
+        found.update(torch_read.read(archive, some, device, file.mapped, verify))
     return found
 
 

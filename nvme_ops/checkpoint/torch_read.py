@@ -9,7 +9,7 @@ import torch
 
 from nvme_ops import collector
 from nvme_ops.checkpoint import new_tensors
-from nvme_ops.checkpoint.torch_open import require_record
+from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.checksums import checksum_of
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, Archive
@@ -21,19 +21,20 @@ from nvme_ops.settings import ALIGNMENT
 _GAP = 8 << 10  # gap between two records up to which it is read as well: headers and page alignment
 
 
-def begin(
+def read(
     archive: Archive,
     extents: Mapping[str, tuple[int, int]],
     device: torch.device,
-    mapped: bool = False,
-) -> Callable[[], dict[str, torch.Tensor]]:
-    """Starts to read a byte range of each record into a tensor with its own storage.
+    mapped: bool,
+    verified: bool,
+) -> dict[str, torch.Tensor]:
+    """Reads a byte range of each record into a tensor with its own storage.
 
-    What it returns waits for that and returns them. The storages are parts of one allocation, which is freed with the
-    last of them; they cannot grow. ``mapped``: they are parts of a mapping of the file, if its records are aligned.
+    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
+    are parts of a mapping of the file, if its records are aligned. ``verified``: as ``verify`` does.
     """
     if device.type == "meta":
-        return lambda: {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
+        return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
     whole_records = all(end == archive.records[name].size for name, (_, end) in extents.items())
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
@@ -47,15 +48,13 @@ def begin(
         spans = _spans(places)
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-    reading = new_tensors.begin(archive.handle, archive.fd, wanted, device, mapped) if wanted else list[torch.Tensor]
-
-    def finish() -> dict[str, torch.Tensor]:
-        memories = reading()
-        if with_headers:
-            archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
-        return _parts(archive, extents, memories, spans, device)
-
-    return finish
+    memories = new_tensors.read(archive.handle, archive.fd, wanted, device, mapped) if wanted else []
+    if with_headers:
+        archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
+    found = _parts(archive, extents, memories, spans, device)
+    if verified:
+        verify(archive, found.items(), found)
+    return found
 
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
@@ -101,11 +100,6 @@ def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             spans.append((start, end))
     return spans
-
-
-def whole(archive: Archive, names: Iterable[str]) -> dict[str, tuple[int, int]]:
-    """Returns the extents of entire records."""
-    return {name: (0, archive.records[name].size) for name in names}
 
 
 class Zip:
@@ -214,21 +208,22 @@ def _blocks(
         waiting.append((begin + half * each.stride[widest] * size, after))
 
 
-def damaged(archive: Archive, held: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
-    """Returns the records whose bytes in memory do not match the CRC-32 in the directory."""
-    pairs = list(held)
-    values = pieces.checksums_anywhere([each for _, each in pairs], CHECKSUM)
-    return [name for (name, _), value in zip(pairs, values, strict=True) if value != archive.records[name].crc]
+def verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: Iterable[str]) -> None:
+    """Compares records with the CRC-32s in the directory: in memory where one is held as a whole, else in the file.
 
-
-def damaged_in_file(archive: Archive, names: Iterable[str]) -> list[str]:
-    """Returns the records whose bytes in the file do not match the CRC-32 in the directory."""
-    names = list(names)
+    Raises ChecksumError.
+    """
+    whole = [(record, each) for record, each in held if each.nbytes == archive.records[record].size]
+    values = pieces.checksums_anywhere([each for _, each in whole], CHECKSUM)
+    found = [(record, value) for (record, _), value in zip(whole, values, strict=True)]
+    names = sorted(set(records) - {record for record, _ in whole})
     archive.locate(names)
     ring = Ring()
     places = [Place(archive.fd, archive.starts[name], archive.records[name].size) for name in names]
     owners = [name for name, place in zip(names, places, strict=True) for _ in range(0, place.nbytes, ring.piece)]
-    values = dict.fromkeys(names, 0)
+    in_file = dict.fromkeys(names, 0)
     for name, piece in zip(owners, ring.read(archive.handle, places), strict=True):
-        values[name] = checksum_of(piece, CHECKSUM, values[name])
-    return [name for name, value in values.items() if value != archive.records[name].crc]
+        in_file[name] = checksum_of(piece, CHECKSUM, in_file[name])
+    require_undamaged(
+        archive, [name for name, value in [*found, *in_file.items()] if value != archive.records[name].crc]
+    )

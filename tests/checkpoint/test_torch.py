@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops._native import native
@@ -38,9 +36,9 @@ from tests.checkpoint.torch_files import (
     write_zip,
 )
 from tests.conftest import GIB, MIB, pattern
+from tests.private_device import PrivateDevice, private_device
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
-IN_A_FOLDER = settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: quantized and nested tensors, complex halves
 
@@ -73,34 +71,6 @@ def test_a_storage_by_itself(folder: Path) -> None:
         for found in (torch.load(folder / "a.pt", weights_only=True), load(folder / "a.pt")):
             assert isinstance(found["it"], torch.storage.TypedStorage)
             assert found["it"]._untyped_storage._cdata == found["view"].untyped_storage()._cdata
-
-
-LEAVES = st.one_of(
-    st.integers(-(2**80), 2**80), st.text(max_size=5), st.none(), st.booleans(), st.floats(allow_nan=False)
-)
-TENSORS = st.builds(
-    lambda dtype, shape, turn: (
-        torch.ones(shape, dtype=dtype).transpose(0, -1) if turn and shape else torch.zeros(shape)
-    ),
-    st.sampled_from([torch.float32, torch.int8, torch.bfloat16]),
-    st.lists(st.integers(0, 4), max_size=3),
-    st.booleans(),
-)
-NESTED = st.recursive(
-    LEAVES | TENSORS,
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3) | st.integers(0, 9), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
-
-
-@IN_A_FOLDER
-@given(obj=NESTED)
-def test_any_nesting(obj: Any, folder: Path) -> None:
-    nvme_ops.save(obj, folder / "a.pt", durable=False)
-    assert essence(torch.load(folder / "a.pt", weights_only=True)) == essence(obj)
-    assert essence(load(folder / "a.pt")) == essence(obj)
 
 
 def test_what_is_one_object_stays_one(folder: Path) -> None:
@@ -270,12 +240,6 @@ def test_what_a_function_raises_comes_through(folder: Path) -> None:
         load(path, map_location=lambda *_: 1 / 0)
 
 
-@pytest.mark.parametrize("location", [None, "cpu", torch.device("cpu"), {"cpu": "cpu"}, {"cuda:0": "cpu"}])
-def test_every_form_of_map_location(location: Any, folder: Path) -> None:
-    obj = trained()[0].state_dict()
-    assert essence(load(saved_here(folder / "a.pt", obj), map_location=location)) == essence(obj)
-
-
 def test_tensors_of_a_missing_device_are_an_error_or_go_where_they_are_sent(folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
@@ -290,7 +254,7 @@ def test_tensors_of_a_missing_device_are_an_error_or_go_where_they_are_sent(fold
 @pytest.mark.parametrize("save", [saved_by_torch, saved_here])
 def test_onto_the_meta_device_nothing_is_read(save: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save(folder / "a.pt", trained()[0].state_dict())
-    monkeypatch.setattr(new_tensors, "begin", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr(new_tensors, "read", lambda *_: pytest.fail("read"))
     found = load(path, map_location="meta", verify=True)
     assert {each.device.type for each in found.values()} == {"meta"}
 
@@ -426,3 +390,185 @@ def test_views_beyond_their_storage_are_refused(offset: int, size: tuple[int, ..
     tensor = torch.empty(0).data
     with pytest.raises(ValueError, match="reaches beyond its storage"):
         native().set_storages([tensor], [torch.zeros(5)], [offset], [size], [stride])
+
+
+# Some tensors only, straight into tensors that are there, and from and to an accelerator, simulated in host memory
+
+
+Checkpoint = tuple[Path, dict[str, Any]]
+
+
+@pytest.fixture(params=[saved_by_torch, saved_here])
+def checkpoint(request: pytest.FixtureRequest, folder: Path) -> Checkpoint:
+    """A file of either writer, and what is in it."""
+    model, optimizer = trained()
+    odd = [torch.eye(3).to_sparse(), torch.randn(3, dtype=torch.complex64).conj(), torch.nn.Parameter(torch.ones(2))]
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    obj: dict[str, Any] = {**states, "views": views(), "sizes": mixed_sizes(), "odd": odd}
+    return request.param(folder / "a.pt", obj), obj
+
+
+def test_keys_are_places_in_the_object(checkpoint: Checkpoint) -> None:
+    path, obj = checkpoint
+    wanted = {
+        "odd.2": obj["odd"][2],
+        "odd.1": obj["odd"][1],
+        "model.0.weight": obj["model"]["0.weight"],
+        "optimizer.state.0.exp_avg": obj["optimizer"]["state"][0]["exp_avg"],
+        "views.turned": obj["views"]["turned"],
+        "sizes.9": obj["sizes"]["9"],
+    }
+    for location in (None, "cpu", {"cpu": "cpu"}, lambda storage, _: storage.clone(), lambda *_: None):
+        found = load(path, keys=list(wanted), map_location=location, verify=True)
+        assert found.keys() == wanted.keys()
+        for name, each in wanted.items():
+            assert type(found[name]) is type(each)
+            assert (found[name].stride(), found[name].is_conj()) == (each.stride(), each.is_conj())
+            assert torch.equal(found[name], each)
+    assert list(load(path, keys="views.row")) == ["views.row"]
+    assert essence(load(path, keys=["odd.0", "views.row"])["odd.0"]) == essence(obj["odd"][0])
+    with pytest.raises(KeyError, match=r"has no tensor 'model\.3'"):
+        load(path, keys=["views.row", "model.3"])
+
+
+def test_keys_read_no_more_than_their_tensors(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, obj = checkpoint
+    sizes = bytes_read(monkeypatch)
+    found = load(path, keys=["sizes.9", "views.row"])
+    assert torch.equal(found["views.row"], obj["views"]["row"])
+    assert sum(sizes) <= MIB + 20 * 4 + 64  # the row and what aligns it, not all that it is a view of
+
+
+def test_keys_that_share_memory_still_do(checkpoint: Checkpoint) -> None:
+    found = load(checkpoint[0], keys=["model.0.weight", "model.2.weight", "views.row", "views.columns"])
+    found["model.0.weight"][:] = 7
+    assert found["model.2.weight"].eq(7).all()
+    found["views.row"][0] = -1
+    assert found["views.columns"][1, 0] == -1
+
+
+def test_places_that_have_the_same_name(folder: Path) -> None:
+    path = saved_here(folder / "a.pt", {"a.b": torch.ones(1), "a": {"b": torch.zeros(1)}})
+    with pytest.raises(ValueError, match=r"'a\.b'"):
+        load(path, keys=["a.b"])
+    assert len(load(path)) == 2
+
+
+def test_into_nested_containers_however_the_tensors_lie(checkpoint: Checkpoint) -> None:
+    path, obj = checkpoint
+    into: dict[str, Any] = {
+        "views": {"base": torch.zeros(20, 3).t(), "columns": torch.zeros(3, 10), "turned": torch.zeros(40, 3)[::2]},
+        "odd": [None, torch.zeros(3, dtype=torch.complex64)],
+        "sizes": {name: torch.zeros_like(each) for name, each in obj["sizes"].items()},
+    }
+    names = ["views.base", "views.columns", "views.turned", "odd.1", *(f"sizes.{name}" for name in obj["sizes"])]
+    found = load(path, into=into, keys=names, verify=True)
+    assert found.keys() == set(names)
+    for name in ("base", "columns", "turned"):
+        assert torch.equal(into["views"][name], obj["views"][name])
+    assert torch.equal(into["odd"][1], obj["odd"][1])
+    assert essence(into["sizes"]) == essence(obj["sizes"])
+
+
+def test_into_from_large_tensors_that_are_turned_or_full_of_holes(folder: Path) -> None:
+    tall = torch.randn(3000, 1500)
+    obj = {"turned": tall.t(), "sparse": tall[:, ::700], "cube": tall.view(30, 100, 1500).permute(2, 0, 1)[1:]}
+    into = {name: torch.zeros(each.shape) for name, each in obj.items()}
+    load(saved_here(folder / "a.pt", obj), into=into)
+    for name, each in obj.items():
+        assert torch.equal(into[name], each), name
+
+
+def test_into_what_is_no_plain_tensor(folder: Path) -> None:
+    odd = {"with": OBJECTS["with attributes"](), "plain": torch.ones(2)}
+    into = {"with": torch.zeros(3), "plain": torch.zeros(2)}
+    load(saved_here(folder / "a.pt", odd), into=into)
+    assert torch.equal(into["with"], odd["with"])
+    path = saved_here(folder / "a.pt", {"plain": torch.ones(2), "s": torch.eye(3).to_sparse()})
+    into = {"plain": torch.zeros(2), "s": torch.zeros(3, 3).to_sparse()}
+    with pytest.raises(ValueError, match="'s' has no dense memory"):
+        load(path, into=into)
+    assert into["plain"].eq(0).all()
+
+
+# An accelerator
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> PrivateDevice:
+    """The device of private_device, as far as torch's own loading needs it."""
+    found = private_device()
+    module = torch.get_device_module("privateuseone")
+    monkeypatch.setattr(
+        module, "device", lambda each: found.on(found.stream(each.index), index=each.index), raising=False
+    )
+    return found
+
+
+@pytest.fixture
+def saved(device: PrivateDevice, folder: Path) -> tuple[Path, dict[str, Any]]:
+    """A file with tensors of two devices and of the host."""
+    big = device.tensor(pattern(20 * MIB + 3))
+    first = {"big": big, "view": big[5:9], "small": [device.tensor(torch.arange(9.0)) for _ in range(3)]}
+    obj = {**first, "second": device.tensor(torch.arange(300), 1), "host": torch.arange(7)}
+    return saved_here(folder / "a.pt", obj), obj
+
+
+def on_host(obj: Any) -> Any:
+    """The same tensors, with their devices."""
+    if isinstance(obj, torch.Tensor):
+        return str(obj.device), obj.cpu().tolist() if obj.numel() < MIB else obj.cpu()[-9:].tolist()
+    if isinstance(obj, dict):
+        return {key: on_host(each) for key, each in obj.items()}
+    return [on_host(each) for each in obj]
+
+
+def test_saves_from_a_device_and_torch_loads_to_it(saved: tuple[Path, dict[str, Any]]) -> None:
+    path, obj = saved
+    assert on_host(torch.load(path, weights_only=True)) == on_host(obj)
+    assert torch.equal(torch.load(path, weights_only=True, map_location="cpu")["big"], pattern(20 * MIB + 3))
+    assert damaged(contents(path)) == []
+
+
+LOCATIONS: list[Any] = [
+    None,
+    "cpu",
+    "privateuseone:1",
+    {"privateuseone:0": "privateuseone:1"},
+    {"privateuseone:0": "cpu", "cpu": "privateuseone:0"},
+    lambda storage, location: None if location == "cpu" else storage.to(device=torch.device("privateuseone:1")),
+]
+
+
+@pytest.mark.parametrize("location", LOCATIONS, ids=range(len(LOCATIONS)))
+def test_loads_to_where_torch_would_without_a_move(
+    location: Any, saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, _ = saved
+    expected = on_host(torch.load(path, map_location=location, weights_only=True))
+    moved, move = [0], torch.storage._to
+
+    def watched(storage: torch.UntypedStorage, to: torch.device, wait: bool) -> Any:
+        moved.append(storage.nbytes() if storage.device != to else 0)
+        return move(storage, to, wait)
+
+    monkeypatch.setattr(torch.storage, "_to", watched)
+    assert on_host(load(path, map_location=location, verify=True)) == expected
+    parts = load(path, map_location=location, verify=True, keys=["view", "second", "host"])
+    assert on_host(parts) == {name: expected[name] for name in parts}
+    assert max(moved) == 0 or callable(location)
+
+
+def test_into_tensors_on_a_device(device: PrivateDevice, saved: tuple[Path, dict[str, Any]]) -> None:
+    path, obj = saved
+    into: dict[str, Any] = {
+        "big": device.empty(20 * MIB + 3, index=1),
+        "view": torch.zeros(4, dtype=torch.uint8),
+        "small": [device.empty(9, dtype=torch.float32) for _ in range(3)],
+        "second": torch.zeros(300, dtype=torch.int64),
+        "host": device.empty(7, dtype=torch.int64),
+    }
+    load(path, into=into, verify=True)
+    for name in ("big", "view", "second", "host"):
+        assert torch.equal(into[name].cpu(), obj[name].cpu()), name
+    assert all(torch.equal(each.cpu(), torch.arange(9.0)) for each in into["small"])

@@ -17,7 +17,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.checkpoint import new_tensors
-from tests.conftest import MIB, pattern
+from tests.conftest import MIB, pattern, watched
 
 # Where the fields of an entry of a zip directory are.
 METHOD, CRC, STORED, SIZE, HEADER = (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I"), (42, "<I")
@@ -71,6 +71,8 @@ OBJECTS: dict[str, Callable[[], Any]] = {
     "a tensor": lambda: torch.randn(3, 5),
     "containers": lambda: {"a": [torch.ones(2), (torch.zeros(1), 3)], 4: {"b": None, "c": {"d": torch.eye(2)}}},
     "plain values": lambda: {"text": "ü", "b": b"\0\1", "n": 2**70, "c": 1j, "s": {1}, "size": torch.Size([3])},
+    "numbers": lambda: [0, 1, -1, 255, 256, 65535, 65536, 2**31, -(2**31), 2**62, -(2**63), 2**80, 0.5, -0.0, 1e400],
+    "depths": lambda: {"": [[], {}, [{0: "é", "x" * 300: [True, None, [torch.ones(()).bfloat16()]]}]], 7: {"a": {}}},
     "counter": lambda: collections.Counter("letters"),
     "views": views,
     "expanded": lambda: torch.randn(4, 1).expand(4, 1000),
@@ -197,12 +199,6 @@ def saved_here(path: Path, obj: Any) -> Path:
 
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """What each call from now on reads of storages."""
-    sizes: list[int] = []
-    begin = new_tensors.begin
-
-    def watched(handle: Any, fd: int, wanted: Any, *options: Any) -> Any:
-        sizes.append(sum(end - start for start, end, _ in wanted))
-        return begin(handle, fd, wanted, *options)
-
-    monkeypatch.setattr(new_tensors, "begin", watched)
-    return sizes
+    return watched(
+        monkeypatch, new_tensors, "read", lambda _, fd, wanted, *__: sum(end - start for start, end, _ in wanted)
+    )
