@@ -94,7 +94,6 @@ def whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Te
 def save(folder: Path) -> None:
     """On two ranks."""
     dcp.save(sharded(reference(1), 0), storage_writer=NvmeStorageWriter(folder / "ours"))
-    dcp.save(sharded(reference(2), 0), storage_writer=dcp.FileSystemWriter(folder / "theirs"))
     future = dcp.async_save(sharded(reference(3), 1), storage_writer=NvmeStorageWriter(folder / "asynchronous"))
     future.result()  # type: ignore[union-attr]
     state = fsdp_state(*fsdp())
@@ -124,13 +123,6 @@ def load(folder: Path) -> None:
             state = sharded(reference(99), dimension)
             dcp.load(state, storage_reader=NvmeStorageReader(folder / name, verify=True))
             require_equal(state, seed)
-    for path, reader, seed in (
-        (folder / "theirs", NvmeStorageReader, 2),
-        (folder / "ours", dcp.FileSystemReader, 1),
-    ):
-        state = sharded(reference(99), 1)
-        dcp.load(state, storage_reader=reader(path))
-        require_equal(state, seed)
     fail_to_load(folder / "ours")
     model, optimizer = fsdp()
     with torch.no_grad():
@@ -144,32 +136,12 @@ def load(folder: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def sharded_tensor(fill: bool) -> Any:
-    """Of torch's older kind: ``reference(6)["rows"]``, in as many parts as there are ranks, or zeros."""
-    from torch.distributed._shard import sharded_tensor
-    from torch.distributed._shard.sharding_spec import ChunkShardingSpec
-
-    placements: list[Any] = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
-    found = sharded_tensor.zeros(ChunkShardingSpec(dim=0, placements=placements), 1001, WIDTH)
-    (shard,) = found.local_shards()
-    if fill:
-        (start, _), (rows, _) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
-        shard.tensor.copy_(reference(6)["rows"][start : start + rows])
-    return found
-
-
 def reshard(folder: Path) -> None:
-    """On more ranks than saved ``folder/one``; and tensors of FSDP1's kind."""
+    """On more ranks than saved."""
     for dimension in (0, 1):
         state = sharded(reference(99), dimension)
-        dcp.load(state, storage_reader=NvmeStorageReader(folder / "one", verify=True))
+        dcp.load(state, storage_reader=NvmeStorageReader(folder, verify=True))
         require_equal(state, 5)
-    expected = sharded_tensor(True)
-    dcp.save({"rows": expected}, storage_writer=NvmeStorageWriter(folder / "shards"))
-    for reader in (NvmeStorageReader(folder / "shards", verify=True), dcp.FileSystemReader(folder / "shards")):
-        found = sharded_tensor(False)
-        dcp.load({"rows": found}, storage_reader=reader)
-        assert torch.equal(found.local_shards()[0].tensor, expected.local_shards()[0].tensor)
 
 
 def fail_to_load(checkpoint: Path) -> None:

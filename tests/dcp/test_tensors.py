@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import reader as reading
-from nvme_ops.checkpoint.dcp import stored
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.ring import Ring
@@ -76,10 +75,10 @@ def test_any_part_of_any_tensor(
     target = torch.full(sizes, 99, dtype=data.draw(st.sampled_from([dtype, torch.float32])))
     if data.draw(st.booleans()) and len(sizes) > 1:
         target = torch.full((sizes[1], sizes[0], *sizes[2:]), 99, dtype=target.dtype).transpose(0, 1)
-    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (stored.SPAN, 64 << 10)]))
+    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (reading.SPAN, 64 << 10)]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(stored, "SPAN", limits[0])
-        patched.setattr(stored, "_ROW", limits[1])
+        patched.setattr(reading, "SPAN", limits[0])
+        patched.setattr(reading, "_ROW", limits[1])
         patched.setattr(reading, "Ring", functools.partial(Ring, buffer=max(2 * PAGE, limits[0] + PAGE)))
         patched.setattr("nvme_ops.checkpoint.dcp.reader._SMALL", 0)
         verify = writer is NvmeStorageWriter and data.draw(st.booleans())
@@ -187,7 +186,7 @@ def test_special_tensors(kind: str, reader: Any, writer: Any, tmp_path: Path) ->
 def test_only_a_plain_tensor_is_found_in_an_item(obj: Any, found: bool, tmp_path: Path) -> None:
     path = tmp_path / "item"
     torch.save(obj, path)
-    where = stored.find(str(path), 0, path.stat().st_size)
+    where = reading.find(str(path), 0, path.stat().st_size)
     assert (where is not None) == found
     assert where is None or (where.dtype, where.shape) == (obj.dtype, tuple(obj.shape))
 
@@ -216,6 +215,6 @@ def test_an_archive_of_another_kind_is_left_to_torch(change: dict[str, Any], tmp
     path = tmp_path / "archive"
     torch.save(torch.zeros(2, 3), path)
     zipped_anew(path)
-    assert stored.find(str(path), 0, path.stat().st_size) is not None
+    assert reading.find(str(path), 0, path.stat().st_size) is not None
     zipped_anew(path, **change)
-    assert stored.find(str(path), 0, path.stat().st_size) is None
+    assert reading.find(str(path), 0, path.stat().st_size) is None
