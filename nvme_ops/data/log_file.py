@@ -19,7 +19,7 @@ import warnings
 from array import array
 from collections.abc import Iterator
 
-from nvme_ops.checksums import checksums_of, joined
+from nvme_ops.checksums import checksums_of
 from nvme_ops.durable import sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
@@ -77,20 +77,17 @@ class Segment:
     def write(self, records: list[bytes]) -> int:
         """Adds a block; returns the bytes of its records and their lengths."""
         lengths = _lengths(array("I", map(len, records)).tobytes())  # in little-endian
-        rest = b"".join([lengths.tobytes(), *records])
-        head = _HEAD.pack(_MAGIC, 0, len(records), len(rest) - 4 * len(records))[_AFTER_CRC:]
-        checksum = checksums_of([head], "crc32c")[0]
-        if rest:
-            checksum = joined(checksum, checksums_of([rest], "crc32c")[0], len(rest), "crc32c")
+        head = _HEAD.pack(_MAGIC, 0, len(records), sum(map(len, records)))[_AFTER_CRC:]
+        body = b"".join([head, lengths.tobytes(), *records])
         place = self.nbytes
         with naming("write of records", self.path):
-            for part in (_MAGIC + struct.pack("<I", checksum) + head, rest):
+            for part in (_MAGIC + struct.pack("<I", checksums_of([body], "crc32c")[0]), body):
                 left = memoryview(part)
                 while left:
                     written = os.pwrite(self._fd, left, place)
                     left, place = left[written:], place + written
         self.nbytes = place
-        return len(rest)
+        return len(body) - len(head)
 
     def sync(self) -> None:
         """Makes the file durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""

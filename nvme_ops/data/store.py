@@ -265,10 +265,6 @@ class Read:
         """Bytes of memory."""
         return self.memory.nbytes
 
-    def done(self) -> bool:
-        """Returns whether everything was read, or reading has failed."""
-        return all(future.done() for future in self._futures)
-
     def wait(self) -> None:
         """Waits for the bytes. Raises as ``SampleStore.read`` does."""
         with self._lock:

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from nvme_ops.data import SampleStore, cli, convert
-from nvme_ops.tensors import empty
-from tests.conftest import give_up_root, in_child, open_to_all, pattern
+from tests.conftest import give_up_root, in_child, open_to_all, pattern, watched
 from tests.contract.faulty import flip
 from tests.data.samples import data_files, same_mds, shard, tar_sample, write, write_index, write_mds, write_tar
 
@@ -74,14 +73,8 @@ def test_a_folder_of_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_many_small_files_without_classes(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[int] = []
-
-    def noted(nbytes: int, **more: Any) -> torch.Tensor:
-        asked.append(nbytes)
-        return empty(nbytes, **more)
-
     monkeypatch.setattr(convert, "_AT_ONCE", 1000)
-    monkeypatch.setattr(convert, "empty", noted)
+    asked = watched(monkeypatch, convert, "empty", lambda nbytes, **_: nbytes)
     (folder / "source").mkdir()
     for number in range(2000):
         (folder / "source" / f"{number:05d}").write_bytes(number.to_bytes(4, "little") * (number % 9))
@@ -100,14 +93,7 @@ def test_many_small_files_without_classes(
 def test_a_numpy_array_is_read_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = numpy.arange(5000 * 6, dtype=numpy.float32).reshape(5000, 2, 3)
     numpy.save(folder / "rows.npy", rows)
-    asked: list[int] = []
-    array = numpy.array
-
-    def noted(rows: Any) -> Any:
-        asked.append(len(rows))
-        return array(rows)
-
-    monkeypatch.setattr(numpy, "array", noted)
+    asked = watched(monkeypatch, numpy, "array", len)
     monkeypatch.setattr("nvme_ops.data.convert._AT_ONCE", 2400)
     assert torch.equal(converted(folder / "rows.npy").submit(range(5000)).batch(), torch.from_numpy(rows))
     assert max(asked) == 100

@@ -21,7 +21,7 @@ from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data import loader as module
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.engine import Priority
-from tests.conftest import MIB, in_child, in_threads, run_python
+from tests.conftest import MIB, in_child, in_threads, run_python, watched
 from tests.data.samples import fixed, is_sample, sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
@@ -327,25 +327,16 @@ def test_memory_of_large_batches_is_used_again(folder: Path, monkeypatch: pytest
     assert all(torch.equal(batch[0], fixed(4 * number, 256 << 10)) for number, batch in enumerate(kept))
 
 
-class Noting(aio_handle):
-    """Notes the priority of each request."""
-
-    noted: list[Priority]
-
-    def submit_preadv(self, *given: Any, priority: Priority = Priority.DEMAND, **more: Any) -> Any:
-        self.noted.append(priority)
-        return super().submit_preadv(*given, priority=priority, **more)
-
-
 @pytest.mark.parametrize(
     ("more", "expected"), [({}, [Priority.DEMAND] + [Priority.PREFETCH] * 9), ({"prefetch": 0}, [Priority.DEMAND] * 10)]
 )
-def test_what_is_waited_for_goes_first(folder: Path, more: dict[str, Any], expected: list[Priority]) -> None:
+def test_what_is_waited_for_goes_first(
+    folder: Path, more: dict[str, Any], expected: list[Priority], monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_fixed(folder / "store", 100)
-    handle = Noting()
-    handle.noted = []
-    assert len(list(Loader(SampleStore(folder / "store", handle=handle), 10, **more))) == 10
-    assert handle.noted == expected
+    noted = watched(monkeypatch, aio_handle, "submit_preadv", lambda *_, priority, **__: priority)
+    assert len(list(Loader(folder / "store", 10, **more))) == 10
+    assert noted[-10:] == expected
 
 
 # Threads and children
@@ -395,14 +386,7 @@ def test_workers_of_torchs_loader(store: SampleStore, context: str) -> None:
 
 def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fixed(folder / "store", 64)
-    calls = []
-    read = SampleStore.read
-
-    def counted(self: SampleStore, numbers: Any) -> Any:
-        calls.append(len(numbers))
-        return read(self, numbers)
-
-    monkeypatch.setattr(SampleStore, "read", counted)
+    calls = watched(monkeypatch, SampleStore, "read", lambda _, numbers: len(numbers))
     dataset = SampleStore(folder / "store")
     batches = list(torch.utils.data.DataLoader(dataset, 16, shuffle=True))
     assert batches[0].shape == (16, 4096)
@@ -423,3 +407,38 @@ def test_accelerate_prepares_it(folder: Path) -> None:
         print(sorted(number for batch in loader for number in batch.tolist()))
     """
     assert run_python(program, folder / "store").stdout.splitlines()[-1] == str(list(range(20)))
+
+
+# The order of an epoch: every sample once, the same everywhere, and random enough
+
+
+@given(st.integers(1, 3000), st.integers(-(2**62), 2**62), st.floats(0, 1), st.floats(0, 1))
+def test_everything_comes_once_and_a_part_is_that_of_the_whole(count: int, seed: int, one: float, other: float) -> None:
+    order = EpochOrder([count], True, seed, 1)
+    whole = order.at(0, count)
+    assert torch.equal(whole.sort().values, torch.arange(count))
+    start, stop = sorted((int(one * count), int(other * count)))
+    assert torch.equal(order.at(start, stop), whole[start:stop])
+
+
+def test_one_of_a_hundred_million_is_found_at_once() -> None:
+    found = EpochOrder([100_000_000], True, 0, 0).at(99_999_000, 100_000_000)
+    assert len(found.unique()) == 1000
+    assert 0 <= int(found.min()) <= int(found.max()) < 100_000_000
+
+
+def test_the_order_is_one_for_all_versions() -> None:
+    """Who resumes with a later version must go on in the same order."""
+    assert EpochOrder([2000], True, 7, 3).at(0, 8).tolist() == [1226, 581, 41, 1235, 38, 483, 64, 101]
+    assert EpochOrder([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
+
+
+@pytest.mark.parametrize("counts", [[5], [1, 2, 3], [100, 0, 7, 0, 250], [0, 4], [3000, 2000]])
+def test_shards_come_one_after_the_other(counts: list[int]) -> None:
+    found = EpochOrder(counts, "shards", 1, 0).at(0, sum(counts)).tolist()
+    assert sorted(found) == list(range(sum(counts)))
+    shards = torch.searchsorted(torch.tensor(counts).cumsum(0), torch.tensor(found), right=True).tolist()
+    assert sum(one != other for one, other in itertools.pairwise(shards)) == sum(count > 0 for count in counts) - 1
+    if sum(counts) > 100:
+        assert found != sorted(found)
+        assert EpochOrder(counts, "shards", 2, 0).at(0, 50).tolist() != found[:50]

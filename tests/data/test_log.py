@@ -26,7 +26,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
-from tests.conftest import give_up_root, in_child, in_threads, killed_in, open_to_all
+from tests.conftest import give_up_root, in_child, in_threads, killed_in, open_to_all, watched
 from tests.contract.faulty import flip
 
 
@@ -59,14 +59,7 @@ def full(*_: object) -> None:
 @pytest.mark.parametrize("options", [{}, {"rotate_bytes": "10K", "window": 0.01}])
 def test_records_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     monkeypatch.setattr(log_file, "_BLOCK_BYTES", 1000)
-    sizes: list[tuple[int, int]] = []
-    write = Segment.write
-
-    def noted(segment: Segment, records: list[bytes]) -> int:
-        sizes.append((len(records), sum(map(len, records))))
-        return write(segment, records)
-
-    monkeypatch.setattr(Segment, "write", noted)
+    sizes = watched(monkeypatch, Segment, "write", lambda _, records: (len(records), sum(map(len, records))))
     given: list[Any] = [record(number) for number in range(3000)]
     given += [b"", bytearray(b"abc"), memoryview(b"view"), "grün", {"loss": 0.5, "step": 3}, bytes(5000)]
     with AsyncLog(folder / "log", **options) as made:
@@ -306,16 +299,10 @@ def test_a_signal_handler_may_append(folder: Path) -> None:
 
 
 def test_a_log_without_anything_to_do_rests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made, worked = AsyncLog(folder / "log", window=0.01), list[int]()
+    made = AsyncLog(folder / "log", window=0.01)
     made.append(b"one")
     made.flush()
-    work = AsyncLog._work
-
-    def counted(self: AsyncLog) -> bool:
-        worked.append(1)
-        return work(self)
-
-    monkeypatch.setattr(AsyncLog, "_work", counted)
+    worked = watched(monkeypatch, AsyncLog, "_work", id)
     time.sleep(0.2)
     assert not worked
     made.append(b"two")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -21,7 +20,7 @@ from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import FormatError
 from nvme_ops.storage import locks
-from tests.conftest import MIB, forked, in_child, in_threads, run_python
+from tests.conftest import MIB, in_child, in_threads, run_python
 from tests.data.samples import are_samples, data_files, is_sample, write
 
 THREADS, EACH = 4, 300
@@ -297,17 +296,3 @@ def test_a_claim_of_another_user_or_with_other_names_removes_nothing(folder: Pat
         os.chown(planted, 0, 0)
         SampleWriter(folder / "store", overwrite=True).abort()
         assert not planted.exists()
-
-
-def test_writers_that_begin_together(folder: Path) -> None:
-    def write_one(number: int) -> None:
-        for _ in range(8):
-            with contextlib.suppress(FileExistsError):
-                make(folder / "store", number + 1, overwrite=True)
-
-    (folder / "store").mkdir()
-    with forked(3, write_one):
-        pass
-    with SampleStore(folder / "store", verify=True) as store:
-        assert len(store.read(range(len(store)))) == len(store)
-        assert len(names(folder)) == len(store) + 1
