@@ -7,9 +7,7 @@ tensors described by an array, which no writer makes.
 from __future__ import annotations
 
 import json
-import math
 import os
-import random
 import resource
 import struct
 import tracemalloc
@@ -23,12 +21,8 @@ import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format as layout
 from tests.conftest import MIB, in_child
-from tests.faults import hostile, hostile_checkpoints
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
-BITS = {"BOOL": 8, "U8": 8, "F8_E8M0": 8, "I16": 16, "F32": 32, "I64": 64, "C64": 64, "F4": 4, "F6_E2M3": 6}
-
-
 # What each makes of a file
 
 
@@ -152,32 +146,6 @@ def test_every_dtype_and_sizes_beyond_any_memory(dtype: str) -> None:
             agree(file_of(tensor(shape=json.dumps(shape), offsets=f"[0,{size}]", dtype=json.dumps(dtype)), size))
 
 
-def right(draw: random.Random) -> tuple[str, int]:
-    """The header of some tensors, named in any order, and the bytes of their data."""
-    document: dict[str, Any] = {"__metadata__": {"": "1", "x": "y"}} if draw.random() < 0.5 else {}
-    position = 0
-    for name in draw.sample(["a", "b", "", 'é"', "\\", "\U0001f600", "__metadata"], draw.randrange(5)):
-        dtype, shape = draw.choice(sorted(BITS)), [draw.randrange(5) for _ in range(draw.randrange(4))]
-        shape += [8] if BITS[dtype] < 8 else []
-        place = [position, position + math.prod(shape) * BITS[dtype] // 8]
-        document[name] = {"dtype": dtype, "shape": shape, "data_offsets": place}
-        position = place[1]
-    names = draw.sample(list(document), len(document))
-    separators = draw.choice([(",", ":"), (", ", ": ")])
-    return json.dumps({name: document[name] for name in names}, separators=separators), position
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_random_changes(seed: int) -> None:
-    draw = random.Random(seed)
-    for _ in range(700):
-        text, size = right(draw)
-        agree(file_of(text, max(0, size + draw.choice([0] * 4 + [-1, 1, 8]))))
-        agree(file_of(text, size, length=max(0, len(text) + draw.randint(-20, 20))))
-        agree(hostile_checkpoints.changed_safetensors(file_of(text, size), draw))
-        agree(hostile.at_random(file_of(text, size), draw))
-
-
 @pytest.mark.parametrize(
     "text",
     [tensor()[:-1] + "," + tensor()[1:], tensor()[:-1] + ',"\\u0061":' + tensor()[5:], '{"a":["U8",[2],[0,2]]}'],
@@ -276,21 +244,6 @@ def test_nothing_is_allocated_for_what_is_not_there(tmp_path: Path) -> None:
 
     nvme_ops.load  # noqa: B018  (imported before the limit)
     in_child(child)
-
-
-def test_files_beyond_all_memory(folder: Path) -> None:
-    """Of holes: only what is asked for gets memory, and damage is told without any."""
-    path = folder / "model.safetensors"
-    text = tensor(shape=f"[{2**40}]", offsets=f"[0,{2**40}]")[:-1] + f",{OTHER}[{2**40},{2**40 + 2}]}}}}"
-    path.write_bytes(file_of(text))
-    try:
-        os.truncate(path, 8 + len(text) + 2**40 + 2)
-        assert nvme_ops.load(path, keys=["b"])["b"].tolist() == [0, 0]
-        os.truncate(path, 2**43)
-    except OSError as error:
-        pytest.skip(f"no file of eight tebibytes here: {error}")
-    with pytest.raises(FormatError, match="bytes follow the last tensor"):
-        nvme_ops.load(path)
 
 
 def test_many_names_of_which_one_comes_twice() -> None:

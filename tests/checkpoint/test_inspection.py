@@ -1,4 +1,4 @@
-"""``nvme-checkpoint convert``: equal values in another format, in bounded memory, whatever comes between.
+"""``nvme-checkpoint``: what it shows of every format, and ``convert``: equal values in another one, in bounded memory.
 
 It writes as ``save`` does, whose tests kill it, fill the disk and have others at the same file.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import zipfile
 from collections import OrderedDict
@@ -18,11 +19,15 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
+from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.errors import FormatError
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
+from nvme_ops.inspection.contents import contents
 from nvme_ops.inspection.convert import convert
 from tests.conftest import run_python
 from tests.contract.faulty import flip
@@ -201,19 +206,6 @@ def test_damaged_bytes_get_no_new_checksums(tmp_path: Path, name: str, capsys: p
     assert target.read_bytes() == b"before"
 
 
-def test_checksums_that_cannot_be_read_are_no_reason_not_to_look(tmp_path: Path) -> None:
-    """The first shard's are damaged, and the second one's data."""
-    nvme_ops.save({"a": torch.zeros(500), "b": torch.ones(700)}, tmp_path / "source", max_shard_size=2000)
-    first, second = sorted((tmp_path / "source").glob("*.safetensors"))
-    content = bytearray(first.read_bytes())
-    content[content.index(b"crc32c") + 9] = ord("z")
-    first.write_bytes(content)
-    flip(second, second.stat().st_size - 5)
-    with pytest.raises((OSError, FormatError)):
-        convert(str(tmp_path / "source"), str(tmp_path / "target.safetensors"))
-    assert not (tmp_path / "target.safetensors").exists()
-
-
 def test_a_compressed_file_is_verified(tmp_path: Path) -> None:
     torch.save({"a": torch.rand(5000)}, tmp_path / "plain.pt")
     source, target = str(tmp_path / "source.pt"), str(tmp_path / "target.safetensors")
@@ -317,3 +309,82 @@ def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) 
 
     convert(str(source), str(target), on_progress=once(replace))
     assert content(target) == "new"
+
+
+# Info, verify and diff: across formats, and on DCP's folders
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
+
+STATE = {"a": torch.arange(12.0).view(3, 4), "b": torch.ones(5).bfloat16(), "c": torch.arange(3)}
+ANOTHER = {**STATE, "a": STATE["a"] + 1, "b": STATE["b"].half(), "d": torch.ones(1)}
+NAMES = ("model.safetensors", "model.pt", "folder")
+
+
+@pytest.mark.parametrize("first", NAMES)
+def test_across_formats(tmp_path: Path, first: str, capsys: pytest.CaptureFixture[str]) -> None:
+    nvme_ops.save(STATE, tmp_path / first)
+    assert main(["info", str(tmp_path / first)]) == 0
+    assert " 3 tensors, " in capsys.readouterr().out.splitlines()[0]  # a pickle is none
+    for second in NAMES:
+        nvme_ops.save(STATE, tmp_path / f"same-{second}")
+        nvme_ops.save(ANOTHER, tmp_path / f"other-{second}")
+        assert main(["diff", str(tmp_path / first), str(tmp_path / f"same-{second}")]) == 0
+        assert capsys.readouterr().out == "the same 3 tensors\n"
+        assert main(["diff", str(tmp_path / first), str(tmp_path / f"other-{second}")]) == 1
+        said = capsys.readouterr().out
+        for words in ("values differ: a", "only in the second: d", "dtype or shape differs: b"):
+            assert words in said
+
+
+def test_verify_takes_several(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(2)]
+    for path in paths:
+        nvme_ops.save(STATE, path)
+    assert main(["verify", *map(str, paths)]) == 0
+    assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(path) for path in paths]
+    flip(paths[1], paths[1].stat().st_size - 1)
+    assert main(["verify", *map(str, paths)]) == 1
+
+
+def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, other, bare = (tmp_path / name for name in ("one", "other", "bare"))
+    for path in (one, other, bare):
+        dcp.save({**STATE, "step": 7}, storage_writer=NvmeStorageWriter(path, checksums=path != bare))
+    assert main(["info", str(one)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("dcp: 3 tensors, ")
+    assert any(line.split()[:2] == ["b", "bfloat16"] for line in lines)
+    assert [main(["verify", str(path)]) for path in (one, bare)] == [0, 1]
+    assert main(["diff", str(one), str(other)]) == 0
+    item = next(each for each in contents(one).items if each.name == "a")
+    flip(Path(item.path), item.end - 1)
+    assert main(["verify", str(one)]) == 1
+    assert "DAMAGED a" in capsys.readouterr().out
+    assert main(["diff", str(one), str(other)]) == 1
+    nvme_ops.save(STATE, tmp_path / "model.pt")
+    assert main(["diff", str(other), str(tmp_path / "model.pt")]) == 2
+    assert "dcp_to_torch_save" in capsys.readouterr().err
+
+
+class Harm:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, ("harm",)
+
+
+class Gets:
+    """Takes something from what may be named."""
+
+    def __reduce__(self) -> tuple[object, tuple[type, str]]:
+        return getattr, (Metadata, "__init__")
+
+
+@pytest.mark.parametrize("harm", [Harm(), Gets(), os.path.join, torch.nn.Linear, {"a": 1}])
+def test_nothing_in_a_hostile_folder_is_run(
+    tmp_path: Path, harm: object, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(harm))
+    assert main(["info", str(tmp_path)]) == 2
+    assert ".metadata" in capsys.readouterr().err
+    assert not (tmp_path / "harm").exists()
