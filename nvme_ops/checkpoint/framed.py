@@ -85,6 +85,6 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's values in row-major order in host memory."""
     if is_plain_on_host(tensor):
         return tensor
-    held = torch.empty(tensor.shape, dtype=tensor.dtype)
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default is
     copy(held, tensor)
     return held

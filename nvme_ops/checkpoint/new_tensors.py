@@ -101,7 +101,7 @@ def _host_memory(size: int) -> torch.Tensor:
 def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
     # not Python's mmap, which keeps a descriptor as long as the mapping lives
     memory: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, runs[-1][1])
-    base = torch.empty(0, dtype=torch.uint8).set_(memory)
+    base = torch.empty(0, dtype=torch.uint8, device=_HOST).set_(memory)
     return _cut(base, wanted, runs, [start for start, _ in runs])
 
 

@@ -9,7 +9,6 @@ import resource
 import signal
 import stat
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,6 +118,33 @@ def test_errors_have_the_types_that_users_of_torch_and_safetensors_expect(tmp_pa
     for load, kind in ((torch.load, EOFError), (nvme_ops.load, EOFError), (nvme_ops.load, FormatError)):
         with pytest.raises(kind):
             load(tmp_path / "legacy.pt")
+
+
+# Another default device
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.distributed is disabled")
+@pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder", "dcp"])
+def test_the_default_device_is_no_matter(tmp_path: Path, name: str) -> None:
+    saved = {"a": torch.arange(6.0), "turned": torch.arange(6.0).view(2, 3).t(), "none": torch.zeros(0, 3)}
+
+    def into() -> dict[str, torch.Tensor]:
+        return {key: torch.zeros(each.shape, device="cpu") for key, each in saved.items()}
+
+    def load_dcp() -> Any:
+        nvme_ops.dcp.load(found := into(), tmp_path / name, verify=True)
+        return found
+
+    with torch.device("meta"):
+        if name == "dcp":
+            nvme_ops.dcp.save({**saved, "step": 5}, tmp_path / name)
+            loaded = [load_dcp()]
+        else:
+            nvme_ops.save(saved, tmp_path / name)
+            options: list[Any] = [{"verify": True}, {"mmap": True}, {"into": into(), "verify": True}]
+            loaded = [nvme_ops.load(tmp_path / name, **each) for each in options]
+    for found in loaded:
+        assert all(torch.equal(found[key], each) for key, each in saved.items())
 
 
 # Mappings and copies
@@ -324,22 +350,6 @@ def test_a_link_to_an_index_stays_one(tmp_path: Path) -> None:
 
 
 # Among processes: locks, saves of one path that do not mix, and which save a shard is of
-
-
-def test_a_lock_is_held_by_one_and_leaves_nothing(tmp_path: Path) -> None:
-    inside, most = [0], [0]
-
-    def work(_: int) -> None:
-        for _ in range(20):
-            with locks.locked(str(tmp_path / "model")):
-                inside[0] += 1
-                most[0] = max(most[0], inside[0])
-                time.sleep(0.0005)
-                inside[0] -= 1
-
-    in_threads(work, 8)
-    assert most == [1]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:

@@ -256,7 +256,7 @@ class Loading:
                 continue
             reads.append((target, one.path, start))
             if self._verify and target.device.type == "cpu" and target.nbytes == stored.nbytes:
-                around = torch.empty(one.length - stored.nbytes, dtype=torch.uint8)
+                around = torch.empty(one.length - stored.nbytes, dtype=torch.uint8, device="cpu")
                 head, tail = around[: start - one.offset], around[start - one.offset :]
                 reads.extend([(head, one.path, one.offset), (tail, one.path, start + stored.nbytes)])
                 framed.append((one, head, target, tail))

@@ -193,7 +193,8 @@ class RankFile:
             data = io.BytesIO()
             torch.save(tensor.cpu().clone(), data)
         content = data.getbuffer()
-        payload = torch.frombuffer(content, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
+        empty = torch.empty(0, dtype=torch.uint8, device="cpu")
+        payload = torch.frombuffer(content, dtype=torch.uint8) if len(content) else empty
         return self._framed(item, payload)
 
     def _framed(self, item: WriteItem, payload: torch.Tensor, given: Frame | None = None) -> Framed:
@@ -284,7 +285,7 @@ class _Rebuilt:
 @functools.lru_cache(maxsize=4096)
 def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Returns the pickle of a contiguous tensor without its data, as torch pickles this dtype."""
-    function, arguments = torch.empty(0, dtype=dtype).__reduce_ex__(2)
+    function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     elements = math.prod(shape)
     strides = [math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape))]
     if isinstance(arguments[0], torch.UntypedStorage):
