@@ -189,22 +189,6 @@ def test_the_last_one_called_wins_and_other_paths_do_not_wait(path: Path, gate: 
     assert beside(path) == []
 
 
-@pytest.mark.parametrize(
-    ("first", "second"), [("model.pt", "model.pt"), ("model", "model"), ("model.safetensors.index.json", "link")]
-)
-def test_whatever_the_format_and_the_name_of_a_folder(
-    tmp_path: Path, gate: Gated, first: str, second: str, call: Any
-) -> None:
-    (tmp_path / "link").symlink_to(tmp_path)
-    future = nvme_ops.save_async(numbered(1), tmp_path / first, handle=gate)
-    saver = call(2, tmp_path / second, blocking=True)
-    assert not saver.done()
-    gate.open()
-    saver.result()
-    future.result()
-    assert number_in(tmp_path / second) == 2
-
-
 @pytest.mark.parametrize("save", [nvme_ops.save, nvme_ops.save_async])
 def test_interrupted_while_it_waits_it_gives_its_turn_away(path: Path, gate: Gated, save: Any, call: Any) -> None:
     first = nvme_ops.save_async(numbered(1), path, handle=gate)

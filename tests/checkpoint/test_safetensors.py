@@ -145,13 +145,6 @@ def test_any_names(path: Path, sizes: dict[str, int]) -> None:
     round_trip(path, {name: filled(torch.int32, size) for name, size in sizes.items()}, durable=False)
 
 
-def test_thousands_of_tensors_and_every_other_of_them(path: Path) -> None:
-    kinds = [torch.float32, torch.int8, torch.bfloat16, torch.int64]
-    tensors = {f"layer.{number}": filled(kinds[number % 4], number % 17, 3) for number in range(2000)}
-    round_trip(path, tensors)
-    loaded(path, {name: tensors[name] for name in list(tensors)[::2]}, keys=list(tensors)[::2])
-
-
 def test_each_backend(path: Path, handle: aio_handle) -> None:
     tensors = {"a": filled(torch.int8, 3 * MIB + 1), "b": filled(torch.float32, 700, 900).t()}
     nvme_ops.save(tensors, path, handle=handle)

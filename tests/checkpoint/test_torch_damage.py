@@ -6,7 +6,6 @@ import contextlib
 import io
 import itertools
 import pickle
-import resource
 import struct
 import tarfile
 import zipfile
@@ -37,7 +36,7 @@ from tests.checkpoint.torch_files import (
     trained,
     write_zip,
 )
-from tests.conftest import MIB, in_child, pattern
+from tests.conftest import MIB, pattern
 from tests.contract.faulty import Faulty, flip
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
@@ -199,25 +198,6 @@ def test_a_pickle_that_lies(name: str, folder: Path) -> None:
             load(path, **options)
 
 
-def test_no_memory_for_a_storage_that_lies(folder: Path) -> None:
-    huge = write_zip(folder / "a.pt", tensor_pickle((2**38,), (1,), count=2**38), {"data/0": bytes(16)})
-    empty = write_zip(folder / "b.pt", tensor_pickle((2**38,), (1,), count=0), {"data/0": b""})
-    marks = write_zip(folder / "c.pt", b"\x80\x02}r\xff\xff\xff\xff.", {})  # the largest number of the memo
-
-    def load_them() -> None:
-        size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (size + 256 * MIB, size + 256 * MIB))
-        for path in (huge, empty):
-            for options in ({}, {"keys": ["t"]}, {"map_location": lambda storage, _: storage}):
-                with pytest.raises(FormatError):
-                    load(path, **options)
-        with pytest.raises(FormatError, match="numbers more objects than it has"):
-            load(marks, keys=[])
-
-    load(write_zip(folder / "d.pt", tensor_pickle((2, 2), (2, 1)), {"data/0": bytes(16)}))
-    in_child(load_them)
-
-
 def test_deep_nesting_and_a_container_in_itself_are_no_crash(folder: Path) -> None:
     deep = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
     path = write_zip(folder / "a.pt", deep, {})
@@ -287,15 +267,6 @@ def test_a_header_that_is_another_one(small: Path) -> None:
     struct.pack_into("<H", moved, moved.index(b"archive/data/1") - 2, 60_000)
     small.write_bytes(moved)
     with pytest.raises(FormatError, match="'data/1': its bytes reach beyond"):
-        load(small)
-
-
-@pytest.mark.parametrize("place", [0, 2**63])
-def test_a_zip64_locator_that_lies(small: Path, place: int) -> None:
-    data = small.read_bytes()
-    end = data.rfind(b"PK\5\6")
-    small.write_bytes(data[:end] + struct.pack("<4sIQI", b"PK\6\7", 0, place, 1) + data[end:])
-    with pytest.raises(FormatError, match="cut short"):
         load(small)
 
 

@@ -73,10 +73,6 @@ def test_values_keep_every_bit(spec: Any, value: Any) -> None:
         assert found.dtype == (spec if isinstance(spec, torch.dtype) else spec[0])
 
 
-def test_floats_of_python_are_rounded_to_their_column() -> None:
-    assert torch.equal(back((torch.float32, (-1,)), [0.1, 1 / 3]), torch.tensor([0.1, 1 / 3]))
-
-
 @pytest.mark.parametrize(
     ("spec", "value", "words"),
     [

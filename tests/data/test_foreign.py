@@ -116,17 +116,6 @@ def test_the_index_is_made_once_and_again_when_files_change(folder: Path, monkey
     assert len(SampleStore(folder / "mds")) == 40
 
 
-def test_a_shard_that_is_replaced_under_an_open_store(folder: Path) -> None:
-    write_mds(folder)
-    store = SampleStore(folder)
-    for path in folder.glob("*.mds"):
-        os.rename(path, folder / "old")
-        path.write_bytes(b"x" * (folder / "old").stat().st_size)
-    assert all(same_mds(found, number) for number, found in enumerate(store.read(range(100))))
-    with pytest.raises(FormatError, match="does not begin with the places of 30 samples"):
-        SampleStore(folder)
-
-
 def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     write_mds(folder)
     open_to_all(folder)

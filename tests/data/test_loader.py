@@ -21,7 +21,7 @@ from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data import loader as module
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.engine import Priority
-from tests.conftest import MIB, in_child, in_threads, run_python, watched
+from tests.conftest import MIB, in_child, run_python, watched
 from tests.data.samples import fixed, is_sample, sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
@@ -340,16 +340,6 @@ def test_what_is_waited_for_goes_first(
 
 
 # Threads and children
-
-
-def test_threads_iterate_at_once(store: SampleStore) -> None:
-    shared = Loader(store, 10)
-
-    def work(number: int) -> None:
-        assert sorted(flat(Loader(store, 10, shuffle=True, seed=number))) == list(range(103))
-        assert flat(shared) == list(range(103)), "each iteration is its own"
-
-    in_threads(work, 3)
 
 
 def test_a_child_that_is_forked_in_mid_epoch(store: SampleStore) -> None:

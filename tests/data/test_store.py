@@ -18,7 +18,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.data import Loader, SampleStore, SampleWriter, formats
 from nvme_ops.data import store as store_module
-from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
+from nvme_ops.data.index import NAME, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
 from tests.conftest import MIB, HandleFactory, in_child, in_threads, pattern, run_python
 from tests.contract.faulty import flip
@@ -367,11 +367,6 @@ def test_an_index_that_lies_about_places(folder: Path, record: int, end: Callabl
         SampleStore(folder / "store", verify=True).read(range(20))
 
 
-def test_an_index_that_names_no_first_file() -> None:
-    with pytest.raises(FormatError, match="no possible order"):
-        SampleIndex("", "native", 3, [DataFile("x", 1, 5)])
-
-
 # Files that change while the store is open
 
 
@@ -395,25 +390,6 @@ def test_a_data_file_that_is_written_to_in_place(folder: Path, later: int) -> No
         with pytest.raises(FormatError, match="was replaced or changed while the store was open"):
             do()
     assert torch.equal(store[63], fixed(63)), "other files are what they were"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda path: path.rename(path.with_suffix(".moved")),
-        lambda path: os.link(path, path.with_suffix(".link")),
-        lambda path: path.chmod(0o640),
-        lambda path: path.unlink(),
-    ],
-)
-def test_a_data_file_whose_bytes_stay_is_the_same(folder: Path, change: Callable[[Path], object]) -> None:
-    write_fixed(folder / "store", 64)
-    store = SampleStore(folder / "store")
-    assert torch.equal(store[3], fixed(3))
-    time.sleep(0.02)
-    change(data_files(folder / "store")[0])
-    assert torch.equal(store[3], fixed(3))
-    assert torch.equal(store[4], fixed(4))
 
 
 def test_a_data_file_that_is_cut_off(folder: Path) -> None:

@@ -6,7 +6,6 @@ import errno
 import itertools
 import json
 import os
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -21,7 +20,7 @@ from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_i
 from nvme_ops.errors import FormatError
 from nvme_ops.storage import locks
 from tests.conftest import MIB, in_child, in_threads, run_python
-from tests.data.samples import are_samples, data_files, is_sample, write
+from tests.data.samples import data_files
 
 THREADS, EACH = 4, 300
 
@@ -94,15 +93,6 @@ def test_a_sample_that_does_not_fit_its_columns_adds_nothing(folder: Path) -> No
             made.add({"x": 1000, "y": b"a"})
         assert made.add({"x": 2, "y": b"b"}) == 1
     assert [int(each["x"]) for each in SampleStore(folder, verify=True).read([0, 1])] == [1, 2]
-
-
-def test_more_files_than_a_process_may_have_open(folder: Path) -> None:
-    def body() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
-        make(folder, 80)
-
-    in_child(body)
-    assert len(data_files(folder)) == 80
 
 
 @pytest.mark.parametrize(
@@ -202,15 +192,6 @@ def test_a_store_is_replaced_only_when_asked(folder: Path) -> None:
     assert [bytes(found.tolist()) for found in store.read(range(5))] == [b"third"] * 5
     assert len(names(folder)) == 2
     assert bytes(before[0].tolist()) == b"one"
-
-
-def test_a_store_over_the_same_folders_the_other_way_round_survives(folder: Path) -> None:
-    one, two = folder / "one", folder / "two"
-    write([one, two], 50)
-    write([two, one], 50)
-    write([one, two], 60, overwrite=True)
-    assert is_sample(SampleStore(two, verify=True)[49], 49)
-    assert are_samples(SampleStore(one, verify=True).read(range(60)), range(60))
 
 
 def test_replacing_a_copy_or_links_leaves_the_original(folder: Path) -> None:

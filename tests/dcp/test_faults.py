@@ -24,7 +24,7 @@ from nvme_ops.checkpoint.dcp.folder import Reading
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents
-from tests.conftest import MIB, in_child
+from tests.conftest import MIB
 from tests.contract.faulty import flip
 from tests.crashing_save import killed_at_each_step
 from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
@@ -194,41 +194,6 @@ def test_a_file_system_without_locks_or_links(tmp_path: Path, monkeypatch: pytes
         save(tmp_path, seed)
         assert equal(load(NvmeStorageReader(tmp_path)), state(seed))
         assert files(tmp_path) == [".metadata", f"__0_{seed}.distcp"]
-
-
-def test_metadata_replaced_before_they_are_locked_are_read_again(tmp_path: Path, monkeypatch: Any) -> None:
-    lock, replaced = fcntl.flock, list[int]()
-
-    def late(fd: Any, operation: int) -> None:
-        if operation == fcntl.LOCK_SH and not replaced:
-            replaced.append(fd)
-            save(tmp_path, 2)
-        lock(fd, operation)
-
-    save(tmp_path, 1)
-    monkeypatch.setattr(fcntl, "flock", late)
-    assert equal(load(NvmeStorageReader(tmp_path, verify=True)), state(2))
-    assert replaced
-
-
-@needs_fork
-def test_a_forked_child_saves_and_loads_with_what_it_inherits(tmp_path: Path) -> None:
-    handle = aio_handle()
-    writer, reader = NvmeStorageWriter(tmp_path, handle=handle), NvmeStorageReader(tmp_path, handle=handle, verify=True)
-    dcp.save(state(1), storage_writer=writer)
-    reader.read_metadata()  # which keeps the files from now on
-
-    def child() -> None:
-        assert equal(load(reader), state(1))
-        dcp.save(state(2), storage_writer=writer)
-        assert equal(load(NvmeStorageReader(tmp_path)), state(2))
-
-    in_child(child)
-    assert "__0_0.distcp" in files(tmp_path)  # this process still reads it
-    dcp.save(state(3), storage_writer=writer)
-    assert equal(load(reader), state(3))
-    save(tmp_path, 4)
-    assert files(tmp_path) == [".metadata", "__0_3.distcp"]
 
 
 # Loads that fail
