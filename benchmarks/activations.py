@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
-import nvme_ops
 from benchmarks import cgroups, command
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import size
@@ -70,8 +69,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
     def shown(sample: Sample) -> Sample:
         return Sample(sample.seconds, batch, figures={"read and written": sample.amount, "GB/s": sample.rate / 1e9})
 
-    path = os.path.join(scratch, "fio")
-    nvme_ops.aio_handle().write(nvme_ops.empty(GIB, dtype=torch.uint8).fill_(1), path)
+    path = command.data_file(scratch, GIB)
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
     bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown)
     run.measure([*rows, bound])

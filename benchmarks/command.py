@@ -246,7 +246,18 @@ class Alike:
             raise WrongData(f"{self._what} differ from those of the model in memory, first in step {first}")
 
 
-# What such a process knows of itself
+# For such a process
+
+
+def deepspeed_alone() -> Any:
+    """DeepSpeed, and one rank that has nobody beside it."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    deepspeed.init_distributed("gloo")
+    return deepspeed
 
 
 def status(name: str) -> int:

@@ -294,9 +294,6 @@ def _zero_tuned(job: Namespace) -> Any:
 
 def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
     """ZeRO-Inference, as its documentation sets it up: every process first writes the weights to files of its own."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-    import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import torch.distributed as dist
     from transformers.integrations import HfDeepSpeedConfig
 
     place = {"device": "nvme", "nvme_path": job.folder, **dict(offload)}
@@ -306,8 +303,7 @@ def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> 
         "zero_optimization": {"stage": 3, "offload_param": place, **dict(stage)},
         "aio": dict(aio),
     }
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    deepspeed.init_distributed("gloo")
+    deepspeed = command.deepspeed_alone()
     remembered = HfDeepSpeedConfig(settings)  # which from_pretrained looks for while it is alive
     engine = deepspeed.initialize(model=_mapped(job), config=settings)[0]
     engine.module.eval()

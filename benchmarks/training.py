@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import nvme_ops
 from benchmarks import command
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import size
@@ -93,8 +92,7 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
 
         return Row(label, run, before, check)
 
-    path = os.path.join(scratch, "fio")
-    nvme_ops.aio_handle().write(nvme_ops.empty(states, dtype=torch.uint8).fill_(1), path)
+    path = command.data_file(scratch, states)
     rows = [
         row(MEMORY, MEMORY, memory.step),
         row(f"NvmeOptimizer, {size_words(given.budget)}", "nvme_ops", ours.step),
@@ -200,12 +198,7 @@ def _nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitSta
 
 def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
     """ZeRO stage 3, on its own op."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", DS_ACCELERATOR="cpu")
-    import deepspeed as engine_module  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    engine_module.init_distributed("gloo")
+    initialize = command.deepspeed_alone().initialize
     place = {"device": "nvme", "nvme_path": job.folder}
     pipelined = {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
     zero: dict[str, Any] = {"stage": 3, "sub_group_size": WIDTH * INNER, "offload_optimizer": {**place, **pipelined}}
@@ -220,7 +213,7 @@ def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack)
         "zero_force_ds_cpu_optimizer": False,
         "aio": {"block_size": 8 << 20, "queue_depth": 32, "intra_op_parallelism": 1, "single_submit": False},
     }
-    engine = engine_module.initialize(model=module, model_parameters=module.parameters(), config=config)[0]
+    engine = initialize(model=module, model_parameters=module.parameters(), config=config)[0]
     return lambda x: engine(x).square().mean(), engine.backward, engine.step
 
 

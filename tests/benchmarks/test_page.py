@@ -194,21 +194,6 @@ def shown(name: str, found: dict[str, Any] | None) -> str:
     return text.partition(f"<!-- section {name} -->\n")[2].partition(f"<!-- /section {name} -->\n")[0].strip("\n")
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (None, "Not measured yet."),
-        (stored(skipped="no GPU", runs=[]), "Not run: no GPU."),
-        (stored({"tables": [{}]}), "These results cannot be shown"),
-        (stored({"tables": 7}), "These results cannot be shown"),
-        (stored({"folders": {"DISK": {"tables": [{"rows": [{}]}]}}}), "These results cannot be shown"),
-    ],
-    ids=["none", "skipped", "other version", "no list", "empty row"],
-)
-def test_what_there_is_not_is_said(found: dict[str, Any] | None, said: str) -> None:
-    assert said in shown("engines", found)
-
-
 def results() -> dict[str, Any]:
     """A copy of what is stored beside the page."""
     return {name: found for name in SECTIONS if (found := page._read(ROOT / "docs" / "benchmarks" / f"{name}.json"))}
