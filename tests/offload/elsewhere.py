@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from nvme_ops._native import native
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights import streamed
 from nvme_ops.settings import PAGE
@@ -136,6 +137,7 @@ getattr(importlib.import_module(module), name).__wrapped__(**pickle.loads(bytes.
 
 def apart(names: Sequence[str], body: Callable[[str], list[str]], seconds: int = 60) -> dict[str, list[str]]:
     """Runs ``body`` for each name in forked children; where one dies, the signal is what that name returns."""
+    native()  # which may have to be compiled: once, not in each of them
     found: dict[str, list[str]] = {}
     while len(found) < len(names):
         begin = len(found)

@@ -20,7 +20,6 @@ from collections.abc import Sequence
 
 import torch
 
-from nvme_ops._native import native
 from nvme_ops.offload import residency
 from nvme_ops.offload.weights import residents, streamed, window
 from tests.offload import random_optimizers
@@ -68,7 +67,6 @@ def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] 
     ):  # fmt: skip
         setattr(owner, name, value)
     torch.set_num_threads(1)
-    native()  # which may have to be compiled
     for seed in range(30):  # what torch imports when it is used first
         write_program("swap_params", seed)
     gc.collect()
