@@ -20,7 +20,7 @@ accelerate: Any = pytest.importorskip("accelerate")
 
 from nvme_ops.integrations.trainer import use_nvme  # noqa: E402
 from nvme_ops.integrations.transformers import nvme_optimizer  # noqa: E402
-from tests.offload.trainer_models import SMALL, Texts, llama, take_small_activations, trainer  # noqa: E402
+from tests.offload.trainer_models import SMALL, llama, take_small_activations, trainer  # noqa: E402
 
 # Of a version before activation_checkpointing, which works here as well.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
@@ -344,6 +344,43 @@ def test_mistakes_that_show_when_training_begins(
     assert list(nvme.iterdir()) == []
 
 
+# TRL's trainers are transformers' with other losses
+
+
+def of_trl(kind: str, folder: Path) -> Any:
+    """An SFTTrainer or DPOTrainer of two steps."""
+    trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
+    known = {name: number for number, name in enumerate(["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(61))])}
+    split = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
+    split.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    special = {"pad_token": "<pad>", "eos_token": "<end>", "unk_token": "<unk>"}
+    chosen: Any = {
+        "max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "bf16": False,
+        "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no",
+    }  # fmt: skip
+    columns = {"SFT": ["text"], "DPO": ["prompt", "chosen", "rejected"]}[kind]
+    data = {
+        name: [" ".join(f"w{(number + place) * each % 61}" for each in range(1, 13)) for number in range(8)]
+        for place, name in enumerate(columns, 2)
+    }
+    return getattr(trl, f"{kind}Trainer")(
+        model=llama(), **({"ref_model": llama()} if kind == "DPO" else {}),
+        args=getattr(trl, f"{kind}Config")(str(folder), **chosen), train_dataset=datasets.Dataset.from_dict(data),
+        processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=split, **special),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["SFT", pytest.param("DPO", marks=pytest.mark.slow)])
+def test_the_bits_of_other_trainers_are_the_same(kind: str, folder: Path, nvme: Path) -> None:
+    plain, ours = of_trl(kind, folder), of_trl(kind, folder)
+    use_nvme(ours, nvme, **SMALL)
+    train(plain)
+    train(ours)
+    assert same(ours, plain)
+    assert min(moved(ours)[-1]) > 0
+    assert list(nvme.iterdir()) == []
+
+
 # NvmeOptimizer in the hands of trainers, without use_nvme
 
 
@@ -360,20 +397,3 @@ def test_a_trainer_saves_and_resumes_an_nvme_optimizer(folder: Path, nvme: Path)
             train(made, resume_from_checkpoint=steps == 4)
         found[name] = values(made.model)
     assert equal(found["ours"], found["plain"])
-
-
-def test_accelerate_prepares_an_nvme_optimizer(nvme: Path) -> None:
-    def trained(make: Any) -> list[torch.Tensor]:
-        model, accelerator = llama(), accelerate.Accelerator(cpu=True)
-        loader = torch.utils.data.DataLoader(Texts(), batch_size=4)
-        prepared, optimizer, batches = accelerator.prepare(model, make(model.parameters()), loader)
-        torch.manual_seed(5)  # of dropout
-        for batch in batches:
-            optimizer.zero_grad()
-            accelerator.backward(prepared(**batch).loss)
-            accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
-            optimizer.step()
-        return values(model)
-
-    mine = trained(lambda those: NvmeOptimizer(those, torch.optim.AdamW, nvme, memory_budget="1M", lr=1e-3))
-    assert equal(mine, trained(lambda those: torch.optim.AdamW(those, lr=1e-3)))
