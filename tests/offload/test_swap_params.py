@@ -13,13 +13,12 @@ import pytest
 import torch
 
 from nvme_ops import IoFuture, aio_handle
-from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.offload import swap_params
 from nvme_ops.offload.weights import residents
-from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
-from tests.offload.training import KIB, equal, layers, sentences, train, values, words
+from tests.offload.training import KIB, equal, layers, sentences, values, words
 
 
 def test_reads_are_ahead_of_their_use_once_the_order_is_known(folder: Path) -> None:
@@ -71,35 +70,18 @@ def test_out_of_another_shape_is_refused_and_keeps_its_values(folder: Path) -> N
         assert torch.equal(bias, 3 * x)
 
 
-def test_a_tensor_in_memory_beside_one_on_storage_in_a_list_is_changed_too(folder: Path) -> None:
-    model = torch.nn.Linear(48, 48)
-    x = torch.ones(3, requires_grad=True)
-    inner = x * 2
-    loss = (inner * inner).sum()
-    with swap_params(model, folder, memory_budget="64K", min_bytes=1), torch.no_grad():
-        torch._foreach_add_([inner, model.weight], 1.0)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_gathered_and_restored(folder: Path) -> None:
+def test_restored_parameters_keep_their_gradients_and_are_usual_ones(folder: Path) -> None:
     mine, other = sentences(), sentences()
     swapped = swap_params(mine, folder, memory_budget=200 * KIB, min_bytes=4 * KIB)
-    parameter, usual = list(mine.parameters())[1], list(other.parameters())[1]
-    with swapped.gathered([parameter]) as (found,):
-        assert type(found) is torch.Tensor
-        assert torch.equal(found, usual.detach())
-    with swapped.gathered([parameter], change=True) as (found,):
-        found.add_(1)
-    usual.data.add_(1)
-    mine(words(1)).sum().backward()
-    other(words(1)).sum().backward()
+    for model in (mine, other):
+        model(words(1)).sum().backward()
     swapped.restore()
     swapped.close()
-    assert equal(values(mine), values(other))
     assert all(type(each) is torch.nn.Parameter for each in mine.parameters())
-    assert all(torch.equal(each.grad, one.grad) for each, one in zip(mine.parameters(), other.parameters(), strict=True)
-               if each.grad is not None and one.grad is not None)  # fmt: skip
+    for each, usual in zip(mine.parameters(), other.parameters(), strict=True):
+        assert torch.equal(each, usual)
+        assert each.grad is not None is not usual.grad
+        assert torch.equal(each.grad, usual.grad)
     assert not list(folder.iterdir())
 
 
@@ -131,8 +113,6 @@ def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> N
 def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
     model = sentences()
     before = list(model.parameters())
-    with pytest.raises(MemoryError, match=r"64 KiB, of shape \(.*\), does not fit a memory_budget of 32 KiB"):
-        swap_params(model, folder, memory_budget="32K", min_bytes=1)
     with pytest.raises(ValueError, match="none of min_bytes or more"):
         swap_params(model, folder, memory_budget="1M")
     with pytest.raises(ValueError, match="the parameters are on cpu, not on cuda"):
@@ -144,8 +124,6 @@ def test_what_cannot_be_is_refused_and_nothing_changes(folder: Path) -> None:
     bare.weight = torch.nn.Parameter(torch.empty(99, device="meta"))
     with pytest.raises(ValueError, match="Module is on the meta device and has no reset_parameters"):
         swap_params(bare, folder, memory_budget="1M", min_bytes=1)
-    with pytest.raises(FileNotFoundError):
-        swap_params(model, folder / "missing" / "below", memory_budget="1M", min_bytes=1)
     assert all(one is other for one, other in zip(before, model.parameters(), strict=True))
     with (
         swap_params(model, folder, memory_budget="1M", min_bytes=1),
@@ -171,41 +149,7 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
         model(torch.ones(1, 64))
 
 
-def test_threads_that_compute_at_once(folder: Path, eager_switches: None) -> None:
-    model, found = sentences(), dict[int, torch.Tensor]()
-    expected = {number: model(words(number)).detach() for number in range(4)}
-    with swap_params(model, folder, memory_budget=150 * KIB, min_bytes=4 * KIB):
-
-        def compute(number: int) -> None:
-            for _ in range(5):
-                with torch.no_grad():
-                    found[number] = model(words(number))
-
-        in_threads(compute, 4)
-    assert all(torch.equal(found[number], expected[number]) for number in range(4))
-
-
 # Failures
-
-
-def test_a_step_that_fails_leaves_parameters_on_storage_old_or_new(folder: Path) -> None:
-    mine, other, handle = sentences(), sentences(), Faulty()
-    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-    swapped = swap_params(mine, folder, memory_budget=80 * KIB, min_bytes=4 * KIB)
-    optimizer = NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, handle=handle)
-    with swapped, optimizer:
-        train(mine, optimizer, 1)
-        train(other, plain, 1)
-        for which in ("read", "write"):
-            for model, each in ((mine, optimizer), (other, plain)):
-                each.zero_grad()
-                model(words(7)).square().mean().backward()
-            handle.will(which, "refuse", {1})
-            with pytest.raises(OSError, match="Input/output error"):
-                optimizer.step()
-            optimizer.step()
-            plain.step()
-            assert equal(values(mine), values(other))
 
 
 class Asked(IoFuture):
@@ -246,23 +190,6 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path, time
         others[1].add(others[2])  # whose memory these have
         for each in (first, others[0]):
             assert torch.equal(each + 0.0, torch.full((64, 64), 2.0))
-
-
-@pytest.mark.parametrize("how", ["refuse", "fail"])
-def test_a_write_that_fails_loses_nothing(folder: Path, how: str) -> None:
-    mine, other, handle = layers(), layers(), Faulty()
-    with swap_params(mine, folder, memory_budget=40 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        for number in range(1, 5):
-            handle.will("write", how, {number})
-            for each in other.parameters():
-                each.add_(1)
-            for each in mine.parameters():
-                with contextlib.suppress(OSError):
-                    each.add_(1)
-                    continue
-                each.add_(1)
-            handle.will()
-            assert equal(values(mine), values(other))
 
 
 def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
