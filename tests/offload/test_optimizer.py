@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,15 @@ import pytest
 import torch
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from tests.conftest import run_python
+from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, interrupt_two_waits
+from tests.moments import Interrupt, numbers
 from tests.offload.elsewhere import same as differ
 from tests.offload.random_optimizers import states
-from tests.offload.training import backward, equal, network, values
+from tests.offload.test_optimizer_kept import small, train
+from tests.offload.training import adamw, backward, equal, network, values
 
 Params = list[torch.nn.Parameter]
-
-
-def make(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
-    return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", **options})
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +32,7 @@ def _no_thread_is_left() -> Iterator[None]:
     assert "nvme_ops-optimizer" not in [thread.name for thread in threading.enumerate()]
 
 
-# State dicts. Options that change: ``test_random_programs.py``
+# State dicts. Options that change: the random programs
 
 
 def made(dtype: torch.dtype) -> Params:
@@ -104,7 +102,7 @@ def test_states_of_other_options_are_refused_where_there_is_no_room(
 
 def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
     model = network()
-    with make(model, folder) as optimizer:
+    with adamw(model, folder) as optimizer:
         assert optimizer.state_dict()["state"] == {}
         backward(model, 0)
         optimizer.step()
@@ -131,14 +129,11 @@ def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
 def test_what_cannot_be_is_refused(folder: Path) -> None:
     """What else people do wrong: ``test_mistakes.py``."""
     model = network()
-    for kind in (torch.optim.SparseAdam, torch.optim.Adafactor):
-        with pytest.raises(TypeError, match=f"{kind.__name__} is not one of torch.optim's elementwise optimizers: Ada"):
-            NvmeOptimizer(model.parameters(), kind, folder)
     with pytest.raises(ValueError, match="Invalid learning rate"):
-        make(model, folder, lr=-1.0)
+        adamw(model, folder, lr=-1.0)
     with pytest.raises(ValueError, match="gaps"):
         NvmeOptimizer([torch.nn.Parameter(torch.zeros(4, 8)[:, ::2])], torch.optim.AdamW, folder)
-    with make(model, folder) as ours:
+    with adamw(model, folder) as ours:
         for copied in (copy.copy, copy.deepcopy, pickle.dumps):
             with pytest.raises(TypeError, match=r"cannot be copied .* state_dict\(\) or save_states\(\)"):
                 copied(ours)
@@ -249,7 +244,7 @@ def test_what_is_done_is_not_put_back_and_what_is_not_is_where_ctrl_c_comes_twic
     mine, other, handle = network(), network(), Faulty()
     plain = torch.optim.AdamW(other.parameters())
     interrupt_two_waits(monkeypatch)
-    with make(mine, folder, handle=handle) as optimizer:
+    with adamw(mine, folder, handle=handle) as optimizer:
         for step in range(2):
             for model in (mine, other):
                 backward(model, step)
@@ -267,41 +262,12 @@ def test_what_is_done_is_not_put_back_and_what_is_not_is_where_ctrl_c_comes_twic
         assert equal(values(mine), values(other))
 
 
-def test_memory_stays_within_the_budget_however_many_chunks_there_are(folder: Path) -> None:
-    result = run_python(
-        """
-        import sys
-        import torch
-        from nvme_ops.offload import NvmeOptimizer
-
-        def peak(name):
-            return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) / 1024
-
-        def train(parameters):
-            with NvmeOptimizer(parameters, torch.optim.AdamW, sys.argv[1], memory_budget="4M", fused=True) as optimizer:
-                open("/proc/self/clear_refs", "w").write("5")
-                before = peak("VmRSS")
-                for _ in range(2):
-                    optimizer.step()
-            return peak("VmHWM") - before
-
-        parameters = [torch.nn.Parameter(torch.zeros(size)) for size in [1000] + [1 << 20] * 10]
-        for each in parameters:
-            each.grad = torch.ones_like(each)
-        train(parameters[:1])
-        print(train(parameters[1:]))
-        """,
-        folder,
-    )
-    assert float(result.stdout) <= 4 + 16
-
-
 # During the backward pass
 
 
 def test_most_of_it_happens_before_the_step_and_no_state_dict(folder: Path) -> None:
     model = network()
-    with make(model, folder, overlap="backward") as optimizer:
+    with adamw(model, folder, overlap="backward") as optimizer:
         before = values(model)
         backward(model, 0)
         end = time.monotonic() + 60
@@ -319,7 +285,7 @@ def test_most_of_it_happens_before_the_step_and_no_state_dict(folder: Path) -> N
 
 def test_a_second_backward_pass_or_one_that_fails_is_no_step(folder: Path) -> None:
     model = network()
-    with make(model, folder, overlap="backward") as optimizer:
+    with adamw(model, folder, overlap="backward") as optimizer:
         backward(model, 0)
         with pytest.raises(RuntimeError, match=r"ready twice before step\(\): .* `with optimizer.accumulate\(\):`"):
             backward(model, 1)
@@ -346,7 +312,7 @@ def test_a_second_backward_pass_or_one_that_fails_is_no_step(folder: Path) -> No
 def test_a_failure_is_raised_by_the_step_which_can_go_on(folder: Path, overlap: str | None, free: bool) -> None:
     mine, other, handle = network(), network(), Faulty("write", "refuse", {4})
     plain = torch.optim.AdamW(other.parameters())
-    with make(mine, folder, handle=handle, overlap=overlap, free_gradients=free) as optimizer:
+    with adamw(mine, folder, handle=handle, overlap=overlap, free_gradients=free) as optimizer:
         for step in range(2):
             for model in (mine, other):
                 backward(model, step)
@@ -371,7 +337,7 @@ def test_ctrl_c_while_the_disk_is_slow(folder: Path, number: int, free: bool, ti
     mine, other, handle = network(), network(), Faulty()
     plain = torch.optim.AdamW(other.parameters())
     options: Any = {"handle": handle, "free_gradients": free, "memory_budget": "2M", "overlap": "backward"}
-    with make(mine, folder, **options) as optimizer:
+    with adamw(mine, folder, **options) as optimizer:
         for step in range(3):
             handle.will(*(("write", "hold", {number}) if step == 1 else ()))
             for model in (mine, other):
@@ -411,3 +377,121 @@ def test_a_gradient_that_comes_later_than_the_others_during_the_backward_pass(fo
                 torch.autograd.backward(used, weights)
                 each.step()
             assert same(optimizer, plain), step
+
+
+# Stopped at any moment of a load, a save or the end of a step: old or new states, whole. A step that is stopped:
+# random_optimizers.py. A program that is killed: test_optimizer_kept.py.
+
+POINTS = pytest.mark.parametrize("points", [15, pytest.param(1000, marks=pytest.mark.slow)])
+LIMIT = pytest.mark.timeout(3000)
+LOST = pytest.mark.usefixtures(lost_unraisable.__name__)
+
+
+def stopped(moment: Interrupt, call: Callable[[], object]) -> bool:
+    """Whether the call was ended by Ctrl-C."""
+    try:
+        with moment:
+            call()
+    except KeyboardInterrupt:
+        return True
+    return False
+
+
+def take(model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.param_groups[0]["lr"] = (step + 1) / 1000
+    train(model, optimizer, step, step + 1)
+
+
+class Reference:
+    """What torch's own optimizer makes of a model: the parameters and states after each of four steps."""
+
+    def __init__(self) -> None:
+        model = small()
+        plain = torch.optim.AdamW(model.parameters())
+        self.models, self.states, self.dicts = list[Any](), list[Any](), list[Any]()
+        for step in range(5):
+            self.models.append(copy.deepcopy(model.state_dict()))
+            self.states.append(copy.deepcopy(states(plain)))
+            self.dicts.append(copy.deepcopy(plain.state_dict()))
+            take(model, plain, step)
+
+    def has(self, optimizer: NvmeOptimizer, step: int, options: bool = False) -> bool:
+        """Whether the optimizer has the states of a step, and perhaps the options."""
+        found, wanted = states(optimizer), self.states[step]
+        return differ(found, wanted) == "" if options else differ(found[:-1], wanted[:-1]) == ""
+
+
+@LOST
+@pytest.mark.parametrize("free", [False, True])
+def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path, free: bool) -> None:
+    """Wherever it is stopped."""
+    mine, other = small(), small()
+    plain = torch.optim.AdamW(other.parameters())
+    with adamw(mine, folder, overlap="backward", free_gradients=free) as ours:
+
+        def step(number: int, moment: Interrupt) -> None:
+            for model in (mine, other):
+                model.zero_grad()
+                model(torch.full((300,), number / 50).sin()).square().sum().backward()
+            plain.step()
+            end = time.monotonic() + 60
+            while not equal(values(mine), values(other)):
+                assert time.monotonic() < end
+            if stopped(moment, ours.step):
+                ours.step()
+            assert equal(values(mine), values(other)), moment.where
+
+        step(0, counted := Interrupt())
+        for number in (found := list(numbers("taken", counted.count, 40))):
+            step(number, Interrupt(number))
+        assert ours.steps == len(found) + 1
+        assert differ(states(ours)[:-1], states(plain)[:-1]) == ""
+
+
+@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize("how", ["load_state_dict", "load_states"])
+@POINTS
+@LIMIT
+@LOST
+def test_a_load_stopped_at_any_moment_is_old_or_new(folder: Path, reuse: bool, how: str, points: int) -> None:
+    mine, reference, options = small(), Reference(), how == "load_state_dict"
+    with adamw(mine, folder, reuse=reuse) as ours:
+        sources: dict[int, Any] = {step: reference.dicts[step] if options else folder / str(step) for step in (2, 3)}
+        for step in (2, 3):
+            ours.load_state_dict(reference.dicts[step])
+            ours.save_states(folder / str(step))
+        load = getattr(ours, how)
+        counted, now = Interrupt(), 2
+        assert not stopped(counted, lambda: load(sources[2]))
+        for number in numbers(how, counted.count, points):
+            line, new = Interrupt(number), 5 - now
+            stopped(line, lambda new=new: load(sources[new]))  # type: ignore[misc]
+            if not reference.has(ours, now, options):
+                assert reference.has(ours, new, options), line.where
+                now = new
+            if number % 5 == 0:  # and that is what a step begins with
+                mine.load_state_dict(reference.models[now])
+                take(mine, ours, now)
+                assert equal(values(mine), list(reference.models[now + 1].values())), line.where
+                load(sources[now])
+
+
+@POINTS
+@LIMIT
+@LOST
+def test_a_save_stopped_at_any_moment_is_old_or_new(folder: Path, points: int) -> None:
+    reference, path = Reference(), folder / "states"
+    with adamw(small(), folder) as ours, adamw(small(), folder) as other:
+        ours.load_state_dict(reference.dicts[2])
+        counted, now = Interrupt(), 2
+        assert not stopped(counted, lambda: ours.save_states(path, durable=False))
+        for number in numbers("save", counted.count, points):
+            line, new = Interrupt(number), 5 - now
+            ours.load_state_dict(reference.dicts[new])
+            stopped(line, lambda: ours.save_states(path, durable=False))
+            other.load_states(path)
+            if not reference.has(other, now):
+                assert reference.has(other, new), line.where
+                now = new
+            assert reference.has(ours, new)
+        assert [each.name for each in folder.iterdir() if not each.name.startswith(".nvme_ops-")] == ["states"]

@@ -10,22 +10,14 @@ import subprocess
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from nvme_ops.errors import FormatError
-from nvme_ops.offload import NvmeOptimizer
 from tests.conftest import MIB, LoopDevice
 from tests.contract.faulty import Faulty, interrupt_two_waits
-from tests.offload.training import backward, equal, network, values
-
-
-def adamw(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
-    return NvmeOptimizer(
-        model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", "lr": 0.01, **options}
-    )
+from tests.offload.training import adamw, backward, equal, network, values
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
@@ -85,7 +77,7 @@ def test_where_files_share_blocks_nothing_is_copied(xfs: Path) -> None:
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
     mine, other = network(), network()
-    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    plain = torch.optim.AdamW(other.parameters())
     (folder / "foreign").write_bytes(b"no states at all")
     with adamw(mine, folder) as optimizer:
         optimizer.save_states(folder / "none")
@@ -161,5 +153,5 @@ def test_what_ctrl_c_has_left_under_way_is_waited_for_by_the_next_step(
         threading.Timer(0.3, handle.go.set).start()
         train(mine, optimizer, 2, 3)
         assert handle.go.is_set(), "it was waited for"
-        train(other, torch.optim.AdamW(other.parameters(), lr=0.01), 0, 3)
+        train(other, torch.optim.AdamW(other.parameters()), 0, 3)
         assert equal(values(mine), values(other))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from nvme_ops.offload import NvmeOptimizer
 
 KIB = 1024
 
@@ -132,6 +135,11 @@ def backward(model: torch.nn.Module, number: int) -> None:
 def words(number: int) -> torch.Tensor:
     """An input of ``sentences`` and ``Odd``."""
     return MODELS["sentences"].batch(number)
+
+
+def adamw(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer:
+    """AdamW with its states on storage."""
+    return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", **options})
 
 
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
