@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import signal
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -194,29 +191,6 @@ def test_a_storage_at_the_address_of_one_that_is_gone(folder: Path, monkeypatch:
         assert all(map(torch.equal, step(saving), expected))
         choice._again = frozenset(choice._seconds)
         monkeypatch.setattr(choice, "end_pass", lambda _: None)
-
-
-def test_ctrl_c_while_a_graph_is_freed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saving = save_on_nvme(folder, min_bytes=1)
-    weight = torch.ones(1024, requires_grad=True)
-    monkeypatch.setattr("sys.unraisablehook", lambda _: None)  # of __del__
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        for delay in range(40):
-            with saving:
-                y = weight
-                for _ in range(300):
-                    y = y.sin()
-            with contextlib.suppress(KeyboardInterrupt):
-                signal.setitimer(signal.ITIMER_REAL, 0.00005 * (1 + delay))
-                del y
-                time.sleep(0.005)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    gc.collect()
-    saving.stats()
-    assert not saving._activations._units
-    assert saving._activations._all.nbytes == 0
 
 
 # Parts: small ones of large tensors are copied, so that they do not keep the whole
