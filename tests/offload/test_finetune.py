@@ -109,12 +109,18 @@ def in_parallel(model: Any) -> list[float]:
         torch.distributed.destroy_process_group()
 
 
+def resumed(model: Any, folder: Path) -> list[float]:
+    trainer(model, folder)
+    return trainer(model, folder, begin=str(folder / "checkpoint-2"))
+
+
 WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
     "loop": lambda model, _: loop(model),
     "loop, checkpointed": lambda model, _: checkpointed(model),
     "accelerate": lambda model, _: loop(model, accelerate.Accelerator(cpu=True).prepare),
     "DistributedDataParallel": lambda model, _: in_parallel(model),
     "trainer": trainer,
+    "trainer, resumed": resumed,
     "trainer, checkpointed, bfloat16": lambda model, folder: trainer(
         model, folder, gradient_checkpointing=True, bf16=True
     ),
@@ -139,16 +145,15 @@ def test_adapters_are_trained_to_the_same_bits_as_in_memory(way: str, order: str
     model.close()
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_dora": True, "lora_dropout": 0.0},
-        {"modules_to_save": ["lm_head"]},
-        {"target_modules": ["embed_tokens", "lm_head"]},
-        {"bias": "all"},
-    ],
-    ids=lambda options: next(iter(options)),
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"use_dora": True, "lora_dropout": 0.0},
+    {"modules_to_save": ["lm_head"]},
+    {"target_modules": ["embed_tokens", "lm_head"]},
+    {"bias": "all"},
 )
+
+
+@pytest.mark.parametrize("options", OTHERS, ids=lambda options: next(iter(options)))
 @each_order
 def test_other_adapters_are_too(options: dict[str, Any], order: str, path: Path) -> None:
     plain, model = adapted(in_memory(path), **options), STREAMED[order](path, **options)
@@ -167,15 +172,7 @@ def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> No
 
 
 @each_order
-def test_trainer_goes_on_from_its_checkpoint(order: str, path: Path) -> None:
-    model, again = STREAMED[order](path), STREAMED[order](path)
-    wanted = trainer(model, path / "one")
-    assert trainer(again, path / "other", begin=str(path / "one/checkpoint-2")) == wanted
-    assert all(map(torch.equal, adapters(model).values(), adapters(again).values()))
-
-
-@each_order
-def test_adapters_are_saved_without_the_rest_being_read_and_fit_a_model_in_memory(
+def test_adapters_are_saved_without_the_rest_being_read_and_not_merged_into_it(
     order: str, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = STREAMED[order](path)
@@ -190,20 +187,10 @@ def test_adapters_are_saved_without_the_rest_being_read_and_fit_a_model_in_memor
     for other in (peft.PeftModel.from_pretrained(in_memory(path), folder / "adapter"), onto):
         with torch.no_grad():
             assert torch.equal(other.eval()(input_ids=torch.tensor([[1, 2, 3]])).logits, wanted)
+    for merge in (model.merge_adapter, model.merge_and_unload):
+        with pytest.raises(RuntimeError, match="streamed"):
+            merge()
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, wanted)
     model.close()
     onto.close()
-
-
-@each_order
-def test_merging_into_streamed_weights_is_refused_and_changes_nothing(order: str, path: Path) -> None:
-    model = STREAMED[order](path)
-    loop(model)
-    model.eval()
-    ids = torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        wanted = model(input_ids=ids).logits
-        for merge in (model.merge_adapter, model.merge_and_unload):
-            with pytest.raises(RuntimeError, match="streamed"):
-                merge()
-        assert torch.equal(model(input_ids=ids).logits, wanted)
-    model.close()

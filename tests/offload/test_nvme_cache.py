@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
 import functools
-import os
 import pickle
 import shutil
 import tempfile
@@ -159,9 +157,6 @@ def test_calls_that_cannot_be_are_refused(folder: Path) -> None:
     unknown.layer_types[1] = "hybrid"
     with pytest.raises(ValueError, match="layer 1 of this model, of type 'hybrid'"):
         NvmeCache(folder, "1M", config=unknown)
-    for budget in ("", "no size", 0):
-        with pytest.raises(ValueError, match=r"size|at least 1"):
-            NvmeCache(folder, budget)
     assert not list(folder.iterdir())
 
 
@@ -300,20 +295,3 @@ def test_what_generations_are_told(folder: Path) -> None:
             generated("llama", cache)
         with pytest.raises(RuntimeError, match="NvmeCache is for inference"):
             model("llama")(PROMPTS, cache=cache)
-
-
-def test_a_full_disk(make_file_system: Callable[..., Path]) -> None:
-    place = make_file_system(16 * MIB)
-    with NvmeCache(place, "1M") as cache:
-        room = os.statvfs(place)
-        with open(place / "filler", "wb") as filler:
-            os.posix_fallocate(filler.fileno(), 0, room.f_bavail * room.f_frsize - 100 * KIB)
-        with pytest.raises(
-            OSError, match=r"keys and values of layer \d+ do not fit beside the .* in its files"
-        ) as caught:
-            generated("llama", cache)
-        assert caught.value.errno == errno.ENOSPC
-        del caught  # its traceback has keys and values
-        (place / "filler").unlink()
-        cache.reset()
-        assert torch.equal(generated("llama", cache), wanted("llama"))

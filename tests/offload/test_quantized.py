@@ -64,9 +64,7 @@ def test_on_request_half_is_read_and_the_output_is_nearly_the_same(folder: Path)
         assert torch.equal(found.embedding(tokens), wanted), "embeddings are as they were"
 
 
-def test_what_cannot_be_quantized_is_refused(folder: Path) -> None:
-    with pytest.raises(ValueError, match="int8"):
-        stream_weights(layers(), folder, memory_budget="1M", quantize="int4")  # type: ignore[arg-type]
+def test_what_is_not_finite_is_refused() -> None:
     with pytest.raises(ValueError, match="not finite"):
         quantize(torch.tensor([[1.0, float("nan")]]))
 
