@@ -25,10 +25,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from nvme_ops.offload import stream_weights, swap_params
-from nvme_ops.offload.weights import streamed
-from nvme_ops.settings import PAGE
-from tests.offload.elsewhere import apart, same, values
+from tests.offload.elsewhere import apart, elsewhere, same, values
 
 KINDS = ("swapped", "swapped, trained", "streamed")
 
@@ -68,19 +65,14 @@ def rigs(kind: str, count: int, folder: Path) -> Iterator[tuple[list[torch.nn.Li
     """Modules with a weight that is in memory or elsewhere, and what makes all of these leave memory."""
     torch.manual_seed(0)
     made = [torch.nn.Linear(4, 4, bias=False).requires_grad_(kind.endswith("trained")) for _ in range(count)]
-    root: Any = made[0] if count == 1 else torch.nn.ModuleList(made)
-    room = (16 + count) * PAGE
-    root.filler = torch.nn.Parameter(torch.zeros(room, dtype=torch.uint8), False)
-    with contextlib.ExitStack() as ends:
-        if kind == "streamed":
-            small, streamed._SMALL = streamed._SMALL, 0
-            try:
-                ends.enter_context(stream_weights(root, folder, memory_budget=2 * room))
-            finally:
-                streamed._SMALL = small
-        elif kind in ("swapped", "swapped, trained"):
-            ends.enter_context(swap_params(root, folder, memory_budget=room, min_bytes=1))
-        yield made, root.filler.any
+    if kind.startswith("usual"):
+        yield made, int
+        return
+    weights = [each.weight for each in made]
+    with elsewhere("streamed" if kind == "streamed" else "swapped", weights, folder) as moved:
+        for module, weight in zip(made, moved, strict=True):
+            module.weight = weight
+        yield made, moved.forget
 
 
 def arguments() -> list[tuple[Any, ...]]:

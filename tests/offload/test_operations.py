@@ -1,4 +1,4 @@
-"""Each operation and module that torch has samples for, with its tensors elsewhere: as with usual ones, or refused."""
+"""Each operation that torch has samples for, with its tensors elsewhere: as with usual ones, or refused."""
 
 from __future__ import annotations
 
@@ -13,16 +13,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.common_modules import module_db
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from nvme_ops.offload import save_on_nvme, stream_weights, swap_params
-from nvme_ops.offload.weights import streamed
-from nvme_ops.settings import PAGE
+from nvme_ops.offload import save_on_nvme
 from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
 
 OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
-MODULES = {f"{each.module_cls.__module__}.{each.module_cls.__name__}": each for each in module_db}
 POLICIES = ("nvme", "auto")  # of save_on_nvme
 ANY_VALUES = re.compile(r"empty|resize_")  # whatever is in memory
 MOST = 2  # samples of each operation
@@ -151,63 +147,3 @@ def test_operations(way: str, dtype: torch.dtype, folder: Path) -> None:
     names = random.Random(str(dtype)).sample(list(OPERATIONS), len(OPERATIONS) // 2)
     found = apart(names, partial(operate, dtype=dtype, way=way, folder=folder))
     assert [line for lines in found.values() for line in lines] == []
-
-
-def outcome(module: Any, given: Any, training: bool) -> list[Any]:
-    """The result of a module, gradients of parameters and inputs, and the state."""
-    args, kwargs = tree_map(
-        lambda each: (
-            each.detach().clone().requires_grad_(each.requires_grad) if isinstance(each, torch.Tensor) else each
-        ),
-        (given.args, given.kwargs),
-    )
-    torch.manual_seed(1)
-    result = module(*args, **kwargs)
-    outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor) and each.requires_grad]
-    if outs:
-        torch.autograd.backward(outs, [torch.full_like(each, 0.5) for each in outs])
-    leaves = [each for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor) and each.requires_grad]
-    gradients = [each.grad for each in [*leaves, *(module.parameters() if training else ())]]
-    shown = tree_map(lambda each: each.detach() if isinstance(each, torch.Tensor) else each, result)
-    return [shown, gradients, {name: values(each) for name, each in module.state_dict().items()}]
-
-
-def compute(name: str, kind: str, folder: Path) -> list[str]:
-    """What differs between a module in memory and one with parameters elsewhere."""
-    torch.backends.mha.set_fastpath_enabled(False)  # which torch does not take with tensors of a subclass
-    info, said, training = MODULES[name], list[str](), kind == "swapped"
-    torch.manual_seed(0)
-    options: Any = {"device": "cpu", "dtype": torch.float32, "requires_grad": training, "training": training}
-    for number, each in enumerate(info.module_inputs_func(info, **options)):
-        modules = []
-        for _ in range(2):
-            torch.manual_seed(2)
-            module: Any = info.module_cls(*each.constructor_input.args, **each.constructor_input.kwargs)
-            module.filler = torch.nn.Parameter(torch.zeros(16 * PAGE, dtype=torch.uint8), False)
-            modules.append(module.train(training))
-        plain, ours = modules
-        lazy = any(isinstance(one, torch.nn.UninitializedParameter) for one in plain.parameters())
-        if lazy or each.forward_input is None:
-            continue
-        try:
-            theirs = outcome(plain, each.forward_input, training)
-        except Exception:
-            continue
-        try:
-            move: Any = partial(swap_params, min_bytes=1) if training else stream_weights
-            with move(ours, folder, memory_budget="64M"):
-                found = same(outcome(ours, each.forward_input, training), theirs)
-        except Exception as error:
-            found = f"{type(error).__name__}: {str(error)[:200]}"
-        said += [f"{number}: {found}"] if found else []
-    return said
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
-@alone
-def test_modules(kind: str, folder: Path) -> None:
-    streamed._SMALL = 0  # else they stay in memory
-    found = apart(list(MODULES), partial(compute, kind=kind, folder=folder))
-    assert {name: lines for name, lines in found.items() if lines} == {}
