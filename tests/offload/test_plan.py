@@ -32,32 +32,24 @@ def sizes(memory: int, **others: Any) -> Sizes:
     return Sizes(model=210 * MB, memory=memory, streamed=LAYERS, **others)
 
 
-def test_what_does_not_stay_is_read_by_each_step() -> None:
+EMBEDDING = Sizes(8 * MB, memory=MB, streamed=(), tables=((8000, 1000),))
+EXPERTS = Sizes(80 * MB, memory=1, streamed=(Streamed(10 * MB, 8, 2),) * 8)
+BOTH = Sizes(120 * MB, memory=80 * MB, streamed=(*EXPERTS.streamed, *(Streamed(10 * MB),) * 4))
+STEPS: list[tuple[Sizes, int, float, int]] = [
     # twice a weight and an eighth of the memory are what the others pass through: 80 - 20 - 10 leave five
-    assert step_bytes(sizes(80 * MB), 1) == (150 * MB, 50 * MB)
-    assert step_bytes(sizes(25 * MB), 1) == (200 * MB, 0)
-    assert step_bytes(sizes(200 * MB), 1) == (0, 200 * MB)
+    (sizes(80 * MB), 1, 150 * MB, 50 * MB), (sizes(25 * MB), 1, 200 * MB, 0), (sizes(200 * MB), 1, 0, 200 * MB),
+    # an embedding costs a row for each token, until it is read as a whole
+    (EMBEDDING, 16, 16_000, 0), (EMBEDDING, 2000, 2 * MB, 0), (EMBEDDING, 2001, 8 * MB, 0),
+    # of experts those that a batch is likely to ask for: two of eight; each with 1 - 0.75 ** 2
+    (EXPERTS, 1, 20 * MB, 0), (EXPERTS, 2, 35 * MB, 0), (EXPERTS, 1000, 80 * MB, 0),
+    # experts stay after what all tokens use: the four, and one expert
+    (BOTH, 1, 7 * 2.5 * MB, 50 * MB),
+]  # fmt: skip
 
 
-def test_an_embedding_costs_a_row_for_each_token_until_it_is_read_as_a_whole() -> None:
-    embedding = Sizes(8 * MB, memory=MB, streamed=(), tables=((8000, 1000),))
-    assert step_bytes(embedding, 16) == (16_000, 0)
-    assert step_bytes(embedding, 2000)[0] == 2 * MB
-    assert step_bytes(embedding, 2001)[0] == 8 * MB
-
-
-def test_of_experts_those_are_read_that_a_batch_is_likely_to_ask_for() -> None:
-    experts = Sizes(80 * MB, memory=1, streamed=tuple(Streamed(10 * MB, 8, 2) for _ in range(8)))
-    assert step_bytes(experts, 1)[0] == 20 * MB  # two of eight
-    assert step_bytes(experts, 2)[0] == 35 * MB  # each with 1 - 0.75 ** 2
-    assert step_bytes(experts, 1000)[0] == 80 * MB
-
-
-def test_experts_stay_after_what_all_tokens_use() -> None:
-    streamed = (Streamed(10 * MB, 8, 2),) * 8 + (Streamed(10 * MB),) * 4
-    read, kept = step_bytes(Sizes(120 * MB, memory=80 * MB, streamed=streamed), 1)
-    assert kept == 50 * MB  # the four, and one expert
-    assert read == pytest.approx(7 * 2.5 * MB)
+@pytest.mark.parametrize(("given_sizes", "batch", "read", "kept"), STEPS)
+def test_what_a_step_reads_and_what_stays(given_sizes: Sizes, batch: int, read: float, kept: int) -> None:
+    assert step_bytes(given_sizes, batch) == pytest.approx((read, kept))
 
 
 def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
