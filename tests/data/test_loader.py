@@ -421,6 +421,8 @@ def test_the_order_is_one_for_all_versions() -> None:
     """Who resumes with a later version must go on in the same order."""
     assert EpochOrder([2000], True, 7, 3).at(0, 8).tolist() == [1226, 581, 41, 1235, 38, 483, 64, 101]
     assert EpochOrder([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
+    found = EpochOrder([6, 5, 6], "shards", 7, 3).at(0, 17).tolist()
+    assert found == [12, 16, 13, 11, 14, 15, 10, 6, 7, 8, 9, 2, 1, 3, 5, 4, 0]
 
 
 @pytest.mark.parametrize("counts", [[5], [1, 2, 3], [100, 0, 7, 0, 250], [0, 4], [3000, 2000]])

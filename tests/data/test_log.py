@@ -330,7 +330,7 @@ class Disk:
         path = os.readlink(f"/proc/self/fd/{given[0]}") if name in ("pwrite", "fdatasync") else ""
         if self.chosen(self.calls):
             if name == "pwrite":
-                real(given[0], given[1][: len(given[1]) // 2], given[2])
+                real(given[0], bytes(given[1][: len(given[1]) // 2]) + b"torn" * 99, given[2])
             if name == "fdatasync":  # Linux tells of it once, and forgets the pages
                 os.truncate(path, self.durable.get(path, 0))
             raise MemoryError("of the test") if self.calls % 3 == 0 else OSError(errno.EIO, "of the test")
@@ -367,11 +367,13 @@ def survives(folder: Path, chosen: Callable[[int], bool], count: int = 24) -> in
     return disk.calls
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")  # of what is damaged
 def test_any_call_that_fails_once_loses_and_repeats_nothing(folder: Path) -> None:
     for number in range(1, survives(folder / "0", lambda _: False) + 1):
         survives(folder / str(number), lambda call: call == number)  # noqa: B023
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
 @pytest.mark.parametrize("seed", range(8))
 def test_calls_that_fail_now_and_then_lose_and_repeat_nothing(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
