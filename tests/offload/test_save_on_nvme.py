@@ -301,12 +301,12 @@ def test_checkpointed_blocks_and_blocks_in_blocks(folder: Path) -> None:
 @pytest.mark.usefixtures("eager_switches")
 @pytest.mark.parametrize("policy", ["nvme", "auto"])
 def test_threads_that_share_it(folder: Path, policy: Any) -> None:
-    x = torch.randn(64, 128)
-    expected = gradients(perceptron(), x)[1:]
+    x, models = torch.randn(64, 128), [perceptron() for _ in range(3)]
+    expected = gradients(models[0], x)[1:]
     saving = save_on_nvme(folder, min_bytes=1, memory_budget=100 * KIB, policy=policy)
 
-    def work(_: int) -> None:
-        model = perceptron()
+    def work(number: int) -> None:
+        model = models[number]
         for _ in range(10):
             with saving:
                 loss = model(x).square().sum()
