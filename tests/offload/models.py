@@ -46,17 +46,6 @@ class Experts(nn.Module):
         return x
 
 
-class Functional(nn.Module):
-    """Uses the weights of a child without calling it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.child = nn.Linear(256, 256)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.child.weight * 2, self.child.bias)
-
-
 def convolutional() -> nn.Module:
     return nn.Sequential(
         nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(4),
