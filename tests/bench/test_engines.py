@@ -281,6 +281,7 @@ def test_a_file_smaller_than_fio_s_best_block_has_a_reference_too(make_task: Cal
     rows = [row_of(name, make_task(MIB), Settings(4 * MIB)) for name in (fio.NAME, "fio")]
     interleave(rows, 1)
     assert ["larger than" in row.note for row in rows] == [False, False]
+    assert [fio.best(size)[0][0][1] for size in (MIB, 3 * MIB + 5, GIB)] == [f"--bs={size * MIB}" for size in (1, 2, 4)]
 
 
 # gdsio
