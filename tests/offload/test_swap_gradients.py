@@ -172,7 +172,7 @@ def test_a_step_that_fails_goes_on_whatever_of_it_is_on_storage(folder: Path, fa
     small: Any = {"min_bytes": 4 * KIB}
     with (
         swap_params(mine, folder, memory_budget=160 * KIB, **small, **options["params"]),
-        swap_gradients(mine.parameters(), folder, memory_budget=200 * KIB, **small, **options["gradients"]),
+        swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, **small, **options["gradients"]),
         NvmeOptimizer(
             mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, **options["states"]
         ) as ours,

@@ -145,13 +145,17 @@ def outline(tensor: torch.Tensor) -> torch.Tensor:
 @contextlib.contextmanager
 def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
     with contextlib.ExitStack() as uses:
-        gradient = uses.enter_context(gradient_of(parameter))
-        if isinstance(parameter, SwappedTensor):
-            values = uses.enter_context(parameter.lent(change=gradient is not None))
-            torch.autograd.graph.increment_version(parameter)
-        else:
-            values = local(parameter)
-        yield Loan(values, gradient)
+        gradient = values = None
+        try:
+            gradient = uses.enter_context(gradient_of(parameter))
+            if isinstance(parameter, SwappedTensor):
+                values = uses.enter_context(parameter.lent(change=gradient is not None))
+                torch.autograd.graph.increment_version(parameter)
+            else:
+                values = local(parameter)
+            yield Loan(values, gradient)
+        finally:
+            gradient = values = None  # or the traceback of a failure would keep their memory
 
 
 def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -325,7 +325,10 @@ def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
         yield grad
         return
     with grad.lent() as values:
-        yield values
+        try:
+            yield values
+        finally:
+            del values  # or the traceback of a failure would keep its memory
 
 
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
