@@ -47,7 +47,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
         raise TypeError(f"dtype must be a torch.dtype, not {type(dtype).__name__}")
     elements = math.prod(shape)
     if elements == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     buffer = pool_buffer(elements * dtype.itemsize)
     return torch.frombuffer(buffer, dtype=dtype, count=elements).view(shape)
 

@@ -197,7 +197,10 @@ class _Reader:
             raise ValueError(f"{path}: safetensors files have no entries within entries: no --key")
         header = safetensors_format.read(fd, path)
         stored = stored_tensors(file, header, self._weights)
-        found = {name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype) for name, each in stored}
+        found = {
+            name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype, device="cpu")
+            for name, each in stored
+        }
         return found, header.metadata
 
     def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
@@ -226,7 +229,7 @@ class _Reader:
         def view(each: Described) -> torch.Tensor:
             begin, end = each.extent
             if begin == end:
-                return torch.empty(each.shape, dtype=each.dtype)
+                return torch.empty(each.shape, dtype=each.dtype, device="cpu")
             extent = FileExtent(file, archive.starts[each.storage.record] + begin, end - begin)
             shape = each.shape if each.contiguous else ((end - begin) // each.dtype.itemsize,)
             source = known.setdefault((extent, each.dtype, shape), Source([extent], each.dtype, shape))

@@ -272,7 +272,7 @@ class Pool:
     def _allocate(self, nbytes: int, mine: _Waiting) -> torch.Tensor:
         owner: Any  # dies with the last tensor over the memory, noticed through a weak reference
         if self._pinned:
-            locked = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            locked = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             owner = (ctypes.c_ubyte * nbytes).from_address(locked.data_ptr())
             owner.keeps = locked
         else:

@@ -202,7 +202,7 @@ class Ring:
 
     def _new_buffer(self) -> torch.Tensor:
         if self._pinned:
-            return torch.empty(self._size, dtype=torch.uint8, pin_memory=True)
+            return torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True)
         return empty(self._size, dtype=torch.uint8)
 
     def _prepare(self) -> None:

@@ -351,7 +351,7 @@ class TensorStore:
         elif memory is not None and value.nbytes:
             target, source = memory.view(value.dtype).as_strided(value.shape, value.stride), memory
         else:
-            target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype)
+            target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
             source = dense_bytes(target)
         transfers: list[IoFuture] = []
         try:

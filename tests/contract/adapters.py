@@ -32,7 +32,7 @@ def require(right: bool, what: str) -> None:
 def tensors(version: int, count: int = 3) -> dict[str, torch.Tensor]:
     """Returns tensors that say of which version they are."""
     made = torch.Generator().manual_seed(version)
-    return {f"tensor{number}": torch.rand(SHAPE, generator=made) for number in range(count)}
+    return {f"tensor{number}": torch.rand(SHAPE, generator=made, device="cpu") for number in range(count)}
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
@@ -209,7 +209,7 @@ class LoadInto(Load):
     waits = ("read",)
 
     def do(self, version: int) -> None:
-        found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+        found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
         nvme_ops.load(self.path, into=found, handle=self.handle)
         require(same(found, tensors(0)), "other tensors than were saved")
 
@@ -228,7 +228,7 @@ class DcpSave(Capability):
         nvme_ops.dcp.save(dict(tensors(version)), self.path, handle=self.handle)
 
     def check(self) -> None:
-        found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+        found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
         nvme_ops.dcp.load(found, self.path, verify=True, handle=self.handle)
         require(any(same(found, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
 
@@ -245,7 +245,7 @@ class DcpLoad(DcpSave):
 
     def do(self, version: int) -> None:
         if version:
-            found = {name: torch.zeros(SHAPE) for name in tensors(0)}
+            found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
             nvme_ops.dcp.load(found, self.path, handle=self.handle)
             require(same(found, tensors(0)), "other tensors than were saved")
 

@@ -33,7 +33,7 @@ def model(layers: int = 4) -> torch.nn.Sequential:
 
 def batch(version: int) -> torch.Tensor:
     """Returns an input."""
-    return torch.rand(64, WIDTH, generator=torch.Generator().manual_seed(version))
+    return torch.rand(64, WIDTH, generator=torch.Generator().manual_seed(version), device="cpu")
 
 
 def gradients(made: torch.nn.Module, version: int) -> list[torch.Tensor]:
@@ -140,7 +140,7 @@ class Pretrained(Capability):
         return from_pretrained(self.path, memory_budget="6M", handle=self.handle)
 
     def _words(self) -> torch.Tensor:
-        return torch.arange(10)[None]
+        return torch.arange(10, device="cpu")[None]
 
     def do(self, version: int) -> None:
         with self.ending(self._made()) as made, torch.no_grad():
@@ -160,7 +160,9 @@ class Swapped(Capability):
     def do(self, version: int) -> None:
         with torch.no_grad():
             for usual, parameter in zip(self.usual.parameters(), self.module.parameters(), strict=True):
-                usual.copy_(torch.rand(usual.shape, generator=torch.Generator().manual_seed(version)) / 100)
+                usual.copy_(
+                    torch.rand(usual.shape, generator=torch.Generator().manual_seed(version), device="cpu") / 100
+                )
                 with self.swapped.gathered([parameter], change=True) as (values,):
                     values.copy_(usual)
         require(equal(gradients(self.module, version), gradients(self.usual, version)), "other gradients")
@@ -260,7 +262,7 @@ class Optimizer(Capability):
     def do(self, version: int) -> None:
         if self.stepped < version:
             for usual, each in zip(self.usual.parameters(), self.module.parameters(), strict=True):
-                usual.grad = torch.rand(usual.shape, generator=torch.Generator().manual_seed(version))
+                usual.grad = torch.rand(usual.shape, generator=torch.Generator().manual_seed(version), device="cpu")
                 each.grad = usual.grad.clone()
             self.reference.step()
             self.stepped = version
@@ -290,7 +292,7 @@ class KeyValues(Capability):
 
     def do(self, version: int) -> None:
         made = torch.Generator().manual_seed(version)
-        parts = [torch.rand(1, 4, 200, 64, generator=made) for _ in range(8)]
+        parts = [torch.rand(1, 4, 200, 64, generator=made, device="cpu") for _ in range(8)]
         with self.ending(NvmeCache(self.folder, "1500K", handle=self.handle)) as cache:
             for number, part in enumerate(parts):
                 cache.update(part, part + 1, number)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.contract.adapters import Capability
 from tests.contract.suite import SLACK, files, settled
@@ -22,6 +23,17 @@ def once(kind: type[Capability], place: Path) -> None:
     one.work()
     one.check()
     one.close()
+
+
+MAKES_A_MODEL = {"Activations", "Gradients", "Pretrained", "Streamed", "StreamedOn", "SwappedAnew"}
+
+
+def test_torch_s_default_device_does_not_matter(one: Capability) -> None:
+    if type(one).__name__ in MAKES_A_MODEL:
+        pytest.skip("the model that it makes would be on that device")
+    with torch.device("meta"):
+        one.work()
+    one.check()
 
 
 # Its end

@@ -145,4 +145,4 @@ class Group(dict[Unit, None]):
         return default
 
 
-_MORE = tensors_over(torch.empty(1)) - 1  # counted beside a tensor itself
+_MORE = tensors_over(torch.empty(1, device="cpu")) - 1  # counted beside a tensor itself

@@ -125,11 +125,11 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row of the batch ``repeats`` times."""
-        self.reorder_cache(torch.arange(self._paged.batch).repeat_interleave(repeats))
+        self.reorder_cache(torch.arange(self._paged.batch, device="cpu").repeat_interleave(repeats))
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keeps these rows of the batch: indices or a mask."""
-        self.reorder_cache(torch.arange(self._paged.batch)[indices.to("cpu")])
+        self.reorder_cache(torch.arange(self._paged.batch, device="cpu")[indices.to("cpu")])
 
     def offload(self) -> None:
         """Does nothing: the cache decides itself."""

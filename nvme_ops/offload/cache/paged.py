@@ -277,7 +277,7 @@ class PagedLayer:
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Makes row ``rows[i]`` of the batch its row i. ``rows`` is on the CPU. Writes nothing if the batch stays."""
-        if not self.tokens or torch.equal(rows, torch.arange(self.batch)):
+        if not self.tokens or torch.equal(rows, torch.arange(self.batch, device="cpu")):
             return
         if len(rows) != self.batch:
             self._select(rows)

@@ -299,7 +299,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
         self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # once gradients are to be freed
         self._handle = handle or shared_handle()
-        super().__init__(params, optimizer_class([torch.zeros(1)], **defaults).defaults)
+        super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(

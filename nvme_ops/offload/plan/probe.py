@@ -162,7 +162,7 @@ def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, 
 
 
 def _copy_rate(device: torch.device) -> float:
-    here = torch.empty(64 * MIB, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(64 * MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device)
     return here.nbytes / _least(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
 

@@ -131,7 +131,7 @@ class SwappedGradients:
             return torch.nn.utils.clip_grad_norm_(self._every, max_norm, norm_type)
         grads = [each.grad for each in self._every if each.grad is not None]
         if not grads:
-            return torch.tensor(0.0)
+            return torch.tensor(0.0, device="cpu")
         norms = [
             each.known_norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads
         ]
@@ -346,7 +346,7 @@ def _is_usual(tensor: object) -> bool:
 def _uses_by_autograd() -> tuple[int, int, int]:
     """Returns what ``_uses_of_grad`` is in a hook, of a gradient that nobody else has: each torch has its own."""
     found: list[tuple[int, int, int]] = []
-    sample = torch.ones(1, requires_grad=True)
+    sample = torch.ones(1, device="cpu", requires_grad=True)
     sample.register_post_accumulate_grad_hook(lambda each: found.append(_uses_of_grad(each)))
     with torch.enable_grad():
         (sample * 2.0).sum().backward()
