@@ -31,29 +31,29 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
-class Format(Protocol):
+class WeightFormat(Protocol):
     """How what is stored of a tensor makes the values that are computed with."""
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
         """Fills ``out``, which has the tensor's shape and dtype, with what its stored ``parts`` make."""
 
 
-class Converted(Format):
+class Cast(WeightFormat):
     """The values, in another dtype."""
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """See ``Format.expand``: of one part, the values."""
+        """See ``WeightFormat.expand``: of one part, the values."""
         out.copy_(parts[0])
 
 
-class Scaled(Format):
+class Scaled(WeightFormat):
     """Values of 8 bits and their scale; they are multiplied in float32.
 
     The scale is one number, or as the values with 1 where it is shared, or one number for each block of a matrix.
     """
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """See ``Format.expand``: of two parts, the values and the scale."""
+        """See ``WeightFormat.expand``: of two parts, the values and the scale."""
         values, scale = parts[0], parts[1].to(out.device)
         if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
             scale = scale.view(-1, *(1,) * (values.dim() - 1))

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.errors import FormatError
-from nvme_ops.formats.quantized import Converted, Format, Scaled
+from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
@@ -121,11 +121,11 @@ class StoredTensor(OffloadedTensor):
         return values
 
     @property
-    def _format(self) -> Format | None:
+    def _format(self) -> WeightFormat | None:
         """How stored values make those that are computed with; None where they are these."""
         if self._scale is not None:
             return Scaled()
-        return Converted() if self._converted != self._source.dtype else None
+        return Cast() if self._converted != self._source.dtype else None
 
     @property
     def nbytes_expanded(self) -> int:
