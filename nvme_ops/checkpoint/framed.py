@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -13,7 +13,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_zip import CHECKSUM
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import copy, is_plain_on_host
+from nvme_ops.memory.carve import copy, is_plain
 from nvme_ops.memory.ring import InFlight
 
 #: Bytes of a tensor below which it is written together with its neighbours.
@@ -61,30 +61,22 @@ def write(
         in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
 
     with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
-        for group in grouped(small, _bytes_of, _SMALL_GROUP):
-            data = [_on_host(one.data) for one in group]
+        for group in grouped(small, _nbytes, _SMALL_GROUP):
+            data = [each if each.device.type == "cpu" and is_plain(each) else _copied(each) for _, each, _ in group]
             crcs = checksums_of(data, CHECKSUM) if checksums else [0] * len(group)
             parts = [(one.start, each) for one, each in zip(group, data, strict=True)]
-            submit([*parts, *_around(group, crcs)])
-        for group in grouped(large, _bytes_of, _LARGE_GROUP):
+            submit(parts + [part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
+        for group in grouped(large, _nbytes, _LARGE_GROUP):
             places = [(one.start, one.data) for one in group]
             crcs = pieces.write(handle, fd, places, CHECKSUM if checksums else None) or [0] * len(group)
-            submit(_around(group, crcs))
+            submit([part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
 
 
-def _bytes_of(one: Framed) -> int:
-    return one.data.nbytes
+_nbytes: Callable[[Framed], int] = attrgetter("data.nbytes")
 
 
-def _around(group: Iterable[Framed], crcs: Iterable[int]) -> Iterator[tuple[int, bytes]]:
-    for one, crc in zip(group, crcs, strict=True):
-        yield from one.around(crc)
-
-
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's values in row-major order in host memory."""
-    if is_plain_on_host(tensor):
-        return tensor
     held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default is
     copy(held, tensor)
     return held

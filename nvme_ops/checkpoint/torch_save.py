@@ -215,12 +215,14 @@ class TorchPlan:
         """Implements ``Plan``."""
         with collector.paused(), replacing(path, durable, self.recycle) as file:
             records, end = self.records()
-            owed = [borrowed is not None and borrowed.owes(record.data) for record in records]
-            for lent in (True, False):
-                chosen = [record for record, each in zip(records, owed, strict=True) if each is lent]
-                write(handle, file.fd, chosen, self.checksums)
-                if lent and borrowed is not None:
-                    borrowed.release(record.data for record in chosen)
+            others = records
+            if borrowed is not None:
+                owed = [borrowed.owes(record.data) for record in records]
+                lent = [record for record, each in zip(records, owed, strict=True) if each]
+                others = [record for record, each in zip(records, owed, strict=True) if not each]
+                write(handle, file.fd, lent, self.checksums)
+                borrowed.release(record.data for record in lent)
+            write(handle, file.fd, others, self.checksums)
             tail = torch.frombuffer(bytearray(directory(records, end)), dtype=torch.uint8)
             handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
             if self.recycle:
@@ -237,7 +239,7 @@ class TorchPlan:
         if self.metadata:
             texts[METADATA] = json.dumps(dict(self.metadata), ensure_ascii=False).encode()
         data = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in texts.items()}
-        data.update((f"data/{key}", each) for key, each in enumerate(self.tensors))
+        data |= {f"data/{key}": each for key, each in enumerate(self.tensors)}
         records = [ZipRecord(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
         small = [record for record in records if record.size < LARGE]
         records = small + [record for record in records if record.size >= LARGE]
@@ -253,14 +255,6 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records and waits for that. Fills in their checksums."""
-
-    def framed(record: ZipRecord) -> Framed:
-        def around(crc: int) -> list[tuple[int, bytes]]:
-            record.crc = crc
-            return [(record.header, record.local())]
-
-        return Framed(record.start, record.data, around)
-
-    small = [framed(record) for record in records if record.size < SMALL]
-    large = [framed(record) for record in records if record.size >= SMALL]
+    small = [Framed(record.start, record.data, record.around) for record in records if record.size < SMALL]
+    large = [Framed(record.start, record.data, record.around) for record in records if record.size >= SMALL]
     write_framed(handle, fd, small, large, checksums)

@@ -70,6 +70,11 @@ class ZipRecord:
         numbers = (needs, _UTF8, 0, 0, _DATE, self.crc, shown, shown, len(self.name), length)
         return _LOCAL.pack(_LOCAL_MARK, *numbers) + self.name + extra + _FIELD.pack(_PADDING, padding) + bytes(padding)
 
+    def around(self, crc: int) -> list[tuple[int, bytes]]:
+        """Notes the checksum of the data; returns the header and its place."""
+        self.crc = crc
+        return [(self.header, self.local())]
+
 
 def lay_out(records: Iterable[ZipRecord], base: int = 0) -> int:
     """Places records one after the other, with headers, in an archive that begins ``base`` bytes into a file.
