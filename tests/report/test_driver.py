@@ -91,7 +91,7 @@ def test_what_the_driver_does_is_said(
 
 @pytest.mark.parametrize(
     ("behaviour", "limit", "status"),
-    [({"ON_LOAD": "sleep(600)"}, 1.0, Status.NO), ({"ON_CLOSE": "for(;;)sleep(600)"}, 5.0, Status.OKAY)],
+    [({"ON_LOAD": "sleep(600)"}, 1.0, Status.NO), ({"ON_CLOSE": "for(;;)sleep(600)"}, 12.0, Status.OKAY)],
 )
 def test_a_library_that_never_returns_is_given_up_and_what_it_said_before_counts(
     behaviour: dict[str, str], limit: float, status: Status, library: Library, monkeypatch: pytest.MonkeyPatch
