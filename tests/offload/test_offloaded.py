@@ -257,6 +257,15 @@ def test_statistics_of_batch_norm_are_kept(folder: Path) -> None:
     assert torch.equal(*found)
 
 
+def test_values_read_in_inference_mode_can_be_changed_later(swapped: Any) -> None:
+    with torch.inference_mode():
+        swapped(torch.ones(1, 48))
+    with torch.no_grad():
+        for each in swapped.parameters():
+            each.fill_(2)
+    assert float(swapped.second.bias.sum()) == 96
+
+
 # data
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from nvme_ops.engine import Priority
 from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
@@ -76,12 +78,22 @@ def test_the_output_is_that_of_the_model_in_memory(name: str, budget: str, folde
             assert same(model(*inputs), wanted)
 
 
-def test_compiled(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
-    with streamed(model, folder), torch.no_grad():
-        called: Any = torch.compile(model, backend="eager")
-        for _ in range(3):
-            assert torch.equal(called(*inputs), wanted)
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "inference": torch.inference_mode,
+    "grad": torch.enable_grad,
+}
+
+
+@pytest.mark.parametrize("context", [*CONTEXTS, "compiled"])
+def test_in_every_mode_of_torch(context: str, folder: Path) -> None:
+    model, inputs, _ = made("layers")
+    with CONTEXTS.get(context, torch.no_grad)():
+        wanted = model(*inputs)
+        with streamed(model, folder):
+            called: Any = torch.compile(model, backend="eager") if context == "compiled" else model
+            for _ in range(3):
+                assert torch.equal(called(*inputs), wanted)
 
 
 def test_memory_is_bounded_and_used(folder: Path) -> None:
@@ -211,6 +223,22 @@ def test_weights_that_are_smaller_than_a_page_are_used_together(
     wanted = model(x)
     streamed(model, folder, budget)
     assert torch.equal(model(x), wanted)
+
+
+def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -> None:
+    """As when another thread needs its memory, which ends the read that this one waits for."""
+    embedding: Any = torch.nn.Embedding(4096, 64)
+    model, wanted = torch.nn.ModuleList([embedding, torch.nn.Linear(512, 512)]), embedding.weight[3].clone()
+    with streamed(model, folder, "1200K"), torch.no_grad():
+        weights, source = embedding.weight._weights.open(), embedding.weight.source
+        (file,) = [each for each in next(folder.iterdir()).iterdir() if each.name != "owner"]
+        content = file.read_bytes()
+        os.truncate(file, 0)
+        weight = weights._weight(source)
+        assert weights._begin(weight, Priority.PREFETCH)
+        assert isinstance(weight.arriving.exception(), EOFError)
+        file.write_bytes(content)
+        assert torch.equal(embedding(torch.tensor([3]))[0], wanted)
 
 
 # Parts and joins of a weight have the right bytes, and are not read to be made

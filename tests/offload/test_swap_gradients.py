@@ -14,6 +14,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
+from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
@@ -68,6 +69,32 @@ def test_a_gradient_that_another_thread_adds_to_stays_where_it_is(folder: Path) 
         assert between is torch.Tensor
         assert type(weight.grad) is not torch.Tensor
         assert torch.equal(weight.grad, torch.full((64, 64), 2.0))
+
+
+def test_gradients_of_several_threads_add_up(folder: Path) -> None:
+    """An error that was no error came of it, and gradients of 18 to 36 where it is 80."""
+    weights = [torch.nn.Parameter(torch.randn(64, 64)) for _ in range(3)]
+
+    def work(_: int) -> None:
+        for _ in range(20):
+            torch.stack([each.sum() for each in weights]).sum().backward()
+
+    with swap_gradients(weights, folder, memory_budget=100 * KIB, min_bytes=1 * KIB):
+        in_threads(work, 4)
+        found = [each.grad for each in weights]
+        assert all(each is not None and torch.equal(each, torch.full((64, 64), 80.0)) for each in found)
+
+
+def test_parameters_that_get_another_dtype_have_such_gradients(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
+        model(torch.ones(1, 64)).sum().backward()
+        model.zero_grad()
+        model.to(torch.bfloat16)
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        assert type(model.weight.grad) is not torch.Tensor
+        assert model.weight.grad is not None
+        assert torch.equal(model.weight.grad, torch.ones(64, 64, dtype=torch.bfloat16))
 
 
 def test_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> None:
