@@ -198,6 +198,7 @@ def _nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitSta
 
 def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
     """ZeRO stage 3, on its own op."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
     initialize = command.deepspeed_alone().initialize
     place = {"device": "nvme", "nvme_path": job.folder}
     pipelined = {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}

@@ -41,6 +41,7 @@ def row(name: str, *seconds: float, amount: int = 100) -> Row:
 def _smaller(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(adaptive, "_PASS", 2 * MIB)
     monkeypatch.setattr(adaptive, "LEARNING", 5)
+    monkeypatch.setattr(activations, "GIB", 64 * MIB)
     monkeypatch.setattr(activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8})
     ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "torch")}
     monkeypatch.setattr(activations, "_WAYS", ways)
