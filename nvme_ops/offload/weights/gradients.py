@@ -131,7 +131,7 @@ class SwappedGradients:
             return torch.nn.utils.clip_grad_norm_(self._every, max_norm, norm_type)
         grads = [each.grad for each in self._every if each.grad is not None]
         if not grads:
-            return torch.tensor(0.0, device="cpu")
+            return torch.tensor(0.0)  # as torch: where its default is
         norms = [
             each.known_norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads
         ]
