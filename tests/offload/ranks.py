@@ -52,10 +52,10 @@ def activations(way: str, folder: str) -> str:
 
 
 def optimizer(way: str, folder: str, first: str, last: str) -> str:
-    """Whether parameters are equal; from step ``first`` on, of a checkpoint that the run from step 0 has left."""
+    """Whether parameters are torch's; from step ``first`` on, of a checkpoint that the run from step 0 has left."""
     begin, end, checkpoint = int(first), int(last), str(Path(folder) / "checkpoint")
 
-    def train(module: Any, optimizer: torch.optim.Optimizer, begin: int) -> None:
+    def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
         for step in range(begin, end):
             optimizer.zero_grad()
             x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))  # the same on all ranks
@@ -65,18 +65,26 @@ def optimizer(way: str, folder: str, first: str, last: str) -> str:
     mine, other = model(way), model(way)
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as ours:
+        pairs = {"ours": (mine, ours), "torch's": (other, plain)}
+
+        def states() -> dict[str, Any]:
+            return {
+                name: {"model": module.state_dict(), "optimizer": get_optimizer_state_dict(module, optimizer)}
+                for name, (module, optimizer) in pairs.items()
+            }
+
         if begin:
-            states = {"model": mine.state_dict(), "optimizer": get_optimizer_state_dict(mine, ours)}
-            dcp.load(states, checkpoint_id=checkpoint)
-            mine.load_state_dict(states["model"])
-            set_optimizer_state_dict(mine, ours, states["optimizer"])
-        train(mine, ours, begin)
-        train(other, plain, 0)
-        pairs = zip(mine.parameters(), other.parameters(), strict=True)
-        equal = all(torch.allclose(local(one), local(two), rtol=1e-5, atol=1e-7) for one, two in pairs)
+            loaded = states()
+            dcp.load(loaded, checkpoint_id=checkpoint)
+            for name, (module, optimizer) in pairs.items():
+                module.load_state_dict(loaded[name]["model"])
+                set_optimizer_state_dict(module, optimizer, loaded[name]["optimizer"])
+        for module, optimizer in pairs.values():
+            train(module, optimizer)
+        both = zip(mine.parameters(), other.parameters(), strict=True)
+        equal = all(torch.equal(local(one), local(two)) for one, two in both)
         if not begin and way == "fsdp":
-            states = {"model": mine.state_dict(), "optimizer": get_optimizer_state_dict(mine, ours)}
-            dcp.save(states, checkpoint_id=checkpoint)
+            dcp.save(states(), checkpoint_id=checkpoint)
         dist.barrier()
     return f"{equal}"
 

@@ -130,7 +130,7 @@ class Outcome:
             made = call(self._p, module)
             self.result = copied(settle(made, self._p))
             for each in pytree.tree_leaves(made):  # which may be views
-                if isinstance(each, torch.Tensor) and each is not self._p and not each.is_inference():
+                if isinstance(each, torch.Tensor) and each is not self._p and each.numel() and not each.is_inference():
                     each[(slice(1),) * each.dim()].fill_(1)
         except Exception as error:
             self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
