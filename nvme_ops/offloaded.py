@@ -1,8 +1,8 @@
 """``OffloadedTensor``: a tensor whose values are on storage, and come into memory when something computes with them.
 
-What this class is for all of them: which operations need no values, how views of views are made, and what becomes of
-each way to a tensor that goes around torch's dispatcher. Where the values come from is said by the classes derived from
-it: weights in files, which cannot be changed, and parameters that are trained.
+This class defines which operations need no values, how views are made, and what happens on each way to a tensor's
+values that bypasses torch's dispatcher. The classes derived from it define where the values come from: weights in
+files, which cannot be changed, and parameters that are trained.
 """
 
 from __future__ import annotations
@@ -21,38 +21,45 @@ from nvme_ops._native import native
 aten = torch.ops.aten
 
 _NO_MEMORY = "the values of this tensor are on storage, so it has no memory of its own: {instead}"
-_MOST_VIEWS = 64  # of one tensor, whose outlines are kept
+_MOST_VIEWS = 64  # outlines of views that are cached for one tensor
 
 Made = TypeVar("Made", bound="OffloadedTensor")
 
 
 class Step(NamedTuple):
-    """One view or conversion between what is stored and a tensor."""
+    """A view or a conversion, applied to stored values to get those of a tensor."""
 
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    part: int | None = None  # which of several results
+    part: int | None = None  # the index of the result, if there are several
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
-        """Takes the step in memory."""
+        """Returns the result of this step in memory."""
         found: Any = self.function(values, *self.args, **self.kwargs)
         made: torch.Tensor = found if self.part is None else found[self.part]
         return made
 
 
+def apply_steps(steps: Iterable[Step], values: torch.Tensor) -> torch.Tensor:
+    """Returns ``values`` after all steps in their order."""
+    for step in steps:
+        values = step(values)
+    return values
+
+
 class OffloadedTensor(torch.Tensor):
-    """Has dtype, shape, strides and device of a tensor; each operation gets its values in memory.
+    """A tensor with dtype, shape, strides and device, whose values are brought into memory for each operation.
 
-    What operations return are usual tensors. Views are tensors of this class again: nothing is read for them, and what
-    is written to them is written to what they are views of.
+    Operations return ordinary tensors. Views are tensors of this class again: making one reads nothing, and writing to
+    it changes what it is a view of.
 
-    Ways to the values that do not go through torch's dispatcher:
+    Ways to the values that bypass torch's dispatcher:
 
     ===================================================== ==============================================================
     ``data = t``, ``set_(t)``                             the values become those of ``t``, or RuntimeError
     ``copy.copy``                                         another tensor over the same values
-    ``copy.deepcopy``, ``pickle``, ``torch.save``         a usual tensor with the values, tied ones once
+    ``copy.deepcopy``, ``pickle``, ``torch.save``         an ordinary tensor with the values, tied ones once
     ``tolist()``, ``numpy(force=True)``                   a copy of the values
     ``data_ptr()``, ``untyped_storage()``; ``numpy()``;         RuntimeError
     ``share_memory_()``; dlpack; ``torch.jit.save``
@@ -61,11 +68,11 @@ class OffloadedTensor(torch.Tensor):
     """
 
     _outline: torch.Tensor  # on the meta device: shape, strides, offset and dtype
-    _steps: tuple[Step, ...]  # from what is stored to this
+    _steps: tuple[Step, ...]  # from the stored values to those of this tensor
 
-    #: What needs no values, by operator. Each returns NotImplemented for what it cannot do.
+    #: By operator: functions that need no values. Each returns NotImplemented for arguments that it cannot handle.
     lazy: ClassVar[dict[Any, Callable[..., Any]]] = {}
-    #: What to do about a tensor that has no memory, as the end of a sentence.
+    #: What the user can do instead of asking for the memory of such a tensor: the end of an error message.
     instead: ClassVar[str] = "copy it by to_memory()"
 
     @classmethod
@@ -88,29 +95,29 @@ class OffloadedTensor(torch.Tensor):
     def _denied(cls) -> str:
         return _NO_MEMORY.format(instead=cls.instead)
 
-    # What derived classes say
+    # What derived classes define
 
     writable: ClassVar[bool]  #: whether operations may change the values
 
     @property
     def stored_at(self) -> Hashable:
-        """What is the same for all tensors over the same stored values."""
+        """A key shared by all tensors over the same stored values."""
         raise NotImplementedError
 
     def _derived(self: Made, outline: torch.Tensor, *steps: Step) -> Made:
-        """Returns what these steps make of this tensor."""
+        """Returns a tensor over the same values, after further ``steps``, with their ``outline``."""
         raise NotImplementedError
 
     def _lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
-        """Returns the values in memory, for as long as ``uses`` is open and somebody refers to them."""
+        """Returns the values in memory, valid until ``uses`` is closed; with ``change``, to be written to."""
         raise NotImplementedError
 
     def _whole(self) -> OffloadedTensor:
-        """Returns the tensor of which this is a view, or this."""
+        """Returns the tensor that this is a view of, or this one."""
         raise NotImplementedError
 
     def _copies(self) -> tuple[dict[Any, StorageWeakRef], Any]:
-        """Returns copies in memory of what ``_whole`` returns, by a version, and the version of now."""
+        """Returns weak references to copies of ``_whole()`` in memory, by version, and the current version."""
         raise NotImplementedError
 
     def _require_writable(self, function: Any) -> None:
@@ -121,47 +128,43 @@ class OffloadedTensor(torch.Tensor):
         raise NotImplementedError
 
     def _become(self: Made, made: Made) -> None:
-        """Takes over all that another one is."""
+        """Becomes another tensor, with its outline and attributes."""
         both = functools.partial(_data.__set__, self, made), functools.partial(vars(self).update, vars(made))
-        list(map(functools.partial.__call__, both))  # which Ctrl-C does not interrupt
+        list(map(functools.partial.__call__, both))  # Ctrl-C cannot interrupt this between the two
 
     @property
     def place(self) -> Hashable:
-        """What is the same for all tensors over the same stored values that see them in the same way."""
+        """A key shared by all tensors that are the same view of the same stored values."""
         return self.stored_at, tuple((step.function, repr(step[1:])) for step in self._steps)
 
     # Copies
 
     def to_memory(self) -> torch.Tensor:
-        """Returns a usual tensor with the values, in memory of its own."""
+        """Returns an ordinary tensor with the values, in memory of its own."""
         with contextlib.ExitStack() as uses:
             return self._lend(uses, False).clone()
 
-    def _usual(self) -> torch.Tensor:
-        values = self._in_memory_of_whole()
-        return torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
+    def _parameter_or(self, tensor: torch.Tensor) -> Any:
+        """Returns a tensor as a parameter if this is one."""
+        return torch.nn.Parameter(tensor, self.requires_grad) if isinstance(self, torch.nn.Parameter) else tensor
 
-    def _in_memory_of_whole(self) -> torch.Tensor:
-        """Returns the values in a copy of what this is a view of, as torch copies a tensor with its whole storage."""
-        values = self._whole().to_memory()
-        for step in self._steps:
-            values = step(values)
-        return values
+    def _ordinary(self) -> torch.Tensor:
+        """Returns the same view of a copy in memory of the whole tensor, as torch copies whole storages."""
+        made: torch.Tensor = self._parameter_or(apply_steps(self._steps, self._whole().to_memory()))
+        return made
 
     def __copy__(self: Made) -> Made:
         """Returns another tensor over the same values."""
-        made: Any = self.detach()
-        made = torch.nn.Parameter(made, self.requires_grad) if isinstance(self, torch.nn.Parameter) else made
-        copied: Made = made
-        return copied
+        made: Made = self._parameter_or(self.detach())
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
-        """Returns a usual tensor, or a parameter where this is one."""
-        made = memo[id(self)] = self._usual()
+        """Returns an ordinary tensor, or a parameter if this is one."""
+        made = memo[id(self)] = self._ordinary()
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is pickled as a usual tensor. Those over the same values share memory, as long as the first one is there."""
+        """Pickles an ordinary tensor. Tensors over the same values share its memory while the first copy exists."""
         copies, version = self._copies()
         known = copies.get(version)
         storage = None if known is None else torch.UntypedStorage._new_with_weak_ptr(known.cdata)
@@ -174,20 +177,17 @@ class OffloadedTensor(torch.Tensor):
             values = torch.empty(0, dtype=whole.dtype, device=whole.device).set_(
                 storage, 0, whole.shape, whole.stride()
             )
-        for step in self._steps:
-            values = step(values)
-        made = torch.nn.Parameter(values, self.requires_grad) if isinstance(self, torch.nn.Parameter) else values
-        return made.__reduce_ex__(protocol)
+        return self._parameter_or(apply_steps(self._steps, values)).__reduce_ex__(protocol)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch declares it without types
-        """For example ``StoredTensor(shape=(4096, 4096), dtype=torch.bfloat16)``."""
+        """Returns, for example, ``StoredTensor(shape=(4096, 4096), dtype=torch.bfloat16)``."""
         return f"{type(self).__name__}(shape={tuple(self.shape)}, dtype={self.dtype})"
 
-    # Ways around the dispatcher
+    # Ways to the values that bypass the dispatcher
 
     @property
     def data(self) -> torch.Tensor:
-        """The values, as a tensor that autograd does not know; assigning replaces the values."""
+        """A tensor over the same values without autograd's history; assigning replaces the values."""
         found: torch.Tensor = _data.__get__(self)
         return found
 
@@ -198,11 +198,11 @@ class OffloadedTensor(torch.Tensor):
         self._assign(value)
 
     def tolist(self) -> Any:
-        """Returns the values as Python's numbers, in lists."""
+        """Returns the values as Python numbers, in nested lists."""
         return self.to_memory().tolist()
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Returns a copy of the values with ``force``; without it RuntimeError, as an array would share no memory."""
+        """Returns a copy of the values with ``force``; else raises RuntimeError, since an array cannot share memory."""
         if not force:
             self._refuse("numpy()", "numpy(force=True) returns a copy")
         return self.to_memory().numpy(force=True)
@@ -211,7 +211,7 @@ class OffloadedTensor(torch.Tensor):
         """Raises RuntimeError, see ``numpy``."""
         self._refuse("an array", "numpy(force=True) returns a copy")
 
-    def untyped_storage(self) -> NoReturn:  # whose methods end the process without memory
+    def untyped_storage(self) -> NoReturn:  # methods of a storage without memory crash the process
         """Raises RuntimeError."""
         self._refuse("untyped_storage()", self.instead)
 
@@ -248,12 +248,12 @@ class OffloadedTensor(torch.Tensor):
         if operators.is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
         if (count := operators.members(func, args)) > 1:
-            _, listed = _written(func, args, kwargs)  # which refuses before anything is changed
+            _, listed = _written(func, args, kwargs)  # refuses, if it does, before anything is changed
             try:
                 return operators.one_by_one(func, count, args, kwargs)
             finally:
                 _count_changes(each for each in listed if not isinstance(each, OffloadedTensor))
-        return _computed(func, args, kwargs)
+        return _run_in_memory(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
         outlines = _outlines(self._outline, func, args, kwargs)
@@ -270,12 +270,12 @@ _data: Any = torch._C.TensorBase.data
 
 
 def outline_of(shape: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Returns a tensor on the meta device."""
+    """Returns a tensor on the meta device with this shape, these strides and this dtype."""
     return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device="meta")
 
 
 def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Returns what a view makes of an outline; what was asked before is kept with that."""
+    """Returns the outline, or outlines, of a view; they are cached with the ``outline`` that they are made of."""
     if torch.compiler.is_compiling():
         return func(outline, *args, **kwargs)
     known: dict[Any, Any] = vars(outline).setdefault("_nvme_ops_views", {})
@@ -291,22 +291,22 @@ def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: d
     return found
 
 
-def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Calls an operation with the values in memory; what it writes to is changed on storage."""
+def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """Runs an operation on the values in memory; tensors that it writes to change on storage."""
     named = list(kwargs.values())
     lent = {id(each): each for each in operators.leaves((args, named)) if isinstance(each, OffloadedTensor)}
     written, listed = _written(func, args, kwargs)
-    apart = bool(written) and operators.has_out(func) and not _fits(func, args, kwargs, written)
+    use_scratch = bool(written) and operators.has_out(func) and not _outputs_fit(func, args, kwargs, written)
     values: dict[int, torch.Tensor] = {}
-    results: dict[int, torch.Tensor] = {}
+    targets: dict[int, torch.Tensor] = {}
     try:
         with contextlib.ExitStack() as uses:
             for key, each in lent.items():
                 values[key] = each._lend(uses, key in written)
-                if apart and key in written:
-                    results[key], values[key] = values[key], torch.empty_like(values[key])
-            uses.callback(results.clear)
-            uses.callback(values.clear)  # before they are given back: what somebody has is in use
+                if use_scratch and key in written:
+                    targets[key], values[key] = values[key], torch.empty_like(values[key])
+            uses.callback(targets.clear)
+            uses.callback(values.clear)  # before the values are returned: what is still referred to counts as in use
 
             def in_memory(value: Any) -> Any:
                 return values[id(value)] if isinstance(value, OffloadedTensor) else value
@@ -317,27 +317,27 @@ def _computed(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
                 _wait(result)
             for key, each in written.items():
                 _require_shape(func, values[key], each)
-                if key in results:
-                    results[key].copy_(values[key])
+                if key in targets:
+                    targets[key].copy_(values[key])
             _count_changes(listed)
             back = {id(values[key]): each for key, each in written.items()}
-            return _apart(result, back, {each.untyped_storage()._cdata for each in values.values()})
+            return _returned(result, back, {each.untyped_storage()._cdata for each in values.values()})
     except BaseException as error:
-        if not isinstance(error, Exception):  # Ctrl-C: it may have changed them
+        if not isinstance(error, Exception):  # Ctrl-C: the operation may have changed them
             _count_changes(written.values())
         elif written and "not resizable" in str(error):
             raise RuntimeError(
-                f"{func}: the result has another shape than the tensor on storage that is to have it, which cannot be "
+                f"{func}: the result has another shape than the tensor on storage that it is for, which cannot be "
                 "resized: assign the result to its .data"
             ) from error
         raise
     finally:
-        values.clear()  # which a traceback would keep
-        results.clear()
+        values.clear()  # a traceback would keep them alive
+        targets.clear()
 
 
-def _fits(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[int, OffloadedTensor]) -> bool:
-    """Raises RuntimeError where an ``out=`` would be resized. Returns False where the shape depends on values."""
+def _outputs_fit(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[int, OffloadedTensor]) -> bool:
+    """Raises RuntimeError if an ``out=`` would be resized. Returns False if the shape depends on the values."""
     outlines: dict[int, torch.Tensor] = {}
 
     def outline(value: Any) -> Any:
@@ -348,7 +348,7 @@ def _fits(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[int, Of
     options = dict(zip(kwargs, operators.mapped(outline, list(kwargs.values())), strict=True))
     try:
         func(*operators.mapped(outline, args), **options)
-    except Exception:  # which torch then raises of the values too, or it can do without
+    except Exception:  # an operation may refuse outlines alone; if not, torch raises this for the values too
         return False
     for key, each in written.items():
         _require_shape(func, outlines[key], each)
@@ -358,20 +358,20 @@ def _fits(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[int, Of
 def _require_shape(func: Any, result: torch.Tensor, tensor: OffloadedTensor) -> None:
     if result.shape != tensor.shape:
         raise RuntimeError(
-            f"{func}: the result has shape {tuple(result.shape)}; the tensor on storage that is to have it cannot be "
+            f"{func}: the result has shape {tuple(result.shape)}; the tensor on storage that it is for cannot be "
             f"resized from {tuple(tensor.shape)}: assign the result to its .data"
         )
 
 
 def _count_changes(listed: Iterable[torch.Tensor]) -> None:
-    """Counts changes of members of lists, as torch does on its way to each tensor, which is not taken here."""
+    """Increments the versions of tensors in lists, which torch does in calls for each that are not made here."""
     for each in listed:
         if not each.is_inference():
             torch.autograd.graph.increment_version(each)
 
 
 def _wait(result: Any) -> None:
-    """Waits for collectives: they use memory that is only lent."""
+    """Waits for collectives, which use memory that is only lent for the operation."""
     for each in operators.leaves((result,)):
         if isinstance(each, torch.Tensor):
             if type(each) is torch.Tensor:
@@ -380,8 +380,8 @@ def _wait(result: Any) -> None:
             each.wait()
 
 
-def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> Any:
-    """Puts the tensors written to back in their places, and copies results that share memory which is only lent."""
+def _returned(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> Any:
+    """Returns a result with tensors on storage in place of their values; results in lent memory are copied."""
     if isinstance(result, torch.Tensor):
         if id(result) in back:
             return back[id(result)]
@@ -389,13 +389,13 @@ def _apart(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> A
             return result.clone() if result.untyped_storage()._cdata in memory else result
         return result
     if isinstance(result, list | tuple):
-        found = [_apart(each, back, memory) for each in result]
+        found = [_returned(each, back, memory) for each in result]
         return found if type(result) is list else type(result)(found) if type(result) is tuple else result
     return result
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[int, OffloadedTensor], list[torch.Tensor]]:
-    """Returns the tensors on storage that an operation writes to, and all whose versions are not counted otherwise."""
+    """Returns the tensors on storage that an operation writes to, and those for ``_count_changes``."""
     found: dict[int, OffloadedTensor] = {}
     listed: list[torch.Tensor] = []
     uncounted = not func._schema.name.startswith(("aten::_fused_", "aten::_amp_"))
@@ -412,7 +412,7 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[int,
                     )
                 each._require_writable(func)
                 if any(step.function in operators.BITS.values() for step in each._steps):
-                    raise RuntimeError(f"{func}: of a conjugated or negated view: change what it is a view of")
+                    raise RuntimeError(f"{func}: to a conjugated or negated view: change what it is a view of")
                 found[id(each)] = each
             if is_list and uncounted and isinstance(each, torch.Tensor):
                 listed.append(each)
@@ -425,11 +425,11 @@ def _relative(outline: torch.Tensor, size: Any, stride: Any, offset: int | None 
 
 
 def _as_strided(values: torch.Tensor, size: Any, stride: Any, begin: int) -> torch.Tensor:
-    """Does what ``as_strided`` does in memory where the tensor's storage begins elsewhere."""
+    """Calls ``as_strided`` with an offset that counts from the first element of ``values``."""
     return values.as_strided(size, stride, int(values.storage_offset()) + begin)
 
 
-# Operations that need no values, of all classes
+# Operations that need no values, for all derived classes
 
 
 def _same(tensor: OffloadedTensor, *_: Any) -> OffloadedTensor:
@@ -453,7 +453,7 @@ _MAKERS = (
 
 
 def _set(tensor: Any, source: torch.Tensor) -> Any:
-    """Takes the values of another tensor, as assigning to ``data`` does."""
+    """Replaces the values by those of another tensor, as assigning to ``data`` does."""
     if not isinstance(tensor, OffloadedTensor):
         return NotImplemented
     tensor._require_writable(aten.set_.source_Tensor)
@@ -463,13 +463,13 @@ def _set(tensor: Any, source: torch.Tensor) -> Any:
 
 
 def cat_one_by_one(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
-    """Joins tensors one after the other: together they may not fit in memory."""
+    """Concatenates tensors, reading one after the other: together they may not fit in memory."""
     outlines = [each._outline if isinstance(each, OffloadedTensor) else each.to("meta") for each in tensors]
     outline = torch.cat(outlines, dim)
     made = torch.empty_like(outline, device=tensors[0].device)
     begin = 0
     for each in tensors:
-        if each.shape != (0,):  # which torch passes over, whatever the others' dimensions
+        if each.shape != (0,):  # torch ignores such, whatever the dimensions of the others
             made.narrow(dim, begin, each.shape[dim]).copy_(each)
             begin += each.shape[dim]
     return made
@@ -481,6 +481,6 @@ OffloadedTensor.lazy.update(dict.fromkeys((aten.detach.default, aten.alias.defau
 
 
 def offloaded_in(tensor: torch.Tensor) -> OffloadedTensor | None:
-    """Returns the tensor on storage that this is, or that a ``DTensor`` has as this rank's part."""
+    """Returns this tensor, or the local shard of a ``DTensor``, if it is on storage; else None."""
     local = getattr(tensor, "_local_tensor", tensor)
     return local if isinstance(local, OffloadedTensor) else None

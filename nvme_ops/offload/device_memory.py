@@ -1,4 +1,4 @@
-"""Bounded memory for tensors that come and go, on the CPU or on an accelerator."""
+"""Bounded memory for short-lived tensors, on the CPU or on an accelerator."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ import torch
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Held, Pool
 
-_HUGE = 2 << 20  # bytes in which a pool counts what is large
+_HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
 
 
 class Memory(Protocol):
-    """Gives memory on a device, a bounded amount of it."""
+    """Hands out a bounded amount of memory on one device."""
 
     peak: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes in all."""
+        """The bound in bytes."""
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that are handed out."""
+        """Bytes handed out now."""
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns ``nbytes`` bytes; None while there are none."""
+        """Returns a uint8 tensor of ``nbytes``, or None while there is no room for it."""
 
 
 def memory_on(device: torch.device, nbytes: int) -> Memory:
-    """Returns memory of so many bytes, in whole pages."""
+    """Returns memory of ``nbytes`` bytes on a device."""
     if device.type == "cpu":
         return Arena(Pool(-(-nbytes // _HUGE) * _HUGE), nbytes)
     return DeviceMemory(nbytes, device)
 
 
 class DeviceMemory:
-    """Memory of an accelerator, by torch's own allocator, which keeps it for what is queued on the current stream."""
+    """Memory of an accelerator from torch's allocator, which reuses it in the order of the current stream."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._in_use = self.peak = 0
         self._lock = threading.RLock()
-        self._held: Held[int] = Held()  # bytes of each tensor
+        self._held: Held[int] = Held()  # the bytes of each tensor
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes that are handed out."""
+        """Bytes handed out now."""
         with self._lock:
             self._held.collect(self._give_back, self._recount)
             return self._in_use
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns ``nbytes`` bytes; None while there are none within the bound."""
+        """Returns a uint8 tensor of ``nbytes``, or None while that would exceed the bound."""
         with self._lock:
             self._held.collect(self._give_back, self._recount)
             if self._in_use + nbytes > self.nbytes:
@@ -78,7 +78,7 @@ class DeviceMemory:
 
 
 def current_stream(device: torch.device) -> torch.Stream:
-    """Returns the stream to which this thread gives what an accelerator is to do."""
+    """Returns the stream on which this thread queues work for an accelerator."""
     accelerator: Any = getattr(torch, "accelerator", None) or torch.get_device_module(device)  # since torch 2.6
     stream: torch.Stream = accelerator.current_stream(device)
     return stream

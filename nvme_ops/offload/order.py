@@ -1,4 +1,4 @@
-"""In which order a model uses its weights, as far as it is known, and which of them are worth their memory."""
+"""Learns the order in which a model uses its weights, and chooses those that are worth keeping in memory."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Generic, TypeVar
 
-Weight = TypeVar("Weight")  # whatever stands for one; hashable
+Weight = TypeVar("Weight")  # anything hashable that identifies a weight
 
-_FORGOTTEN = 0.5  # what a use counts after each round
-_AHEAD = 32 << 20  # bytes that are read ahead at least, beside the weight in use: what keeps a device busy
-_RARE = 64  # weights used this many times less often than others are ignored
-_LATENCY = 256 << 10  # bytes that a device reads in the time that one more request takes
+_DECAY = 0.5  # factor by which past uses count less after each round
+_AHEAD = 32 << 20  # bytes left for reading ahead, beside the weight in use: enough to keep a device busy
+_RARE = 64  # weights used this many times less often than the most used one are not kept
+_LATENCY = 256 << 10  # bytes that a device could read in the time that one more request costs
 
 
 class Order(Generic[Weight]):
-    """Predicts the next uses by the last ones: what followed two weights the last time will follow them again.
+    """Predicts uses: the weight that followed the last two weights before is expected to follow them again.
 
-    That learns loops, branches and weights that are used in several places, and corrects itself. Before the first use
-    the order that is foreseen holds. Several threads may use the same weights, each in its own order. The methods are
-    called by one thread at a time.
+    This learns loops, branches and weights that are used in several places, and corrects itself. Until weights are
+    used, ``foreseen`` is the prediction. Each thread has an order of its own, over the same weights. Only one thread at
+    a time may call a method.
 
     Args:
-        foreseen: weights in the order in which they are likely used, again and again.
-        together: all threads take part in one order.
+        foreseen: weights in the order in which they are likely to be used, again and again.
+        together: all threads share one order.
     """
 
     def __init__(self, foreseen: Iterable[Weight] = (), together: bool = False) -> None:
@@ -32,30 +32,30 @@ class Order(Generic[Weight]):
         following = zip([None, *weights], [*weights, *weights[:1]], strict=False)
         self._after_one: dict[Weight | None, Weight] = dict(following)
         self._after_two: dict[tuple[Weight | None, Weight | None], Weight] = {}
-        self._last: dict[int, tuple[Weight | None, Weight | None]] = {}  # by thread: the one before the last, and this
-        self._uses: dict[Weight, float] = dict.fromkeys(weights, 0.0)  # in the order of the first use
-        self._since = 0
+        self._last: dict[int, tuple[Weight | None, Weight | None]] = {}  # by thread: its last two uses
+        self._uses: dict[Weight, float] = dict.fromkeys(weights, 0.0)  # in the order of first use
+        self._uses_in_round = 0
 
     def use(self, weight: Weight) -> bool:
-        """Takes note of a use by the calling thread; returns whether it was the one that was predicted."""
+        """Records a use by the calling thread; returns whether it was predicted."""
         thread = self._thread()
         before, last = self._last.get(thread, (None, None))
-        if last == weight:  # of the same module
+        if last == weight:  # again by the same module
             return True
         predicted = self._next(before, last)
         self._after_two[before, last] = weight
         self._after_one[last] = weight
         self._last[thread] = last, weight
         self._uses[weight] = self._uses.get(weight, 0.0) + 1
-        self._since += 1
+        self._uses_in_round += 1
         return predicted == weight
 
     def current(self) -> set[Weight]:
-        """The weights that threads have used last."""
+        """Returns the weight that each thread has used last."""
         return {last for _, last in self._last.values() if last is not None}
 
     def ahead(self) -> Iterator[Weight]:
-        """What the calling thread, or all together, will use next, the next one first, each once."""
+        """Yields the weights that the calling thread, or all together, will use next, the next one first, each once."""
         before, last = self._last.get(self._thread(), (None, None))
         seen = {last}
         for _ in range(2 * len(self._uses)):
@@ -68,24 +68,24 @@ class Order(Generic[Weight]):
                 yield following
 
     def round_is_over(self) -> bool:
-        """Whether as many uses as there are weights have passed since this last returned True."""
-        if self._since < len(self._uses):
+        """Returns whether there were as many uses as there are weights since this last returned True."""
+        if self._uses_in_round < len(self._uses):
             return False
-        self._since = 0
+        self._uses_in_round = 0
         return True
 
-    def forget_some(self) -> None:
-        """Makes what was long ago count less."""
+    def decay(self) -> None:
+        """Makes past uses count less."""
         for weight in self._uses:
-            self._uses[weight] *= _FORGOTTEN
+            self._uses[weight] *= _DECAY
 
-    def forget_threads(self) -> None:
-        """Forgets the places of threads that have ended."""
+    def forget_ended_threads(self) -> None:
+        """Forgets the positions of threads that have ended."""
         alive = {thread.ident for thread in threading.enumerate()}
         self._last = {thread: last for thread, last in self._last.items() if thread in alive}
 
-    def by_uses(self) -> list[tuple[Weight, float]]:
-        """Each weight and how often it is used, in the order of the first use."""
+    def use_counts(self) -> list[tuple[Weight, float]]:
+        """Returns each weight and how often it is used, in the order of first use."""
         return list(self._uses.items())
 
     def _thread(self) -> int:
@@ -96,18 +96,18 @@ class Order(Generic[Weight]):
 
 
 def what_stays(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[Weight]:
-    """The weights that stay in memory when ``memory`` bytes are all that there is for these.
+    """Returns the weights to keep in a memory through which the others have to pass, too.
 
     Args:
-        weights: each with its uses and its bytes, in the order of use.
-        memory: bytes.
+        weights: each with its number of uses and its bytes, in the order of use.
+        memory: bytes for all of them.
     """
     if sum(nbytes for _, _, nbytes in weights) <= memory:
         return {weight for weight, _, _ in weights}
     most_used = max(uses for _, uses, _ in weights)
     weights = [weight for weight in weights if weight[1] * _RARE >= most_used]
-    # The memory through which the others pass is twice the largest of them: large ones are kept first, if that leaves
-    # more for the rest.
+    # The others pass through memory of twice the largest of them, so keeping the largest weights may leave more memory
+    # for the rest. Each size is tried as the largest that is not kept.
     best: set[Weight] = set()
     most = 0.0
     for limit in sorted({nbytes for _, _, nbytes in weights}, reverse=True):
@@ -124,18 +124,18 @@ def what_stays(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set
 
 
 def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -> set[Weight]:
-    """Those that together save most reading, if ``capacity`` bytes of them stay in memory.
+    """Returns the weights that save the most reading if ``capacity`` bytes of them stay in memory.
 
-    Of those that save as much for each byte some are taken all along the order, so that there is always something to
-    read while what is kept is computed with.
+    Among weights that save equally much per byte, those kept are spread evenly over the order of use, so that others
+    can be read while these are in use.
 
     Args:
-        weights: each with its uses and its bytes, in the order of use.
+        weights: each with its number of uses and its bytes, in the order of use.
         capacity: bytes.
     """
     classes: dict[float, list[tuple[Weight, int]]] = {}
     for weight, uses, nbytes in weights:
-        classes.setdefault(_saved(uses, nbytes), []).append((weight, nbytes))
+        classes.setdefault(_value_per_byte(uses, nbytes), []).append((weight, nbytes))
     kept: set[Weight] = set()
     for value in sorted(classes, reverse=True):
         members = classes[value]
@@ -154,7 +154,7 @@ def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -
     return kept
 
 
-def _saved(uses: float, nbytes: int) -> float:
-    """For each byte in memory: what is not read, rounded so that sizes that are alike are of one class."""
+def _value_per_byte(uses: float, nbytes: int) -> float:
+    """Returns the bytes of reading saved per byte kept, rounded so that weights of similar size form one class."""
     value = uses * (1 + _LATENCY / nbytes) if nbytes < _LATENCY else uses
     return round(value, 1 if value < 10 else 0)

@@ -1,9 +1,9 @@
 """``Residency``: entries whose bytes are on storage, and in bounded memory while they are used or soon will be.
 
-What is streamed, swapped, saved for the backward pass or cached differs in who owns the memory, what frees it and what
-is written back. These are the policies, one class each, on what is the same for all: an entry is fetched on demand or
-ahead of its use, others leave to make room for it, a read ahead that fails is retried on demand, and whoever waits for
-memory gives up after a while.
+Streamed weights, swapped parameters and saved activations differ in who owns the memory, what frees it and what is
+written back. Each of them is a policy, a class derived from ``Residency``. The rest is the same for all: an entry is
+fetched on demand or ahead of its use, others leave memory to make room for it, a failed prefetch is retried on demand,
+and a wait for memory ends with an error after a while.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.offload.device_memory import Memory, current_stream
 
-_LONG = 0.2  # seconds without an ending of any transfer
+_POLL = 0.2  # seconds to wait for a transfer to end before looking again
 
 
 @dataclass
 class Stats:
-    """What was moved since the start."""
+    """Counts what was moved since the start."""
 
     bytes_read: int = 0
-    bytes_on_demand: int = 0  #: of these, what was not read ahead
+    bytes_on_demand: int = 0  #: the part of ``bytes_read`` that was not read ahead
     bytes_written: int = 0
-    bytes_stored: int = 0  #: the space in use now
-    seconds_waited: float = 0.0  #: by computation, for reads, writes and memory
-    peak_bytes: int = 0  #: the most memory that was taken at once
+    bytes_stored: int = 0  #: on storage now
+    seconds_waited: float = 0.0  #: in which computation waited for reads, writes or memory
+    peak_bytes: int = 0  #: the most memory in use at once
 
 
 class Arrival:
-    """The end of what the current stream of a device was given to do until now, for those who use other streams.
+    """Marks the end of the work queued on a device's current stream, for other streams to wait for.
 
     Args:
         device: an accelerator.
@@ -51,45 +51,45 @@ class Arrival:
         self._event = self._stream.record_event()
 
     def before(self, stream: torch.Stream) -> None:
-        """Has what ``stream`` is given from now on begin after it."""
+        """Makes ``stream`` wait for this point before it starts further work."""
         if stream != self._stream:
             stream.wait_event(self._event)
 
 
 class Entry:
-    """One tensor, and where its bytes are.
+    """A tensor, and where its bytes are.
 
-    It is absent without ``memory``, arriving while ``arriving`` fills that, leaving while ``writing`` copies it to
-    storage, and dirty while ``changed``.
+    It is absent while ``memory`` is None, arriving while ``arriving`` fills the memory, leaving while ``writing``
+    copies it to storage, and dirty while ``changed``.
 
     Args:
-        nbytes: of memory that it takes.
+        nbytes: the memory that it takes.
     """
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory: torch.Tensor | None = None  #: its bytes, there or on their way
-        self.values: torch.Tensor | None = None  #: the tensor over them
-        self.own = 0  #: tensors over this memory that are ours
+        self.memory: torch.Tensor | None = None  #: its bytes, complete once ``arriving`` has ended
+        self.values: torch.Tensor | None = None  #: the tensor over ``memory``
+        self.own = 0  #: how many tensors over this memory the residency itself holds
         self.arriving: IoFuture | None = None
         self.writing: IoFuture | None = None
         self.changed = False  #: the values in memory are not those on storage
-        self.demanded = False  #: somebody waits for it: it is not read ahead
-        self.arrival: Arrival | None = None  #: of what a device does to the values before others compute with them
+        self.demanded = False  #: somebody waits for it: this is no prefetch
+        self.arrival: Arrival | None = None  #: the end of a device's work on the values, which their users wait for
 
     def is_used(self) -> bool:
-        """Whether others have tensors over its memory: they compute with it, wait for it, or may write to it."""
+        """Returns whether others hold tensors over its memory: to compute with, to wait for, or perhaps to write to."""
         for transfer in (self.arriving, self.writing):
             if transfer is not None:
-                transfer.done()  # one that has ended gives its tensors back when it is asked
+                transfer.done()  # one that has ended releases its tensors when it is asked
         return self.values is not None and tensors_over(self.values) > self.own
 
 
 E = TypeVar("E", bound=Entry)
 
 
-class Open:
-    """What is usable until it is closed, and only in the process that made it."""
+class Closeable:
+    """Base of what can be used until it is closed, and only in the process that made it."""
 
     _closed_error: ClassVar[str]
     _forked_error: ClassVar[str]
@@ -111,93 +111,92 @@ class Open:
 
 
 class Patience:
-    """Waits for memory that others hold.
+    """Waits for memory that others hold, for a bounded time.
 
     Args:
-        seconds: after which it is given up.
+        seconds: the bound, counted from the first wait.
     """
 
     def __init__(self, seconds: float) -> None:
         self._seconds, self._deadline = seconds, 0.0
 
     def wait(self, seen: int) -> bool:
-        """Waits until a transfer has ended that had not when ``native().endings()`` was ``seen``.
+        """Waits until a transfer ends, unless one has ended since ``native().endings()`` returned ``seen``.
 
-        Returns False once the time is up.
+        It may return earlier. Returns False once the time is up.
         """
         now = time.monotonic()
         self._deadline = self._deadline or now + self._seconds
         if now > self._deadline:
             return False
-        native().wait_for_ending(seen, _LONG)
+        native().wait_for_ending(seen, _POLL)
         if native().endings() == seen:
-            gc.collect()  # a traceback may keep memory, in a cycle
+            gc.collect()  # a reference cycle with a traceback may hold memory
         return True
 
 
-class Residency(Open, Generic[E]):
+class Residency(Closeable, Generic[E]):
     """Fetches entries into a bounded amount of memory. Any thread may call any method.
 
-    A policy says whose memory it is (``_allocate``), how an entry is read (``_read``), what follows a use
-    (``_note_use``), which entries may leave and in which order (``_victims``), and what has to be done before one does
-    (``_evict``).
+    A policy says where memory comes from (``_allocate``), how an entry is read (``_read``), what to read after a use
+    (``_note_use``), which entries may leave memory and in which order (``_victims``), and how one leaves (``_evict``).
 
     Args:
         stats: counts what is moved.
     """
 
-    patience: ClassVar[float] = 30.0  #: seconds after which memory that others hold is given up
+    patience: ClassVar[float] = 30.0  #: seconds to wait for memory that others hold
 
     def __init__(self, stats: Stats) -> None:
         super().__init__()
         self._lock = threading.RLock()
         self._stats = stats
-        self._in_memory: MutableMapping[E, None] = {}  # in the order in which they came
+        self._in_memory: MutableMapping[E, None] = {}  # in the order of arrival
 
-    # What a policy says
+    # What a policy defines
 
     _memory: Memory
 
     def _allocate(self, entry: E) -> torch.Tensor | None:
-        """Returns memory for an entry; None while there is none."""
+        """Returns memory for an entry, or None while there is none."""
         return self._memory.allocate(max(1, entry.nbytes))
 
     def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
-        """Starts to fill the memory of an entry; returns the tensor over it, and no transfer where it has no bytes.
+        """Starts to fill the memory of an entry; returns the tensor over it and the transfer, if there is one.
 
         Sets ``entry.own`` and counts the bytes.
         """
         raise NotImplementedError
 
     def _prepare(self, entry: E) -> None:
-        """Is called without the lock before an entry is fetched."""
+        """Prepares to fetch an entry. Called without the lock."""
 
     def _note_use(self, use: Any) -> None:
-        """Takes note of a use, and reads ahead."""
+        """Records a use, and reads ahead."""
 
     def _has_arrived(self, entry: E) -> None:
-        """Is called with the lock when the bytes of an entry are there."""
+        """Completes an entry whose bytes have arrived. Called with the lock."""
 
     def _changes(self, entry: E, values: torch.Tensor) -> bool:
-        """Notes that whoever has ``values`` changes them; returns False if these are no longer those of the entry."""
+        """Records that ``values`` are about to change; returns False if the entry has got other memory meanwhile."""
         raise NotImplementedError
 
     def _victims(self, after: int) -> Iterable[E]:
-        """Yields entries that may leave memory, the first one first: what is used later than use ``after`` from now."""
+        """Returns entries that may leave memory, best first: those not used within the next ``after`` + 1 uses."""
         raise NotImplementedError
 
     def _evict(self, entry: E) -> bool:
-        """Takes an entry out of memory; returns whether that could be done."""
+        """Takes an entry out of memory; returns False if it cannot leave now."""
         raise NotImplementedError
 
-    def _too_little(self, entry: E) -> MemoryError:
-        """Returns what is raised when no memory has become free for an entry."""
+    def _out_of_memory(self, entry: E) -> MemoryError:
+        """Returns the error to raise when no memory has become free for an entry."""
         raise NotImplementedError
 
     # What is the same for all
 
     def _fetch(self, entry: E, use: Any, *, change: bool = False) -> torch.Tensor:
-        """Returns a tensor over the values of an entry once they are there, and reads ahead what follows ``use``."""
+        """Returns a tensor over the values of an entry once they have arrived, and reads ahead what follows ``use``."""
         patience = Patience(self.patience)
         while True:
             self._prepare(entry)
@@ -224,7 +223,7 @@ class Residency(Open, Generic[E]):
                 raise
 
     def _memory_beside(self, entry: E, after: int) -> torch.Tensor:
-        """Waits for memory for what is made of an entry and is none itself; see ``_victims`` for what leaves for it."""
+        """Waits for memory that is not to hold an entry's stored values; see ``_victims`` for ``after``."""
         patience = Patience(self.patience)
         while True:
             seen = native().endings()
@@ -238,12 +237,12 @@ class Residency(Open, Generic[E]):
     def _wait_for_memory(self, entry: E, patience: Patience, seen: int) -> None:
         begin = time.perf_counter()
         if not patience.wait(seen):
-            raise self._too_little(entry)
+            raise self._out_of_memory(entry)
         self._stats.seconds_waited += time.perf_counter() - begin
 
     def _begin(self, entry: E, priority: Priority, after: int = -1) -> bool:
-        """Starts to fetch an entry; returns False while there is no memory for it."""
-        with torch.inference_mode(False):  # what is read there may be changed elsewhere
+        """Starts to fetch an entry; returns False if there is no memory for it now."""
+        with torch.inference_mode(False):  # inference tensors could not be changed outside of that mode
             memory = self._memory_for(entry, after)
             if memory is None:
                 return False
@@ -254,12 +253,12 @@ class Residency(Open, Generic[E]):
                 free_frames(error)
                 raise
         entry.demanded = priority is Priority.DEMAND
-        self._in_memory[entry] = None  # first, or Ctrl-C leaves values that nobody releases
+        self._in_memory[entry] = None  # first, or Ctrl-C could leave values that nobody releases
         entry.values, entry.memory = values, memory
         return True
 
     def _memory_for(self, entry: E, after: int) -> torch.Tensor | None:
-        """Has entries leave until there is memory in one piece; returns None where there is none now."""
+        """Evicts entries until there is memory in one piece; returns None if there is none now."""
         memory = self._allocate(entry)
         if memory is not None:
             return memory
@@ -276,7 +275,7 @@ class Residency(Open, Generic[E]):
         self._stats.bytes_on_demand += nbytes * (priority is Priority.DEMAND)
 
     def _arrived(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
-        """Waits for an entry. Returns False where a read ahead has failed: it is retried on demand."""
+        """Waits for an entry to arrive. Returns False if a prefetch has failed: it is retried on demand."""
         begin = time.perf_counter()
         try:
             arriving.result()
@@ -297,15 +296,15 @@ class Residency(Open, Generic[E]):
         return True
 
     def _discard(self, entry: E) -> None:
-        """Takes an entry out of memory, whatever was changed. Transfers under way and tensors over it keep that."""
+        """Drops an entry's memory and its changes. Transfers under way and tensors over the memory keep it alive."""
         if entry.arriving is not None and not (entry.demanded and entry.is_used()):
-            entry.arriving.request_cancel()  # nobody will ask how it ended; who waits for a read ahead reads it again
+            entry.arriving.request_cancel()  # nobody needs it; a thread that waits for this prefetch reads again
         entry.memory = entry.values = entry.arriving = entry.arrival = None
         entry.changed = False
         self._in_memory.pop(entry, None)
 
     def close(self) -> None:
-        """Waits for what is on its way; memory goes back with the last tensor over it. Further calls do nothing."""
+        """Waits for transfers under way; memory is freed with the last tensor over it. Further calls do nothing."""
         with self._lock:
             if self._closed:
                 return
@@ -319,10 +318,10 @@ class Residency(Open, Generic[E]):
 
 
 def tensors_over(tensor: torch.Tensor) -> int:
-    """Returns how many tensors, of any kind, share the memory of this one, and holders of its storage."""
+    """Returns how many tensors and other holders share the storage of this tensor, itself included."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def free_frames(error: BaseException) -> None:
-    """Releases tensors that the frames in a traceback would keep alive as long as the exception."""
+    """Clears the frames of a traceback, which would keep tensors alive as long as the exception."""
     traceback.clear_frames(error.__traceback__)

@@ -62,7 +62,7 @@ def write_program(capability: str, seed: int, without: Sequence[str] = ()) -> li
 def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] = ()) -> tuple[list[str], int]:
     """Runs the programs of seeds in children; returns failures, and how many statements were equal on both sides."""
     for owner, name, value in (  # memory that others hold is given up soon, and small weights are streamed too
-        (residents.Residents, "patience", 0.03), (residency, "_LONG", 0.01), (window.Window, "patience", 0.03),
+        (residents.Residents, "patience", 0.03), (residency, "_POLL", 0.01), (window.Window, "patience", 0.03),
         (streamed, "_SMALL", 0),
     ):  # fmt: skip
         setattr(owner, name, value)

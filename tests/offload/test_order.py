@@ -67,7 +67,7 @@ def test_each_thread_has_its_own_place() -> None:
     assert seen == ["bcd"]
     assert ahead(order) == "cda"
     assert order.current() == {"a", "b"}
-    order.forget_threads()
+    order.forget_ended_threads()
     assert order.current() == {"b"}
 
 

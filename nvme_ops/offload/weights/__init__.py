@@ -1,1 +1,1 @@
-"""Weights, parameters and their gradients that live in files, and are in memory while something computes with them."""
+"""Weights, parameters and gradients that are kept in files, and in memory while something computes with them."""

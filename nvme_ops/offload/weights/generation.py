@@ -1,4 +1,4 @@
-"""Generates tokens with a streamed model, and tells what was reached of what storage and computing allow."""
+"""Generates tokens with a streamed model, and compares the speed with what storage and computing allow."""
 
 from __future__ import annotations
 
@@ -15,33 +15,33 @@ from nvme_ops.offload.weights.window import WindowStats
 
 @dataclass(frozen=True)
 class Reached:
-    """What a generation took. ``steps`` are those after the first token, each of which makes one for each sequence."""
+    """Measurements of one generation. Each step makes one token for each sequence; the first token is no step."""
 
     tokens: list[list[int]]  #: of each sequence, without the prompt
     first_token: float  #: seconds from the call
     steps: int
-    seconds: float  #: of all steps
-    waited: float  #: seconds of these in which computing waited for weights
-    bytes_read: int  #: by these
+    seconds: float  #: that all steps took
+    waited: float  #: seconds of all steps in which computation waited for weights
+    bytes_read: int  #: by all steps
     peak_weights: int  #: bytes
-    peak_process: int  #: bytes in CPU memory, of the whole process
+    peak_process: int  #: resident bytes of the whole process, in CPU memory
 
     def document(self, rate: float, joules: float | None) -> dict[str, Any]:
-        """Returns it for programs, beside two bounds: if reading were all, and if computing never waited for it.
+        """Returns the fields for JSON, with tokens per second of all sequences and two bounds of these.
 
-        What one token alone does not have, or what is not known, is None: tokens per second, of all sequences; a bound
-        where nothing was read; the share of the lower bound.
+        ``reading_bound`` is reached if reading is all that takes time, ``computing_bound`` if computation never waits
+        for reads. Values that are not known, as without any step, are None.
 
         Args:
-            rate: bytes per second that storage gives at best.
-            joules: of the machine meanwhile.
+            rate: bytes per second that storage can read.
+            joules: used by the machine meanwhile.
         """
-        made = len(self.tokens) * self.steps
+        tokens = len(self.tokens) * self.steps
 
-        def each_second(seconds: float) -> float | None:
-            return made / seconds if made and seconds > 0 else None
+        def per_second(seconds: float) -> float | None:
+            return tokens / seconds if tokens and seconds > 0 else None
 
-        speed, reading, computing = map(each_second, (self.seconds, self.bytes_read / rate, self.seconds - self.waited))
+        speed, reading, computing = map(per_second, (self.seconds, self.bytes_read / rate, self.seconds - self.waited))
         bounds = [bound for bound in (reading, computing) if bound is not None]
         return {
             **asdict(self),
@@ -52,12 +52,12 @@ class Reached:
             "reading_bound": reading,
             "computing_bound": computing,
             "share_of_bound": speed / min(bounds) if speed is not None and bounds else None,
-            "joules_per_1000_tokens": None if joules is None else 1000 * joules / (len(self.tokens) + made),
+            "joules_per_1000_tokens": None if joules is None else 1000 * joules / (len(self.tokens) + tokens),
         }
 
 
-class _Watch:
-    """What ``generate`` tells of its tokens: transformers' interface of streamers."""
+class _Streamer:
+    """Receives tokens from transformers' ``generate``, by its interface for streamers."""
 
     def __init__(self, model: Any, on_token: Callable[[list[int]], object]) -> None:
         self._model, self._on_token = model, on_token
@@ -65,18 +65,18 @@ class _Watch:
         self.seen: list[tuple[float, WindowStats]] = []  # at each token
 
     def put(self, value: torch.Tensor) -> None:
-        """Gets the prompt, and then one token of each sequence at a time."""
+        """Receives the prompt, and then one token of each sequence at a time."""
         if self._prompt_is_over:
             self.seen.append((time.perf_counter(), self._model.stats()))
             self._on_token(value.reshape(-1).tolist())
         self._prompt_is_over = True
 
     def end(self) -> None:
-        """Nothing is left to do at the end."""
+        """Does nothing; ``generate`` calls it."""
 
 
 def decoder_config(model: Any) -> Any:
-    """Returns the configuration of its decoder. Raises ValueError for a model that has none, or an encoder too."""
+    """Returns the configuration of a model's decoder. Raises ValueError for a model that is more than a decoder."""
     if not model.can_generate() or model.config.is_encoder_decoder:
         raise ValueError(f"{type(model).__name__} is not supported: only models that generate by a decoder alone are")
     return model.config.get_text_config(decoder=True)
@@ -91,15 +91,15 @@ def generate(
     sample: bool = False,
     on_token: Callable[[list[int]], object] = lambda _: None,
 ) -> Reached:
-    """Has a model of ``from_pretrained`` generate after the same prompt several times at once.
+    """Generates several sequences at once from one prompt, with a model of ``from_pretrained``.
 
     Args:
-        model: generates text by a decoder.
-        prompt: ids of tokens, at least one.
-        batch: sequences.
-        new_tokens: the most of them for each sequence.
-        sample: draw tokens at random, as the generation's configuration says, instead of taking the likeliest.
-        on_token: called with one token of each sequence as soon as it is known.
+        model: a decoder that generates text.
+        prompt: token ids, at least one.
+        batch: how many sequences.
+        new_tokens: the most tokens for each sequence.
+        sample: draw tokens at random, as the generation configuration says, instead of taking the likeliest.
+        on_token: called with one token of each sequence as soon as these are known.
 
     Raises:
         ValueError: a token of the prompt is not in the vocabulary, or the model is of another kind.
@@ -108,7 +108,7 @@ def generate(
     if wrong := [token for token in prompt if not 0 <= token < vocabulary]:
         raise ValueError(f"token {wrong[0]} is not in the vocabulary of the model, which has {vocabulary}")
     ids = torch.tensor([list(prompt)] * batch, device=model.device)
-    watch = _Watch(model, on_token)
+    streamer = _Streamer(model, on_token)
     end = model.generation_config.eos_token_id
     begin = time.perf_counter()
     found = model.generate(
@@ -118,13 +118,13 @@ def generate(
         do_sample=sample,
         num_beams=1,
         pad_token_id=(end[0] if isinstance(end, list) else end) or 0,
-        streamer=watch,
+        streamer=streamer,
     )
-    (first, before), (last, after) = watch.seen[0], watch.seen[-1]
+    (first, before), (last, after) = streamer.seen[0], streamer.seen[-1]
     return Reached(
         tokens=found[:, len(prompt) :].tolist(),
         first_token=first - begin,
-        steps=len(watch.seen) - 1,
+        steps=len(streamer.seen) - 1,
         seconds=last - first,
         waited=after.seconds_waited - before.seconds_waited,
         bytes_read=after.bytes_read - before.bytes_read,

@@ -390,7 +390,7 @@ class Residents(Residency[Resident]):
         super()._discard(entry)
         self._to_write.pop(entry, None)
 
-    def _too_little(self, entry: Resident) -> MemoryError:
+    def _out_of_memory(self, entry: Resident) -> MemoryError:
         taken, nbytes = size_words(self._memory.bytes_in_use), size_words(self._memory.nbytes)
         return MemoryError(
             f"no memory in one piece for a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}: "

@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor lie in files, and where those of its parts do. Nothing is read here."""
+"""Where the bytes of a tensor, and of its parts, lie in files. Nothing is read here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from nvme_ops.storage.publication import FileState
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
-_MOST_EXTENTS = 16384  # of one tensor: more are read slower than they are copied
+_MOST_EXTENTS = 16384  # of one tensor: reading more takes longer than reading all of it and copying a part
 
 
 class WeightFile:
-    """An open file that has weights, and what shows that it is still the same.
+    """An open file of weights, whose reads can check that it has not changed.
 
     Args:
-        fd: of the file, which is closed with it.
-        path: what errors call it.
+        fd: the file's descriptor, which ``close`` closes.
+        path: names the file in errors.
         handle: reads it.
-        checked: whether reads make sure that nobody has changed it.
+        checked: whether ``require_unchanged`` compares the file with what it was when opened.
     """
 
     def __init__(self, fd: int, path: str, handle: aio_handle, checked: bool = True) -> None:
@@ -38,28 +38,28 @@ class WeightFile:
         self.note_size()
 
     def note_size(self) -> None:
-        """Looks again how large it is."""
+        """Updates ``size``, in bytes."""
         self.size = os.fstat(self._fd).st_size
 
     def require_unchanged(self) -> None:
-        """Raises FormatError when the file was written or cut since it was opened."""
+        """Raises FormatError if the file was written or truncated since it was opened."""
         if self._seen is not None and not self._seen.holds(os.fstat(self._fd), self._fd):
             raise FormatError(f"{self.path} was changed while its weights were in use")
 
     def close(self) -> None:
-        """Waits for its transfers. Further calls do nothing."""
+        """Waits for transfers of the file and closes it. Further calls do nothing."""
         self.file.close()
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
     def __del__(self) -> None:
-        if getattr(self, "_fd", -1) >= 0:  # Ctrl-C has ended the call that should have closed it
+        if getattr(self, "_fd", -1) >= 0:  # Ctrl-C interrupted the call that was to close it
             self.close()
 
 
 class FileExtent(NamedTuple):
-    """``nbytes`` of a file from byte ``start`` on."""
+    """A range of a file: ``nbytes`` bytes that begin at byte ``start``."""
 
     file: WeightFile
     start: int
@@ -67,31 +67,31 @@ class FileExtent(NamedTuple):
 
 
 class Source:
-    """The bytes of a contiguous tensor: extents, one after the other.
+    """The bytes of a contiguous tensor, as extents in their order.
 
-    What is read, kept and predicted goes by ``Source``: the same part of the same one is the same object.
+    Weights are read, kept and predicted by their ``Source``: the same part of a source is always the same object.
 
     Args:
-        extents: together as many bytes as the tensor has.
-        dtype: as it is stored.
+        extents: hold exactly the bytes of the tensor.
+        dtype: the stored one.
         shape: of the tensor.
     """
 
     def __init__(self, extents: Sequence[FileExtent], dtype: torch.dtype, shape: Sequence[int]) -> None:
         self.extents, self.dtype, self.shape = _joined(extents), dtype, tuple(shape)
         self.nbytes = math.prod(self.shape) * dtype.itemsize
-        #: Bytes in front of it that are read with it, and all that are: whole pages of one file, which need no copy.
+        #: Bytes read in front of the tensor, and read in all: whole pages of one file, where these need no copy.
         self.skipped, self.span = 0, self.nbytes
         if len(self.extents) == 1 and self.nbytes >= PAGE and self.extents[0].start % PAGE % dtype.itemsize == 0:
             self.skipped = self.extents[0].start % PAGE
             self.span = -(-(self.skipped + self.nbytes) // PAGE) * PAGE
-        self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes: whole pages
-        self.copies: dict[Any, Any] = {}  #: in memory, that were pickled; references that do not keep them
+        self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes, in whole pages
+        self.copies: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[tuple[int, ...], torch.dtype], Source] = {}
 
     def rows(self, begin: int, end: int) -> Source:
-        """The part from index ``begin`` to ``end`` of the first dimension."""
+        """Returns the part from index ``begin`` to ``end`` of the first dimension."""
         if (begin, end) == (0, self.shape[0]):
             return self
         if (begin, end) not in self._parts:
@@ -101,7 +101,7 @@ class Source:
         return self._parts[begin, end]
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Source:
-        """The same bytes as a tensor of another shape, or of another dtype."""
+        """Returns the same bytes as a tensor of another shape or dtype."""
         key = shape, dtype or self.dtype
         if key == (self.shape, self.dtype):
             return self
@@ -110,7 +110,7 @@ class Source:
         return self._viewed[key]
 
     def range(self, begin: int, nbytes: int) -> list[FileExtent]:
-        """The extents of ``nbytes`` bytes from byte ``begin`` of the tensor on."""
+        """Returns the extents of ``nbytes`` bytes that begin at byte ``begin`` of the tensor."""
         found = []
         for file, start, length in self.extents:
             skipped = min(begin, length)
@@ -122,7 +122,7 @@ class Source:
 
 
 def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
-    """What ``torch.cat`` makes of them; None where that is in too many extents, or of several dtypes."""
+    """Returns the source of ``torch.cat``'s result, or None for too many extents or several dtypes."""
     first = sources[0]
     dim %= len(first.shape)
     outer = math.prod(first.shape[:dim])
@@ -138,7 +138,7 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
 
 
 def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
-    """What ``narrow`` makes of it in any dimension; None where that is in too many extents."""
+    """Returns the part from index ``begin`` to ``end`` of a dimension, or None for too many extents."""
     if dim == 0:
         return source.rows(begin, end)
     outer = math.prod(source.shape[:dim])
@@ -153,7 +153,7 @@ def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
 
 
 def _joined(extents: Sequence[FileExtent]) -> tuple[FileExtent, ...]:
-    """Neighbours in one file become one extent."""
+    """Joins extents that follow each other in one file."""
     found: list[FileExtent] = []
     for extent in extents:
         if found and found[-1].file is extent.file and found[-1].start + found[-1].nbytes == extent.start:

@@ -1,4 +1,4 @@
-"""``StoredTensor``: a weight that is in a file, and comes into memory for as long as something computes with it."""
+"""``StoredTensor``: a weight that is in a file, and in memory while something computes with it."""
 
 from __future__ import annotations
 
@@ -23,44 +23,44 @@ aten = torch.ops.aten
 
 
 class Weights:
-    """What stored tensors of one model read through, once its window is there."""
+    """Holds the window through which the stored tensors of one model are read, once it exists."""
 
     def __init__(self) -> None:
         self.window: Window | None = None
 
     def fetch(self, source: Source) -> torch.Tensor:
-        """See ``Window.fetch``."""
+        """Returns a weight as ``Window.fetch`` does."""
         return self.open().fetch(source)
 
     def open(self) -> Window:
-        """Returns the window. Raises RuntimeError before the model is complete."""
+        """Returns the window. Raises RuntimeError if the model is not complete yet."""
         if self.window is None:
             raise RuntimeError("the weights of this model cannot be read before it is complete")
         return self.window
 
 
 class StoredTensor(OffloadedTensor):
-    """A weight whose values are in a file. It cannot be changed, and takes no gradient; gradients flow through it.
+    """A weight whose values are in a file. It cannot be changed and takes no gradient; gradients flow through it.
 
-    Parts along the first dimension, other shapes, other dtypes and what is put together of stored tensors are stored
-    tensors again, of which nothing is read; of a part its own bytes alone are.
+    Parts along the first dimension, other shapes or dtypes, and concatenations of stored tensors are stored tensors
+    again: making them reads nothing, and using a part reads only the bytes of that part.
 
     Args:
-        weights: read it.
-        source: where its values are.
-        dtype: what the stored ones are converted to; as they are when None.
-        device: where it is used.
-        scale: what the stored values, of 8 bits, are multiplied with.
+        weights: the model's, through which this one is read.
+        source: where the stored values are.
+        dtype: that of the values after conversion; the stored one when None.
+        device: where the weight is used.
+        scale: factors for stored values of 8 bits.
         outline: has shape and dtype of this tensor; those of ``source`` when None.
-        steps: from the values to this.
+        steps: views that lead from the converted values to this tensor.
     """
 
     _weights: Weights
     _source: Source
     _device: torch.device
-    _converted: torch.dtype  # to which stored values are, before the steps
+    _converted: torch.dtype  # of the values after conversion, before the steps
     _scale: torch.Tensor | None
-    _is_part: bool  # of a weight, of which the rest is not read
+    _is_part: bool  # whether it is a part of a weight, whose rest is not read
 
     writable = False
     lazy: ClassVar[dict[Any, Callable[..., Any]]] = dict(OffloadedTensor.lazy)
@@ -77,7 +77,7 @@ class StoredTensor(OffloadedTensor):
         outline: torch.Tensor | None = None,
         steps: tuple[Step, ...] = (),
     ) -> StoredTensor:
-        """Makes one; nothing is read."""
+        """Makes a tensor without reading anything."""
         device, converted = device or torch.device("cpu"), dtype or source.dtype
         if outline is None:
             outline = torch.empty(source.shape, dtype=converted, device="meta")
@@ -88,7 +88,7 @@ class StoredTensor(OffloadedTensor):
 
     @property
     def source(self) -> Source:
-        """Where its values are."""
+        """Where the stored values are."""
         return self._source
 
     @property
@@ -97,43 +97,41 @@ class StoredTensor(OffloadedTensor):
         return id(self._source)
 
     def to_memory(self) -> torch.Tensor:
-        """A usual tensor with its values, in memory of its own."""
+        """Returns an ordinary tensor with the values, in memory of its own."""
         (values,) = read_now([self._source])
-        return self.computed(values.to(self._device))
+        return self.expanded(values.to(self._device))
 
     def in_window(self) -> torch.Tensor:
-        """The values, in memory of the budget that is used again when the last tensor over it is gone."""
-        return self.computed(
-            self._weights.fetch(self._source), functools.partial(self._weights.open().room, self._source)
-        )
+        """Returns the values in memory of the budget, which is free again with the last tensor over it."""
+        room = functools.partial(self._weights.open().room, self._source)
+        return self.expanded(self._weights.fetch(self._source), room)
 
-    def computed(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
-        """What stored ``values`` are to whoever computes with them, expanded in memory that ``room`` gives."""
+    def expanded(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
+        """Returns the values of this tensor, made of the stored ``values`` in memory that ``room(nbytes)`` returns."""
         if self._format is not None:
             size = self.nbytes_expanded
             memory = torch.empty(size, dtype=torch.uint8, device=values.device) if room is None else room(size)
-            expanded = memory.view(self._converted).view(self._source.shape)
-            parts = (values,) if self._scale is None else (values, self._scale)
-            self._format.expand(parts, expanded)
-            values = expanded
+            out = memory.view(self._converted).view(self._source.shape)
+            self._format.expand((values,) if self._scale is None else (values, self._scale), out)
+            values = out
         for step in self._steps:
             values = step(values)
         return values
 
     @property
     def _format(self) -> WeightFormat | None:
-        """How stored values make those that are computed with; None where they are these."""
+        """How stored values are expanded to those computed with; None if they are the same."""
         if self._scale is not None:
             return Scaled()
         return Cast() if self._converted != self._source.dtype else None
 
     @property
     def nbytes_expanded(self) -> int:
-        """Bytes that are taken beside the stored ones while it is computed with."""
+        """Bytes of memory taken beside the stored values while it is computed with."""
         return 0 if self._format is None else math.prod(self._source.shape) * self._converted.itemsize
 
     def is_plain(self) -> bool:
-        """Whether its bytes are those that are stored, one after the other, but for a conversion of the dtype."""
+        """Returns whether its elements are the stored ones, in their order, but for a conversion of the dtype."""
         return not self._steps and self._scale is None
 
     def like(
@@ -144,19 +142,19 @@ class StoredTensor(OffloadedTensor):
         outline: torch.Tensor | None = None,
         is_part: bool = False,
     ) -> StoredTensor:
-        """Another one of the same weights, without steps. Of a part its own ``source`` alone is read."""
+        """Returns a tensor of the same model, device and dtype from another ``source``, without steps."""
         made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale, outline)
         made._is_part = self._is_part or is_part
         return made
 
     def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
-        of = (self._weights, self._source, self._converted, self._device, self._scale)
-        made = StoredTensor(*of, outline, (*self._steps, *steps))
+        same = (self._weights, self._source, self._converted, self._device, self._scale)
+        made = StoredTensor(*same, outline, (*self._steps, *steps))
         made._is_part = self._is_part
         return made
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredTensor | list[StoredTensor]:
-        if self._is_part and func is aten.as_strided.default:  # which may reach beyond it
+        if self._is_part and func is aten.as_strided.default:  # it may reach beyond the part
             raise RuntimeError(f"{func}: of a part of a weight that is streamed: apply it to the whole weight")
         return super()._viewed(func, args, kwargs)
 
@@ -180,21 +178,21 @@ class StoredTensor(OffloadedTensor):
     def _assign(self, value: torch.Tensor) -> None:
         if not isinstance(value, StoredTensor) or value._weights is not self._weights:
             raise RuntimeError("data: weights that are streamed from storage cannot be changed")
-        self._become(value._derived(value._outline))  # another view, or conversion, of what is stored
+        self._become(value._derived(value._outline))  # another view, or conversion, of the same weights
 
     @classmethod
     def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls the function as it is, but for one that would expand a weight that takes no gradient.
+        """Calls the function, after making inputs of matrix products contiguous.
 
-        ``matmul`` of an input of three dimensions that is not contiguous repeats the weight for each of the first
-        dimension, in memory, where the weight takes no gradient (``should_fold`` in ATen's LinearAlgebra.cpp). Without
-        that the last bits may be others.
+        Given an input of three or more dimensions that is not contiguous, ``matmul`` repeats a weight that takes no
+        gradient in memory, once per batch (``should_fold`` in ATen's LinearAlgebra.cpp). With the contiguous input it
+        does not, and the last bits may differ.
         """
         if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
             made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
-            args = tuple(made.get(id(each), each) for each in args)  # attention asks whether its inputs are one tensor
+            args = tuple(made.get(id(each), each) for each in args)  # attention checks whether inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
@@ -202,7 +200,7 @@ class StoredTensor(OffloadedTensor):
 def stored_tensors(
     file: WeightFile, header: Header, weights: Weights, device: torch.device | None = None
 ) -> Iterator[tuple[str, StoredTensor]]:
-    """Yields the tensors of a safetensors file with their names. Raises FormatError where one is not all there."""
+    """Yields names and tensors of a safetensors file. Raises FormatError if one reaches beyond the file's end."""
     for name, entry in header.entries.items():
         dtype, shape = entry.in_torch(file.path, name)
         if entry.end > file.size:
@@ -218,22 +216,22 @@ _MULTIPLYING = (
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:
-    """Returns the stored tensor that this is, or that a ``DTensor`` has as this rank's part."""
+    """Returns this tensor, or the local shard of a ``DTensor``, if it is a stored one; else None."""
     found = offloaded_in(tensor)
     return found if isinstance(found, StoredTensor) else None
 
 
-# Operations of which nothing, or a part, has to be read. Each returns NotImplemented for what it cannot do.
+# Operations that read nothing, or a part alone. Each returns NotImplemented for arguments that it cannot handle.
 
 
 def _lazily(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Adds a function for weights that are plain; views of others are made by ``OffloadedTensor``."""
+    """Registers a function for plain weights; ``OffloadedTensor`` makes the views of others."""
 
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def of_plain(*args: Any, **kwargs: Any) -> Any:
-            unusual = any(isinstance(each, StoredTensor) and not each.is_plain() for each in tree_leaves(args))
-            return NotImplemented if unusual else function(*args, **kwargs)
+            is_other = any(isinstance(each, StoredTensor) and not each.is_plain() for each in tree_leaves(args))
+            return NotImplemented if is_other else function(*args, **kwargs)
 
         StoredTensor.lazy.update(dict.fromkeys(operators, of_plain))
         return function
@@ -246,7 +244,7 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
     device = options.pop("device", None)
     options.pop("non_blocking", None)
     elsewhere = device is not None and torch.device(device).type not in (tensor.device.type, "meta")
-    if tensor._weights.window is None:  # transformers puts all in host memory first
+    if tensor._weights.window is None:  # transformers moves all weights to host memory first
         elsewhere, device = False, None
     if elsewhere or any(value is not None for value in options.values()) or tensor.dtype != tensor.source.dtype:
         return NotImplemented
@@ -256,7 +254,7 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
 
 
 def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
-    """Reads one of the first dimension alone, which of packed experts is one: with its part of the scale."""
+    """Selects an index of the first dimension, such as one of packed experts, with its part of the scale."""
     if (
         tensor._steps
         or not tensor.numel()
@@ -281,7 +279,7 @@ def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: in
     if not tensor.numel():
         return NotImplemented
     dim %= tensor.dim()
-    if dim and tensor._weights.window is not None:  # read compact it would be summed in another order
+    if dim and tensor._weights.window is not None:  # dense in memory, its sums would be in another order
         return NotImplemented
     begin, stop, _ = slice(start, end).indices(tensor.shape[dim])
     part = narrowed(tensor.source, dim, begin, max(begin, stop)) if step == 1 else None
@@ -304,7 +302,7 @@ def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
 
 @_lazily(aten.view.dtype)
 def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
-    """Bytes are written so, a part after the other."""
+    """Reinterprets the bytes; writers of checkpoints do so, a part at a time."""
     if tensor.dtype != tensor.source.dtype:
         return NotImplemented
     outline = tensor._outline.view(dtype)
@@ -339,7 +337,7 @@ StoredTensor.lazy[aten.cat.default] = _cat
 
 @_lazily(aten.clone.default)
 def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = None) -> Any:
-    """What has a part of a weight made contiguous while a model is put together finds it so in the file."""
+    """Makes a part contiguous while a model is being put together: reading it makes it dense."""
     if tensor._weights.window is not None or memory_format is not torch.contiguous_format:
         return NotImplemented
     outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -348,14 +346,13 @@ def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = 
 
 @_lazily(aten.embedding.default)
 def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
-    """Reads the rows that are asked for alone, where these are few."""
-    usual = isinstance(weight, StoredTensor) and not isinstance(indices, StoredTensor) and weight.dim() == 2
-    if not usual:
+    """Reads only the rows in ``indices`` if these are few."""
+    if not isinstance(weight, StoredTensor) or isinstance(indices, StoredTensor) or weight.dim() != 2:
         return NotImplemented
     unique, inverse = torch.unique(indices, return_inverse=True)
     numbers = unique.tolist()
     if not numbers or numbers[0] < 0 or numbers[-1] >= weight.shape[0]:
-        return NotImplemented  # torch says what is wrong
+        return NotImplemented  # torch raises what is wrong
     rows = weight._weights.open().rows(weight.source, numbers)
     if rows is None:
         return NotImplemented

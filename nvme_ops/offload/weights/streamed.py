@@ -1,4 +1,4 @@
-"""A model whose weights are streamed: what it can do beside being the model that it was."""
+"""A model whose weights are streamed: its class, the opening of its window, and conversions that it refuses."""
 
 from __future__ import annotations
 
@@ -21,29 +21,29 @@ from nvme_ops.text import size_words
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-_SMALL = 1 << 20  # bytes up to which a weight stays in memory from the start, if the budget is no less than
-_SHARE = 4  # times all of those
+_SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
+_SHARE = 4  # such weights take at most one in so many parts of the budget
 
 
 class StreamedModel(torch.nn.Module):
-    """What ``from_pretrained`` and ``stream_weights`` add to the class of a model.
+    """The methods that ``from_pretrained`` and ``stream_weights`` add to the class of a model.
 
-    As a context manager the model is closed at the end of the block.
+    As a context manager, the model is closed at the end of the block.
     """
 
     _nvme_window: Window
     _nvme_undo: contextlib.ExitStack
 
     def stats(self) -> WindowStats:
-        """Return what was read of the weights, how long computation waited for them, and what they have of memory."""
+        """Returns what was read of the weights, how long computation waited for them, and their memory."""
         return self._nvme_window.stats()
 
     def close(self) -> None:
-        """Ends the streaming: files are closed and memory is given back. The model cannot be used any more."""
+        """Ends the streaming: closes the files and frees the memory. The model cannot be used any more."""
         self._nvme_undo.close()
 
     def on_close(self, function: Callable[[], object]) -> None:
-        """Has ``function`` called when the model is closed, before what it was told of earlier."""
+        """Calls ``function`` when the model is closed, before functions given earlier."""
         self._nvme_undo.callback(function)
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
@@ -53,10 +53,10 @@ class StreamedModel(torch.nn.Module):
         return super().requires_grad_(requires_grad)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Like ``Module.state_dict``, with all weights in memory: as much of it as the whole model takes.
+        """Like ``Module.state_dict``, with all weights in memory: this takes as much as the whole model.
 
-        Of a model that is trained, or a part of another, each weight comes into memory when its values are first used:
-        who saves an adapter picks the few tensors of it out of a state dict of all.
+        If the model is trained, or is a part of another, each weight comes into memory when its values are first used:
+        saving an adapter picks a few tensors out of the whole state dict.
         """
         found = super().state_dict(*args, **kwargs)
         lazily = args or kwargs.get("destination") is not None or any(each.requires_grad for each in self.parameters())
@@ -71,7 +71,7 @@ class StreamedModel(torch.nn.Module):
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
-        """Refuses before anything is copied; ``assign=True`` copies nothing."""
+        """Raises RuntimeError before anything is copied; ``assign=True`` is allowed, as it copies nothing."""
         if not local_metadata.get("assign_to_params_buffers"):
             named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
             stored = [name for name, value in named if stored_in(value) is not None and prefix + name in state_dict]
@@ -83,15 +83,15 @@ class StreamedModel(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Is pickled as a model in memory, of the class that it had before."""
+        """Pickles a model in memory, of the class that it had before."""
         plain = plain_class(type(self))
-        twin = plain.__new__(plain)
-        twin.__dict__ = self._in_memory()
-        return twin.__reduce_ex__(1)  # protocol 2 insists on the class of this one
+        plain_model = plain.__new__(plain)
+        plain_model.__dict__ = self._in_memory()
+        return plain_model.__reduce_ex__(1)  # protocol 2 insists on the class of this one
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
-        """What ``DistributedDataParallel`` must not broadcast at its start, by names here and below a model of peft."""
+        """Names, here and in a model of peft, that ``DistributedDataParallel`` must not broadcast at its start."""
         named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
         stored = [name for name, value in named if stored_in(value) is not None]
         found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
@@ -102,7 +102,7 @@ class StreamedModel(torch.nn.Module):
         self.__dict__["_nvme_ignored"] = list(names)
 
     def __copy__(self) -> Self:
-        """Returns another model of the same weights, streamed as long as this one is not closed."""
+        """Returns another model with the same weights, usable until this one is closed."""
         made = type(self).__new__(type(self))
         made.__dict__ = dict(self.__dict__)
         return made
@@ -126,18 +126,18 @@ class StreamedModel(torch.nn.Module):
 
 
 class _Entry(StoredTensor):
-    """A weight in a state dict: it comes into memory when something needs its values, and stays there."""
+    """A weight in a state dict: it comes into memory when its values are first needed, and stays there."""
 
     _made: torch.Tensor | None = None
 
     @staticmethod
     def of(tensor: StoredTensor) -> _Entry:
         """Returns an entry for a weight."""
-        of = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._scale)
-        return _Entry(*of, tensor._outline, tensor._steps)
+        same = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._scale)
+        return _Entry(*same, tensor._outline, tensor._steps)
 
     def to_memory(self) -> torch.Tensor:
-        """Its values, the same tensor each time."""
+        """Returns the values, the same tensor each time."""
         if self._made is None:
             with torch._C.DisableTorchFunctionSubclass():
                 self._made = super().to_memory()
@@ -146,14 +146,14 @@ class _Entry(StoredTensor):
     in_window = to_memory
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is pickled as its values, so that all that shares their memory is pickled once."""
+        """Pickles the values, so that all tensors that share their memory are pickled once."""
         return self.to_memory().__reduce_ex__(protocol)
 
     @classmethod
     def __torch_function__(  # type: ignore[override]  # see StoredTensor
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func not in _ABOUT:
+        if func not in _WITHOUT_VALUES:
             args, kwargs = tree_map(_values_of, (tuple(args), dict(kwargs or {})))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
@@ -163,8 +163,8 @@ def _values_of(value: Any) -> Any:
     return value.to_memory() if isinstance(value, _Entry) else value
 
 
-#: What is asked of an entry without a need of its values.
-_ABOUT = {
+#: Properties and methods that need no values of an entry.
+_WITHOUT_VALUES = {
     *(getattr(torch.Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "ndim", "nbytes")),
     *(getattr(torch.Tensor, name).__get__ for name in ("itemsize", "requires_grad", "is_meta", "is_cuda", "is_sparse")),
     *(getattr(torch.Tensor, name) for name in ("size", "dim", "numel", "nelement", "element_size", "is_contiguous")),
@@ -182,7 +182,7 @@ _classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary(
 
 
 def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Returns the class that models of a class get: the same for all of them, as for ``torch.func``."""
+    """Returns the streamed class derived from ``plain``, always the same one, which ``torch.func`` relies on."""
     found = _classes.get(plain)
     if found is None:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
@@ -193,7 +193,7 @@ def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def places_of(
     model: torch.nn.Module,
 ) -> tuple[dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]], dict[Source, int]]:
-    """Returns where stored tensors are, in order, and the number of experts of those of which some are used alone."""
+    """Returns the places of each stored tensor, in order, and the experts in each of which some are used alone."""
     sliced: dict[Source, int] = {}
     stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = {}
     for module in model.modules():
@@ -216,9 +216,9 @@ def stream(
 ) -> None:
     """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
 
-    Small weights come into memory, where they stay. Parameters whose id is in ``kept`` are left as they are, the others
-    take no gradient. Without ``training`` the model is set to eval mode. Raises ValueError for a budget that is too
-    small.
+    Small weights come into memory and stay there. Parameters whose id is in ``kept`` are left as they are; the others
+    take no gradient. Without ``training`` the model is set to eval mode. Raises ValueError if ``budget``, in bytes, is
+    too small.
     """
     stored, sliced = places_of(model)
     others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
@@ -260,17 +260,17 @@ def stream(
     _check_conversions()
     model.__class__ = _streamed_class(plain)
     model.__dict__.update(_nvme_window=window, _nvme_undo=undo)
-    weakref.finalize(model, undo.close)  # of a model that nobody has closed, at the end of the program at the latest
+    weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
 
 
 def _room_to_expand(tensor: StoredTensor, is_sliced: bool) -> int:
-    """Returns the bytes, in whole pages, that a weight takes beside its stored values while it is computed with."""
+    """Returns the bytes, in whole pages, that a weight takes beside its stored values while it is in use."""
     nbytes = tensor.nbytes_expanded // (tensor.shape[0] if is_sliced else 1)
     return -(-nbytes // PAGE) * PAGE
 
 
 def _small(sources: Sequence[Source], room: int) -> list[Source]:
-    """Returns the smallest weights, as far as there is room for them."""
+    """Returns the smallest weights that fit in ``room`` bytes together."""
     found = []
     for source in sorted(sources, key=lambda each: each.nbytes):
         if source.nbytes > min(_SMALL, room):
@@ -283,43 +283,37 @@ def _small(sources: Sequence[Source], room: int) -> list[Source]:
 def _replace(
     module: torch.nn.Module, name: str, value: StoredTensor, stored: torch.Tensor, made: dict[int, torch.Tensor]
 ) -> None:
-    """Puts values in the place of a stored tensor: one tensor in all its places, with memory of its own."""
-    there: Any = module._buffers[name] if name in module._buffers else module._parameters[name]
-    if id(there) not in made:
-        tensor = value.computed(stored)
-        # or who saves it would save that of all; and torch has no detach_() of a view
+    """Replaces a stored tensor by one with memory of its own; ``made`` has those made before, for tied weights."""
+    old: Any = module._buffers[name] if name in module._buffers else module._parameters[name]
+    if id(old) not in made:
+        tensor = value.expanded(stored)
+        # a view would be saved with all of its storage, and torch refuses detach_() of one
         if tensor.untyped_storage().nbytes() != tensor.nbytes or tensor._is_view():
             tensor = tensor.clone()
-        made[id(there)] = torch.nn.Parameter(tensor, False) if isinstance(there, torch.nn.Parameter) else tensor
-    if there is not value and hasattr(there, "_local_tensor"):  # a DTensor
-        there._local_tensor = made[id(there)].detach()
+        made[id(old)] = torch.nn.Parameter(tensor, False) if isinstance(old, torch.nn.Parameter) else tensor
+    if old is not value and hasattr(old, "_local_tensor"):  # a DTensor
+        old._local_tensor = made[id(old)].detach()
     elif name in module._buffers:
-        module._buffers[name] = made[id(there)]
+        module._buffers[name] = made[id(old)]
     else:
-        module._parameters[name] = made[id(there)]  # type: ignore[assignment]  # it is one
+        module._parameters[name] = made[id(old)]  # type: ignore[assignment]  # it is one
 
 
-class _Checked:
-    """What ``Module._apply`` does to each tensor, once it is known to leave those that are streamed as they are."""
-
-    def __init__(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self._function = function
-
-    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._function(tensor)
+class _Checked(functools.partial[torch.Tensor]):
+    """A function given to ``Module._apply`` that is known to leave streamed tensors as they are."""
 
 
 def _check_conversions() -> None:
-    """Has ``Module.to`` and all that is like it refuse to change streamed weights before it has changed anything.
+    """Patches ``Module._apply`` so that ``to`` and the like refuse streamed weights before they change anything.
 
-    The model with these may be a part of another that is moved or converted, whose other parts come first: only what
-    all modules have in common sees that in time. Where no weight is streamed torch's own method is called.
+    A streamed model may be a part of another, whose other parts are moved or converted first: only a method common to
+    all modules can check in time. For modules without streamed weights torch's own method is called.
     """
-    usual: Any = torch.nn.Module._apply
-    if hasattr(usual, "_nvme_usual"):
+    original: Any = torch.nn.Module._apply
+    if hasattr(original, "_nvme_original"):
         return
 
-    @functools.wraps(usual)
+    @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if not isinstance(fn, _Checked):
             with torch.no_grad():
@@ -331,25 +325,26 @@ def _check_conversions() -> None:
                     )
             fn = _Checked(fn)
         if not _beside_stored(self):
-            return usual(self, fn, recurse)  # type: ignore[no-any-return]
+            return original(self, fn, recurse)  # type: ignore[no-any-return]
         for child in self.children() if recurse else ():
             child._apply(fn)
         return self
 
-    apply._nvme_usual = usual  # type: ignore[attr-defined]
+    apply._nvme_original = original  # type: ignore[attr-defined]
     torch.nn.Module._apply = apply  # type: ignore[method-assign]
 
 
 def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:
+    """Returns whether a function for ``Module._apply`` would move or convert a tensor, or share its memory."""
     if stored_in(tensor) is not None:
-        small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)  # nothing is read for it
+        small = torch.empty((2,) * tensor.dim(), dtype=tensor.dtype, device=tensor.device)  # to read nothing
         if function(small) is not small or (small.device.type == "cpu" and small.is_shared()):
             return True
     return function(tensor) is not tensor
 
 
 def _beside_stored(module: torch.nn.Module) -> list[torch.Tensor]:
-    """Returns the tensors of a module itself, if any of them is stored; the stored ones first."""
+    """Returns the own tensors of a module that has stored ones, these first; else an empty list."""
     own = [each for each in [*module._parameters.values(), *module._buffers.values()] if each is not None]
     stored = [each for each in own if stored_in(each) is not None]
     return [*stored, *(each for each in own if stored_in(each) is None)] if stored else []

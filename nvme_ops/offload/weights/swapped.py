@@ -1,4 +1,4 @@
-"""``SwappedTensor``: a parameter that is on storage, and in memory for as long as something computes with it."""
+"""``SwappedTensor``: a parameter that is on storage, and in memory while something computes with it."""
 
 from __future__ import annotations
 
@@ -11,32 +11,32 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.offload.weights.residents import Phase, Resident, Residents
-from nvme_ops.offloaded import OffloadedTensor, Step, outline_of
+from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, outline_of
 
 aten = torch.ops.aten
 
-_MANY = 64  # copies from which on those that are gone are forgotten
+_MANY = 64  # references to copies from which on dead ones are removed
 
 
 class _Copy:
-    """The values of a parameter, or a part, in another dtype: converted each time they are used, until either changes.
+    """A copy of a parameter, or of a view, in another dtype: converted at each use until the copy or parameter changes.
 
     Args:
-        of: what is converted.
-        conversion: converts it.
+        of: the tensor that is copied.
+        conversion: converts its values.
     """
 
     def __init__(self, of: SwappedTensor, conversion: Step) -> None:
         self._of, self._conversion = of, conversion
-        self._values: torch.Tensor | None = None  # in memory of its own, once either has changed
+        self._values: torch.Tensor | None = None  # its own, once the copy or parameter has changed
 
     def whole(self) -> SwappedTensor:
-        """Returns the tensor that has all of the values."""
+        """Returns a tensor over all values of the copy."""
         of = self._of
         return SwappedTensor(of._residents, of._resident, self._conversion(of._outline), (), self)
 
     def lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
-        """Returns the values, to be changed or not."""
+        """Returns the values, which the caller may write to if ``change``."""
         values = self._values
         if values is None:
             values = self._conversion(self._of._lend(uses, False))
@@ -45,25 +45,23 @@ class _Copy:
         return values
 
     def keep(self, stored: torch.Tensor) -> None:
-        """Converts ``stored`` values of the parameter for good, unless that was done before."""
+        """Converts the parameter's ``stored`` values, which are about to change, unless that was done before."""
         if self._values is None:
-            for step in (*self._of._steps, self._conversion):
-                stored = step(stored)
-            self._values = stored
+            self._values = apply_steps((*self._of._steps, self._conversion), stored)
 
 
 class SwappedTensor(OffloadedTensor):
     """A parameter, or a view of one, whose values are on storage and can be changed there.
 
-    What autograd keeps of it for the backward pass is a tensor of this class, not the values, which are fetched again
-    there. A copy of another dtype is a tensor of this class as well, until it or the parameter is changed.
+    For the backward pass autograd keeps a tensor of this class, not the values, which are fetched again there. A copy
+    in another dtype is a tensor of this class as well, and converted at each use until it or the parameter changes.
 
     Args:
-        residents: fetch it.
-        resident: what is fetched.
+        residents: fetch the values.
+        resident: the entry with the stored values.
         outline: has shape, strides and dtype of this tensor; those of ``resident`` when None.
-        steps: from the values to this.
-        copy: has the values instead.
+        steps: views that lead from the stored values to this tensor.
+        copy: has the values in place of ``resident``.
     """
 
     _residents: Residents
@@ -83,7 +81,7 @@ class SwappedTensor(OffloadedTensor):
         steps: tuple[Step, ...] = (),
         copy: _Copy | None = None,
     ) -> SwappedTensor:
-        """Makes one; nothing is read."""
+        """Makes a tensor without reading anything."""
         if outline is None:
             outline = outline_of(resident.shape, resident.stride, resident.dtype)
         made = cls._outlined(outline, steps, resident.device)
@@ -92,7 +90,7 @@ class SwappedTensor(OffloadedTensor):
 
     @property
     def resident(self) -> Resident:
-        """What is on storage."""
+        """The entry with the stored values."""
         return self._resident
 
     @property
@@ -102,7 +100,7 @@ class SwappedTensor(OffloadedTensor):
 
     @contextlib.contextmanager
     def lent(self, change: bool = False) -> Iterator[torch.Tensor]:
-        """Lets the block read, or ``change``, the values: a usual tensor in memory."""
+        """Yields the values, an ordinary tensor in memory, for the block to read or ``change``."""
         with contextlib.ExitStack() as uses:
             yield self._lend(uses, change, "step")
 
@@ -115,12 +113,10 @@ class SwappedTensor(OffloadedTensor):
             values = uses.enter_context(self._residents.used(self._resident, phase, change=change))
             if change:
                 self._keep_copies(values)
-        for step in self._steps:
-            values = step(values)
-        return values
+        return apply_steps(self._steps, values)
 
     def _keep_copies(self, values: torch.Tensor) -> None:
-        """Gives copies of these values, which are about to change, values of their own."""
+        """Gives all copies of these values, which are about to change, values of their own."""
         copies = self._resident.copies
         while copies:
             copy = copies[-1]()
@@ -129,7 +125,7 @@ class SwappedTensor(OffloadedTensor):
             copies.pop()
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> SwappedTensor | list[SwappedTensor]:
-        if self._resident.is_part and func is aten.as_strided.default:  # in torch it reaches what is beside the part
+        if self._resident.is_part and func is aten.as_strided.default:  # in torch it can reach beyond the part
             raise RuntimeError(f"{func}: a part of another tensor was assigned to .data: assign a clone() of it")
         return super()._viewed(func, args, kwargs)
 
@@ -137,7 +133,7 @@ class SwappedTensor(OffloadedTensor):
         return SwappedTensor(self._residents, self._resident, outline, (*self._steps, *steps), self._copy)
 
     def _converted(self, conversion: Step) -> SwappedTensor:
-        """Returns a copy, which is made when it is used."""
+        """Returns a copy that is converted when it is used."""
         copies = self._resident.copies
         if len(copies) >= _MANY:
             copies[:] = [each for each in copies if each() is not None]
@@ -154,11 +150,11 @@ class SwappedTensor(OffloadedTensor):
         return self._resident.pickled, self._resident.changes
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Is pickled as a usual tensor, see ``OffloadedTensor``."""
-        return super().__reduce_ex__(protocol) if self._copy is None else self._usual().__reduce_ex__(protocol)
+        """Pickles an ordinary tensor, see ``OffloadedTensor``."""
+        return super().__reduce_ex__(protocol) if self._copy is None else self._ordinary().__reduce_ex__(protocol)
 
     def _assign(self, value: torch.Tensor) -> None:
-        """Takes the values of another tensor; existing views keep the old ones."""
+        """Replaces the values by those of another tensor; existing views keep the old ones."""
         if value.device != self.device:
             raise RuntimeError(f"data: the parameter is on {self.device}, and what is assigned on {value.device}")
         if isinstance(value, SwappedTensor) and value._copy is None:
@@ -180,7 +176,7 @@ class SwappedTensor(OffloadedTensor):
 
 
 def _to_copy(tensor: Any, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
-    """Makes a copy that is converted when it is used, as for autocast."""
+    """Returns a copy in another dtype that is converted when it is used, as autocast needs."""
     device = options.pop("device", None)
     non_blocking = options.pop("non_blocking", None)
     elsewhere = device is not None and torch.device(device) != tensor.device

@@ -1,4 +1,4 @@
-"""``Window``: the weights that are in memory now, those that are on their way, and those that stay."""
+"""``Window``: the weights of a streamed model that are in memory or being read."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from nvme_ops.storage.joined import joined
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
 
-#: An embedding of which a larger share than one of so many rows is used is read as a whole.
+#: An embedding is read as a whole if more than one in so many of its rows is used.
 MANY_ROWS = 4
 
 
 @dataclass
 class WindowStats(Stats):
-    """What a window has read since it was made."""
+    """Counts what was read of a model's weights."""
 
     uses: int = 0  #: of weights
-    bytes_kept: int = 0  #: of weights that stay in memory
-    quantization_error: float = 0.0  #: of weights quantized here: root of the mean square, relative to theirs
+    bytes_kept: int = 0  #: of weights chosen to stay that are in memory now
+    quantization_error: float = 0.0  #: root mean square error of weights quantized here, relative to their own
 
 
 class _Weight(Entry):
-    """A weight that may be in memory, or what it is ``expanded`` to, of so many bytes."""
+    """A weight as it is stored, or the ``expanded`` bytes that it is computed with."""
 
     def __init__(self, source: Source, expanded: int = 0) -> None:
         super().__init__(expanded or source.span)
@@ -41,16 +41,16 @@ class _Weight(Entry):
 
 
 class Window(Residency[_Weight]):
-    """Reads weights ahead of their use, into a bounded amount of memory, and keeps those that are worth it.
+    """Reads weights ahead of their use into a bounded amount of memory, and keeps those that are worth it.
 
-    Any thread may call any method. A weight that somebody still has a tensor of keeps its memory until that is gone.
+    Any thread may call any method. A weight's memory is freed with the last tensor over it.
 
     Args:
         budget: bytes of memory for weights as they are stored, at least ``least_budget`` of them.
         device: where they are used.
-        foreseen: weights in the order in which they are likely used.
-        others: weights that may be used beside these.
-        expanding: bytes of memory, beside those, for what a weight is expanded to while it is used.
+        foreseen: weights in the order in which they are likely to be used.
+        others: further weights that may be used.
+        expanding: bytes of memory, beside ``budget``, that a weight is expanded into while it is used.
     """
 
     patience = 60.0
@@ -70,23 +70,23 @@ class Window(Residency[_Weight]):
         super().__init__(WindowStats())
         self._device = device
         self._memory = memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes))))
-        # Apart, or what is read ahead would leave when there is no room in one piece between it.
+        # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = memory_on(device, expanding) if expanding else None
         self._order = Order(foreseen)
         self._weights: dict[Source, _Weight] = {}
         self._keep: set[Source] = set()
-        self._complete = False  # all that is used is in memory
+        self._complete = False  # all weights that the model uses are in memory
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory in all."""
+        """Bytes of memory for weights as they are stored."""
         return self._memory.nbytes
 
     def fetch(self, source: Source) -> torch.Tensor:
-        """Returns the weight as it is stored, and reads ahead what is likely used next. It must not be changed.
+        """Returns a weight as it is stored, not to be changed, and reads ahead what is likely to be used next.
 
         Raises:
-            OSError, EOFError: it cannot be read.
+            OSError, EOFError: the weight cannot be read.
             FormatError: its file was changed.
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
@@ -94,10 +94,11 @@ class Window(Residency[_Weight]):
         return self._fetch(self._weight(source), source)
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
-        """Returns memory for what a weight is expanded to, free again with the last tensor over it.
+        """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
 
-        Where two are expanded at once, other weights leave for one of them, or it waits. More than was foreseen is a
-        conversion that the program has asked for, and comes on top of the budget. Raises MemoryError as ``fetch`` does.
+        If several weights are expanded at once, others leave memory, or this waits. More than ``expanding`` bytes are
+        needed only for a conversion by the program itself, and come on top of the budget. Raises MemoryError as
+        ``fetch`` does.
         """
         with torch.inference_mode(False):
             if self._expanding is None or not 0 < nbytes <= self._expanding.nbytes:
@@ -108,11 +109,11 @@ class Window(Residency[_Weight]):
         return self._weights.get(source) or self._weights.setdefault(source, _Weight(source))
 
     def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
-        """Returns some rows of a matrix in new memory; None where it is better read as a whole."""
+        """Returns some rows of a matrix in new memory, or None if it is better read as a whole."""
         if len(indices) * MANY_ROWS > source.shape[0]:
             return None
         weight = self._weight(source)
-        while (found := self._found(weight)) is not None:  # which is no use of the whole: it would be read ahead again
+        while (found := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
             values, arriving, demanded = found
             if arriving is None or self._arrived(weight, arriving, demanded):
                 return values[list(indices)]
@@ -132,14 +133,14 @@ class Window(Residency[_Weight]):
         return memory
 
     def stats(self) -> WindowStats:
-        """What was read so far."""
+        """Returns what was read so far."""
         with self._lock:
             kept = sum(each.source.nbytes for each in self._in_memory if each.source in self._keep)
             peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
             return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": peak})
 
     def note_error(self, error: float) -> None:
-        """Has ``stats`` tell what quantizing did to the weights."""
+        """Sets ``quantization_error`` of ``stats``."""
         self._stats.quantization_error = error
 
     # The policy
@@ -158,7 +159,7 @@ class Window(Residency[_Weight]):
                 return memory
         return super()._allocate(entry)
 
-    def _too_little(self, entry: _Weight) -> MemoryError:
+    def _out_of_memory(self, entry: _Weight) -> MemoryError:
         return MemoryError(
             f"no memory for a weight of {size_words(entry.source.nbytes)}: other weights that are in use have "
             f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
@@ -173,10 +174,10 @@ class Window(Residency[_Weight]):
             self._read_ahead()
 
     def _choose(self) -> None:
-        """Decides anew what stays in memory."""
-        self._order.forget_threads()
-        weights = [(source, uses, source.room) for source, uses in self._order.by_uses() if uses > 0]
-        self._order.forget_some()
+        """Chooses anew which weights stay in memory."""
+        self._order.forget_ended_threads()
+        weights = [(source, uses, source.room) for source, uses in self._order.use_counts() if uses > 0]
+        self._order.decay()
         total = sum(nbytes for _, _, nbytes in weights)
         if total <= self._memory.nbytes:
             self._keep = {source for source, _, _ in weights}
@@ -186,7 +187,7 @@ class Window(Residency[_Weight]):
         self._keep = what_stays(weights, self._memory.nbytes)
 
     def _read_ahead(self) -> None:
-        """Keeps, as far as memory allows, the resident weights, those in use and the next ones; releases the rest."""
+        """Fetches, as far as memory allows, weights that stay, those in use and the next ones; drops the others."""
         wanted: list[Source] = []
         always = self._keep | self._order.current()
         room = self._memory.nbytes - sum(source.room for source in always)
@@ -205,8 +206,8 @@ class Window(Residency[_Weight]):
                 break
 
     def _victims(self, after: int) -> Iterable[_Weight]:
-        """Yields what was read ahead, from the end, then what is kept, and at last what is in use."""
-        if after >= 0:  # nothing leaves for a read ahead: what is not wanted has left already
+        """Returns prefetched weights, those used last first, then weights that are kept, then those in use."""
+        if after >= 0:  # a prefetch evicts nothing: unwanted weights have left already
             return []
         current = self._order.current()
         ahead = {each: number for number, each in enumerate(self._order.ahead())}
@@ -227,7 +228,7 @@ class Window(Residency[_Weight]):
         skipped, nbytes = source.skipped, source.span
         if memory.device.type != "cpu" and skipped % DEVICE_ALIGNMENT:
             skipped, nbytes = 0, source.nbytes
-        if skipped or nbytes > source.nbytes:  # whole pages, which need no copy
+        if skipped or nbytes > source.nbytes:  # whole pages: read without a copy
             file, start, _ = source.extents[0]
             end = min(file.size, start - skipped + nbytes)
             pieces = [(FileExtent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
@@ -246,14 +247,14 @@ class Window(Residency[_Weight]):
 
 
 def least_budget(sources: Sequence[Source]) -> int:
-    """Returns the bytes that weights need at least: what one operation takes at once, a matrix and a bias."""
+    """Returns the least budget, in bytes: the largest matrix and bias, which one operation may use together."""
     spans = [(source.room, len(source.shape)) for source in sources]
     largest = max((size for size, _ in spans), default=0)
     return largest + max((size for size, dimensions in spans if dimensions < 2), default=0)
 
 
 def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
-    """Reads weights into one new memory, which is freed with the last of them."""
+    """Returns weights, read into one block of memory, which is freed with the last of them."""
     starts: list[int] = []
     size = 0
     for source in sources:
@@ -274,7 +275,7 @@ def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
 
 
 def _submit(pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priority = Priority.DEMAND) -> list[IoFuture]:
-    """Starts to read extents into tensors, all of a file in one call. FormatError when a file was changed."""
+    """Starts to read extents into tensors, by one call per file. Raises FormatError if a file was changed."""
     by_file: dict[WeightFile, tuple[list[torch.Tensor], list[int]]] = {}
     for extent, tensor in pieces:
         targets, offsets = by_file.setdefault(extent.file, ([], []))
