@@ -1,4 +1,4 @@
-"""The command ``nvme-data``: makes stores of samples, describes and verifies them."""
+"""The command ``nvme-data``: makes, describes and verifies stores of samples."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ examples:
   nvme-data convert imagenet/train /mnt/nvme/train     files; folders are labels
   nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample
   nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
-                                                       as of numpy.memmap
+                                                       as from numpy.memmap
   nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
   nvme-data info /mnt/nvme/train                       samples, columns, files
   nvme-data verify /mnt/nvme/train                     reads every sample
@@ -31,29 +31,29 @@ examples:
 convert, info and verify take .parquet, tars and MDS shards too; verify compares
 checksums where there are any.
 
-exit status: 0; 1 when verify finds damage; 2 for wrong arguments and what
-cannot be read or written; 130 after Ctrl-C
+exit status: 0; 1 when verify finds damage; 2 for wrong arguments and for files
+that cannot be read or written; 130 after Ctrl-C
 """
-_AT_ONCE = 32 * MIB
+_AT_ONCE = 32 * MIB  # of samples that ``verify`` reads at once
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    made = command_line("nvme-data", "Makes stores of samples for training, describes and verifies them.", _EPILOG)
+    made = command_line("nvme-data", "Makes, describes and verifies stores of samples for training.", _EPILOG)
     made.add_argument("--version", action="version", version=f"nvme-data {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    words = "make a store of a folder of files, a .npy, Parquet, tars (WebDataset) or MDS shards"
+    words = "make a store from a folder of files, a .npy, Parquet, tars (WebDataset) or MDS shards"
     command = commands.add_parser("convert", help=words, description=words)
     add = command.add_argument
     add("source", metavar="SOURCE")
-    add("folders", metavar="FOLDER", nargs="+", help="of the store; made if it is missing")
-    add("--shard-bytes", type=size, default="4G", metavar="SIZE", help="of a data file (default 4G)")
-    add("--alignment", type=int, metavar="BYTES", help="of the beginning of samples (default: by size)")
-    add("--dtype", metavar="DTYPE", help="SOURCE has nothing but values of this NumPy dtype (numpy.memmap)")
-    add("--shape", type=int, nargs="+", default=[], metavar="N", help="with --dtype: of a sample (default: one value)")
-    add("--overwrite", action="store_true", help="replace a store that is there")
+    add("folders", metavar="FOLDER", nargs="+", help="where the store goes; made if it is missing")
+    add("--shard-bytes", type=size, default="4G", metavar="SIZE", help="size of a data file (default 4G)")
+    add("--alignment", type=int, metavar="BYTES", help="where samples begin: at multiples of it (default: by size)")
+    add("--dtype", metavar="DTYPE", help="SOURCE is raw values of this NumPy dtype (numpy.memmap)")
+    add("--shape", type=int, nargs="+", default=[], metavar="N", help="of a sample, with --dtype (default: one value)")
+    add("--overwrite", action="store_true", help="replace an existing store")
     for name, words in (
-        ("info", "what a store holds; reads only its index"),
+        ("info", "describe a store; reads only its index"),
         ("verify", "read every sample, and compare checksums where there are any"),
     ):
         commands.add_parser(name, help=words, description=words).add_argument(
@@ -119,28 +119,29 @@ def _info(given: argparse.Namespace) -> int:
 
 
 def _verify(given: argparse.Namespace) -> int:
-    wrong: list[str] = []
+    damaged: list[str] = []
     with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = store.nbytes / max(1, len(store))
         for numbers in store.ranges(_AT_ONCE):
             try:
                 store.read(numbers)
             except (ChecksumError, FormatError, EOFError, OSError):
-                wrong += _wrong(store, numbers)
+                damaged += _damaged(store, numbers)
             advance(int(each * numbers.stop) - int(each * numbers.start))
         checked = store.index.checksums is not None
     if given.json:
-        print(json.dumps({"samples": len(store), "checksums": checked, "damaged": wrong}, indent=2))
+        print(json.dumps({"samples": len(store), "checksums": checked, "damaged": damaged}, indent=2))
     else:
-        for words in wrong:
+        for words in damaged:
             print(printable(f"DAMAGED {words}"))
         how = "are what was written" if checked else "can be read; there are no checksums to compare with"
-        damaged = f"[DAMAGED] {len(wrong)} of {len(store)} samples"
-        print(damaged if wrong else f"[OKAY] {len(store)} samples, {size_words(store.nbytes)}, {how}")
-    return 1 if wrong else 0
+        okay = f"[OKAY] {len(store)} samples, {size_words(store.nbytes)}, {how}"
+        print(f"[DAMAGED] {len(damaged)} of {len(store)} samples" if damaged else okay)
+    return 1 if damaged else 0
 
 
-def _wrong(store: SampleStore, numbers: Sequence[int]) -> list[str]:
+def _damaged(store: SampleStore, numbers: Sequence[int]) -> list[str]:
+    """Reads samples one by one; returns a line for each that fails."""
     found = []
     for number in numbers:
         try:

@@ -1,8 +1,8 @@
 """``Columns``: what a sample consists of, and where each part lies in a record.
 
-A record has: a little-endian uint64 with the size, in bytes, of each column of variable size except the last; the
-columns of fixed size; the columns of variable size. Each column begins at a multiple of the size of its elements. A
-store of one unnamed column has records that are just its values.
+A record consists of: for each column of variable size except the last, its size in bytes, a little-endian uint64; the
+columns of fixed size; the columns of variable size. Each column begins at a multiple of the size of its elements. If
+a store has one unnamed column, its records are just the values.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Column:
 
     @classmethod
     def of(cls, name: str, spec: Spec) -> Column:
-        """Makes a column. Raises TypeError or ValueError for an invalid ``spec``."""
+        """Returns the column of a ``spec``. Raises TypeError or ValueError if that is invalid."""
         if spec is bytes or spec is str:
             return cls(name, torch.uint8, (-1,), spec is str)
         pair: Any = (spec, ()) if isinstance(spec, torch.dtype) else spec
@@ -114,13 +114,13 @@ class Column:
         return tensor
 
     def unpacked(self, memory: torch.Tensor) -> Any:
-        """Returns the value over its bytes; only a str is copied."""
+        """Returns the value in ``memory``, uint8, as a view of it; a str is a copy."""
         if self.text:
             return bytes(bytes_of(memory)).decode()
         return memory.view(self.dtype).view(self.shape)
 
     def stacked(self, rows: torch.Tensor) -> torch.Tensor:
-        """Returns the values over the rows of memory, one row for each."""
+        """Returns the values in ``rows``, uint8 ``[n, bytes]``, as a view ``[n, *shape]``."""
         return rows.view(self.dtype).view(rows.shape[0], *self.shape)
 
 
@@ -128,7 +128,10 @@ class Columns:
     """The columns of a store.
 
     Args:
-        given: names and what they hold; a single spec for one unnamed column; None for records of bytes.
+        given: a spec for each name; a single spec for one unnamed column; None for records of bytes.
+
+    Raises:
+        TypeError, ValueError: a name or a spec is invalid.
     """
 
     def __init__(self, given: Mapping[str, Spec] | Spec | None = None) -> None:
@@ -136,7 +139,7 @@ class Columns:
             if not given:
                 raise ValueError("columns must not be empty")
             if _UNNAMED in given:
-                raise ValueError("a column of several must have a name")
+                raise ValueError("each of several columns must have a name")
             for name in given:
                 if not isinstance(name, str):
                     raise TypeError(f"the name of a column must be a str, not {name!r}")
@@ -150,7 +153,7 @@ class Columns:
         self._places: dict[str, int] = {}
         end = self._lengths
         for column in self.fixed:
-            self._places[column.name] = end = _up(end, column)
+            self._places[column.name] = end = _aligned(end, column)
             end += column.nbytes or 0
         self._fixed_bytes = end
         #: Records must begin at multiples of this many bytes in memory.
@@ -172,13 +175,13 @@ class Columns:
             return [self.all[0].packed(sample)]
         if not isinstance(sample, Mapping) or sample.keys() != {column.name for column in self.all}:
             names = ", ".join(repr(column.name) for column in self.all)
-            there = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-            raise KeyError(f"a sample must be a dict of {names}, not {there}")
+            actual = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
+            raise KeyError(f"a sample must be a dict of {names}, not {actual}")
         values = {column.name: column.packed(sample[column.name]) for column in self.all}
         parts = [memoryview(len(values[column.name]).to_bytes(_WORD, "little")) for column in self.variable[:-1]]
         end = self._lengths
         for column in [*self.fixed, *self.variable]:
-            begin = _up(end, column)
+            begin = _aligned(end, column)
             if begin > end:
                 parts.append(memoryview(bytes(begin - end)))
             parts.append(values[column.name])
@@ -186,24 +189,24 @@ class Columns:
         return parts
 
     def unpacked(self, record: torch.Tensor) -> Sample:
-        """Returns the sample over the bytes of a record. Raises FormatError for an invalid record."""
+        """Returns the sample in a record, uint8, as views of it. Raises FormatError for an invalid record."""
         try:
             if self.unnamed:
                 return self.all[0].unpacked(record)
             sample = {column.name: column.unpacked(self._part(column, record)) for column in self.fixed}
             end = self._fixed_bytes
             for number, column in enumerate(self.variable):
-                begin = _up(end, column)
-                end = record.numel() if column is self.variable[-1] else begin + _word(record, number)
+                begin = _aligned(end, column)
+                end = record.numel() if column is self.variable[-1] else begin + _length(record, number)
                 if not begin <= end <= record.numel():
                     raise FormatError(f"column {column.name!r} does not fit its record of {record.numel()} bytes")
                 sample[column.name] = column.unpacked(record[begin:end])
             return {column.name: sample[column.name] for column in self.all}
-        except (RuntimeError, UnicodeDecodeError, TypeError, OverflowError) as error:  # of an impossible shape
+        except (RuntimeError, UnicodeDecodeError, TypeError, OverflowError) as error:  # an impossible shape
             raise FormatError(f"a record of {record.numel()} bytes does not hold its columns: {error}") from error
 
     def stacked(self, rows: torch.Tensor) -> Any:
-        """Returns tensors over rows of records of fixed size, ``[n, bytes]``: one, or one for each column."""
+        """Returns views of records of fixed size, uint8 ``[n, bytes]``: a tensor, or a dict of them by column."""
         parts = {column.name: column.stacked(self._part(column, rows)) for column in self.all}
         return parts[_UNNAMED] if self.unnamed else parts
 
@@ -236,8 +239,8 @@ def _words(name: str) -> str:
 
 
 def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
-    """Returns whether the numbers are unchanged, except for digits that a float does not have."""
-    if made.is_floating_point() and made.itemsize == 1:  # torch turns larger numbers into the largest one
+    """Returns whether the numbers are unchanged, apart from the rounding of floats."""
+    if made.is_floating_point() and made.itemsize == 1:  # torch replaces numbers that are too large by the largest one
         return not bool((given.isfinite() & (given.abs() > torch.finfo(made.dtype).max)).any())
     if given.is_floating_point() or given.is_complex() or made.is_complex():
         return not bool((given.isfinite() & ~made.isfinite()).any())
@@ -247,9 +250,9 @@ def _fits(given: torch.Tensor, made: torch.Tensor) -> bool:
 
 
 def cpu_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Returns the tensor of a value, on the CPU whatever torch's default device is."""
-    flags = getattr(value, "flags", None)  # of NumPy's arrays, which torch takes with a warning or not at all
-    if flags is not None and not (flags.writeable and flags.c_contiguous):
+    """Returns a value as a tensor, on the CPU whatever torch's default device is."""
+    flags = getattr(value, "flags", None)  # of a NumPy array
+    if flags is not None and not (flags.writeable and flags.c_contiguous):  # torch would warn, or refuse it
         value = value.copy()
     return torch.as_tensor(value, dtype=dtype, device="cpu")
 
@@ -260,11 +263,12 @@ def _gathered(column: Column, values: list[Any]) -> Any:
     return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype, device="cpu")
 
 
-def _up(value: int, column: Column) -> int:
+def _aligned(value: int, column: Column) -> int:
     size = column.dtype.itemsize
     return -(-value // size) * size
 
 
-def _word(record: torch.Tensor, number: int) -> int:
+def _length(record: torch.Tensor, number: int) -> int:
+    """Returns the size of a column of variable size, which the record begins with; -1 if it is cut off."""
     part = record[number * _WORD : (number + 1) * _WORD]
     return int.from_bytes(bytes_of(part), "little") if part.numel() == _WORD else -1

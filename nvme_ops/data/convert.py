@@ -1,4 +1,4 @@
-"""Makes a store of samples from a folder of files, a NumPy array, a Parquet file, tars or MDS shards."""
+"""Makes a store of samples from a folder of files, a NumPy array, Parquet files, tars or MDS shards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from nvme_ops.tensors import empty
 
 OnProgress = Callable[[int], object]  # bytes read since the last call
 _AT_ONCE = 4 * PIECE  # bytes of files that one request reads
-_ROWS = 1024
+_ROWS = 1024  # the most that are read at once
 
 
 @dataclass
@@ -35,13 +35,13 @@ class SampleSource:
     samples: Iterator[tuple[Sample, int]]
     nbytes: int
     path: str
-    left_out: tuple[str, ...] = ()  #: names of what else is in the folder
+    left_out: tuple[str, ...] = ()  #: names in the folder that are not converted
 
 
 def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) -> SampleSource:
-    """Returns what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
+    """Opens what is at ``path``: ``.npy``, ``.parquet``, a tar, or a folder of Parquet files, tars, shards or files.
 
-    With a NumPy ``dtype`` it is a file of nothing but samples of this ``shape``, as ``numpy.memmap`` makes.
+    With a NumPy ``dtype``, it is a file of raw samples of this ``shape``, as ``numpy.memmap`` makes them.
 
     Raises:
         FileNotFoundError: nothing is there.
@@ -76,7 +76,7 @@ def convert(source: SampleSource, writer: SampleWriter, on_progress: OnProgress 
 
 
 def _folder(path: str) -> SampleSource:
-    """Makes every file below a folder a sample. If all are in subfolders, the subfolder's number is the label."""
+    """Opens a folder with a sample in each file. If all are in subfolders, the subfolder's number is the label."""
     names = sorted(os.path.relpath(name, path) for name in _files(path))
     if not names:
         raise FormatError(f"{path}: has no files")
@@ -97,7 +97,7 @@ def _folder(path: str) -> SampleSource:
 
 
 def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
-    """Yields the paths of files, following links, except hidden ones and stores. Raises OSError."""
+    """Yields the paths of the files below a folder, except hidden ones and stores; follows links. Raises OSError."""
     status = os.stat(folder)
     if (here := (status.st_dev, status.st_ino)) in above:  # a link to a folder that contains it
         return
@@ -105,13 +105,13 @@ def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str
         if entry.is_dir():
             yield from _files(entry.path, (*above, here))
             continue
-        ours = entry.name.startswith(".") or entry.name == NAME or is_data_file(entry.name)
-        if not ours and stat.S_ISREG(os.stat(entry.path).st_mode):
+        skipped = entry.name.startswith(".") or entry.name == NAME or is_data_file(entry.name)
+        if not skipped and stat.S_ISREG(os.stat(entry.path).st_mode):
             yield entry.path
 
 
 def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[torch.Tensor]:
-    """Yields contents of files; one request reads many of them."""
+    """Yields the contents of files; one request reads many of them."""
     start = 0
     while start < len(names):
         end, together = start + 1, sizes[start]
@@ -144,13 +144,13 @@ def _array(path: str) -> SampleSource:
         raise FormatError(f"{path}: {type(error).__name__}: {error}") from error
     if rows.ndim == 0:
         raise FormatError(f"{path}: an array without dimensions has no samples")
-    if len(rows) and not rows.nbytes:  # of such a header may claim any number
+    if len(rows) and not rows.nbytes:  # the header could claim any number of them
         raise FormatError(f"{path}: a sample of the shape {rows.shape[1:]} has no bytes")
     return _of_rows(rows, numpy, path)
 
 
 def _raw(path: str, dtype: str, shape: Sequence[int]) -> SampleSource:
-    """Returns the rows of a file that contains nothing else."""
+    """Opens a file of raw samples."""
     numpy = _needed("numpy", path)
     try:
         kind = numpy.dtype(dtype)
@@ -240,19 +240,19 @@ def _store(path: str) -> SampleSource:
 
 
 def _others(folder: str, suffix: str) -> tuple[str, ...]:
-    """Returns the names of what is in a folder, except hidden ones and files with this suffix."""
+    """Returns the names in a folder that are not hidden and do not end with ``suffix``."""
     names = sorted(os.listdir(folder))
     return tuple(name for name in names if not name.startswith(".") and not name.endswith(suffix))
 
 
 def _spec_of(value: object) -> Spec:
-    """Returns the column for values like this one."""
+    """Returns the spec of a column for values like this one. Raises FormatError if there is none."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, (-1, *value.shape[1:])) if value.dim() else value.dtype
     for kinds, spec in ((str | dict | list, str), (bool, torch.bool), (int, torch.int64), (float, torch.float64)):
         if isinstance(value, kinds):
             return spec
-    raise FormatError(f"values of {type(value).__name__} cannot be held")
+    raise FormatError(f"values of {type(value).__name__} cannot be stored")
 
 
 def _plain(sample: Mapping[str, Any]) -> Sample:

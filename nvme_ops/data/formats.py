@@ -1,4 +1,4 @@
-"""The format of a path, its index, and what turns its records into samples. A format is a row of ``FORMATS``."""
+"""The formats of stores: how each is recognized, indexed and read. A format is a row of ``FORMATS``."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ FORMATS = {
 
 
 def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
-    """Returns the index of what is at ``path``.
+    """Returns the index of the store at ``path``, with ``checksums`` if wanted and present.
 
     Raises:
         FileNotFoundError: nothing is there.
-        FormatError: what is there cannot be read.
+        FormatError: it is no store, or it is damaged.
     """
     os.stat(path)
     for each in FORMATS.values():
@@ -57,7 +57,7 @@ def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
 
 
 def reader_of(index: own.SampleIndex) -> Reader:
-    """Returns what turns the records into samples. Raises FormatError for an unknown kind."""
+    """Returns the function that turns records into samples. Raises FormatError for an unknown kind."""
     if index.kind not in FORMATS:
         raise FormatError(f"{index.path}: samples of an unknown kind: {index.kind!r}")
     return FORMATS[index.kind].reader(index)

@@ -1,7 +1,7 @@
-"""``SampleIndex``: where each record of a store lies; and the file that holds the index.
+"""``SampleIndex``: where each record of a store lies, and the file that says so.
 
-The file, all numbers little-endian: 8 bytes ``NVMEDATA``; uint32 version, uint32 bytes of the header, uint32 CRC-32C of
-the header; the header, a JSON object; then the sections that the header names, each at a multiple of 4096 bytes:
+The file, with little-endian numbers: 8 bytes ``NVMEDATA``; uint32 version, uint32 bytes of the header, uint32 CRC-32C
+of the header; the header, a JSON object; then the sections that the header names, each at a multiple of 4096 bytes:
 
 - ``ends``: an int64 for each record, the offset in its data file at which it ends. A record begins where the one before
   it ends, rounded up to ``alignment``; the first of a file at that file's ``start``. There is no such section if
@@ -38,7 +38,7 @@ from nvme_ops.text import parse_json
 MAGIC = b"NVMEDATA"
 VERSION = 1
 NAME = "index.nvmedata"  # the file, in the folder of the store
-FOREIGN = "foreign.nvmedata"  # the end of its name beside files that other programs wrote
+FOREIGN = "foreign.nvmedata"  # the end of its name, for files that other programs wrote
 _PREFIX = struct.Struct("<8sIII")
 _HEADER = ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")
 _SECTIONS = {"ends": torch.int64, "checksums": torch.int32}
@@ -54,7 +54,7 @@ class DataFile:
     nbytes: int
     first: int  #: the number of its first record
     start: int = 0  #: the offset of that record
-    stamp: int | None = None  #: for a file that others wrote: its modification time in nanoseconds
+    stamp: int | None = None  #: for a file of another program: its modification time in nanoseconds
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SampleIndex:
     kind: str  #: ``native``, ``mds`` or ``webdataset``
     records: int
     files: list[DataFile]
-    alignment: int = 1  #: records begin at multiples of so many bytes
+    alignment: int = 1  #: records begin at multiples of this many bytes
     record_bytes: int | None = None  #: None: sizes vary
     columns: list[dict[str, Any]] = field(default_factory=list)
     more: dict[str, Any] = field(default_factory=dict)  #: what the kind needs
@@ -81,7 +81,7 @@ class SampleIndex:
         self._places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 3)
 
     def _files_of(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Returns each record's file. Not by torch.searchsorted: it wakes torch's threads, which spin for a while."""
+        """Returns each record's file. torch.searchsorted would wake torch's threads, which then spin for a while."""
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
         found = [bisect_right(self._bounds, number) - 1 for number in numbers.tolist()]
@@ -114,7 +114,7 @@ class SampleIndex:
             before = aligned(self.ends[(numbers - 1).clamp_(min=0)], self.alignment)
             begins = torch.where(numbers == firsts, starts, before)
             lengths = ends - begins
-        wrong = (begins < 0) | (ends < begins) | (ends > sizes)  # compares places: lengths could overflow
+        wrong = (begins < 0) | (ends < begins) | (ends > sizes)  # compares offsets, since lengths could overflow
         wrong |= begins + aligned(lengths, self.alignment) > sizes  # a whole span is read
         if wrong.any():
             place = int(wrong.nonzero()[0])
@@ -126,12 +126,12 @@ class SampleIndex:
 
 
 def aligned(value: Sizes, alignment: int) -> Sizes:
-    """Returns ``value`` rounded up."""
+    """Returns ``value`` rounded up to a multiple of ``alignment``."""
     return value if alignment == 1 else -(-value // alignment) * alignment
 
 
-def write_index(path: str, index: SampleIndex, durable: bool = True) -> None:
-    """Writes the file atomically; replaces a symbolic link itself. Raises OSError."""
+def write_index(path: str, index: SampleIndex) -> None:
+    """Writes the file atomically and durably; replaces a symbolic link, not its target. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
     header = {name: getattr(index, name) for name in _HEADER}
     header.update(files=[asdict(file) for file in index.files], sections={})
@@ -146,7 +146,7 @@ def write_index(path: str, index: SampleIndex, durable: bool = True) -> None:
         mode = os.lstat(path).st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # a pipe may have no reader
             raise FileExistsError(errno.EEXIST, "is no regular file", path)
-    with replacing(path, durable, follow=False) as file:
+    with replacing(path, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
         os.pwrite(file.fd, prefix + text, 0)
         for name, values in sections.items():
@@ -178,13 +178,13 @@ def _require_possible(index: SampleIndex) -> None:
     """Raises ValueError or TypeError for an impossible header."""
     words = [index.id, index.kind, *(file.name for file in index.files)]
     if not all(isinstance(word, str) for word in words) or not isinstance(index.more, dict):
-        raise TypeError("a name that is no text")
+        raise TypeError("a name is no text")
     if any(b"\0" in os.fsencode(word) for word in words):
-        raise ValueError("a name that cannot be")
+        raise ValueError("an impossible name")
     numbers = [index.records, index.alignment, index.record_bytes or 0]
     numbers += [number for file in index.files for number in (file.nbytes, file.first, file.start)]
     if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers) or index.alignment == 0:
-        raise ValueError("a size that cannot be")
+        raise ValueError("an impossible size")
     if index.alignment > PAGE or PAGE % index.alignment:
         raise ValueError(f"an alignment of {index.alignment}")
     if index.kind == "native":
@@ -235,15 +235,15 @@ def _section(fd: int, path: str, name: str, body: int, place: dict[str, int], re
 
 
 def unsigned(checksums: torch.Tensor) -> list[int]:
-    """Returns a section of CRCs as numbers."""
+    """Returns a section of checksums, which torch holds as int32, as unsigned numbers."""
     return memoryview(bytes_of(checksums)).cast("I").tolist() if checksums.numel() else []
 
 
-# The index of files that other programs wrote: made once, kept beside them, and made again when they change
+# The index of files that other programs wrote is made once, kept beside them, and made again when they change
 
 
 class Found(NamedTuple):
-    """What a file holds: where its first record begins, and where each ends."""
+    """Where the records of a file lie: the offset of the first, and the offsets at which they end, int64."""
 
     start: int
     ends: torch.Tensor
@@ -251,23 +251,24 @@ class Found(NamedTuple):
 
 def foreign_index(
     kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any],
-    of: str = "",
+    single: str = "",
 ) -> SampleIndex:  # fmt: skip
-    """Returns the kept index if it matches these files as they are now; else makes and keeps a new one.
+    """Returns the stored index if it matches the files as they are now; else makes and stores a new one.
 
     Args:
-        kind: of the index.
-        folder: that has the files.
-        names: of the files, in the order of their records.
+        kind: ``SampleIndex.kind``.
+        folder: where the files are.
+        names: the files, in the order of their records.
         about: whatever else the index depends on.
         scan: finds the records of a file, given its path and number.
-        more: what else the index is to hold.
-        of: the name of the file, if the index is for a single one, not for the folder.
+        more: ``SampleIndex.more``.
+        single: the name of the file, if the index is not for the whole folder.
     """
-    name = f".{os.fsdecode(os.fsencode(of)[:200])}{'.' * bool(of)}{FOREIGN}"  # hidden: programs list these folders
+    prefix = os.fsdecode(os.fsencode(single)[:200])
+    name = f".{prefix}{'.' * bool(single)}{FOREIGN}"  # hidden: programs list these folders
     path = os.path.join(folder, name)
     found = [os.stat(os.path.join(folder, each)) for each in names]
-    # A file that was written to in place may have its modification time put back, but not the time of its change.
+    # A program that changes a file can set back the modification time, but not the change time.
     changes = repr([(each.st_ino, each.st_ctime_ns) for each in found]).encode()
     stamp = checksums_of([about + changes], "crc32c")[0]
     now = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
@@ -289,6 +290,6 @@ def foreign_index(
     try:
         write_index(path, index)
     except OSError as error:
-        words = f"{folder}: its index cannot be kept and is made anew each time it is opened: {error}"
+        words = f"{folder}: its index cannot be stored and is made again each time it is opened: {error}"
         warnings.warn(words, RuntimeWarning, stacklevel=5)
     return index

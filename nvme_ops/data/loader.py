@@ -28,7 +28,7 @@ from nvme_ops.text import MIB, parse_size
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MOST_BATCHES = 64
-_LARGE = 64 * MIB  # bytes of a batch
+_LARGE = 64 * MIB  # bytes from which on a batch is more than the buffer pool keeps for reuse
 _CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
 
 
@@ -38,32 +38,31 @@ class Loader:
     A batch is one tensor, or a dict of them by column, where sizes are fixed; values of varying size are lists of
     tensors. ``decode`` and ``collate_fn`` turn it into something else.
 
-    All ranks together go through the samples of an epoch in one order, which depends on ``seed`` and the epoch alone:
-    each step takes the next ``batch_size`` for every rank. All ranks have the same number of batches, of the same
-    sizes: at the end, samples from the beginning are repeated, as in torch's ``DistributedSampler``.
+    The order of an epoch depends only on ``seed`` and the epoch. All ranks share it: each step takes the next
+    ``batch_size`` samples for every rank. All ranks have the same number of batches, of the same sizes: at the end,
+    samples from the beginning are repeated, as in torch's ``DistributedSampler``.
 
     Args:
         store: a ``SampleStore``, or the path of one.
         batch_size: samples in a batch, on each rank.
-        shuffle: False; True: any sample may come at any time; ``"shards"``: the data files in random order, and the
-            samples within each.
+        shuffle: False: in order; True: at random; ``"shards"``: the data files at random, and the samples within each.
         seed: determines the order; the same on all ranks.
-        drop_last: leave out the last step if there are not ``batch_size`` samples for each rank.
+        drop_last: leave out the last step if it has fewer than ``batch_size`` samples for each rank.
         decode: called with each sample, on one of ``threads`` threads; the store's ``transform`` when None.
         collate_fn: turns a list of samples into a batch; with ``decode``, torch's ``default_collate`` when None.
-        threads: for ``decode``; when None, as many as processors, at most 8.
+        threads: how many threads run ``decode``; when None, one for each processor, at most 8.
         prefetch: the most batches to read ahead; None: as many as keep a device busy; 0: none.
         memory_budget: bytes for the batches that are read ahead, such as ``"512M"``; with ``decode``, also for
             its results. A larger batch is read alone. For batches of 64 MiB and more, this much memory plus that of
             one batch is kept for reuse.
-        rank: of this process; by default that of ``torch.distributed``, which must already be initialized if
+        rank: this process's rank; by default that in ``torch.distributed``, which must already be initialized if
             ``WORLD_SIZE`` is more than 1.
-        num_replicas: how many processes divide the samples among them; by default as many as ``torch.distributed`` has.
+        num_replicas: how many processes share the samples; by default the world size of ``torch.distributed``.
         device: where batches are copied to, from page-locked memory.
 
     Raises:
         ValueError, TypeError: invalid arguments.
-        RuntimeError: started by ``torchrun`` or the like, without ranks or an initialized ``torch.distributed``.
+        RuntimeError: ``WORLD_SIZE`` is more than 1, ``torch.distributed`` is not initialized, and no rank was given.
     """
 
     def __init__(
@@ -111,7 +110,7 @@ class Loader:
         return whole + (rest > 0 and not self.drop_last)
 
     def set_epoch(self, epoch: int) -> None:
-        """Makes the next iteration go through this epoch from its beginning. Without it each one is the next epoch.
+        """Makes the next iteration go through this epoch from its beginning. Without it, each is the next epoch.
 
         Right after ``load_state_dict``, the loaded epoch continues where it was.
         """
@@ -122,15 +121,15 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Returns what ``load_state_dict`` needs to continue after the batch that was returned last.
 
-        After the last batch of an epoch, that is at the beginning of the next one, as in ``StatefulDataLoader``.
+        After the last batch of an epoch, this is the beginning of the next one, as in ``StatefulDataLoader``.
         """
         return {**asdict(self._state), **self._identity}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Makes the next iteration continue where another loader was, whose ranks and batches may differ.
+        """Makes the next iteration continue where another loader was, which may have had other ranks and batches.
 
-        Raises ValueError if its seed, shuffle or number of samples differs or, to shuffle by files, its files do;
-        KeyError for what is not such a state.
+        Raises ValueError if its seed, shuffle or number of samples differs, or with ``"shards"`` its files; KeyError
+        if ``state`` is not of a loader.
         """
         for name, mine in self._identity.items():
             if state[name] != mine:
@@ -144,7 +143,7 @@ class Loader:
             self._next = _State(self._next.epoch + 1, 0)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yields the batches. Raises what ``SampleStore.read`` raises; then the iteration ends."""
+        """Yields the batches. Raises what ``SampleStore.read`` and ``decode`` raise; then the iteration ends."""
         state = self._state = self._next
         self._next, self._loaded = _State(state.epoch + 1, 0), False
         return self._batches(state)
@@ -156,22 +155,22 @@ class Loader:
         stop = threading.Event()
         _stops.add(stop)
         try:
-            flying, room, step = 0, -1, next(steps, None)
+            in_flight, room, step = 0, -1, next(steps, None)  # bytes; room: of the next batch, -1 if not known
             decoded: int | None = None  # bytes of the latest batch
             failure: Exception | None = None
             while True:
-                while step is not None and self._wants_more(ahead, flying, decoded):
+                while step is not None and self._wants_more(ahead, in_flight, decoded):
                     try:
                         if ahead:
                             room = self.store.room(step[0]) if room < 0 else room
-                            if flying + room > self._budget:
+                            if in_flight + room > self._budget:
                                 break
                         batch = self._begin(*step, pool, stop, urgent=not ahead)
                     except Exception as error:  # raised when it is this batch's turn
                         failure, step = error, None
                         break
                     ahead.append(batch)
-                    flying += batch.read.nbytes
+                    in_flight += batch.read.nbytes
                     room, step = -1, next(steps, None)
                 if not ahead:
                     if failure is not None:
@@ -181,10 +180,10 @@ class Loader:
                 made = [self._end(batch)]
                 decoded = _nbytes(made)
                 ahead.popleft()
-                flying -= batch.read.nbytes
+                in_flight -= batch.read.nbytes
                 state.position = batch.position
                 del batch
-                yield made.pop()  # and keep no reference: its memory is needed for the next one
+                yield made.pop()  # keeps no reference: the next batch needs its memory
                 if process != os.getpid():
                     raise RuntimeError("this iterator is the parent's: a forked child iterates over the loader anew")
         finally:
@@ -212,17 +211,17 @@ class Loader:
             position += step
             yield chunk[mine : mine + self.batch_size], position
 
-    def _wants_more(self, ahead: deque[_Batch], flying: int, decoded: int | None) -> bool:
+    def _wants_more(self, ahead: deque[_Batch], in_flight: int, decoded: int | None) -> bool:
         if not ahead:
             return True
         if self.store._files.crowded():
             return False
-        if self.decode is not None and (decoded is None or (len(ahead) + 1) * decoded > self._budget - flying):
+        if self.decode is not None and (decoded is None or (len(ahead) + 1) * decoded > self._budget - in_flight):
             return decoded is None and len(ahead) < 2
         if self._prefetch is not None:
             return len(ahead) <= self._prefetch
         samples = sum(len(batch.read) for batch in ahead)
-        busy = flying >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
+        busy = in_flight >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
         return len(ahead) < 2 or (not busy and len(ahead) < _MOST_BATCHES)
 
     def _begin(
@@ -247,7 +246,7 @@ class Loader:
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if self.device is not None and self.device.type != "cpu" and can_pin():
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-        if nbytes >= _LARGE:  # more than the buffer pool keeps for reuse: new memory costs as much as reading
+        if nbytes >= _LARGE:  # new memory costs as much as reading
             if self._arena is None or self._forks != _forks:
                 self._forks = _forks
                 room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
@@ -260,7 +259,7 @@ class Loader:
     def _copied(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(self.device, non_blocking=value.is_pinned())  # other memory may be freed before the copy
+        return value.to(self.device, non_blocking=value.is_pinned())  # pageable memory could be freed before the copy
 
     def __repr__(self) -> str:
         """Returns for example ``<Loader '/mnt/nvme/train': 16 batches of 64, rank 0 of 1>``."""
@@ -280,11 +279,11 @@ class _State:
 @dataclass
 class _Batch:
     read: Read
-    position: int  # after it
+    position: int  # the state's, after this batch
     tasks: list[Future[list[Any]]]
 
 
-_forks = 0  # of this process: the first write to huge pages that a child shares splits them into small ones
+_forks = 0  # of this process. A write to huge pages that a child shares splits them: use others then
 
 
 def _forked() -> None:
@@ -294,7 +293,7 @@ def _forked() -> None:
 
 os.register_at_fork(after_in_parent=_forked, after_in_child=_forked)
 
-_stops: weakref.WeakSet[threading.Event] = weakref.WeakSet()  # each set when nobody wants what is decoded any more
+_stops: weakref.WeakSet[threading.Event] = weakref.WeakSet()  # each ends the decoding of one iteration
 
 
 def _stop_all() -> None:
@@ -302,12 +301,13 @@ def _stop_all() -> None:
         stop.set()
 
 
-# concurrent.futures waits at exit for all that was submitted; what was registered last is called first.
+# At exit, concurrent.futures waits for all submitted tasks; what was registered last is called first.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_stop_all)
 
 
 def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int, stop: threading.Event) -> list[Any]:
+    """Returns every ``step``-th sample from ``first`` on, decoded. Raises CancelledError once ``stop`` is set."""
     made = []
     for sample in read.samples(slice(first, None, step)):
         if stop.is_set():
@@ -337,10 +337,10 @@ def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:
     if (rank is None) != (num_replicas is None):
         raise ValueError("rank and num_replicas must be given together")
     if rank is not None:
-        num_replicas = _int("num_replicas", num_replicas, 1)
-        if _int("rank", rank, 0) >= num_replicas:
+        rank, num_replicas = _int("rank", rank, 0), _int("num_replicas", num_replicas, 1)
+        if rank >= num_replicas:
             raise ValueError(f"rank must be between 0 and {num_replicas - 1}, not {rank}")
-        return _int("rank", rank, 0), num_replicas
+        return rank, num_replicas
     if (me := ranks.distributed()) is not None:
         return me.rank, me.world_size
     if (size := ranks.started().world_size) != 1:

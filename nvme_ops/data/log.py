@@ -21,9 +21,9 @@ from nvme_ops.storage import locks
 from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record
-_NOTHING = 0, 0  # records, and bytes, that are written but not durable
-_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # of what another user may have put there
-_PARTS = 4  # flushes in a window: what comes right after one waits for the next, and both take time
+_NOTHING = 0, 0  # numbers of records and bytes
+_FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there
+_PARTS = 4  # flushes in a window: a record that just misses one waits for the next, and both take time
 
 Full = Literal["block", "drop", "raise"]
 
@@ -33,16 +33,16 @@ class AsyncLog:
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
     several processes may write to one name, each to its own files. A forked child makes its own log. Failed writes are
-    repeated until they succeed. A log that is dropped without ``close`` writes what it has, with a warning.
+    repeated until they succeed. A log that is dropped without ``close`` writes what is left, with a warning.
 
     Args:
-        path: the name of the files, to which a number is added. Their folder is made where it is missing, in one that
+        path: the name of the files, to which a number is added. Their folder is made if it is missing and its parent
             exists.
         window: seconds within which a record is durable (``fsync``), as long as the device keeps up.
-        buffer_bytes: bytes of records waiting to be written. Beyond that, ``on_full`` says what ``append`` does.
+        buffer_bytes: bytes of records that may wait to be written. Beyond that, ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.
-        rotate_bytes: bytes of a file, approximately.
-        keep: how many of this user's files are kept besides the one being written; older ones are removed when a file
+        rotate_bytes: approximate size of a file, in bytes.
+        keep: how many of this user's files to keep besides the one being written; older ones are removed when a file
             is begun or ended, unless somebody is writing to them. None: all.
 
     Raises:
@@ -81,9 +81,9 @@ class AsyncLog:
         self._lock = threading.RLock()  # held briefly; reentrant: a signal handler may append
         self._changed = threading.Condition(self._lock)
         self._records: list[bytes] = []
-        self._bytes = 0  # of those, and of what is being written
-        self._asked = self._durable = self._failed = 0  # flushes
-        self._written = _NOTHING
+        self._bytes = 0  # of those, and of those being written
+        self._asked = self._durable = self._failed = 0  # the latest flush that was asked for, succeeded, failed
+        self._written = _NOTHING  # but not durable yet
         self._failure: Exception | None = None
         self._closing, self._ended, self._dropped = False, True, False
         self._segment: Segment | None = Segment.new(self.path)
@@ -96,10 +96,10 @@ class AsyncLog:
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Iterator[bytes]:
-        """Yields the records of a log, file by file; of a file still being written, those that it has by now.
+        """Yields the records of a log, file by file; also those that a file still being written has so far.
 
-        A file whose writer was killed, or has not ended it yet, may end within a block, which is skipped. So is damage
-        within such a file, as a loss of power leaves it, with a RuntimeWarning.
+        A file whose writer was killed, or has not ended it yet, may end within a block, which is skipped. Damage within
+        such a file, as after a power failure, is skipped with a RuntimeWarning.
 
         Raises:
             FileNotFoundError: there is no such log.
@@ -130,7 +130,10 @@ class AsyncLog:
         return True
 
     def flush(self, timeout: float | None = None) -> None:
-        """Waits until everything appended so far is durable. Raises OSError if it cannot be written; TimeoutError."""
+        """Waits until everything appended so far is durable.
+
+        Raises OSError if it cannot be written; TimeoutError after ``timeout`` seconds; RuntimeError in a forked child.
+        """
         self._require_ours()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
@@ -144,11 +147,11 @@ class AsyncLog:
                 if left is not None and left <= 0:
                     raise TimeoutError(f"{self.path}: not durable after {timeout} s")
                 self._changed.wait(min(self.window, 1.0 if left is None else left))
-                if self._failure is not None and self._failed >= mine:  # not what failed before this call
+                if self._failure is not None and self._failed >= mine:  # not a failure from before this call
                     raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
 
     def close(self) -> None:
-        """Writes everything and ends the file. Raises OSError if it cannot be written: call it again, or give up."""
+        """Writes everything and ends the file. Raises OSError if that fails; it can be called again."""
         if self._process != os.getpid():
             return
         with self._changed:
@@ -159,10 +162,10 @@ class AsyncLog:
                     self._changed.wait(1.0)
                 if self._failure is not None:
                     raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
-        self._thread.join()  # it is about to end. Before 3.13 an interrupted join may count as done
+        self._thread.join()  # it is about to end. Before Python 3.13 an interrupted join may count as done
 
     def _admit(self) -> bool:
-        """Returns whether a record may be added, perhaps after a wait."""
+        """Waits for room if ``on_full`` says so; returns whether a record may be added. Raises as ``append`` does."""
         self._require_ours()
         while True:
             if self._closing or self._ended:
@@ -192,20 +195,20 @@ class AsyncLog:
         return not (self._records or asked or self._failure)
 
     def _work(self) -> bool:
-        """Writes what there is, and returns whether to go on."""
+        """Writes all waiting records; returns whether the log is still open."""
         with self._changed:
             records, self._records = self._records, []
             asked, closing = self._asked, self._closing
         failure: Exception | None = None
         try:
-            self._leave_failed()
+            self._abandon_failed()
             if records:
                 self._write(records)
             if closing and self._segment is not None:
                 self._end(self._segment)
         except Exception as error:
             failure = error
-            self._mend(records)
+            self._recover(records)
         with self._changed:
             self._failure, self._closing = failure, False if closing else self._closing
             if failure is None:
@@ -219,7 +222,7 @@ class AsyncLog:
             return not self._ended
 
     def _write(self, records: list[bytes]) -> None:
-        """Makes records durable, and removes the durable ones from the list."""
+        """Makes records durable; removes those that are from the list."""
         self._written = _NOTHING
         for block in list(blocks(records)):
             if self._segment is None:
@@ -228,18 +231,18 @@ class AsyncLog:
             self._written = self._written[0] + len(block), self._written[1] + nbytes
             if self._segment.nbytes >= self._rotate:
                 self._end(self._segment)
-                self._done(records)
+                self._drop_durable(records)
         if self._segment is not None and self._written != _NOTHING:
             self._segment.sync()
-            self._done(records)
+            self._drop_durable(records)
 
     def _end(self, segment: Segment) -> None:
         segment.end()
         self._segment = None
         self._remove_oldest(segment)
 
-    def _mend(self, records: list[bytes]) -> None:
-        """Keeps the whole blocks after a failure, if they can be made durable: writing continues after them."""
+    def _recover(self, records: list[bytes]) -> None:
+        """Makes the whole blocks durable after a failure, to continue after them; else abandons the file."""
         segment = self._segment
         if segment is None or segment.failed:
             return
@@ -247,20 +250,20 @@ class AsyncLog:
             with contextlib.suppress(Exception):
                 segment.cut()
                 segment.sync()
-                self._done(records)
+                self._drop_durable(records)
                 return
         segment.failed = True
-        with contextlib.suppress(Exception):  # it is tried again before anything is written anew
-            self._leave_failed()
+        with contextlib.suppress(Exception):  # it is tried again before anything else is written
+            self._abandon_failed()
 
-    def _leave_failed(self) -> None:
-        """Leaves a file that cannot be continued. Raises OSError while what will be written anew is still in it."""
+    def _abandon_failed(self) -> None:
+        """Abandons a file that cannot be continued. Raises OSError if it still has records to be written again."""
         if self._segment is not None and self._segment.failed:
-            self._segment.leave()
+            self._segment.abandon()
             self._segment = None
 
-    def _done(self, records: list[bytes]) -> None:
-        """Forgets what is durable now."""
+    def _drop_durable(self, records: list[bytes]) -> None:
+        """Removes from ``records`` those written so far, which are durable now, and makes room for others."""
         (count, nbytes), self._written = self._written, _NOTHING
         del records[:count]
         with self._changed:
@@ -271,7 +274,7 @@ class AsyncLog:
         if self._keep is None:
             return
         present = mine.path if self._segment is not None else None
-        with contextlib.suppress(OSError):  # neither others' files nor the one not ended yet push ours out
+        with contextlib.suppress(OSError):  # other users' files, and the one being written, do not count
             ours = [path for path in segments(self.path) if path != present and is_owned_by(path, mine.owner)]
             for path in ours[: -self._keep]:
                 with contextlib.suppress(OSError), FileIO(os.open(path, _FLAGS)) as file:
@@ -279,16 +282,16 @@ class AsyncLog:
                         os.unlink(path)
 
     def _forget(self) -> None:
-        """Empties the log in a forked child: its records are the parent's, a thread of which may have held the lock."""
+        """Empties the log in a forked child: the records are the parent's, whose threads may have held the lock."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._records, self._bytes = [], 0
-        self._failure = RuntimeError("of the parent")  # so that append checks whose it is
+        self._failure = RuntimeError("of the parent")  # so that append checks the process
         if self._segment is not None:
             self._segment.close()
 
     def __del__(self) -> None:
-        """Writes what is left: the thread can no longer reach the log."""
+        """Writes what is left, since the thread can no longer reach the log."""
         self._dropped = True
         if getattr(self, "_ended", True) or self._process != os.getpid():
             return
@@ -321,18 +324,18 @@ def _encoded(record: object) -> bytes:
     raise TypeError(f"a record must be bytes, a str or a dict, not {type(record).__name__}")
 
 
-def _serve(which: weakref.ref[AsyncLog], changed: threading.Condition, pause: float) -> None:
-    """Writes while somebody refers to the log. Does not refer to it itself while there is nothing to do."""
+def _serve(reference: weakref.ref[AsyncLog], changed: threading.Condition, pause: float) -> None:
+    """Writes for a log until it is closed or dropped; while idle, holds no reference to it."""
     while True:
         with changed:
-            log = which()
+            log = reference()
             if log is None or log._dropped:
                 return
             idle = log._asked == log._durable and not log._closing
             del log
             if idle:
                 changed.wait(pause)
-        log = which()
+        log = reference()
         if log is None or log._dropped or not (log._is_idle() or log._work()):
             return
         del log

@@ -1,4 +1,4 @@
-"""The files of an ``AsyncLog``: ``Segment``, to which it writes, and ``records_of``, which reads.
+"""The files of an ``AsyncLog``: ``Segment`` writes one, ``records_of`` reads them all.
 
 A log is a series of files, ``NAME.000000`` and so on. A file consists of blocks: 4 bytes ``NVLG``; uint32 CRC-32C of
 the rest of the block; uint32 number of records; uint64 size of all records; a uint32 for the size of each record; the
@@ -25,15 +25,15 @@ from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.storage import locks
 
-_MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the letter is the version
+_MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the last letter is the version
 _HEAD = struct.Struct("<4sIIQ")
 _AFTER_CRC = 8  # bytes of the head that the checksum does not cover
-_SEARCHED = 1 << 20  # bytes that are searched at once for a block after damage
-_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # the most records in a block, and bytes unless it is one record
+_SEARCHED = 1 << 20  # bytes that are read at once to find a block after damage
+_BLOCK, _BLOCK_BYTES = 1 << 16, 4 << 20  # the most records and bytes in a block; a larger record has its own
 
 
 def blocks(records: list[bytes]) -> Iterator[list[bytes]]:
-    """Yields the records of each block."""
+    """Divides records into blocks; yields the records of each."""
     for start in range(0, len(records), _BLOCK):
         waiting = [records[start : start + _BLOCK]]
         while waiting:
@@ -49,14 +49,14 @@ class Segment:
 
     def __init__(self, path: str, fd: int) -> None:
         self.path, self._fd = path, fd
-        self.owner = os.fstat(fd).st_uid  # some network file systems choose it
+        self.owner = os.fstat(fd).st_uid  # not always geteuid(): some network file systems choose it
         self.nbytes = self._durable = 0
         self.sync_failed = False
         self.failed = False  # only what is durable may stay in it
 
     @classmethod
     def new(cls, path: str) -> Segment:
-        """Makes the next file."""
+        """Creates and locks the next file of the log at ``path``. Raises OSError."""
         while True:
             found = segments(path)
             number = int(found[-1].rpartition(".")[2]) + 1 if found else 0
@@ -70,7 +70,7 @@ class Segment:
                     return made
                 except BaseException:
                     with contextlib.suppress(Exception):
-                        made.leave()
+                        made.abandon()
                     made.close()
                     raise
 
@@ -90,7 +90,7 @@ class Segment:
         return len(body) - len(head)
 
     def sync(self) -> None:
-        """Makes the file durable. Raises FileNotFoundError if the file has been removed: nobody could read it."""
+        """Makes the file durable. Raises OSError; FileNotFoundError if it was removed, so that nobody could read it."""
         self.sync_failed = True
         with naming("fdatasync", self.path):
             os.fdatasync(self._fd)
@@ -100,25 +100,25 @@ class Segment:
         self._durable = self.nbytes
 
     def end(self) -> None:
-        """Ends the file properly."""
+        """Adds the block that marks a proper end, makes the file durable, and closes it. Raises OSError."""
         self.write([])
         self.sync()
         self.close()
 
     def cut(self) -> None:
-        """Removes what follows the last whole block."""
+        """Truncates the file to its whole blocks. Raises OSError."""
         os.ftruncate(self._fd, self.nbytes)
 
-    def leave(self) -> None:
-        """Closes the file with what is durable; removes it if nothing is.
+    def abandon(self) -> None:
+        """Truncates the file to what is durable, or removes it if nothing is, and closes it.
 
-        Raises OSError if it still has more, which a reader would find: it is open then, and this can be called again.
+        Raises OSError if readers would still find more. The file then stays open, and this can be called again.
         """
         self.nbytes = self._durable
         try:
             if self._durable:
                 self.cut()
-            elif os.fstat(self._fd).st_nlink:  # else another log may have a file of this name by now
+            elif os.fstat(self._fd).st_nlink:  # if not, the name may be another log's by now
                 os.unlink(self.path)
         except OSError as error:
             words = f"a file that could not be written cannot be cut back: {error.strerror}"
@@ -129,7 +129,7 @@ class Segment:
         self.close()
 
     def close(self) -> None:
-        """Closes the file, whatever is in it. Further calls do nothing."""
+        """Closes the file as it is. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         with contextlib.suppress(OSError):
             os.close(fd)
@@ -144,7 +144,7 @@ def segments(path: str | os.PathLike[str]) -> list[str]:
 
 
 def is_owned_by(path: str, owner: int) -> bool:
-    """Returns whether it is a regular file of this user, not a link."""
+    """Returns whether ``path`` is a regular file, not a link, of the user ``owner``."""
     with contextlib.suppress(OSError):
         status = os.lstat(path)
         return stat.S_ISREG(status.st_mode) and status.st_uid == owner
@@ -152,7 +152,7 @@ def is_owned_by(path: str, owner: int) -> bool:
 
 
 def records_of(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """Yields the records of a log, as ``AsyncLog.read`` says."""
+    """Implements ``AsyncLog.read``."""
     found = segments(path)
     if not found:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
@@ -189,26 +189,26 @@ def _read(path: str, file: File) -> Iterator[bytes]:
 
 
 def _is_ended(fd: int, nbytes: int) -> bool:
-    """Returns whether the file has its last block."""
+    """Returns whether the file ends with the block that marks a proper end."""
     end = _HEAD.pack(_MAGIC, 0, 0, 0)[_AFTER_CRC:]
     whole = _MAGIC + struct.pack("<I", checksums_of([end], "crc32c")[0]) + end
     return nbytes >= len(whole) and os.pread(fd, len(whole), nbytes - len(whole)) == whole
 
 
 def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
-    """Returns where to continue after the beginning of a damaged block; None: nowhere before the end."""
-    behind = _end_by_head(file, damaged, nbytes)
-    if behind is not None:
-        return behind if behind < nbytes else None
+    """Returns where to continue after the block at ``damaged``; None if nothing follows it."""
+    end = _end_by_head(file, damaged, nbytes)
+    if end is not None:
+        return end if end < nbytes else None
     place = damaged + 1
     while place < nbytes:
         try:
-            place = os.lseek(file.fileno(), place, os.SEEK_DATA)  # a hole may be of any size
+            place = os.lseek(file.fileno(), place, os.SEEK_DATA)  # skips holes, which may have any size
         except OSError as error:
             if error.errno == errno.ENXIO:  # a hole up to the end
                 return None
-        part = _at(file, place, min(_SEARCHED, nbytes - place))
-        if not part:  # it was cut off meanwhile
+        part = _read_at(file, place, min(_SEARCHED, nbytes - place))
+        if not part:  # the file was truncated meanwhile
             return None
         found = part.find(_MAGIC)
         while found >= 0:
@@ -220,20 +220,23 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
 
 
 def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:
-    """Returns the end of a damaged block if its head can be trusted: a record may contain what looks like a block."""
-    head = _at(file, damaged, _HEAD.size)
+    """Returns where a damaged block ends, None if its head is not credible.
+
+    It is better than a search, which finds also what looks like a block within a record.
+    """
+    head = _read_at(file, damaged, _HEAD.size)
     magic, _, count, payload = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
     if magic != _MAGIC or count > _BLOCK:
         return None
     lengths = file.read(4 * count)
-    behind: int = damaged + _HEAD.size + 4 * count + payload
-    trusted = len(lengths) == 4 * count and sum(_lengths(lengths)) == payload
-    return behind if trusted or (behind < nbytes and _block(file, behind, nbytes) is not None) else None
+    end: int = damaged + _HEAD.size + 4 * count + payload
+    credible = len(lengths) == 4 * count and sum(_lengths(lengths)) == payload
+    return end if credible or (end < nbytes and _block(file, end, nbytes) is not None) else None
 
 
 def _block(file: File, place: int, nbytes: int) -> tuple[Iterator[bytes], int] | None:
-    """Returns the records of a block, and where it ends; None if it is not a whole block."""
-    head = _at(file, place, _HEAD.size)
+    """Returns the records of the block at ``place``, and where it ends; None if no whole block is there."""
+    head = _read_at(file, place, _HEAD.size)
     magic, checksum, count, payload = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))
     end: int = place + _HEAD.size + 4 * count + payload
     if magic != _MAGIC or count > _BLOCK or end > nbytes:
@@ -247,7 +250,7 @@ def _block(file: File, place: int, nbytes: int) -> tuple[Iterator[bytes], int] |
     return (body[start:stop] for start, stop in itertools.pairwise(places)), end
 
 
-def _at(file: File, place: int, nbytes: int) -> bytes:
+def _read_at(file: File, place: int, nbytes: int) -> bytes:
     file.seek(place)
     return file.read(nbytes)
 

@@ -1,8 +1,7 @@
 """MosaicML's MDS shards, read in place. Source: streaming 0.13, ``streaming/base/format/mds``.
 
-``index.json`` lists the shards. A shard begins with a uint32, the number n of its samples, and n + 1 more: where each
-sample begins, and where the last ends. A sample has a uint32 with the bytes that each column of variable size takes,
-and then the columns in order.
+``index.json`` lists the shards. A shard begins with uint32s: the number of samples, where each sample begins, and where
+the last ends. A sample begins with a uint32 for each column of variable size, its bytes; the columns follow in order.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LIST = "index.json"
 _KEYS = ("column_names", "column_encodings", "column_sizes")
 _WORD = 4
 _MOST = 100_000_000  # bytes of the index
-# A byte stands for the dtype of an array, and two bits for that of its shape.
+# In an array of any dtype, a byte says the dtype, and two bits the size of each length of its shape.
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _SCALARS = {name: getattr(torch, name) for name in _DTYPES.values()}
@@ -34,7 +33,7 @@ _SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 
 def matches(path: str) -> bool:
-    """Returns whether there is an index of MDS shards in the folder; other programs have an ``index.json``, too."""
+    """Returns whether the folder has an index of MDS shards; other programs have an ``index.json``, too."""
     if not os.path.isfile(os.path.join(path, _LIST)):
         return False
     try:
@@ -58,7 +57,7 @@ def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001
             raise FormatError("its shards have different columns")
         counts = [int(shard["samples"]) for shard in shards]
         if min(counts) < 0 or any(b"\0" in os.fsencode(each) for each in names):
-            raise ValueError("a shard that cannot be")
+            raise ValueError("an impossible shard")
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -98,11 +97,15 @@ class NotDecodedError(FormatError, ImportError):
 
 
 class Shards:
-    """Turns samples into dicts.
+    """Turns records into dicts.
 
-    Numbers become Python's, arrays become tensors, ``bytes`` and encoded images (``jpeg``, ``png``) tensors of their
-    bytes, over the memory that was read. The package ``streaming`` decodes other encodings if it is installed. Pickles
-    are refused.
+    Numbers become Python numbers, arrays tensors; ``bytes`` and encoded images (``jpeg``, ``png``) become tensors of
+    their bytes, views of the memory that was read. The package ``streaming``, if installed, decodes other encodings.
+    Pickles are refused.
+
+    Raises:
+        FormatError: the columns in the index are damaged.
+        UnsafeError: a column is pickled.
     """
 
     def __init__(self, index: SampleIndex) -> None:
@@ -119,7 +122,7 @@ class Shards:
         self._head = sum(size is None for _, _, size in self._columns) * _WORD
 
     def sample(self, record: torch.Tensor) -> Sample:
-        """Returns the sample in the bytes of a record. Raises FormatError."""
+        """Returns the sample in a record, uint8. Raises FormatError."""
         sample: dict[str, Any] = {}
         head = bytes(bytes_of(record[: self._head]))
         if len(head) != self._head:
@@ -161,7 +164,7 @@ def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
 
 
 def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.clone().view(dtype)  # it may be unaligned
+    return part.clone().view(dtype)  # ``part`` may be misaligned
 
 
 def _array(part: torch.Tensor, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:

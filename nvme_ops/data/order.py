@@ -1,4 +1,4 @@
-"""The order of an epoch: which sample comes at each position. Computed, not kept: any part of it, at any time.
+"""The order of an epoch: which sample comes at each position. Any part of it is computed when needed, none is stored.
 
 The same seed and epoch give the same order on every machine, with any number of ranks.
 """
@@ -10,21 +10,21 @@ from typing import Literal, TypeAlias
 
 import torch
 
-#: In order; at random; or the data files at random, and the samples within each.
+#: False: in order; True: at random; ``"shards"``: the data files at random, and the samples within each.
 Shuffle: TypeAlias = "bool | Literal['shards']"
 
 _ROUNDS = 8
-_SMALL = 1024  # places: for fewer, the network does not have all permutations
+_SMALL = 1024  # places: so few are sorted, since the network cannot make all of their permutations
 # The constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _WORD = (1 << 64) - 1
 
 
 class Permutation:
-    """A permutation of ``range(count)`` that is computed place by place: a Feistel network, repeated until it fits.
+    """A permutation of ``range(count)``, each place of which can be computed alone.
 
-    A small one is sorted by random keys. Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-    2002, for cycle walking.
+    It is a Feistel network, applied again while its result is not below ``count`` (cycle walking; Black and Rogaway,
+    "Ciphers with Arbitrary Finite Domains", CT-RSA 2002). A small one is sorted by random keys.
     """
 
     def __init__(self, count: int, seed: int) -> None:
@@ -38,7 +38,7 @@ class Permutation:
             self._sorted = torch.tensor(sorted(range(count), key=keys.__getitem__), dtype=torch.int64, device="cpu")
 
     def __call__(self, places: torch.Tensor) -> torch.Tensor:
-        """Returns what is at each of the places, int64."""
+        """Returns the number at each of ``places``; both are int64."""
         if self._sorted is not None:
             return self._sorted[places]
         found = self._rounds(places)
@@ -66,10 +66,13 @@ class EpochOrder:
     """The samples of one epoch.
 
     Args:
-        counts: samples of each data file.
+        counts: the number of samples in each data file.
         shuffle: False, True or ``"shards"``.
         seed: any int.
         epoch: any int; each has its own order.
+
+    Raises:
+        ValueError: ``shuffle`` is something else.
     """
 
     def __init__(self, counts: Sequence[int], shuffle: Shuffle, seed: int, epoch: int) -> None:
@@ -78,7 +81,7 @@ class EpochOrder:
         self._counts, self._shuffle = list(counts), shuffle
         self._seed = _mixed(_mixed(seed) + epoch)
         self.count = sum(self._counts)
-        self._inside: tuple[int, Permutation] | None = None  # of the file that was used last
+        self._inside: tuple[int, Permutation] | None = None  # the file that was used last, and its order
         if shuffle is True:
             self._whole = Permutation(self.count, self._seed)
         elif shuffle == "shards":

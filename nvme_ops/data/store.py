@@ -1,4 +1,4 @@
-"""``SampleStore``: reads samples, many at a time by one vectored request, from files that it keeps open."""
+"""``SampleStore``: reads samples, many by one vectored request, from files that it keeps open."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ from nvme_ops.text import size_words
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
-#: Returns memory of so many bytes, ``torch.uint8``.
+#: Returns memory of the given number of bytes, ``torch.uint8``.
 Allocate: TypeAlias = Callable[[int], torch.Tensor]
 
-_APART = 1 << 44  # bytes: no file is larger
+_BEYOND = 1 << 44  # bytes: no file is larger
 _LOOKED_UP = 4096  # samples whose sizes are looked up at once
-_MOST, _LEAST = 1 << 14, 4  # files that are kept open
-_AT_ONCE = 256  # of these are opened at the beginning
-_SHARE = 20  # one file is kept open for so many descriptors of the process's limit; each may need up to four
+_MOST, _LEAST = 1 << 14, 4  # bounds of the number of files that are kept open
+_AT_ONCE = 256  # files that are opened at the beginning
+_SHARE = 20  # descriptors of the process's limit for each file kept open, which may need four of them
 
 
 class SampleStore(torch.utils.data.Dataset[Any]):
@@ -74,7 +74,7 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         transform: Callable[[Sample], Any] | None = None,
     ) -> None:
         self.path, self.transform = os.path.abspath(os.fspath(path)), transform
-        self._given = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
+        self._arguments = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
         while True:
             self.index: SampleIndex = formats.index_of(self.path, verify)
             try:
@@ -115,7 +115,7 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         return self.read(numbers)
 
     def read(self, numbers: Sequence[int] | torch.Tensor) -> list[Any]:
-        """Reads samples, by one request. They may be in any order, and repeat; -1 is the store's last.
+        """Reads samples, by one request. Numbers may be in any order and repeat; -1 is the last sample.
 
         Raises:
             IndexError: there is no such sample.
@@ -151,15 +151,15 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         return Read(self, self.checked(numbers), priority, allocate or huge_pages, limit)
 
     def checked(self, numbers: Sequence[int] | torch.Tensor) -> torch.Tensor:
-        """Returns sample numbers as int64, none negative. Raises IndexError or TypeError."""
+        """Returns sample numbers as a tensor of int64, none negative. Raises IndexError or TypeError."""
         count = len(self)
         wrong = TypeError("numbers of samples must be a sequence of integers")
         too_large = IndexError(f"{self.path}: there are no such samples: it has {count}")
         try:
             found = cpu_tensor(numbers)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-            whole = not isinstance(numbers, str) and isinstance(numbers, Sequence)
-            raise (too_large if whole and all(isinstance(each, int) for each in numbers) else wrong) from error
+            listed = not isinstance(numbers, str) and isinstance(numbers, Sequence)
+            raise (too_large if listed and all(isinstance(each, int) for each in numbers) else wrong) from error
         if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
             raise wrong
         if found.dim() != 1:
@@ -173,13 +173,13 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         return torch.where(found < 0, found + count, found)
 
     def room(self, numbers: torch.Tensor) -> int:
-        """Returns how many bytes ``submit`` asks ``allocate`` for, given checked numbers. Raises FormatError."""
+        """Returns how many bytes ``submit`` allocates for these checked numbers. Raises FormatError."""
         if self.index.stride is not None:
             return len(numbers) * self.index.stride
         return int(_rooms(self.index, aligned(self.index.locate(numbers)[2], self.index.alignment)).sum())
 
     def ranges(self, nbytes: int) -> Iterator[range]:
-        """Yields ranges of all samples, in order, each of at most ``nbytes`` or one sample. Raises FormatError."""
+        """Divides all samples into ranges of at most ``nbytes`` or one sample; yields them. Raises FormatError."""
         for start in range(0, len(self), _LOOKED_UP):
             stop = min(len(self), start + _LOOKED_UP)
             lengths = self.index.locate(torch.arange(start, stop, device="cpu"))[2].tolist()
@@ -192,7 +192,7 @@ class SampleStore(torch.utils.data.Dataset[Any]):
             yield range(first, stop)
 
     def close(self) -> None:
-        """Closes the files; those of reads under way once the reads have ended. Further calls do nothing."""
+        """Closes the files; those being read once the reads have ended. Further calls do nothing."""
         self._closed = True
         self._files.close()
 
@@ -203,10 +203,10 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _open, (self._given, self._identity())
+        return _open, (self._arguments, self._identity())
 
     def _identity(self) -> str | int:
-        """Returns what distinguishes this store from one that replaces it."""
+        """Returns a value that differs for a store that replaces this one."""
         if self.index.kind == "native":
             return self.index.id
         return zlib.crc32(repr((self.index.files, self.index.more.get("about"))).encode())
@@ -216,22 +216,26 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         return f"<SampleStore {self.path!r}: {len(self)} samples, {self.index.kind}>"
 
 
-def _open(given: dict[str, Any], identity: str | int) -> SampleStore:
-    store = SampleStore(**given)
+def _open(arguments: dict[str, Any], identity: str | int) -> SampleStore:
+    store = SampleStore(**arguments)
     if store._identity() != identity:
         raise FormatError(f"{store.path}: was replaced since the process that sent it here opened it")
     return store
 
 
 class Read:
-    """Samples that are being read. The memory is theirs alone, and is freed with the last of them.
+    """Samples that are being read. Their memory is shared with nothing else, and is freed with the last of them.
 
     Args:
-        store: has them.
-        numbers: of the samples, checked.
-        priority: of the transfer.
+        store: where they are.
+        numbers: their numbers, checked.
+        priority: the priority of the transfer.
         allocate: returns the memory.
         limit: the most bytes that one sample may have.
+
+    Raises:
+        ValueError: a sample is larger than ``limit``.
+        FormatError, OSError: as for ``SampleStore.read``.
     """
 
     def __init__(
@@ -239,9 +243,9 @@ class Read:
     ) -> None:
         self._store, self._numbers, self._process = store, numbers, os.getpid()
         self._futures: list[IoFuture] = []
-        self._files: dict[int, Opened] = {}
+        self._files: dict[int, OpenDataFile] = {}
         self._waited = self._interrupted = False
-        self._lock = threading.Lock()  # held while waiting for the bytes, by one of the threads that decode
+        self._lock = threading.Lock()  # held by the first of several threads while it waits for the bytes
         index = store.index
         files, begins, self._lengths = index.locate(numbers)
         if limit is not None and len(numbers) and int(self._lengths.max()) > limit:
@@ -250,7 +254,7 @@ class Read:
                 f"{store.path}: sample {int(numbers[place])} has {size_words(int(self._lengths[place]))}, and only "
                 f"{size_words(limit)} are allowed"
             )
-        spans = aligned(self._lengths, index.alignment)  # whole strides, so that neighbours touch and are read together
+        spans = aligned(self._lengths, index.alignment)  # with padding, so that neighbours touch and are read together
         self._rooms = _rooms(index, spans)
         self.memory = allocate(int(self._rooms.sum()))
         self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
@@ -262,7 +266,7 @@ class Read:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of memory."""
+        """Bytes of memory that are read into."""
         return self.memory.nbytes
 
     def wait(self) -> None:
@@ -301,8 +305,7 @@ class Read:
     def batch(self) -> Any:
         """Waits, then returns the samples by column: one tensor where their size is fixed, else a list of values.
 
-        A tensor of samples of fixed size is in the memory that was read into. A store of unnamed samples gives one
-        value, any other a dict of them.
+        Samples of fixed size are not copied. A store of unnamed samples gives one value, any other a dict of them.
         """
         columns = self._store.columns
         if columns is not None and self._rows is not None and columns.record_bytes:
@@ -318,11 +321,11 @@ class Read:
         if self.memory.numel() == 0:
             return
         store = self._store
-        order = torch.argsort(files * _APART + begins)
+        order = torch.argsort(files * _BEYOND + begins)
         targets: Sequence[torch.Tensor] | torch.Tensor
         few = len(store.index.files) <= store._files.most
         if self._rows is not None and few and not self._has_neighbours(files[order], begins[order], spans):
-            targets = self._rows  # which costs less than a tensor for each
+            targets = self._rows  # costs less than a tensor for each
         else:
             files, begins, parts = files[order], begins[order], self._split(spans)
             targets = [parts[k] for k in order.tolist()]
@@ -356,18 +359,18 @@ class Read:
                 )
 
     def _check_files(self) -> None:
-        """Raises FormatError if somebody wrote to a file: what was read from it may be anything."""
+        """Raises FormatError if a file has been changed: anything may have been read from it."""
         for number, opened in self._files.items():
             self._store._files.check(number, opened)
         self._files = {}
 
     def _has_neighbours(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor) -> bool:
-        """Returns whether so many of the sorted records are adjacent that reading them together pays off."""
+        """Returns whether enough of the sorted records are adjacent for reading them together to pay off."""
         follow = (begins[1:] - begins[:-1] == spans[:1]) & (files[1:] == files[:-1])
         return int(follow.sum()) * 8 > len(begins)
 
     def _split(self, sizes: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the first bytes of each record's memory, as many as ``sizes`` says."""
+        """Returns the first ``sizes`` bytes of each record's memory."""
         parts: Sequence[torch.Tensor] = self.memory.split(
             torch.stack([sizes, self._rooms - sizes], 1).view(-1).tolist()
         )
@@ -390,7 +393,7 @@ class Read:
         for future in self._futures:
             if not future.done():
                 future.request_cancel()
-        for future in self._futures if not self._interrupted else ():  # the device may not answer for a long time
+        for future in self._futures if not self._interrupted else ():  # after an interruption it may not wait
             future.exception()
 
     def __len__(self) -> int:
@@ -402,13 +405,13 @@ class Read:
 
 
 def _ends_of_groups(numbers: list[int], most: int) -> list[int]:
-    """Returns where to end groups of sorted numbers that have up to ``most`` different ones each."""
+    """Divides sorted numbers into groups of at most ``most`` different ones; returns where each group ends."""
     changes = [k for k in range(1, len(numbers)) if numbers[k] != numbers[k - 1]]
     return [*changes[most - 1 :: most], len(numbers)]
 
 
 def _rooms(index: SampleIndex, spans: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of memory per record."""
+    """Returns the bytes of memory for each record."""
     return spans if index.stride is not None else aligned(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
 
 
@@ -421,12 +424,12 @@ def huge_pages(nbytes: int) -> torch.Tensor:
 
 
 def trailer(store: str, number: int) -> bytes:
-    """Returns the last page of a data file of this package: it says which file of which store it is."""
+    """Returns the last page of a data file, which says which file of which store it is."""
     return json.dumps({"nvme_ops": "samples", "store": store, "file": number}).encode().ljust(PAGE)
 
 
-class Opened:
-    """A file that stays open while a read or the store refers to it; the store may drop it first."""
+class OpenDataFile:
+    """A data file that stays open as long as a read or the store refers to it; the store may drop it first."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -439,7 +442,7 @@ class Opened:
 
 
 class DataFiles:
-    """Files that are opened when they are first read. Threads may share them; a forked child inherits them.
+    """The data files of a store, opened when they are first read. Threads may share them; a forked child inherits them.
 
     Raises:
         FormatError: a file's size or modification time is not what the index says, or it has changed since.
@@ -451,8 +454,8 @@ class DataFiles:
         self._index, self.paths = index, [os.path.join(folder, file.name) for file in index.files]
         self._seen: dict[int, FileState] = {}
         self._lock, self._process = threading.Lock(), os.getpid()
-        self._open: OrderedDict[int, Opened] = OrderedDict()
-        self._alive: weakref.WeakValueDictionary[int, Opened] = weakref.WeakValueDictionary()  # also those of reads
+        self._open: OrderedDict[int, OpenDataFile] = OrderedDict()
+        self._alive = weakref.WeakValueDictionary[int, OpenDataFile]()  # also those that only reads refer to
         #: The most files that are kept open, and that one read has open at a time.
         self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(self.paths):
@@ -461,11 +464,11 @@ class DataFiles:
             self.open(number)
 
     def crowded(self) -> bool:
-        """Returns whether reads under way have so many files open that others should wait."""
+        """Returns whether reads have so many files open that further ones should wait."""
         return len(self._alive) > 2 * self.most
 
-    def open(self, number: int) -> Opened:
-        """Returns an open file: keep it while a transfer uses it. Raises what the constructor raises."""
+    def open(self, number: int) -> OpenDataFile:
+        """Returns an open file, to be kept while a transfer uses it. Raises what the constructor raises."""
         found = self._open.get(number) or self._alive.get(number)
         if found is not None:
             return found
@@ -474,18 +477,18 @@ class DataFiles:
         with self._lock:
             while len(self._open) >= self.most:
                 self._open.popitem(last=False)
-            found = self._open[number] = self._alive[number] = self._opened(number)
+            found = self._open[number] = self._alive[number] = self._open_file(number)
             return found
 
-    def check(self, number: int, opened: Opened) -> None:
+    def check(self, number: int, opened: OpenDataFile) -> None:
         """Raises FormatError if an open file has changed since it was first seen."""
         self._check(number, os.fstat(opened._fd), opened._fd)
 
     def close(self) -> None:
-        """Closes the files that no transfer uses, and the others when theirs have ended."""
+        """Closes the files that no transfer uses, and the others when their transfers have ended."""
         self._open.clear()
 
-    def _opened(self, number: int) -> Opened:
+    def _open_file(self, number: int) -> OpenDataFile:
         path = self.paths[number]
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
@@ -495,7 +498,7 @@ class DataFiles:
                     end = os.pread(fd, PAGE, self._index.files[number].nbytes - PAGE)
                 if end != trailer(self._index.id, number):
                     raise FormatError(f"{path}: belongs to another store than its index, or is damaged at its end")
-            return Opened(fd)
+            return OpenDataFile(fd)
         except BaseException:
             os.close(fd)
             raise

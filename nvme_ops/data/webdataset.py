@@ -22,7 +22,7 @@ from nvme_ops.tensors import bytes_of
 
 KEY = "__key__"
 _BLOCK = 512
-_MOST_HEADER = 16 << 20  # bytes of names and the like that a tar keeps in front of a file
+_MOST_HEADER = 16 << 20  # bytes of a name and other metadata in front of a file
 _SUFFIX = ".tar"
 
 
@@ -33,12 +33,12 @@ def _tars(path: str) -> list[str]:
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
-    """Returns whether it is a file, not a folder, pipe or the like; a dangling link is a missing file."""
+    """Returns whether ``entry`` is a file, not a folder, pipe or the like; a dangling link is a missing file."""
     return entry.is_file() or (entry.is_symlink() and not os.path.exists(entry.path))
 
 
 def matches(path: str) -> bool:
-    """Returns whether there are tars in the folder, or it is one."""
+    """Returns whether ``path`` is a tar, or a folder with tars."""
     return bool(_tars(path))
 
 
@@ -68,14 +68,14 @@ def _places(path: str) -> Found:
             if found is not None and (not keys or keys[-1] != found[0]):
                 starts.append(member.offset)
                 keys.append(found[0])
-        if os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile takes any other header for the end, too
+        if os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile also stops at a bad header
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
     return Found(starts[0] if starts else 0, ends)
 
 
 class _BoundedTar(io.BufferedIOBase):
-    """The file that tarfile reads from: tarfile itself would allocate whatever size a header claims."""
+    """Limits what tarfile reads from a file: it would allocate whatever size a header claims."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class _BoundedTar(io.BufferedIOBase):
 
 
 def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarInfo, int]]:
-    """Yields the members of a tar, and where each ends. Raises FormatError whatever tarfile raises."""
+    """Yields the members of a tar, and where each ends. Raises FormatError for all errors of tarfile."""
     end = 0
     try:
         with tarfile.open(fileobj=cast(IO[bytes], _BoundedTar(file, nbytes)), mode="r:") as tar:
@@ -104,9 +104,9 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
                     raise FormatError(f"{member.name!r} cannot end at byte {tar.offset}")
                 end = tar.offset
                 yield member, end
-                tar.members = []  # type: ignore[attr-defined]  # which would grow
+                tar.members = []  # type: ignore[attr-defined]  # it would grow
     except OSError as error:
-        if error.errno != errno.EINVAL:  # of a seek to where no file can be
+        if error.errno != errno.EINVAL:  # from a seek to an impossible offset
             raise
         raise FormatError(f"{what}: {error}") from error
     except Exception as error:  # tarfile raises many kinds
@@ -114,10 +114,7 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
 
 
 def sample(record: torch.Tensor) -> Sample:
-    """Returns a dict: the bytes of the files, over the memory that was read, by extension; and the key.
-
-    Raises FormatError.
-    """
+    """Returns a dict: each file's bytes, a view of ``record``, by its extension; and the key. Raises FormatError."""
     sample: dict[str, object] = {}
     for name, begin, nbytes in _members(record):
         found = key_of(name)
@@ -131,7 +128,7 @@ def sample(record: torch.Tensor) -> Sample:
 
 
 def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:
-    """Returns name, place and bytes of the regular files in part of a tar."""
+    """Returns the name, offset and size of each regular file in part of a tar."""
     view, found, place = bytes_of(record), [], 0
     while place + _BLOCK <= len(view):
         head = bytes(view[place : place + _BLOCK])
@@ -151,14 +148,14 @@ def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:
 
 
 def _plain(head: bytes) -> tuple[str, int] | None:
-    """Returns name and bytes of a regular file with an ordinary header; None for anything else.
+    """Returns the name and size of a regular file from an ordinary header; None for any other header.
 
-    As ``TarInfo.frombuf`` does for all headers, in ten times the time.
+    ``TarInfo.frombuf`` handles them all, but takes ten times as long.
     """
     size = head[124:136].rstrip(b"\0 ")
     if head[156:157] not in (b"0", b"\0") or head[345:346] != b"\0" or not size.isdigit():
         return None
-    summed = sum(head) - sum(head[148:156]) + 8 * 0x20  # with spaces in place of the sum itself
+    summed = sum(head) - sum(head[148:156]) + 8 * 0x20  # the sum itself counts as spaces
     try:
         if int(head[148:156].strip(b"\0 "), 8) == summed:
             return head[:100].rstrip(b"\0").decode(errors="surrogateescape"), int(size, 8)

@@ -1,4 +1,4 @@
-"""``SampleWriter``: writes a store of samples. The store appears, complete, when that is closed, or not at all."""
+"""``SampleWriter``: writes a store of samples, which appears complete when the writer is closed, or not at all."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ from nvme_ops.storage.publication import content_of
 from nvme_ops.text import parse_json, parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
-_LOOKED_AT = 1 << 20  # bytes of records that decide the alignment
-_LEAST = 64  # bytes that a record counts as at least, in that sum
+_FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment
+_LEAST = 64  # bytes that each of these counts as at least
 _PATIENCE = 5.0  # seconds that the end of the program waits for a thread that is adding or closing
 _PREFIX = "samples-"
 _MARK = ".nvme_ops-claim"
@@ -46,22 +46,22 @@ class SampleWriter:
 
     Threads may share it; their samples are added in the order of the calls.
 
-    Until it is closed there is no store, or still the one from before. An exception in the block removes the data
+    Until it is closed, there is no store, or still the previous one. An exception in the block removes the data
     files, and so does the next writer in the folder after a crash. A store that is open while it is replaced can still
     be read, from the files that it has open. A writer that is never closed loses its samples: a RuntimeWarning says so
     where it is dropped, a line on stderr where the program ends.
 
     Args:
         folders: one, or several, each on a device of its own: data files are spread over all of them. The index goes to
-            the first. Each is made where it is missing, in a folder that exists.
+            the first. Each is made if it is missing and its parent exists.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
             and a shape, whose first dimension may be -1. One of these alone for samples that are not dicts; ``bytes``
             when None.
-        shard_bytes: bytes of a data file, approximately.
-        alignment: records begin at multiples of so many bytes. None: a page if that costs at most a sixteenth of the
-            first MiB of records or so; else 8. Never less than the size of an element.
+        shard_bytes: approximate size of a data file, in bytes.
+        alignment: records begin at multiples of this many bytes. None: a page if padding to it adds at most a sixteenth
+            to about the first MiB of records; else 8. Never less than the size of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
-        overwrite: replace a store that is there.
+        overwrite: replace an existing store.
 
     Raises:
         FileExistsError: there is a store, and ``overwrite`` is False.
@@ -96,8 +96,8 @@ class SampleWriter:
         self._overwrite = overwrite
         self._require_right_to_replace()
         self._alignment = alignment and max(alignment, self.columns.alignment)  # None until it is settled
-        self._first_records: list[list[memoryview]] = []  # which are written once they have decided the alignment
-        self._looked_at = 0  # bytes of those
+        self._first_records: list[list[memoryview]] = []  # written once they have decided the alignment
+        self._first_bytes = 0  # of those
         self._id = os.urandom(8).hex()
         self._ends = array("q")
         self._sums = array("I") if checksums else None
@@ -118,8 +118,8 @@ class SampleWriter:
     def add(self, sample: Sample) -> int:
         """Adds a sample at the end; returns its number.
 
-        Raises TypeError, ValueError or KeyError, which name the column, and then has added nothing; OSError if it
-        cannot be written, after which nothing more can be added.
+        Raises TypeError, ValueError or KeyError, which name the column; the writer is then as before. Raises OSError if
+        the sample cannot be written; nothing more can be added then.
         """
         self._require_ours()
         parts = self.columns.packed(sample)
@@ -133,14 +133,14 @@ class SampleWriter:
                 self._append(parts, self._alignment)
             else:
                 self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its own
-                self._looked_at += max(_LEAST, sum(map(len, parts)))
-                if self.columns.record_bytes is not None or self._looked_at >= min(_LOOKED_AT, self._shard_bytes):
+                self._first_bytes += max(_LEAST, sum(map(len, parts)))
+                if self.columns.record_bytes is not None or self._first_bytes >= min(_FIRST_BYTES, self._shard_bytes):
                     self._settle_alignment()
             self._state = "open"
             return len(self) - 1
 
     def _settle_alignment(self) -> int:
-        """Returns the alignment. Writes the records that have decided it, unless that is done."""
+        """Returns the alignment; if it is not settled, settles it by the first records and writes them."""
         if self._alignment is None:
             records, self._first_records = self._first_records, []
             sizes = [sum(map(len, parts)) for parts in records]
@@ -155,18 +155,19 @@ class SampleWriter:
         nbytes = sum(map(len, parts))
         if self._file is not None and self._end + nbytes > self._shard_bytes and len(self._ends) > self._first:
             self._end_shard(alignment)
-        if self._file is None:
-            self._begin_shard()
-        self._write(bytes(-self._end % alignment), *parts)
+        self._write(self._file or self._begin_shard(), bytes(-self._end % alignment), *parts)
         self._ends.append(self._end)
 
     def extend(self, samples: Iterable[Sample]) -> None:
-        """Adds each of the samples."""
+        """Adds samples one by one. Raises as ``add`` does."""
         for sample in samples:
             self.add(sample)
 
     def close(self) -> None:
-        """Makes everything durable and the store visible. Further calls do nothing."""
+        """Makes everything durable and the store visible. Further calls do nothing.
+
+        If it fails, nothing is kept. Raises OSError; FileExistsError if there is a store by now.
+        """
         if self._state == "closed":
             return
         self._require_ours()
@@ -195,7 +196,7 @@ class SampleWriter:
                     try:
                         before.settle()
                     finally:
-                        before.settle()  # if Ctrl-C has ended the first call: the next writer would wait for it
+                        before.settle()  # in case Ctrl-C ended the first call: the next writer would wait for it
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
@@ -215,7 +216,7 @@ class SampleWriter:
             raise FileExistsError(errno.EEXIST, "has a sample store already: overwrite=True replaces it", self.path)
 
     def _claim_what_is_replaced(self) -> WriterClaim | None:
-        """Claims the data files of the store that is replaced: they are removed once no index names them."""
+        """Claims the data files of the store to be replaced: they are removed once no index names them."""
         try:
             before = read_index(self.path, ())
             if before.kind == "native" and before.id != self._id:
@@ -239,13 +240,14 @@ class SampleWriter:
         if self._process != os.getpid():
             raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
 
-    def _begin_shard(self) -> None:
+    def _begin_shard(self) -> File:
         unlink.require_room(self._folder())
-        self._file = open_file(os.path.join(self._folder(), data_file(self._id, len(self._files))), "x")
+        file = self._file = open_file(os.path.join(self._folder(), data_file(self._id, len(self._files))), "x")
         self._end, self._first = 0, len(self._ends)
+        return file
 
     def _folder(self) -> str:
-        """Returns the folder of the present data file."""
+        """Returns the folder of the current data file."""
         return self._folders[len(self._files) % len(self._folders)]
 
     def _end_shard(self, alignment: int) -> None:
@@ -253,7 +255,7 @@ class SampleWriter:
         if file is None:
             return
         end = aligned(aligned(self._end, alignment), PAGE)
-        self._write(bytes(end - self._end), trailer(self._id, number))
+        self._write(file, bytes(end - self._end), trailer(self._id, number))
         file.sync()
         file.close()
         self._file = None
@@ -261,12 +263,10 @@ class SampleWriter:
         name = name if self._folder() == self._folders[0] else os.path.join(self._folder(), name)
         self._files.append(DataFile(name, self._end, self._first))
 
-    def _write(self, *parts: bytes | memoryview) -> None:
-        if self._file is None:
-            raise ValueError("no file to write to")
+    def _write(self, file: File, *parts: bytes | memoryview) -> None:
         for part in parts:
             if part:
-                self._file.write(part)
+                file.write(part)
                 self._end += len(part)
 
     def _index(self) -> SampleIndex:
@@ -305,7 +305,7 @@ class SampleWriter:
     def _leave(self) -> None:
         """Removes what was written, at the end of the program, unless a thread is still adding or closing.
 
-        Such a thread is a daemon. The next writer in the folder removes what it has written.
+        Such a thread is a daemon; the next writer in the folder removes what it has written.
         """
         if self._state == "closed" or self._process != os.getpid():
             return
@@ -348,7 +348,7 @@ def _end_all() -> None:
 at_exit.call(_end_all)
 
 
-# The data files that no index names yet, or no longer: the next writer removes those of a killed one
+# Data files that no index names, yet or any more. If their writer was killed, the next writer removes them
 
 
 def data_file(store: str, number: int) -> str:
@@ -366,8 +366,8 @@ class WriterClaim:
 
     Args:
         index: the path of the index.
-        store: the identity of the store that has the data files.
-        folders: the folders with the data files.
+        store: the id of the store whose data files are claimed.
+        folders: where the data files are.
 
     Raises:
         OSError: it cannot be written.
@@ -416,9 +416,9 @@ def settle_abandoned(index: str) -> None:
 
 
 def _locked(path: str) -> FileIO:
-    """Opens a claim, and locks it where locks work; where they do not, no claim counts as abandoned."""
+    """Opens a claim and locks it. Where locks do not work, no claim counts as abandoned."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    # patient: somebody may be checking for a moment whether it is abandoned
+    # patient: another process may hold the lock for a moment, to check whether the claim is abandoned
     return locks.hold(
         path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: locks.take(fd, patient=True)
     )
@@ -446,7 +446,7 @@ def _settle(index: str, path: str) -> None:
 
 
 def _folders(index: str, path: str) -> list[str]:
-    """Returns the folder of the index, and the others unless the claim is a copy, made for another index."""
+    """Returns the folder of the index, and those the claim names unless it is a copy, made for another index."""
     mine = os.path.dirname(index)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         found = parse_json(content_of(path, _MOST_CLAIM))

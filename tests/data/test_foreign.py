@@ -124,7 +124,7 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     def child() -> None:
         give_up_root()
         if os.geteuid() != 0:
-            with pytest.warns(RuntimeWarning, match="its index cannot be kept"):
+            with pytest.warns(RuntimeWarning, match="its index cannot be stored"):
                 assert len(SampleStore(folder)) == 100
 
     in_child(child)

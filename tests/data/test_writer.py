@@ -230,9 +230,9 @@ def test_an_index_that_names_other_files_has_none_of_them_removed(folder: Path) 
 
 
 def killed_while_closing(folders: list[Path], written: bool) -> None:
-    def die(path: str, index: SampleIndex, durable: bool = True) -> None:
+    def die(path: str, index: SampleIndex) -> None:
         if written:
-            write_index(path, index, durable)
+            write_index(path, index)
         os._exit(0)
 
     def body() -> None:
