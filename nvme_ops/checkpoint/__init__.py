@@ -1,7 +1,7 @@
-"""Checkpoints: saves and loads tensors at the speed of the device, atomically, in the formats that people use.
+"""Saves and loads checkpoints at the speed of the device, atomically, in the formats that people use.
 
-``api`` is the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats; ``integrity`` keeps and
-compares checksums. The data move through ``nvme_ops.memory``, files are replaced by ``nvme_ops.storage.publication``.
+``api`` and ``background`` are the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats;
+``dcp`` is for several ranks. ``nvme_ops.memory`` moves the data, ``nvme_ops.storage.publication`` replaces the files.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 Format: TypeAlias = Literal["safetensors", "torch", "pt", "sharded"]
 
-#: By format the module that has ``plan`` and ``load``, imported when it is needed, and the suffixes by which it is
-#: chosen, the more special first.
+#: For each format, the module that has ``plan`` and ``load``, imported on first use, and the suffixes that select it.
 FORMATS = {
     "sharded": ("nvme_ops.checkpoint.sharded", (".safetensors.index.json", ".bin.index.json")),
     "safetensors": ("nvme_ops.checkpoint.safetensors_file", (".safetensors",)),
@@ -22,6 +21,6 @@ FORMATS = {
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name != "background":  # whose release_memory() is for users, before the first save too
+        if name != "background":  # users may call its release_memory() before the first save
             raise AttributeError(f"module 'nvme_ops.checkpoint' has no attribute {name!r}")
         return importlib.import_module("nvme_ops.checkpoint.background")

@@ -42,28 +42,28 @@ def save(
 
     The format is chosen by the name: ``.safetensors`` for a flat dict of tensors by name, ``.pt``, ``.pth`` and
     ``.bin`` for anything that ``torch.save`` accepts, ``.safetensors.index.json`` or a folder for a dict in several
-    files. A name without an ending means a folder, which is made. At most 64 MiB of memory are used beside the tensors,
-    on the CPU or on an accelerator. Waits for a ``save_async`` of the same path.
+    files. A name without a suffix means a folder, which is created. Besides the tensors, on the CPU or an accelerator,
+    at most 64 MiB of memory are used. Waits for a ``save_async`` of the same path.
 
     Args:
-        obj: what to save; of a module its state dict, tied weights once, as safetensors' ``save_model`` does.
+        obj: what to save; for a module its state dict, tied weights once, as safetensors' ``save_model`` does.
         path: the file or folder, replaced atomically once everything is written.
         format: ``"safetensors"``, ``"torch"`` (or ``"pt"``) or ``"sharded"``; by default chosen by the name.
-        durable: return when data and name are on the device. Without it a power failure may bring back the old file.
+        durable: return only when data and name are on the device. If False, a power failure may restore the old file.
         checksums: store a CRC-32C of every tensor, for ``load(verify=True)`` and ``nvme-checkpoint verify``.
         metadata: strings to store in the file, if the format has a place for them.
-        max_shard_size: the most bytes of tensors in one of several files, unless one tensor is larger; also as text:
-            ``"2GB"`` or ``"500MiB"``. 5 GB when None.
-        recycle: keep the replaced file under a hidden name, and write the next checkpoint of this path over it: the
-            device then allocates no new blocks, which is faster if one path is saved repeatedly. It takes the room of
-            one more checkpoint, until a save without it or ``nvme-checkpoint clean``. Programs that still have the
-            checkpoint before the last one open, or mapped, see it change. Only for one file, and with ``durable``.
-        handle: the handle whose settings the transfers use; one for the whole process when None.
+        max_shard_size: if there are several files, the most bytes of tensors in each, unless one tensor is larger; also
+            as text: ``"2GB"`` or ``"500MiB"``. 5 GB when None.
+        recycle: keep the replaced file under a hidden name, and write the next checkpoint of this path over it: no new
+            blocks are then allocated, which is faster if one path is saved repeatedly. It takes the space of one more
+            checkpoint, until a save without it or ``nvme-checkpoint clean``. Programs that still have the checkpoint
+            before the last one open, or mapped, see it change. Only for single files, and with ``durable``.
+        handle: the handle whose settings the transfers use; one shared by the whole process when None.
 
     Raises:
-        TypeError: something that the format cannot hold.
-        ValueError: an unknown format; tensors that share memory if the format would store them twice, which is a
-            RuntimeError too, as in safetensors.
+        TypeError: ``obj`` holds something that the format cannot store.
+        ValueError: an unknown format; tensors that share memory if the format would store them twice (also a
+            RuntimeError, as in safetensors).
         OSError: no space, no permission, a device error. The old file is unchanged.
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
@@ -73,8 +73,8 @@ def save(
     try:
         if turn.begin():
             raise RuntimeError(
-                f"{name}: a signal handler called save() while this thread is in a save of the same path, which cannot "
-                "go on before the handler returns: call save_async() there, whose thread saves after that one"
+                f"{name}: a signal handler called save() while this thread is saving to the same path, which cannot "
+                "continue until the handler returns: call save_async() there, whose thread saves afterwards"
             )
         turn.wait()
         plan.write(name, durable=durable, handle=handle or shared_handle())
@@ -95,23 +95,23 @@ def load(
     format: Format | None = None,
     handle: aio_handle | None = None,
 ) -> Any:
-    """Loads what ``save``, safetensors or ``torch.save`` wrote, bypassing the page cache for what is not in it.
+    """Loads what ``save``, safetensors or ``torch.save`` wrote, bypassing the page cache for data not already in it.
 
     New CPU tensors of one call share one allocation, which is freed with the last of them.
 
     Args:
-        path: the file, the ``.safetensors.index.json``, or a folder of ``save_pretrained``.
-        map_location: where the tensors go, as for ``torch.load``; the CPU when None. safetensors files know no devices,
-            so for them it must be one device.
-        keys: read only the tensors of these names.
+        path: the file, the ``.safetensors.index.json``, or a folder that ``save_pretrained`` wrote.
+        map_location: where the tensors go, as for ``torch.load``; the CPU when None. For safetensors files, which
+            record no devices, it must be a single device.
+        keys: read only the tensors with these names.
         into: a state dict or module whose tensors are filled in place, on any device, without a copy in between.
-            Without ``keys`` its names must be those of the file, of tied weights one of them.
-        strict: if False, names that only the file or only ``keys`` or ``into`` have are ignored.
+            Without ``keys`` its names must be those in the file; for tied weights one of their names is enough.
+        strict: if False, names found only in the file, or only in ``keys`` or ``into``, are ignored.
         verify: compare the checksums stored by ``save``.
         mmap: map the file (MAP_PRIVATE), so that the tensors are in the page cache: nothing is copied, and only what is
             touched is read. The file must not change while they are in use. Replacing it, as ``save`` does, is safe; a
-            program that overwrites it changes the tensors, and one that truncates it kills this one by SIGBUS when they
-            are touched. Without ``mmap`` the tensors are copies.
+            program that overwrites it changes the tensors, and after one has truncated it, touching them kills this
+            process by SIGBUS. Without ``mmap`` the tensors are copies.
         format: as for ``save``.
         handle: as for ``save``.
 
@@ -121,9 +121,9 @@ def load(
     Raises:
         FormatError: (a ValueError) the file is damaged, or of another format; the message names the file and the field.
         ChecksumError: (an OSError) ``verify`` found a difference; it names the tensors.
-        KeyError: a name in ``keys`` or ``into`` that the file lacks, or the other way round; a RuntimeError too, as in
-            ``Module.load_state_dict``.
-        ValueError: shapes or dtypes of ``into`` differ, or the file has no checksums to verify.
+        KeyError: ``keys`` or ``into`` has a name that the file lacks, or the file one that ``into`` lacks; also a
+            RuntimeError, as in ``Module.load_state_dict``.
+        ValueError: shapes or dtypes in ``into`` differ, or the file has no checksums to verify.
         OSError: the file cannot be read.
         MemoryError: there is not enough memory for the tensors.
     """

@@ -27,12 +27,12 @@ from nvme_ops.tensors import empty
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
-_ALIGNMENT = 64  # bytes: as aligned as torch's own allocations
-_SHARE = 0.5  # of the memory that this process can still have: the default budget
+_ALIGNMENT = 64  # bytes, as in torch's own allocations
+_SHARE = 0.5  # of the memory that this process can still allocate: the default budget
 
 
 class SaveFuture(Future[None]):
-    """A save in progress. ``result()`` returns when it is complete, and durable if that was asked for.
+    """A save in progress. ``result()`` returns when it is complete, and durable if that was requested.
 
     It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
     """
@@ -41,15 +41,15 @@ class SaveFuture(Future[None]):
         super().__init__()
         self.path = path
         self._borrowed = borrowed
-        self._asked = False
+        self._retrieved = False
         self._process = os.getpid()
-        self.set_running_or_notify_cancel()  # it cannot be cancelled
+        self.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
     def wait_until_safe(self, timeout: float | None = None) -> None:
-        """Waits until the tensors may be changed: they were copied, or written, or will not be written.
+        """Waits until the tensors may be changed: they were copied or written, or the save has failed.
 
         Raises:
-            TimeoutError: not within ``timeout`` seconds.
+            TimeoutError: they are still being read after ``timeout`` seconds.
         """
         if self._process != os.getpid():
             return  # the child has its own copies of the tensors
@@ -64,11 +64,9 @@ class SaveFuture(Future[None]):
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns the exception of the save, or None. Raises RuntimeError in a forked child."""
         if self._process != os.getpid() and not self.done():
-            raise RuntimeError(
-                f"{self.path}: this save runs in the parent of this process, which alone can wait for it"
-            )
+            raise RuntimeError(f"{self.path}: this save runs in the parent process, and only that can wait for it")
         failure = super().exception(timeout)
-        self._asked = True  # only now: the wait may have been interrupted or timed out
+        self._retrieved = True  # only now: the wait may have been interrupted or timed out
         return failure
 
     def __await__(self) -> Generator[Any, None, None]:
@@ -92,18 +90,18 @@ def save_async(
 ) -> SaveFuture:
     """Starts a save like ``nvme_ops.save`` on a thread; returns a future.
 
-    Saves of one path, those of ``save`` included, run one at a time in the order of the calls: this call waits for an
-    earlier one. Called by a signal handler that interrupts a save of the same path, it waits for nothing and copies all
+    Saves of one path, those by ``save`` included, run one at a time in the order of the calls: this call waits for
+    earlier ones. Called by a signal handler that interrupts a save of the same path, it does not wait and copies all
     tensors; the thread saves them after that one. The program does not exit before all saves have ended, and then
-    prints the errors of those whose futures were never asked.
+    prints the errors that were never retrieved from their futures.
 
     Args:
         obj: as for ``save``.
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
-        memory: bytes that the copies may take; when None half of what is free, on the machine and within the limits of
-            the cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
+        memory: bytes that the copies may take; when None, half of what is free on the machine and within the limits of
+            its cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
             memory is kept for the next call: ``release_memory()`` frees it.
         format: as for ``save``.
         durable: as for ``save``.
@@ -157,8 +155,7 @@ def release_memory() -> None:
         _kept.clear()
 
 
-# Memory kept from one save to the next.
-_kept: list[torch.Tensor] = []
+_kept: list[torch.Tensor] = []  # memory kept for the next save: one tensor or none
 _failed: list[SaveFuture] = []
 _started: weakref.WeakSet[SaveFuture] = weakref.WeakSet()
 
@@ -169,7 +166,7 @@ def _keep(copies: _Copies | None) -> None:
         return
     with turns.lock:
         _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
-        copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread has not ended yet
+        copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread, not ended yet, holds ``copies``
 
 
 def _work(
@@ -184,7 +181,7 @@ def _work(
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
         with turns.lock:
-            _failed[:] = [earlier for earlier in _failed if not earlier._asked] + [future]
+            _failed[:] = [earlier for earlier in _failed if not earlier._retrieved] + [future]
     plan.tensors = []
     _keep(copies)
     turn.over = True
@@ -197,7 +194,7 @@ def _work(
 
 
 class _Copies:
-    """Copies of as many tensors as fit into a budget (all if there is none), in one allocation."""
+    """Copies as many tensors as fit into ``budget`` bytes (all when None) into one allocation."""
 
     @collector.paused()
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
@@ -224,7 +221,7 @@ def _memory(size: int) -> torch.Tensor:
     with turns.lock:
         kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
         if kept is None:
-            _kept.clear()  # before there is another
+            _kept.clear()  # freed before the larger one is allocated
     return empty(size, dtype=torch.uint8) if kept is None else kept
 
 
@@ -239,14 +236,14 @@ def _forget_parents() -> None:
     _started.clear()
 
 
-def _tell_what_failed() -> None:
-    """Prints, at exit, the errors of saves whose futures were never asked."""
-    wait(list(_started))  # a process of multiprocessing comes here first, and joins its threads then
+def _print_failures() -> None:
+    """Prints, at exit, the errors that were never retrieved from their futures."""
+    wait(list(_started))  # a child of multiprocessing runs this before it joins its threads
     for future in _failed:
-        if not future._asked:
+        if not future._retrieved:
             failure = "".join(traceback.format_exception(future.exception()))
-            at_exit.tell(f"save_async({future.path!r}) failed, and nobody asked its future:\n{failure}")
+            at_exit.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
 
 
 os.register_at_fork(after_in_child=_forget_parents)
-at_exit.call(_tell_what_failed)
+at_exit.call(_print_failures)

@@ -1,4 +1,4 @@
-"""Writes tensors to one file, each with what stands around it there, which has its checksum."""
+"""Writes tensors to one file, each between bytes that contain its checksum."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from nvme_ops.memory import pieces
 from nvme_ops.memory.carve import copy, is_plain
 from nvme_ops.memory.ring import InFlight
 
-#: Bytes of a tensor below which it is written together with its neighbours.
+#: Bytes below which a tensor is written together with its neighbours.
 SMALL = 1 << 20
-# Bytes of tensors that are asked for at once. Of small ones, which may be copies, some groups are in flight.
+# Bytes of a group of tensors, its number of tensors, and the number of groups in flight. Small tensors may be copied.
 _SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS, _MOST_GROUPS = 8 << 20, 256 << 20, 4096, 3
 
 _T = TypeVar("_T")
 
 
 class Framed(NamedTuple):
-    """A tensor, where its bytes begin in a file, and what stands around them, with places, if this is their CRC-32."""
+    """A tensor, where its bytes begin in the file, and what yields, for their CRC-32, (offset, bytes) around them."""
 
     start: int
     data: torch.Tensor
@@ -33,7 +33,7 @@ class Framed(NamedTuple):
 
 
 def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
-    """Yields groups of items, each ended by the item that reaches ``most`` bytes, or by its number of items."""
+    """Yields groups of items. A group ends with the item that brings it to ``most`` bytes or ``_MOST_ITEMS`` items."""
     group: list[_T] = []
     size = 0
     for item in items:
@@ -49,14 +49,14 @@ def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iter
 def write(
     handle: aio_handle, fd: int, small: Iterable[Framed], large: Iterable[Framed], checksums: bool = True
 ) -> None:
-    """Writes tensors, on any device and of any layout, and waits for that. Without ``checksums`` they count as 0.
+    """Writes tensors on any device and of any strides, and waits. Without ``checksums`` their CRC-32s count as 0.
 
-    Small ones are gathered with what stands around them, which takes their checksums first; those of large ones are
-    computed while they are written.
+    Checksums of small tensors are computed first, since the bytes around them are written in the same call; those of
+    large tensors are computed while they are written.
     """
 
     def submit(parts: Iterable[tuple[int, bytes | torch.Tensor]]) -> None:
-        ordered = sorted(parts, key=itemgetter(0))  # neighbours are then written together
+        ordered = sorted(parts, key=itemgetter(0))  # so that neighbours are written together
         sources, starts = [part for _, part in ordered], [start for start, _ in ordered]
         in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
 
@@ -77,6 +77,6 @@ _nbytes: Callable[[Framed], int] = attrgetter("data.nbytes")
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the tensor's values in row-major order in host memory."""
-    held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default is
+    held = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")  # whatever the default device is
     copy(held, tensor)
     return held

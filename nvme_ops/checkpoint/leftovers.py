@@ -1,4 +1,4 @@
-"""Finds and removes what killed saves left in a folder, without harm to a running save."""
+"""Finds what killed saves left in a folder, and nothing that a running save uses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def leftovers(folder: str) -> list[str]:
 
     Includes the files that ``save(recycle=True)`` keeps to write the next checkpoint over.
 
-    A shard counts only if its header says that it belongs to another save than the index. Data of a DCP checkpoint are
-    left to the next save, which knows what ``.metadata`` names without unpickling it here.
+    A shard counts only if its header says that it belongs to another save than the index. Data files of a DCP
+    checkpoint are left to its next save: what it still needs is in ``.metadata``, a pickle, which is not loaded here.
     """
     found = [path for path in publication.hidden(folder) if locks.is_abandoned(path)]
     for name in os.listdir(folder):

@@ -1,4 +1,4 @@
-"""What is saved of a module, and which of its tensors have several names (tied weights)."""
+"""Finds the tensors of a module that are saved or filled, and those with several names (tied weights)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Returns each tied tensor under its first name, and the other names with that one.
+    """Returns the state with tied tensors only under their first name, and a map of the other names to that one.
 
-    Chosen as in safetensors' ``save_model``, which writes them into the metadata in the same way.
+    safetensors' ``save_model`` chooses the same names and writes the same map into the metadata.
     """
     left_out = {name: names[0] for name, names in tied(state).items() if name != names[0]}
     return {name: value for name, value in state.items() if name not in left_out}, left_out
@@ -33,12 +33,12 @@ def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, st
 
 def covered(tensors: Mapping[str, Any], names: Iterable[str]) -> set[str]:
     """Returns these names and all other names of the same tensors."""
-    there = set(names)
-    return there | {name for name, group in tied(tensors).items() if not there.isdisjoint(group)}
+    given = set(names)
+    return given | {name for name, group in tied(tensors).items() if not given.isdisjoint(group)}
 
 
 def state_to_fill(module: torch.nn.Module) -> dict[str, Any]:
-    """Returns the state dict, to be filled. Raises ValueError where that would not change the module."""
+    """Returns the state dict, to be filled. Raises ValueError if filling it would not change the module."""
     for name, each in itertools.chain(module.named_parameters(), module.named_buffers()):
         require_writable(name, each)
     return dict(module.state_dict())
@@ -49,19 +49,19 @@ def require_writable(name: str, tensor: torch.Tensor) -> None:
     found = offloaded_in(tensor)
     if found is not None and not found.writable:
         raise ValueError(
-            f"tensor {name!r} cannot be filled: its values are streamed from storage; load into the model in memory "
-            "before, or make another one from the other file"
+            f"tensor {name!r} cannot be filled: its values are streamed from storage; load into the model before it is "
+            "streamed, or create another one from the other file"
         )
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Returns what two tensors with the same values in one place have in common, and no others."""
+    """Returns a key that is the same for tensors whose values lie in the same place, and for no others."""
     if isinstance(tensor, OffloadedTensor):
         return tensor.place
     if is_traceable_wrapper_subclass(tensor):
-        names, about = tensor.__tensor_flatten__()
+        names, context = tensor.__tensor_flatten__()
         inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
-        return type(tensor), repr(about), *((_place(each), each.dtype, each.shape, each.stride()) for each in inner)
+        return type(tensor), repr(context), *((_place(each), each.dtype, each.shape, each.stride()) for each in inner)
     try:
         return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
     except RuntimeError:  # a subclass that has no storage

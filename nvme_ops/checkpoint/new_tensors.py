@@ -1,4 +1,4 @@
-"""Reads new tensors into one allocation that is laid out as the file is."""
+"""Reads new tensors into one allocation, laid out like the file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _AHEAD = 128 << 20  # bytes read before the header is known to be valid
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _HOST = torch.device("cpu")
 
-#: A tensor to be read: from which byte to which of a file, and its kind.
+#: A tensor to be read: where its bytes begin and end in the file, and its kind.
 Wanted: TypeAlias = tuple[int, int, Kind]
 
 
@@ -43,10 +43,10 @@ class SpeculativeRead:
         self._in_flight.add(self._handle.submit_pread(self._memory[place : place + end - start], self._fd, start))
 
     def result(self, runs: Sequence[tuple[int, int]]) -> torch.Tensor | None:
-        """Returns the memory for these ``runs`` once all is read; None if they are not as expected."""
+        """Returns the memory once everything is read; None unless ``runs`` is the one run that was expected."""
         if list(runs) != [self._run]:
             self._in_flight.settle()
-            del self._memory  # frees it for the tensors wanted
+            del self._memory  # freed before the tensors are allocated
             return None
         if self._reached < self._run[1]:
             self._submit(self._reached, self._run[1])
@@ -54,14 +54,14 @@ class SpeculativeRead:
         return self._memory
 
     def end(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits until nothing is in flight, unless Ctrl-C came, and ignores failures."""
+        """Waits until nothing is in flight, unless Ctrl-C was pressed, and ignores failures."""
         self._in_flight.end(kind)
 
 
 def ahead(handle: aio_handle, fd: int, start: int, end: int) -> SpeculativeRead | None:
-    """Starts a speculative read if it is likely to help ``read`` everything after ``start`` into host memory."""
+    """Starts a speculative read of everything from ``start`` on into host memory; returns None if it would not help."""
     if start >= end or native().cached_pages(fd, start, end - start) == -(-end // _PAGE) - start // _PAGE:
-        return None  # what the page cache has is read at once
+        return None  # all of it is in the page cache, from which it is read fast
     try:
         return SpeculativeRead(handle, fd, start, end)
     except MemoryError:  # an absurd size: parsing the file gives a better error
@@ -76,10 +76,10 @@ def read(
     mapped: bool = False,
     ahead: SpeculativeRead | None = None,
 ) -> list[torch.Tensor]:
-    """Reads new tensors, which share one allocation: it is freed with the last of them.
+    """Reads new tensors that share one allocation, which is freed with the last of them.
 
-    On the CPU it is in huge pages if the file's blocks can be read without a copy. ``mapped``: map the file instead
-    (MAP_PRIVATE), as safetensors and ``torch.load(mmap=True)`` do. ``ahead``: what has been read already.
+    On the CPU it comes from the pool of huge pages. ``mapped``: map the file instead (MAP_PRIVATE), as safetensors and
+    ``torch.load(mmap=True)`` do. ``ahead``: a read of all the data, started before the header was parsed.
     """
     runs = _runs(wanted, device)
     if device.type == "cpu" and runs and mapped:
@@ -99,14 +99,14 @@ def _host_memory(size: int) -> torch.Tensor:
 
 
 def _map(fd: int, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    # not Python's mmap, which keeps a descriptor as long as the mapping lives
+    # not Python's mmap, which holds a descriptor as long as the mapping
     memory: Any = torch.UntypedStorage.from_file(f"/proc/self/fd/{fd}", False, runs[-1][1])
     base = torch.empty(0, dtype=torch.uint8, device=_HOST).set_(memory)
     return _cut(base, wanted, runs, [start for start, _ in runs])
 
 
 def _runs(wanted: Iterable[Wanted], device: torch.device) -> list[tuple[int, int]]:
-    """Returns runs of the file without gaps, in which each tensor is aligned if the first one is."""
+    """Returns runs of the file without gaps, in each of which all tensors are aligned if the first one is."""
     least = 1 if device.type == "cpu" else DEVICE_ALIGNMENT
     runs: list[tuple[int, int]] = []
     begin = reached = -1
@@ -126,7 +126,7 @@ def _runs(wanted: Iterable[Wanted], device: torch.device) -> list[tuple[int, int
 def _cut(
     base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
 ) -> list[torch.Tensor]:
-    """Returns tensors over parts of ``base`` that are not views of it: they share no version counter."""
+    """Returns tensors over parts of ``base``, but not views of it: they share no version counter."""
     tensors: list[torch.Tensor] = [base] * len(wanted)
     aligned: list[int] = []
     found: list[tuple[int, Kind]] = []
@@ -135,7 +135,7 @@ def _cut(
         start, end, kind = wanted[index]
         dtype, shape = kind
         if end == start:
-            # viewed: torch.empty computes strides, which a huge shape overflows
+            # a view, because torch.empty computes strides, which overflow for a huge shape
             tensors[index] = torch.empty(0, dtype=dtype, device=base.device).view(shape)
             continue
         while runs[run][1] <= start:

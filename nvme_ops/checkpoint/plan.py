@@ -1,4 +1,4 @@
-"""A save that is planned and not yet written."""
+"""Plans a save: everything is decided before anything is written."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from nvme_ops.text import parse_size
 
 
 class Plan(Protocol):
-    """What a format has made of an object: everything but the bytes of its tensors.
+    """An object laid out in a format: everything except the bytes of its tensors.
 
-    ``tensors`` are read when the plan is written; to change them before, replace them by copies.
+    ``tensors`` are read when the plan is written; to change them before that, replace them here by copies.
     """
 
     tensors: list[torch.Tensor]
@@ -43,7 +43,7 @@ def plan_for(
     durable: bool,
     recycle: bool,
 ) -> Plan:
-    """Returns the plan for saving ``obj`` (of a module its state dict) in the format of ``path``.
+    """Returns the plan for saving ``obj`` (for a module, its state dict) in the format of ``path``.
 
     Raises what ``nvme_ops.save`` raises before it writes.
     """
@@ -51,47 +51,47 @@ def plan_for(
     if isinstance(obj, torch.nn.Module):
         obj, left_out = without_ties(obj.state_dict())
         metadata = {**left_out, **(metadata or {})}
-    more: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     sharded = module.__name__ == FORMATS["sharded"][0]
-    if recycle and sharded:
-        raise ValueError(f"{path}: recycle=True is of one file, not of checkpoints in several")
-    if recycle and not durable:
-        raise ValueError(f"{path}: recycle=True with durable=False could leave old and new bytes in one file")
     if recycle:
-        more = {"recycle": True}
+        if sharded:
+            raise ValueError(f"{path}: recycle=True works for one file, not for checkpoints in several")
+        if not durable:
+            raise ValueError(f"{path}: recycle=True with durable=False could leave old and new bytes in one file")
+        options["recycle"] = True
     if max_shard_size is not None:
         if not sharded:
-            raise ValueError(f"{path}: max_shard_size is of checkpoints in several files: name a folder or an index")
+            raise ValueError(f"{path}: max_shard_size is for checkpoints in several files: name a folder or an index")
         limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
         if limit < 1:
             raise ValueError(f"max_shard_size must be at least 1 byte, not {limit}")
-        more["max_shard_size"] = limit
-    made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **more)
+        options["max_shard_size"] = limit
+    made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **options)
     return made
 
 
 def require_strings(metadata: Mapping[str, str]) -> None:
-    """Raises TypeError unless ``metadata`` are strings by name."""
+    """Raises TypeError unless all keys and values are strings."""
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata must be strings by strings, not {value!r} by {key!r}")
+            raise TypeError(f"metadata must map strings to strings, not {key!r} to {value!r}")
 
 
 _ALSO_CALLED = {"pt": "torch"}
 
 
 def format_of(path: str, format: str | None) -> ModuleType:
-    """Returns the module for ``path``, by ``format`` or else by the ending of its name.
+    """Returns the module that handles ``path``, chosen by ``format`` or else by the suffix of the name.
 
-    A folder is sharded, and so is a name without an ending, which is that of a folder to be made.
+    A folder is sharded, and so is a name without a suffix: a folder to be created.
 
     Raises:
-        ValueError: an unknown format or suffix, or not a local file.
+        ValueError: an unknown format or suffix, or a URL.
     """
     if URL.match(path):
         raise ValueError(
-            f"{path}: only files that the system knows are saved and loaded: copy it to or from a local file (aws s3 "
-            "cp, gsutil cp, hf download), or mount it"
+            f"{path}: only local files can be saved and loaded: copy it to or from one (aws s3 cp, gsutil cp, hf "
+            "download), or mount it"
         )
     if format is not None:
         name = _ALSO_CALLED.get(format, format)

@@ -23,33 +23,34 @@ class Request:
     keys: tuple[str, ...] | None = None
     verify: bool = False
     mmap: bool = False
-    strict: bool = True  # whether names that only one side has are an error
+    strict: bool = True  # names that only one side has are an error
     part: ShardEntry | None = None  # what the index of a sharded checkpoint says about this file
 
     def chosen(self, known: Iterable[str], path: str, targets: Container[str] | None = None) -> list[str]:
-        """Returns the names in ``known`` that are requested, in order. Raises KeyError for others in ``keys``.
+        """Returns the names in ``known`` that are requested, in their order.
 
-        If the request is not ``strict``, only those among ``targets``, if any are given.
+        Raises KeyError for other names in ``keys``; if the request is not ``strict``, ignores them, and also names
+        that ``targets``, if given, lacks.
         """
         names = list(known)
         if not self.strict and targets is not None:
             names = [name for name in names if name in targets]
         if self.keys is None:
             return names
-        there, wanted = set(names), set(self.keys)
-        if self.strict and (missing := [key for key in self.keys if key not in there]):
-            raise lacking(path, missing)
+        present, wanted = set(names), set(self.keys)
+        if self.strict and (missing := [key for key in self.keys if key not in present]):
+            raise missing_error(path, missing)
         return [name for name in names if name in wanted]
 
 
-def lacking(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
-    """Returns the error for names of tensors that the file lacks."""
+def missing_error(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
+    """Returns the error for tensors that the file at ``path`` lacks. ``why`` ends the message."""
     shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
     return MissingTensorError(f"{path} has no tensor {shown}{why}")
 
 
 class Targets:
-    """Tensors by name to be filled. Nothing is filled before everything requested is known to fit."""
+    """Holds the tensors to be filled, by name. None is filled before everything requested is known to fit."""
 
     def __init__(self, into: Mapping[str, Any] | torch.nn.Module) -> None:
         """Takes a state dict or a module. Raises ValueError for tensors on storage that cannot be changed."""
@@ -59,20 +60,20 @@ class Targets:
             require_writable(name, each)
 
     def require(self, path: str, names: Iterable[str], request: Request) -> None:
-        """Raises KeyError unless each name has a tensor and, without ``keys``, each tensor a name.
+        """Raises KeyError unless every name has a tensor and, without ``keys``, every tensor one of the names.
 
         For tied weights one of their names is enough. Does nothing if the request is not strict.
         """
         if not request.strict:
             return
-        there = set(names)
-        if strange := sorted(there - self._tensors.keys()):
+        present = set(names)
+        if unmatched := sorted(present - self._tensors.keys()):
             raise MissingTensorError(
-                f"{path}: tensor {strange[0]!r} has no counterpart in into=; name those to load with keys=, or "
-                "pass over what the other side lacks with strict=False"
+                f"{path}: tensor {unmatched[0]!r} has no counterpart in into=; name those to load with keys=, or "
+                "ignore what the other side lacks with strict=False"
             )
-        if request.keys is None and (missing := sorted(self._tensors.keys() - covered(self._tensors, there))):
-            raise lacking(path, missing, ", which into= asks for")
+        if request.keys is None and (missing := sorted(self._tensors.keys() - covered(self._tensors, present))):
+            raise missing_error(path, missing, ", which into= asks for")
 
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
@@ -80,18 +81,18 @@ class Targets:
     def take(
         self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], request: Request
     ) -> dict[str, torch.Tensor]:
-        """Returns the tensors to fill with those ``described``, which the file at ``path`` has.
+        """Returns the tensors to be filled with those in the file at ``path`` that ``described`` lists.
 
         Raises:
-            KeyError: as ``require``.
-            ValueError: shape or dtype differ.
+            KeyError: as in ``require``.
+            ValueError: as in ``require_fit``.
         """
         self.require(path, described, request)
         self.require_fit(path, described)
         return {name: self._tensors[name].detach() for name in described}
 
     def require_fit(self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
-        """Raises ValueError unless the tensors of these names have these dtypes and shapes."""
+        """Raises ValueError unless the tensors of these names are dense and have these dtypes and shapes."""
         for name, (dtype, shape) in described.items():
             tensor = self._tensors[name]
             if tensor.is_meta or tensor.layout != torch.strided:

@@ -36,13 +36,13 @@ from nvme_ops.storage.publication import opened, replacing
 
 @dataclass
 class SafetensorsPlan:
-    """One file: its header without the checksums, and its tensors in the order of their data."""
+    """Describes one file: its header without the checksums, and its tensors in the order of their data."""
 
     header: layout.Header
     tensors: list[torch.Tensor]
     checksums: bool
     recycle: bool = False
-    seal: str | None = None  # the checksum of the header, once it is written
+    seal: str | None = None  # the checksum of the header, once that is written
 
     def target(self, path: str) -> str:
         """Implements ``Plan``."""
@@ -70,17 +70,20 @@ def plan(
     save: str | None = None,
     recycle: bool = False,
 ) -> SafetensorsPlan:
-    """Plans a file. Raises TypeError and ValueError for what the format cannot hold. ``save``: the id of its save."""
+    """Plans a file. Raises TypeError and ValueError for what the format cannot store.
+
+    ``save``: the id of the save, if the file is one of several shards.
+    """
     tensors = require_tensors(obj)
-    words = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
-    require_strings(words)
-    for key in integrity.OURS:  # those of a file that this metadata was loaded from
-        words.pop(key, None)
+    about = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
+    require_strings(about)
+    for key in integrity.OURS:  # left from a file that this metadata was loaded from
+        about.pop(key, None)
     if save is not None:
-        words[integrity.SAVE] = save
+        about[integrity.SAVE] = save
     if checksums and tensors:
-        words[integrity.KEY] = integrity.placeholder(len(tensors))
-    header = build(tensors, words)
+        about[integrity.KEY] = integrity.placeholder(len(tensors))
+    header = build(tensors, about)
     ordered = map(tensors.__getitem__, header.entries)
     plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in ordered]
     return SafetensorsPlan(header, plain, checksums, recycle)
@@ -92,7 +95,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 
 
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
-    """Loads one file of a checkpoint that may have several."""
+    """Loads one file of a checkpoint that may have several. Returns the tensors by name, in the file's order."""
     device = _one_device(request.map_location)
     with opened(path) as fd, contextlib.ExitStack() as stack:
         text, size = layout.read_text(fd, path)
@@ -126,7 +129,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
 
 
 def kinds(path: str, request: Request) -> dict[str, Kind]:
-    """Returns the dtypes and shapes that ``read`` will find, as far as they are known without reading data."""
+    """Returns the dtypes and shapes of the tensors that ``read`` would return."""
     with opened(path) as fd:
         header = layout.read(fd, path)
     if request.part is not None:
@@ -137,14 +140,14 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
 
 @collector.paused()
 def _wanted(entries: Mapping[str, layout.TensorEntry], path: str) -> list[Wanted]:
-    """Returns the dtypes and shapes of the entries in torch."""
+    """Returns where the data of the entries lie, and their dtypes and shapes in torch."""
     names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, even for many tensors
     kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}
     return [(start, end, kinds[dtype, shape]) for dtype, shape, start, end in entries.values()]
 
 
 def _one_device(map_location: Any) -> torch.device:
-    """Returns the device. Raises TypeError for a mapping of devices, as the format knows none."""
+    """Returns the device. Raises TypeError for a mapping or function, as the format records no devices."""
     if map_location is None:
         return torch.device("cpu")
     if isinstance(map_location, str | torch.device):
@@ -162,7 +165,7 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
 
 
 def contents(path: str, part: integrity.ShardEntry | None = None) -> Contents:
-    """Returns what the file holds, with its checksums. ``part``: what an index says about it."""
+    """Lists what the file contains, with the checksums. ``part``: what the index of a sharded checkpoint says of it."""
     with opened(path) as fd:
         header = layout.read(fd, path)
     expected = integrity.recorded(header, path) or {}
@@ -184,10 +187,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> Header:
-    """Builds a header, larger dtypes first, so that all tensors are aligned, the first one to a page.
+    """Builds a header. Larger dtypes come first, so that all tensors are aligned, the first one to a page.
 
     Raises:
-        ValueError: a dtype or a layout that the format does not have, a header beyond 100 MB.
+        ValueError: a dtype or shape that the format cannot express, or a header larger than 100 MB.
     """
     kinds: dict[tuple[torch.dtype, torch.Size], _Kind] = {}
     described = []
@@ -196,7 +199,7 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
         if key not in kinds:
             kinds[key] = _kind(name, *key)
         described.append((-tensor.dtype.itemsize, name, kinds[key]))
-    described.sort()  # names differ, so kinds are not compared
+    described.sort()  # names are unique, so kinds are never compared
     lines = []
     if metadata:
         lines.append('"__metadata__":' + json.dumps(metadata, separators=(",", ":"), ensure_ascii=False))
@@ -218,12 +221,12 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
 
 
 class _Kind(NamedTuple):
-    """What tensors of one dtype and shape have in common."""
+    """A dtype and shape in the format's terms, shared by all tensors that have them."""
 
     dtype: str
     shape: tuple[int, ...]
     size: int  # in bytes
-    text: str  # in the header, up to the offsets
+    text: str  # of the entry in the header, up to the offsets
 
 
 def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
@@ -240,11 +243,11 @@ def _kind(name: str, dtype: torch.dtype, shape: torch.Size) -> _Kind:
 
 
 def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
-    """Returns ``obj`` as a flat dictionary of dense tensors that share no memory.
+    """Returns ``obj`` if it is a flat dictionary of dense tensors that share no memory.
 
     Raises:
-        TypeError: not a dictionary of tensors by name.
-        ValueError: a sparse or distributed tensor, or tensors that share memory; named.
+        TypeError: it is not a dictionary of tensors by name.
+        ValueError: it has an invalid name, a sparse or distributed tensor, or tensors that share memory; named.
     """
     if not isinstance(obj, Mapping):
         raise TypeError(f"safetensors holds a dict of tensors by name, not {type(obj).__name__}: save it as .pt")
@@ -254,7 +257,7 @@ def require_tensors(obj: Any) -> Mapping[str, torch.Tensor]:
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name!r} is a {type(tensor).__name__}, not a tensor: save it as .pt")
         if name == "__metadata__":
-            raise ValueError("'__metadata__' is a name that the format keeps for itself")
+            raise ValueError("'__metadata__' is a name that the format reserves for itself")
         try:
             name.encode()
         except UnicodeEncodeError as error:
@@ -279,7 +282,7 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raises for tensors that share memory, as safetensors does: they would be stored and loaded twice."""
+    """Raises SharedMemoryError for tensors that share memory, as safetensors does: they would be stored twice."""
     in_memory = {name: each for name, each in tensors.items() if not isinstance(each, OffloadedTensor)}
     shared = native().overlapping(list(in_memory.values()))
     pair = None if shared is None else [list(in_memory)[index] for index in shared]

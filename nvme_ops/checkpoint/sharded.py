@@ -3,15 +3,15 @@
 The index is a JSON object: ``weight_map`` names the file of each tensor, ``metadata.total_size`` counts all bytes.
 
 A save never writes over a shard that the present index names: after ``model-00001-of-00003.safetensors`` the next ones
-are called ``model-g2-00001-of-00003.safetensors``, then ``-g3`` and so on. Shards come first, the index is replaced
-after the last of them, and what it does not name is removed after that. So a crash at any point leaves the old index
-with the old shards, or the new one with the new; what else it leaves the next save removes. (Not so a power failure
-after a save with ``durable=False``.) Saved to a folder, the shards take the place of its ``model.safetensors``, which
-is removed at last.
+are called ``model-g2-00001-of-00003.safetensors``, then ``-g3`` and so on. Shards are written first, then the index is
+replaced, then shards that it does not name are removed. So a crash at any point leaves the old index with the old
+shards, or the new one with the new; the next save removes whatever else it left. (A power failure after a save with
+``durable=False`` may leave neither.) When saved to a folder, the shards replace its ``model.safetensors``, which is
+removed last.
 
-A reader that meets a missing shard, or one of another save, because a save replaced them meanwhile, starts again with
-the new index. Processes that save to one index do so one after the other (``locked``); where the file system has no
-locks, the id of the save, which the index and every shard have, tells what is mixed.
+A reader that finds a shard missing, or belonging to another save, because a save replaced them meanwhile, starts again
+with the new index. Processes that save to one index take turns (``locked``); where the file system has no locks, a
+mixture is recognised by the id of the save, which is in the index and in every shard.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ _Read = TypeVar("_Read")
 
 @dataclass
 class ShardedPlan:
-    """Several safetensors files, whose tensors follow each other, and the index."""
+    """Several safetensors files and their index; ``tensors`` are those of all files, in order."""
 
     shards: list[safetensors_file.SafetensorsPlan]
     tensors: list[torch.Tensor]
     metadata: dict[str, Any]
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
-        """Implements ``Plan``. Makes a missing folder; an index that is a symbolic link stays one."""
+        """Implements ``Plan``. Creates a missing folder; an index that is a symbolic link stays one."""
         index = self.target(path)
         folder = os.path.dirname(index)
         make_folder(folder, durable)
@@ -95,7 +95,7 @@ class ShardedPlan:
         for shard, file, start, count in zip(self.shards, names, starts, counts, strict=False):
             shard.tensors = self.tensors[start : start + count]
             work.append((shard, os.path.join(folder, file)))
-        if borrowed is not None:  # first those that somebody waits for
+        if borrowed is not None:  # first the shards with borrowed tensors, which a caller waits for
             work.sort(key=lambda each: not any(map(borrowed.owes, each[0].tensors)))
         begun: list[str] = []
         try:
@@ -118,9 +118,9 @@ class ShardedPlan:
 def plan(
     obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
 ) -> ShardedPlan:
-    """Plans shards in the order of the names, as transformers does; the index has the strings of ``metadata``.
+    """Plans shards of the tensors in their order, as transformers does; the strings of ``metadata`` go to the index.
 
-    Raises TypeError and ValueError for what safetensors cannot hold.
+    Raises TypeError and ValueError for what safetensors cannot store.
     """
     tensors = require_tensors(obj)
     require_strings(metadata or {})
@@ -135,17 +135,17 @@ def plan(
         size += tensor.nbytes
     save = os.urandom(8).hex()
     shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
-    words = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
-    for key in integrity.OURS:  # those of an index that this metadata was loaded from
-        words.pop(key, None)
-    words[integrity.SAVE] = save
+    about = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    for key in integrity.OURS:  # left from an index that this metadata was loaded from
+        about.pop(key, None)
+    about[integrity.SAVE] = save
     if checksums:
-        words[integrity.KEY] = integrity.placeholder(0)
-    return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], words)
+        about[integrity.KEY] = integrity.placeholder(0)
+    return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], about)
 
 
 def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
-    """Removes the new shards after a failure, unless the index names them already."""
+    """Removes the new shards after a failure, except those that the index names already."""
     with suppress(OSError, FormatError):
         named: Iterable[str] = ()
         if os.path.exists(index):
@@ -161,14 +161,14 @@ def _module(path: str) -> Any:
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
-    """Loads the tensors by name, in the order of the index. Shards without a requested tensor are not opened."""
+    """Loads the tensors by name, in the order of the index. Opens only shards that have a requested tensor."""
     file = resolved(path)
     if not file.endswith(_INDEX):
         return _module(file).load(file, into, request)
-    return _of_one_save(file, lambda index: _load(index, into, request))
+    return _from_one_save(file, lambda index: _load(index, into, request))
 
 
-def _of_one_save(path: str, read: Callable[[ShardedIndex], _Read]) -> _Read:
+def _from_one_save(path: str, read: Callable[[ShardedIndex], _Read]) -> _Read:
     """Calls ``read`` with the index and its shards; retries while a save replaces them."""
     index = read_index(path)
     while True:
@@ -201,19 +201,19 @@ def _load(
         for path, asked in requests.items():
             found.update(_module(path).read(path, targets, asked))
     except KeyError as error:
-        raise FormatError(f"{index.path}: weight_map does not fit its shard: {error.args[0]}") from None
+        raise FormatError(f"{index.path}: weight_map does not match its shard: {error.args[0]}") from None
     if request.verify and index.fits is False:
         raise ChecksumError(index.path, [integrity.INDEX])
     return {name: found[name] for name in names}
 
 
 def contents(path: str) -> Contents:
-    """Returns what all the shards hold, in the order of the index."""
+    """Lists what all the shards contain, in the order of the index."""
     file = resolved(path)
     if not file.endswith(_INDEX):
         alone: Contents = _module(file).contents(file)
         return alone
-    return _of_one_save(file, _contents)
+    return _from_one_save(file, _contents)
 
 
 def _contents(index: ShardedIndex) -> Contents:

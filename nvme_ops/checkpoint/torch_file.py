@@ -32,8 +32,8 @@ __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "rea
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
     """Loads the object that was saved; with ``keys`` or ``into``, tensors by name.
 
-    A tensor's name is its place in the object: keys, indices and attributes joined by dots. ``torch.save``
-    overwrites a file in its place, and with it the tensors that ``mmap`` has mapped from it.
+    A tensor's name is its path in the object: keys, indices and attributes joined by dots. ``torch.save`` overwrites
+    a file in place, which changes the tensors that ``mmap`` has mapped from it.
     """
     if request.keys is None and into is None:
         with opened(path) as fd:
@@ -43,7 +43,7 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 
 
 def flattened(obj: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors in nested containers, or of a module, by their names."""
+    """Returns the tensors in nested containers and modules by their names."""
     found: dict[str, torch.Tensor] = {}
 
     def walk(name: str, each: Any) -> None:
@@ -60,10 +60,10 @@ def flattened(obj: Any) -> dict[str, torch.Tensor]:
 
 
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
-    """Reads tensors by name from one of several files. What is not requested is not read.
+    """Reads the requested tensors of one file of a checkpoint that may have several; returns them by name.
 
-    If a name stands for anything but a view of one storage (a sparse or quantized tensor, a subclass), or the file is
-    in an older format, everything is loaded first.
+    If one of them is not a view of a single storage (a sparse or quantized tensor, a subclass), or the file is in an
+    older format, everything is loaded first.
     """
     with opened(path) as fd:
         file = TorchFile(fd, path, request.handle, request.mmap)
@@ -94,7 +94,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
 
 
 def kinds(path: str, request: Request) -> dict[str, Kind]:
-    """Returns the dtypes and shapes that ``read`` will find, as far as they are known without reading data."""
+    """Returns the dtypes and shapes of the tensors that ``read`` would return, if known without reading data."""
     with opened(path) as fd:
         file = TorchFile(fd, path, request.handle)
         archive = file.archive()
@@ -159,14 +159,12 @@ def _make(
 
 
 def contents(path: str, _: object = None) -> Contents:
-    """Returns the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
+    """Lists the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
     with opened(path) as fd:
         file = TorchFile(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
-            raise FormatError(
-                f"{path} can be loaded, but not looked into: torch.save wrote it in another way than today"
-            )
+            raise FormatError(f"{path} can be loaded but not inspected: it is not in torch.save's current format")
         root, storages = torch_pickle.read(archive.content(PICKLE), path)
         views: dict[str, Described] = {}
         for _, each in torch_pickle.tensors(root, path):

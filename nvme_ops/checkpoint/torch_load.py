@@ -1,7 +1,7 @@
-"""Loads the object of a file of ``torch.save``, its storages read to where they stay before torch asks for them.
+"""Loads the object in a file of ``torch.save``; its storages are read into their final place beforehand.
 
-Pickles are read as ``torch.load(weights_only=True)`` reads them: nothing that ``torch.serialization.add_safe_globals``
-was not told of is ever called.
+Pickles are read as ``torch.load(weights_only=True)`` reads them: it calls only torch's own functions that it considers
+safe, and what was given to ``torch.serialization.add_safe_globals``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from nvme_ops.text import printable
 
 @collector.paused()
 def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
-    """The object, its storages where ``map_location``, as of ``torch.load``, says."""
+    """Loads the object. ``map_location`` is that of ``torch.load``."""
     archive = file.archive()
     if archive is None:
         return _load_by_torch(file, map_location, verify)
@@ -45,21 +45,21 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
         verify_others(archive)
     content = archive.content(PICKLE)
     if isinstance(map_location, Mapping):
-        map_location = dict(map_location)  # what torch looks for
+        map_location = dict(map_location)  # torch accepts no other mapping
     zip_file = torch_read.Zip(archive, _fetcher(file, archive, map_location, content, verify))
     if callable(map_location):
-        map_location = _noting_failures(map_location, zip_file)
+        map_location = _recording_failures(map_location, zip_file)
     elif str(map_location).partition(":")[0] != "meta":
         with suppress(_UnusualError):
-            return _plain(zip_file, content, map_location, file.path)
-    with _in_words(f"{file.path}: {PICKLE}", zip_file):
+            return _load_usual(zip_file, content, map_location, file.path)
+    with _errors_naming(f"{file.path}: {PICKLE}", zip_file):
         return torch.serialization._load(
             zip_file, map_location, torch._weights_only_unpickler, PICKLE, encoding="utf-8"
         )
 
 
-def _plain(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: str) -> Any:
-    """Most objects, faster than torch. Raises ``_UnusualError`` for all others, and for what is wrong with them."""
+def _load_usual(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: str) -> Any:
+    """Loads most objects, faster than torch. Raises ``_UnusualError`` for all others, and for damaged pickles."""
     only_cpu = map_location is None and not _mentions_device(content)
 
     @functools.cache
@@ -83,7 +83,7 @@ class _UnusualError(Exception):
 def _fetcher(
     file: TorchFile, archive: Archive, map_location: Any, content: bytes, verify: bool
 ) -> Callable[[str], torch.Tensor]:
-    """Gives the storages. All are read at once, to where they stay, unless a function decides on that."""
+    """Returns what maps a record to its storage. All are read now, unless ``map_location`` is a function."""
     whole = {name: (0, record.size) for name, record in archive.records.items() if name.startswith("data/")}
     if callable(map_location):
         host = torch.device("cpu")
@@ -99,7 +99,7 @@ def _fetcher(
 
 
 def _mentions_device(content: bytes) -> bool:
-    """Whether the pickle may say that a storage lies elsewhere than on the CPU. torch moves it if one yet does."""
+    """Returns whether a storage may have been saved from another device. If that is missed, torch moves it later."""
     names = ["cuda", "xpu", "mps", "hpu", "mtia", "meta", torch._C._get_privateuse1_backend_name()]
     return any(name.encode() in content for name in names)
 
@@ -112,7 +112,7 @@ def read_by_device(
     map_location: Any,
     verify: bool,
 ) -> dict[str, torch.Tensor]:
-    """Reads a byte range of each record to where ``map_location`` puts what is saved from its location."""
+    """Reads a byte range of each record onto the device to which ``map_location`` maps the record's location."""
     devices = {each: _device_of(map_location, each, file.path) for each in dict.fromkeys(locations.values())}
     found: dict[str, torch.Tensor] = {}
     for device in dict.fromkeys(devices.values()):
@@ -122,7 +122,7 @@ def read_by_device(
 
 
 def _device_of(map_location: Any, location: str, path: str) -> torch.device:
-    """Where torch puts a storage of this location."""
+    """Returns the device on which torch restores a storage of this location."""
     if isinstance(map_location, Mapping):
         location = map_location.get(location, location)
     elif map_location is not None:
@@ -131,11 +131,11 @@ def _device_of(map_location: Any, location: str, path: str) -> torch.device:
         restored: torch.UntypedStorage = torch.serialization.default_restore_location(torch.UntypedStorage(0), location)
         return restored.device
     except RuntimeError as error:
-        unknown = "don't know how to restore" in str(error)  # otherwise there is no such device here
+        unknown = "don't know how to restore" in str(error)  # otherwise this machine has no such device
         raise (FormatError if unknown else RuntimeError)(f"{path}: {PICKLE}: {error}") from None
 
 
-def _noting_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip) -> Callable[..., Any]:
+def _recording_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip) -> Callable[..., Any]:
     def called(storage: Any, location: str) -> Any:
         try:
             return map_location(storage, location)
@@ -147,15 +147,15 @@ def _noting_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip)
 
 
 @contextmanager
-def _in_words(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[None]:
-    """Turns what torch raises about a file into errors that name it."""
+def _errors_naming(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[None]:
+    """Turns what torch raises about a file into errors that begin with ``where``."""
     try:
         yield
     except (FormatError, OSError, NotImplementedError):
         raise
     except pickle.UnpicklingError as error:
         raise UnsafeError(f"{where}: {error}") from None
-    except Exception as error:  # whatever damaged bytes make of an interpreter
+    except Exception as error:  # a damaged pickle can raise anything
         if zip_file is not None and error is zip_file.failure:
             raise
         reason = str(error) or type(error).__name__
@@ -166,7 +166,7 @@ def _text(error: Exception) -> str:
     return printable(error.args[0], lines=True)
 
 
-# A FormatError that those who expect torch's type catch too.
+# FormatErrors that are also of torch's type, for callers that expect that.
 _FORMAT_ERRORS: dict[type[Exception], type[FormatError]] = {
     known: type("FormatError", (FormatError, known), {"__module__": FormatError.__module__, "__str__": _text})
     for known in (NotImplementedError, RuntimeError, EOFError, TypeError, KeyError, AttributeError, MemoryError)
@@ -178,12 +178,12 @@ def _format_error_of(error: Exception) -> type[FormatError]:
 
 
 def _load_by_torch(file: TorchFile, map_location: Any, verify: bool) -> Any:
-    """Legacy files, compressed ones, those of the other byte order: through a stream, by torch alone."""
+    """Loads legacy and compressed files, and those of the other byte order, by torch alone, through a stream."""
     if verify:
         verify_by_zipfile(file)
     with open_file(file.path, handle=file.handle) as stream, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*TorchScript archive.*")  # the error says it
-        with _in_words(file.path):
+        warnings.filterwarnings("ignore", message=".*TorchScript archive.*")  # the error says so, too
+        with _errors_naming(file.path):
             return torch.load(io.BufferedReader(stream), map_location=map_location, weights_only=True)
 
 
@@ -191,14 +191,14 @@ _CODES = [code for code in CODES if code != pickle.NEWOBJ]
 
 
 class _Typed(NamedTuple):
-    """A storage, by its key, and the dtype of its elements."""
+    """A storage, by its key, the dtype of its elements, and the device where it will be."""
 
     key: str
     dtype: torch.dtype
     device: torch.device
 
 
-#: ``fetch(record, size, location)`` gives a tensor over the storage, which stays where it is.
+#: ``fetch(record, size, location)`` returns a tensor over the storage in its final place.
 Fetch = Callable[[str, int, str], torch.Tensor]
 
 
@@ -212,8 +212,8 @@ def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch)
         fetch: called once for each storage, after the whole pickle was read.
 
     Raises:
-        Exception: whatever damaged bytes make of an interpreter.
-        NotReadError: there is more in it. Nothing that it names was called.
+        Exception: of any type, for a damaged pickle.
+        NotReadError: the pickle needs more than this reader supports. Nothing that it names was called.
     """
     maker = _Maker(content, device_of)
     made = maker.load()
@@ -224,7 +224,7 @@ def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch)
 
 
 class _Function:
-    """A stand-in for a function of torch's: a pickle can call it, but cannot set attributes of it."""
+    """Stands for a function of torch's: a pickle can call it, but cannot set its attributes."""
 
     __slots__ = ("_function",)
 
@@ -239,7 +239,7 @@ class _Function:
 
 
 class _Maker(Unpickler):
-    """Calls the functions below, which stand for torch's, and no others."""
+    """Builds tensors by the methods below, which stand for torch's functions; calls nothing else."""
 
     def __init__(self, content: bytes, device_of: Callable[[str], torch.device]) -> None:
         super().__init__(content, _CODES)
@@ -248,8 +248,8 @@ class _Maker(Unpickler):
         self._kinds: dict[Any, _Typed] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
-        self._views: list[tuple[str, int, Any, Any]] = []  # of each: key, offset, size, stride
-        self._numbers: dict[int, int] = {}  # indices of tensors by their ids, which _tensors keeps alive
+        self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: key, offset, size, stride
+        self._numbers: dict[int, int] = {}  # indices of tensors by their id(), valid while _tensors keeps them alive
         self.unused = 0  # storages that no tensor uses
         self._functions = {
             ("collections", "OrderedDict"): OrderedDict,
@@ -260,7 +260,7 @@ class _Maker(Unpickler):
         }
 
     def find_class(self, module: str, name: str, /) -> Any:
-        """Handles ``GLOBAL``."""
+        """Returns what the opcode ``GLOBAL`` puts on the stack."""
         if (module, name) in self._functions:
             return self._functions[module, name]
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
@@ -271,7 +271,7 @@ class _Maker(Unpickler):
         raise NotReadError(f"{module}.{name}")
 
     def persistent_load(self, identity: Any, /) -> _Typed:
-        """Returns a storage."""
+        """Returns what stands for a storage until ``fill``."""
         self.unused += 1
         found = self._kinds.get(identity)
         if found is None:

@@ -1,4 +1,4 @@
-"""Opens a file of ``torch.save``, of any version, decides which reader it needs, and compares its CRC-32s."""
+"""Opens files that any version of ``torch.save`` wrote, decides which reader each needs, and compares CRC-32s."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from nvme_ops.handle import aio_handle
 
 # The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
-# How many times larger than the file its decompressed records may be. torch itself compresses nothing.
+# The most bytes that a byte of the file may decompress to, on average. torch itself compresses nothing.
 _MOST_EXPANSION = 16
 
 
 @dataclass
 class TorchFile:
-    """An open file in any of torch's formats."""
+    """An open file in one of torch's formats."""
 
     fd: int
     path: str
@@ -39,7 +39,7 @@ class TorchFile:
         """Opens an archive of the current format; returns None if only torch's own reader can read it.
 
         Raises:
-            FormatError: not a file of torch's, or a damaged one.
+            FormatError: torch did not write this file, or it is damaged.
         """
         found = os.fstat(self.fd)
         if not stat.S_ISREG(found.st_mode):
@@ -73,7 +73,7 @@ def _is_native(archive: Archive) -> bool:
 
 
 def require_record(archive: Archive, name: str, size: int) -> None:
-    """Raises FormatError if the record of a storage of this size is missing or has another one."""
+    """Raises FormatError if the record of a storage is missing or does not have this size."""
     record = archive.records.get(name)
     if record is None or record.size != size:
         actual = "which the zip directory does not have" if record is None else f"which has {record.size} bytes"
@@ -81,9 +81,9 @@ def require_record(archive: Archive, name: str, size: int) -> None:
 
 
 def verify_others(archive: Archive) -> None:
-    """Verifies all records that are not storages, now and when they are read again.
+    """Verifies all records that are not storages, now and whenever they are read again.
 
-    Raises ValueError if the file has no checksums.
+    Raises ChecksumError with their names, and ValueError if the file has no checksums.
     """
     if not any(record.crc for record in archive.records.values()):
         raise ValueError(
@@ -97,7 +97,7 @@ def verify_others(archive: Archive) -> None:
 
 
 def verify_by_zipfile(file: TorchFile) -> None:
-    """Verifies a container that only Python's zipfile can read."""
+    """Verifies a compressed archive. Raises ChecksumError, and ValueError if the file has no checksums."""
     if not is_zip(file.fd):
         raise ValueError(
             f"{file.path} has no checksums to verify: torch wrote it before version 1.6, or in that format"
@@ -107,7 +107,7 @@ def verify_by_zipfile(file: TorchFile) -> None:
             wrong = archive.testzip()
     except MemoryError:
         raise
-    except Exception as error:  # zipfile raises many kinds
+    except Exception as error:  # zipfile raises errors of many types
         if isinstance(error, OSError) and error.errno:
             raise
         refuse(file.path, f"{type(error).__name__}: {error}")
@@ -116,7 +116,7 @@ def verify_by_zipfile(file: TorchFile) -> None:
 
 
 def require_undamaged(archive: Archive, wrong: Sequence[str]) -> None:
-    """Raises ChecksumError with the tensors in these records."""
+    """Raises ChecksumError with the names of the tensors in the ``wrong`` records, if there are any."""
     if wrong:
         root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
         names = names_by_record(root, archive.path)

@@ -1,4 +1,4 @@
-"""Reads records of ``torch.save``'s container into their final place: storages that need no second copy."""
+"""Reads records of ``torch.save``'s archive straight into the storages of tensors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from nvme_ops.memory.carve import give_storages
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
 
-_GAP = 8 << 10  # gap between two records up to which it is read as well: headers and page alignment
+_GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 
 
 def read(
@@ -31,7 +31,7 @@ def read(
     """Reads a byte range of each record into a tensor with its own storage.
 
     The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
-    are parts of a mapping of the file, if its records are aligned. ``verified``: as ``verify`` does.
+    are parts of a mapping of the file, if its records are aligned. ``verified``: call ``verify``.
     """
     if device.type == "meta":
         return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
@@ -91,7 +91,7 @@ def _parts(
 
 
 def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns spans of the file (start, end) that cover these, with few unwanted bytes in between."""
+    """Returns spans of the file (start, end) that cover the sorted ``places``, with few unwanted bytes in between."""
     spans: list[tuple[int, int]] = []
     for start, end in places:
         near = bool(spans) and start - spans[-1][1] <= _GAP
@@ -103,14 +103,14 @@ def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class Zip:
-    """The reader interface that ``torch.serialization`` expects. ``fetch`` returns the storage of a record."""
+    """Is the reader that ``torch.serialization`` expects. ``fetch`` returns a tensor over the storage of a record."""
 
     def __init__(self, archive: Archive, fetch: Callable[[str], torch.Tensor]) -> None:
         self._archive, self._fetch = archive, fetch
         self.failure: Exception | None = None  # an error that is not the file's fault
 
     def has_record(self, name: str) -> bool:
-        """Returns whether there is such a record; never for those from which torch computes offsets: we know them."""
+        """Returns whether there is such a record; hides those from which torch computes offsets, as they are known."""
         return name in self._archive.records and name not in (".format_version", ".storage_alignment")
 
     def get_record(self, name: str) -> bytes:
@@ -118,7 +118,7 @@ class Zip:
         return self._archive.content(name)
 
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
-        """Returns a tensor over the storage of a record, which must have this size."""
+        """Returns a tensor over the storage of a record. Raises FormatError unless it has this size."""
         require_record(self._archive, name, size)
         try:
             return self._fetch(name)
@@ -154,7 +154,7 @@ def _mark(tensor: torch.Tensor, described: Described) -> None:
 
 
 def union(described: Sequence[Described]) -> tuple[int, int]:
-    """Returns the byte range of the storage that covers all of these tensors."""
+    """Returns the byte range of their storage that covers all of these tensors, from an aligned byte on."""
     extents = [each.extent for each in described if each.extent[1]]
     first = min((start for start, _ in extents), default=0)
     return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
@@ -176,7 +176,7 @@ def fill(archive: Archive, described: Mapping[str, Described], targets: Mapping[
 
 
 def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
-    """Fills tensors from elements that are not contiguous in the file."""
+    """Fills tensors whose elements are not contiguous in the file, or have conjugate or negative bits."""
     ring = Ring()
     blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
     held = ring.read(archive.handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
@@ -209,9 +209,9 @@ def _blocks(
 
 
 def verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: Iterable[str]) -> None:
-    """Compares records with the CRC-32s in the directory: in memory where one is held as a whole, else in the file.
+    """Compares records with the CRC-32s in the directory, in memory if ``held`` has one as a whole, else in the file.
 
-    Raises ChecksumError.
+    Raises ChecksumError with the names of the tensors in those that differ.
     """
     whole = [(record, each) for record, each in held if each.nbytes == archive.records[record].size]
     values = pieces.checksums_anywhere([each for _, each in whole], CHECKSUM)

@@ -28,12 +28,12 @@ from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import LARGE
 from nvme_ops.storage.publication import replacing
 
-#: The record that keeps the strings of ``metadata=``; torch does not look at it.
+#: The record with the strings of ``metadata=``; torch ignores it.
 METADATA = ".nvme_ops/metadata.json"
 
 _PROTOCOL = 2  # pickle protocol: the only one that weights_only reads
 
-# The names by which the format calls storages, by dtype; torch pickles tensors of other dtypes in another way.
+# The classes that stand for storages in pickles, by dtype; torch pickles tensors of other dtypes differently.
 _STORAGES = {
     dtype_of_storage(name): getattr(torch, name)
     for name in (
@@ -45,33 +45,33 @@ _NAMES = hasattr(torch.Tensor, "has_names")  # named dimensions, in older versio
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
-# Takes any object and returns None, without a call of Python's: no object has a persistent id.
+# Takes any object and returns None, in C, without a Python call: no object has a persistent id.
 _NO_ID = deque[Any](maxlen=0).append
 
 
 class Reference(NamedTuple):
-    """What stands for a storage in the pickle."""
+    """Stands for a storage in the pickle."""
 
-    word: str  # "storage"
+    tag: str  # "storage"
     kind: Any
     key: str
     location: str
     elements: int
 
 
-class StorageMetError(Exception):
-    """What needs a persistent id, and was not asked for one: a storage by itself, or of what is no plain tensor."""
+class UnexpectedStorageError(Exception):
+    """A storage was met where no persistent id is asked for: by itself, or in something else than a plain tensor."""
 
 
 class Pickler(pickle.Pickler):
-    """Pickles as ``torch.save`` does, without the storages: their numbers stand for them.
+    """Pickles as ``torch.save`` does, with keys in place of the storages.
 
-    Plain tensors take a shorter way than through torch's ``__reduce_ex__``, which takes longer than all else. C's
-    pickler asks for the persistent id of every object; here it calls Python only from a plain tensor on until its
-    storage, which follows. Storages elsewhere raise ``StorageMetError``, unless every object is asked (``everywhere``).
+    Plain tensors bypass torch's ``__reduce_ex__``, which would take most of the time. The pickler in C asks for the
+    persistent id of every object; here that calls Python only between a plain tensor and its storage, which follows
+    it. Storages elsewhere raise ``UnexpectedStorageError``, unless Python is called for every object (``everywhere``).
     """
 
-    persistent_id: Callable[[Any], Any]  # set, not defined: C looks it up in the object, and it changes
+    persistent_id: Callable[[Any], Any]  # an attribute, not a method: C looks it up in the object, and it changes
 
     def __init__(self, stream: io.BytesIO, everywhere: bool = False) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
@@ -88,7 +88,7 @@ class Pickler(pickle.Pickler):
         try:
             super().dump(obj)
         finally:
-            self.persistent_id = _NO_ID  # a method of this object would keep it, and so the tensors
+            self.persistent_id = _NO_ID  # a bound method would keep this object alive, and with it the tensors
 
     def _id_of(self, each: Any) -> tuple[Any, ...] | None:
         """Returns the persistent id of a storage; None for anything else."""
@@ -129,9 +129,9 @@ class Pickler(pickle.Pickler):
         return key
 
     def reducer_override(self, each: Any) -> Any:
-        """Returns how a plain tensor or parameter is made again; leaves everything else to torch and to pickle."""
+        """Returns how a plain tensor or parameter is rebuilt; leaves everything else to torch and pickle."""
         if isinstance(each, torch.UntypedStorage | torch.storage.TypedStorage | Reference):
-            raise StorageMetError
+            raise UnexpectedStorageError
         offloaded = isinstance(each, OffloadedTensor)
         if (type(each) not in _PLAIN and not offloaded) or not _is_plain(each, offloaded):
             return NotImplemented
@@ -150,7 +150,7 @@ class Pickler(pickle.Pickler):
 
 
 def _is_plain(each: Any, offloaded: bool) -> bool:
-    """Returns whether nothing but dtype, shape, strides and bytes makes up a tensor, or also ``requires_grad``."""
+    """Returns whether a tensor consists of dtype, shape, strides, bytes and ``requires_grad`` alone."""
     if each.dtype not in _STORAGES or each.layout != torch.strided or each.device.type not in ("cpu", "cuda"):
         return False
     if each.is_nested or each.is_conj() or each.is_neg() or each._backward_hooks or (_NAMES and each.has_names()):
@@ -160,15 +160,15 @@ def _is_plain(each: Any, offloaded: bool) -> bool:
 
 @collector.paused()
 def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Returns the pickle of ``torch.save``, and the bytes of the storages: records ``data/0``, ``data/1``, ...
+    """Returns the pickle of ``torch.save``, and byte tensors over the storages: records ``data/0``, ``data/1``, ...
 
     Raises:
-        RuntimeError: views of one storage with different dtypes, as torch does.
+        RuntimeError: views of one storage with different dtypes, as in torch.
         pickle.PicklingError, TypeError, AttributeError: an object that cannot be pickled.
     """
     try:
         return _pickled(obj, everywhere=False)
-    except StorageMetError:
+    except UnexpectedStorageError:
         return _pickled(obj, everywhere=True)
 
 
@@ -180,7 +180,7 @@ def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
 
 
 def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Returns byte tensors over the storages, of these sizes, of these tensors."""
+    """Returns byte tensors over the storages of ``owners``, which have these sizes."""
     stored = {index: dense_bytes(each) for index, each in enumerate(owners) if isinstance(each, OffloadedTensor)}
     if stored:
         others = [index for index in range(len(owners)) if index not in stored]
@@ -199,7 +199,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 @dataclass
 class TorchPlan:
-    """One file: the pickle, and the bytes of its storages."""
+    """Describes one file: the pickle, and the bytes of its storages."""
 
     content: bytes
     tensors: list[torch.Tensor]
@@ -229,10 +229,10 @@ class TorchPlan:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
     def records(self) -> tuple[list[ZipRecord], int]:
-        """Lays out all records; returns them and the offset of the directory.
+        """Lays out all records; returns them and the offset of the zip directory.
 
         Small ones come first, in one run with their headers, then the large ones, each on a page. The records from
-        which torch would compute offsets, ``.format_version`` and ``.storage_alignment``, are left out: torch then
+        which torch would compute offsets, ``.format_version`` and ``.storage_alignment``, are left out, so that torch
         looks offsets up in the directory.
         """
         texts = {PICKLE: self.content, **AROUND}
@@ -247,14 +247,14 @@ class TorchPlan:
 
 
 def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
-    """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero, as torch writes."""
+    """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero."""
     require_strings(metadata or {})
     content, tensors = pickled(obj)
     return TorchPlan(content, tensors, metadata or {}, checksums, recycle)
 
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
-    """Writes these records and waits for that. Fills in their checksums."""
+    """Writes these records with their headers, and waits. Fills in their checksums."""
     small = [Framed(record.start, record.data, record.around) for record in records if record.size < SMALL]
     large = [Framed(record.start, record.data, record.around) for record in records if record.size >= SMALL]
     write_framed(handle, fd, small, large, checksums)

@@ -7,17 +7,17 @@ import threading
 from collections import deque
 from operator import attrgetter
 
-lock = threading.RLock()  # taken by itself: Ctrl-C as a Condition is entered may leave its lock taken
+lock = threading.RLock()  # taken directly: Ctrl-C while a Condition is entered may leave its lock taken
 _changed = threading.Condition(lock)
-_UNTOLD = 1.0  # seconds after which one looks whether an earlier save has ended without saying so
+_RECHECK = 1.0  # seconds after which a waiter checks whether an earlier save has ended without notifying it
 _turns: dict[str, deque[Turn]] = {}  # by path: saves in progress and waiting
 
 
 class Turn:
     """A place in the queue for ``path``, from ``begin`` until ``over`` is set.
 
-    A signal handler may raise wherever a function is entered, in ``end`` too. So whoever has called ``begin`` sets
-    ``over`` itself, in a ``finally`` clause, before anything else; ``end`` then tells who waits.
+    A signal handler may raise wherever a function is entered, also in ``end``. So the caller of ``begin`` sets ``over``
+    itself, first thing in a ``finally`` clause; ``end`` then wakes those who wait.
     """
 
     def __init__(self, path: str) -> None:
@@ -27,9 +27,9 @@ class Turn:
         self.over = False
 
     def begin(self) -> bool:
-        """Takes the place after all saves that have begun. Returns whether this thread makes one of them.
+        """Queues up behind all saves that have begun. Returns whether this thread makes one of them.
 
-        Then this is a signal handler, and waiting would be a deadlock.
+        In that case this is a signal handler, and waiting would be a deadlock.
         """
         with lock:
             self._queue = _turns.setdefault(self._path, deque())
@@ -41,10 +41,10 @@ class Turn:
         """Waits until all earlier saves have ended."""
         with lock:
             while self._queue[0] is not self and self._before():
-                _changed.wait(_UNTOLD)
+                _changed.wait(_RECHECK)
 
     def end(self) -> None:
-        """Gives up the place and lets the next save begin. Further calls do nothing."""
+        """Leaves the queue and lets the next save begin. Further calls do nothing."""
         with lock:
             for turn in list(self._queue):
                 if turn.over and turn in self._queue:  # not removed by a signal handler's save meanwhile
@@ -54,7 +54,7 @@ class Turn:
             _changed.notify_all()
 
     def _before(self) -> list[Turn]:
-        """Returns the earlier saves that go on, of one moment: a signal handler's may come and go."""
+        """Returns a snapshot of the earlier saves that are not over: a signal handler's may come and go."""
         queue = list(self._queue)
         place = queue.index(self)
         return [turn for turn in queue[:place] if not turn.over] if place else []

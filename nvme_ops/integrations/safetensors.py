@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nvme_ops.checkpoint import new_tensors
-from nvme_ops.checkpoint.request import lacking
+from nvme_ops.checkpoint.request import missing_error
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
@@ -93,7 +93,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
     def get_slice(self, name: str) -> TensorSlice:
         """Returns a tensor that is read, in part, when it is indexed. Raises KeyError for an unknown name."""
         if name not in self._header.entries:
-            raise lacking(self._path, [name])
+            raise missing_error(self._path, [name])
         return TensorSlice(self, name)
 
     def close(self) -> None:

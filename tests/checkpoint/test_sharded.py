@@ -355,7 +355,7 @@ def test_a_name_that_its_shard_lacks(write: Callable[[Path], Path], folder: Path
     index = write(folder)
     rewrite(index, lambda found: found["weight_map"].update(ghost=found["weight_map"]["norm"]))
     for options in ({}, {"keys": ["ghost"]}):
-        with pytest.raises(FormatError, match=r"index\.json: weight_map does not fit its shard: .*'ghost'"):
+        with pytest.raises(FormatError, match=r"index\.json: weight_map does not match its shard: .*'ghost'"):
             load(folder, **options)
 
 

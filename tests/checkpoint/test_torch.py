@@ -277,7 +277,7 @@ def test_files_from_before_zip(folder: Path) -> None:
     into = {"big": torch.zeros(3 * MIB, dtype=torch.uint8)}
     load(folder / "a.pt", into=into, keys=["big"])
     assert torch.equal(into["big"], obj["big"])
-    with pytest.raises(ValueError, match="not looked into"):
+    with pytest.raises(ValueError, match="not inspected"):
         contents(folder / "a.pt")
 
 

@@ -79,7 +79,7 @@ def test_what_is_open_is_completed_left_for_the_next_one_or_told(folder: Path, w
     said, place = ended(folder, way, WORK), folder / "work"
     assert ("of the program" in said) == (way == "exception")
     assert "a SampleWriter was not closed when the program ended: its 40 samples are not kept" in said
-    assert "/no/such.safetensors') failed, and nobody asked its future" in said
+    assert "/no/such.safetensors') failed, and its exception was never retrieved" in said
     assert said.count("nvme_ops: ") == 2, said
     assert not [*(place / "samples").iterdir(), *(place / "session").iterdir()]
     assert (place / "file").read_bytes() == b"abc"
