@@ -178,7 +178,7 @@ def test_ranks_that_found_different_checkpoints_are_told(tmp_path: Path) -> None
         reader = NvmeStorageReader(tmp_path)
         reader.set_up_storage_reader(reader.read_metadata(), True)
         plans.append(reader.prepare_local_plan(dcp.LoadPlan([])))
-    with pytest.raises(ValueError, match="a save has replaced the checkpoint while ranks opened it"):
+    with pytest.raises(ValueError, match="a save replaced the checkpoint while ranks opened it"):
         reader.prepare_global_plan(plans)
     assert reader.prepare_global_plan(plans[1:]) == plans[1:]
 
@@ -353,7 +353,7 @@ def change_metadata(path: Path, change: Callable[[Metadata], object]) -> None:
     with (path / ".metadata").open("rb") as file:
         metadata = dcp_folder.read_metadata(str(path), file.fileno())
     change(metadata)
-    (path / ".metadata").write_bytes(dcp_folder.written(metadata))
+    (path / ".metadata").write_bytes(dcp_folder.metadata_bytes(metadata))
 
 
 def later(metadata: Metadata) -> None:

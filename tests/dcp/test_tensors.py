@@ -106,7 +106,7 @@ def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
         planner, reader = Part(starts), NvmeStorageReader(tmp_path)
         error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=planner))  # noqa: B023
         assert isinstance(error, FormatError)
-        assert f"'a': (3, 4) from {starts} on is no part of (5, 4)" in str(error)
+        assert f"'a': (3, 4) from {starts} on is not part of (5, 4)" in str(error)
     assert not target.any()
 
 

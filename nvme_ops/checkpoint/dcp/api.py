@@ -1,4 +1,4 @@
-"""``save`` and ``load``: DCP's own functions with our writer and reader, when no other settings are needed."""
+"""Calls DCP's ``save`` and ``load`` with our writer and reader, or makes DCP use these by default."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from nvme_ops.handle import aio_handle
 
 @contextlib.contextmanager
 def _lean() -> Iterator[None]:
-    """Turns off what costs more than the I/O for thousands of tensors.
+    """Turns off what, with thousands of tensors, takes longer than the I/O.
 
-    Python's collector scans the objects of DCP's plans, none of which is garbage; and DCP makes two log records for
-    every tensor, even if no handler uses them.
+    Python's garbage collector scans the objects of DCP's plans, none of which is garbage; and DCP makes two log records
+    for every tensor, even if no handler uses them.
     """
     logger = dcp_logger._dcp_logger
-    off = not logger.disabled and not _is_heard(logger)
+    off = not logger.disabled and not _has_handler(logger)
     with collector.paused():
         logger.disabled = logger.disabled or off
         try:
@@ -40,8 +40,8 @@ def _lean() -> Iterator[None]:
                 logger.disabled = False
 
 
-def _is_heard(logger: logging.Logger) -> bool:
-    """Returns whether a record reaches a handler that uses it."""
+def _has_handler(logger: logging.Logger) -> bool:
+    """Returns whether records reach a handler that uses them."""
     each: logging.Logger | None = logger
     while each is not None:
         if any(not isinstance(handler, logging.NullHandler) for handler in each.handlers):
@@ -62,10 +62,10 @@ def save(
     overwrite: bool = True,
     handle: aio_handle | None = None,
 ) -> Metadata:
-    """Calls ``torch.distributed.checkpoint.save`` with a ``NvmeStorageWriter``. Every rank must call it.
+    """Calls ``torch.distributed.checkpoint.save`` with an ``NvmeStorageWriter``. Every rank must call it.
 
-    Python's collector of cyclic garbage is paused meanwhile, and DCP's debug log is off unless a handler reads it: with
-    thousands of tensors each takes as long as the planning.
+    Python's garbage collector is paused meanwhile, and DCP's log is off unless a handler uses it: with thousands of
+    tensors each takes as long as the planning.
 
     Args:
         state_dict: as for DCP.
@@ -95,7 +95,7 @@ def load(
     verify: bool = False,
     handle: aio_handle | None = None,
 ) -> None:
-    """Calls ``torch.distributed.checkpoint.load`` with a ``NvmeStorageReader``, which fills ``state_dict``'s tensors.
+    """Calls ``torch.distributed.checkpoint.load`` with an ``NvmeStorageReader``, which fills ``state_dict``'s tensors.
 
     Args:
         state_dict: as for DCP.
@@ -113,14 +113,14 @@ def load(
 
 
 class _Writer(NvmeStorageWriter):
-    """Takes the parameters of FileSystemWriter. Those that tune DCP's way of writing are ignored.
+    """Accepts the parameters of FileSystemWriter; ignores those that tune how DCP writes.
 
-    Parameters for another format or transforms (``serialization_format``, ``_extensions``, and what newer versions of
-    torch add) select DCP's own writer.
+    Parameters that ask for another format or for transforms (``serialization_format``, ``_extensions``, and any that
+    newer versions of torch add) select DCP's own writer.
     """
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
-        """Returns our writer, or DCP's own."""
+        """Returns our writer or DCP's own."""
         return _chosen(cls, filesystem.FileSystemWriter, path, *arguments, **settings)
 
     def __init__(
@@ -138,10 +138,10 @@ class _Writer(NvmeStorageWriter):
 
 
 class _DefaultReader(NvmeStorageReader):
-    """Takes the parameters of FileSystemReader; those for transforms select DCP's own reader."""
+    """Accepts the parameters of FileSystemReader; those for transforms select DCP's own reader."""
 
     def __new__(cls, path: str | os.PathLike[str], *arguments: Any, **settings: Any) -> Any:
-        """Returns our reader, or DCP's own."""
+        """Returns our reader or DCP's own."""
         return _chosen(cls, filesystem.FileSystemReader, path, *arguments, **settings)
 
     def __init__(self, path: str | os.PathLike[str], **_: object) -> None:
@@ -149,11 +149,11 @@ class _DefaultReader(NvmeStorageReader):
 
 
 def _chosen(ours: type, theirs: type, path: Any, *arguments: Any, **settings: Any) -> Any:
-    """Makes an object of our class if it supports everything requested, else of DCP's."""
+    """Makes an object of our class if it supports all arguments that are not DCP's defaults, else of DCP's class."""
     known = inspect.signature(ours.__init__).parameters  # type: ignore[misc]
-    asked = inspect.signature(theirs.__init__).bind(None, path, *arguments, **settings).arguments  # type: ignore[misc]
-    defaults = inspect.signature(theirs.__init__).parameters  # type: ignore[misc]
-    if all(name in known or value in (None, defaults[name].default) for name, value in asked.items()):
+    full = inspect.signature(theirs.__init__)  # type: ignore[misc]
+    given = full.bind(None, path, *arguments, **settings).arguments
+    if all(name in known or value in (None, full.parameters[name].default) for name, value in given.items()):
         return object.__new__(ours)
     return theirs(path, *arguments, **settings)
 
@@ -161,8 +161,8 @@ def _chosen(ours: type, theirs: type, path: Any, *arguments: Any, **settings: An
 def use_by_default(enabled: bool = True) -> None:
     """Makes DCP, and code that imports ``FileSystemWriter`` or ``FileSystemReader`` from it, use ours.
 
-    For ``dcp.save(state_dict, checkpoint_id="folder")``, and for accelerate and transformers' Trainer, which make DCP's
-    writer themselves. Code that imported the names earlier keeps DCP's.
+    This serves ``dcp.save(state_dict, checkpoint_id="folder")``, and accelerate and transformers' Trainer, which create
+    DCP's writer themselves. Code that imported the names earlier keeps DCP's.
 
     Args:
         enabled: False restores DCP's own.

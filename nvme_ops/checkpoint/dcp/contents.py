@@ -1,4 +1,4 @@
-"""What a DCP checkpoint contains, item by item, without loading it; nothing in its ``.metadata`` is executed."""
+"""Lists what a DCP checkpoint contains without loading it, and without executing anything in its ``.metadata``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, words_of
+from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, text_of
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_zip import CHECKSUM
@@ -38,10 +38,10 @@ _NAMES = {
 
 
 class _Unpickler(pickle.Unpickler):
-    """Unpickles what DCP's writers put into ``.metadata``, and refuses everything else."""
+    """Unpickles what DCP's writers put into ``.metadata``; refuses everything else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):  # how Python 3.11.2 and others pickle a member of an Enum
+        if (module, name) == ("builtins", "getattr"):  # as some versions of Python (3.11.2) pickle members of an Enum
             return _member
         if name in _NAMES.get(module, ()) or (
             module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -57,16 +57,16 @@ def _member(kind: Any, name: Any) -> Any:
 
 
 def contents(path: str) -> Contents:
-    """Lists what a folder contains. Raises FormatError or ChecksumError for damaged metadata, OSError for none."""
-    place = os.path.join(path, METADATA)
-    with opened(place) as fd:
-        found = read_metadata(place, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
+    """Lists what a folder contains. Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError."""
+    file = os.path.join(path, METADATA)
+    with opened(file) as fd:
+        found = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise FormatError(f"{place}: something else than the metadata of a checkpoint")
+        raise FormatError(f"{file}: not the metadata of a checkpoint")
     try:
         return Contents("dcp", list(_items(path, found)))
     except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{place}: its parts contradict each other: {words_of(error)}") from error
+        raise FormatError(f"{file}: its parts contradict each other: {text_of(error)}") from error
 
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
@@ -79,7 +79,7 @@ def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
             raise FormatError(f"{path}: does not lie in the folder of the checkpoint")
         size = os.path.getsize(path) if os.path.exists(path) else sys.maxsize
         if not 0 <= info.offset <= info.offset + info.length <= size:
-            raise FormatError(f"{path}: {name!r} does not lie within its {size} bytes, as {METADATA} says")
+            raise FormatError(f"{path}: {METADATA} places {name!r} outside of its {size} bytes")
         yield Item(name, dtype, shape, path, info.offset, info.offset + info.length, checksum)
 
 

@@ -1,8 +1,8 @@
-"""The files in a checkpoint's folder: new ones beside those of the old checkpoint, until the new one is complete.
+"""Manages the files of a checkpoint's folder: the old ones stay until the new checkpoint is complete.
 
-``.metadata`` is DCP's pickle, followed by a checksum, where pickle ignores it. A reader holds a shared lock on the one
-that it has read. A save renames the one that it replaces, and removes it, with the files that only it names, once
-nobody holds a lock on it. Saves to one folder take turns, across programs and threads.
+``.metadata`` is DCP's pickle, followed by a checksum, which pickle ignores. A reader holds a shared lock on the
+``.metadata`` that it has read. A save renames the one that it replaces, and removes it, with the files that only it
+names, once nobody holds a lock on it. Saves to one folder take turns, across programs and threads.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from nvme_ops.memory.pieces import CHECKSUM
 from nvme_ops.storage.publication import Publication, ReadLease, remove_litter
 from nvme_ops.whole import read_whole
 
-#: Of the whole checkpoint, and of one rank where ranks save without each other.
+#: The file's name; where ranks save independently, the end of the name of each rank's file.
 METADATA = ".metadata"
-#: What the metadata say more of an item: a dict that has where the tensor's bytes begin and the item's CRC-32, where
-#: these are. DCP's own reader does not look at it.
+#: The attribute of an item in the metadata that holds a dict: ``"data"``, where the tensor's bytes begin in the item,
+#: and the item's CRC-32, each only if known. DCP's own reader ignores it.
 ATTRIBUTE = "nvme_ops"
 _DATA = re.compile(r"(__\d+_)(\d+)\.distcp")
 _OF_A_RANK = re.compile(r"__\d+\.metadata")
@@ -33,21 +33,21 @@ _CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")
 
 
 def new_name(path: str, prefix: str) -> str:
-    """Returns a name for a data file: ``prefix`` and a number not yet used, ``__0_0.distcp`` in an empty folder."""
+    """Returns an unused name for a data file: ``prefix`` and a number, such as ``__0_0.distcp``."""
     found = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]
     return f"{prefix}{max((int(match[2]) for match in found), default=-1) + 1}.distcp"
 
 
-def written(metadata: Any) -> bytes:
-    """Returns what the file ``.metadata`` has."""
+def metadata_bytes(metadata: Any) -> bytes:
+    """Returns the content of the file ``.metadata``."""
     content = pickle.dumps(metadata)
     return content + f"\nnvme_ops.crc32c={checksums_of([content], CHECKSUM)[0]:08x}\n".encode()
 
 
 def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
-    """Reads what ``written`` or DCP's own writer wrote to ``path``, which is open.
+    """Reads the metadata, written by us or by DCP's own writer, from ``path``, which is open as ``fd``.
 
-    As with DCP's own reader, whoever wrote the file can make this process execute anything.
+    As with DCP's own reader, the author of the file can make ``pickle.loads`` execute anything.
 
     Raises:
         ChecksumError: its checksum does not match.
@@ -62,11 +62,11 @@ def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loa
     try:
         return loads(content)
     except Exception as error:  # a damaged pickle can raise anything
-        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {words_of(error)}") from error
+        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {text_of(error)}") from error
 
 
-def words_of(error: Exception) -> str:
-    """Returns the kind of an error and what it says, unless that is nested too deeply to be said."""
+def text_of(error: Exception) -> str:
+    """Returns the type and message of an error, or its type alone if the message is nested too deeply."""
     try:
         return repr(error)
     except RecursionError:
@@ -74,14 +74,14 @@ def words_of(error: Exception) -> str:
 
 
 class Reading(ReadLease):
-    """A checkpoint that is being read: until ``end`` a save removes none of its files."""
+    """A checkpoint that is being read: until ``end``, no save removes its files."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
         try:
             status = os.fstat(self.fileno())
-            # Nobody writes to one in place. A save links it, which changes its ctime; other nodes have other device
-            # numbers.
+            # Never written in place, so this suffices. A save links the file, which changes its ctime, and nodes may
+            # have different device numbers.
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             self.metadata: Any = read_metadata(path, self.fileno())
         except BaseException:
@@ -89,34 +89,33 @@ class Reading(ReadLease):
             raise
 
 
-_known: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary()
+_savings: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary()  # by path of the metadata
 
 
 class Saving(Publication):
-    """A save of the folder, until ``end``. DCP tells nobody of a failed one: its thread or the next save ends it."""
+    """A save to the folder, until ``end``. DCP does not report that one failed, so the next one may have to end it."""
 
     def __init__(self, metadata: str, durable: bool) -> None:
         path = os.path.realpath(metadata)
-        earlier = _known.get(path)
+        earlier = _savings.get(path)
         if earlier is not None and earlier.is_over():
             earlier.end()
         self._thread = threading.current_thread()
         super().__init__(metadata, durable)
-        _known[path] = self
+        _savings[path] = self
 
     def is_over(self) -> bool:
-        """Returns whether the save can only have failed: its thread has no step left to take."""
+        """Returns whether the save must have failed: its thread has ended, or is already beginning another save."""
         return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def complete(self, metadata: Any, prefix: str) -> None:
-        """Makes what ``metadata`` name the checkpoint; removes the data of older ones and of killed saves.
+        """Publishes ``metadata``, then removes the data of older checkpoints and of killed saves.
 
-        With ``prefix`` only files of this rank. Ranks that save independently cannot know which files the others refer
-        to.
+        With ``prefix``, removes only files of this rank: ranks that save independently do not know each other's.
         """
-        self.publish(written(metadata), leases=True)
+        self.publish(metadata_bytes(metadata), leases=True)
         kept = _named(metadata) | self.leased(lambda path, fd: _named(read_metadata(path, fd)))
-        remove_litter(self.folder)  # never that of a running save
+        remove_litter(self.folder)  # spares running saves
         names = os.listdir(self.folder)
         if not (METADATA in names if prefix else any(map(_OF_A_RANK.fullmatch, names))):
             self.sweep([name for name in names if _DATA.fullmatch(name) and name.startswith(prefix)], kept)

@@ -1,4 +1,4 @@
-"""``NvmeStorageReader``: reads a checkpoint straight into the tensors to be loaded."""
+"""Reads a DCP checkpoint straight into the tensors to be loaded: ``NvmeStorageReader``."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ _GROUP = 256 << 20  # bytes of items requested from the planner at once; two gro
 
 
 class NvmeStorageReader(filesystem.FileSystemReader):
-    """For ``torch.distributed.checkpoint.load``: reads what ``NvmeStorageWriter`` or ``FileSystemWriter`` wrote.
+    """Reads, for ``torch.distributed.checkpoint.load``, what ``NvmeStorageWriter`` or ``FileSystemWriter`` wrote.
 
     Data go straight into the tensors where the wanted part is contiguous in the file, as when it is re-sharded along
-    the first dimension; otherwise through 16 MiB of buffers. At most 64 MiB of memory are used beside the
-    tensors. A save with ``NvmeStorageWriter`` keeps files that are being read. As with DCP's own reader, load only
-    what somebody you trust has saved: a checkpoint holds pickles.
+    the first dimension; otherwise through 16 MiB of buffers. Besides the tensors at most 64 MiB of memory are used. A
+    save with ``NvmeStorageWriter`` keeps files that are being read. As with DCP's own reader, load only what somebody
+    you trust has saved: a checkpoint contains pickles.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = False, handle: aio_handle | None = None) -> None:
@@ -55,15 +55,15 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
         Args:
             path: the folder.
-            verify: compare the checksum of every item of which something is loaded. One that is not loaded whole into
-                a tensor on the CPU is read once more for it. A ``ChecksumError`` (an OSError) names the tensors that
-                are not what was saved; where the checkpoint has no checksums it is a ValueError.
-            handle: whose settings the transfers use; one for the whole process when None.
+            verify: compare the checksum of every item that is loaded, wholly or in part. An item that is not loaded
+                whole into a tensor on the CPU is read once more for this. A ``ChecksumError`` (an OSError) names the
+                tensors that are damaged; a checkpoint without checksums raises ValueError.
+            handle: the handle whose settings the transfers use; one shared by the whole process when None.
         """
         super().__init__(path)
         self._verify = verify
         self._handle = handle
-        self._reading: Reading | None = None  # keeps the files, from the metadata to the end of the data
+        self._reading: Reading | None = None  # protects the files until their data are read
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +85,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         except FileNotFoundError:
             raise
         except (OSError, FormatError) as error:
-            _log.warning("%s", error)  # torch before 2.13 drops it, and raises that there are no metadata
+            _log.warning("%s", error)  # torch before 2.13 drops it, and reports that there is no metadata
             raise
         metadata = self._reading.metadata
         if not isinstance(metadata, Metadata):
@@ -110,9 +110,9 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         return dataclasses.replace(super().prepare_local_plan(plan), storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raises FormatError if ranks found different checkpoints, as a save replaced one."""
+        """Raises FormatError if ranks found different checkpoints because a save replaced one."""
         if len({plan.storage_data for plan in plans}) > 1:
-            raise FormatError(f"{self.path}: a save has replaced the checkpoint while ranks opened it: load it again")
+            raise FormatError(f"{self.path}: a save replaced the checkpoint while ranks opened it: load it again")
         return super().prepare_global_plan(plans)
 
     @collector.paused()
@@ -174,7 +174,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
 
 def _require_inside(wanted: Wanted, stored: Stored) -> None:
-    """Raises FormatError if metadata contradict each other."""
+    """Raises FormatError unless the tensor lies in its item, and the wanted part in the tensor."""
     name = f"{wanted.path}: {wanted.name!r}"
     if not wanted.offset <= stored.start <= stored.start + stored.nbytes <= wanted.offset + wanted.length:
         raise FormatError(f"{name}: {stored.nbytes} bytes of data do not fit an item of {wanted.length} bytes")
@@ -183,12 +183,12 @@ def _require_inside(wanted: Wanted, stored: Stored) -> None:
     for size, offset, length in zip(stored.shape, offsets, lengths, strict=False):
         inside = inside and min(offset, length) >= 0 and offset + length <= size
     if not inside:
-        raise FormatError(f"{name}: {tuple(lengths)} from {tuple(offsets)} on is no part of {stored.shape}")
+        raise FormatError(f"{name}: {tuple(lengths)} from {tuple(offsets)} on is not part of {stored.shape}")
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """An item of a plan and its place: ``length`` bytes of a file, in which ``stored`` is its tensor."""
+    """An item of a plan and its place: ``length`` bytes of a file, with the tensor ``stored`` in them."""
 
     item: ReadItem
     path: str
@@ -203,8 +203,8 @@ class Wanted:
         return str(self.item.storage_index.fqn)
 
 
-#: What is read whole, to be compared with its checksum: before, in and behind the target.
-_Framed: TypeAlias = tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]
+#: An item read whole to compare its checksum, and its bytes before, in and after the target.
+_WholeItem: TypeAlias = tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Loading:
@@ -214,10 +214,10 @@ class Loading:
         self._handle, self._planner, self._verify, self._folder = handle, planner, verify, folder
         self._ring = Ring()
         self._verified: set[tuple[str, int]] = set()
-        self._wrong: dict[str, None] = {}  # names, each once, in order
+        self._damaged: dict[str, None] = {}  # names, each once, in order
 
     def verify_in_files(self, wanted: Iterable[Wanted]) -> None:
-        """Reads the items for their checksums, each once; ``read`` raises the differences."""
+        """Reads items to compare their checksums, each item once; ``read`` then raises for damaged ones."""
         for one in wanted:
             if not self._verify or (one.path, one.offset) in self._verified:
                 continue
@@ -226,28 +226,28 @@ class Loading:
             for piece in self._ring.read(self._handle, [Place(one.path, one.offset, one.length)]):
                 found = checksum_of(piece, CHECKSUM, found)
             if found != one.checksum:
-                self._wrong[one.name] = None
+                self._damaged[one.name] = None
 
     def read(self, wanted: Sequence[Wanted]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
         with InFlight() as in_flight:
             for wanted_group in _groups(wanted):
                 in_flight.add(*self._start(wanted_group))
-        if self._wrong:
-            raise ChecksumError(self._folder, list(self._wrong))
+        if self._damaged:
+            raise ChecksumError(self._folder, list(self._damaged))
 
     def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> tuple[IoFuture, Callable[[], None]]:
-        """Starts reads straight into the targets, copies the rest, and returns what to do when they end."""
+        """Starts reads straight into targets, and copies the rest. Returns a future and what to call when it ends."""
         targets: list[tuple[Wanted, torch.Tensor]] = []
-        framed: list[_Framed] = []
+        whole: list[_WholeItem] = []
         reads: list[tuple[torch.Tensor, str, int]] = []
         others: list[tuple[Wanted, Stored, torch.Tensor]] = []
         for one, stored in group:
             target = self._planner.resolve_tensor(one.item).detach()
             if tuple(target.shape) != tuple(one.item.lengths):
                 raise ValueError(
-                    f"{one.path}: {one.name!r}: {tuple(one.item.lengths)} is to be read, and the tensor for it is "
-                    f"{tuple(target.shape)}"
+                    f"{one.path}: {one.name!r}: {tuple(one.item.lengths)} is the shape to be read, and that of the "
+                    f"tensor for it is {tuple(target.shape)}"
                 )
             targets.append((one, target))
             start = in_one_piece(stored, one.item.storage_offsets, one.item.lengths)
@@ -259,18 +259,18 @@ class Loading:
                 around = torch.empty(one.length - stored.nbytes, dtype=torch.uint8, device="cpu")
                 head, tail = around[: start - one.offset], around[start - one.offset :]
                 reads.extend([(head, one.path, one.offset), (tail, one.path, start + stored.nbytes)])
-                framed.append((one, head, target, tail))
+                whole.append((one, head, target, tail))
             elif self._verify:
                 self.verify_in_files([one])
-        with InFlight() as in_flight:  # waits for what is in flight if this fails
+        with InFlight() as in_flight:  # if this fails, it waits for the reads
             in_flight.add(future := self._handle.submit_preadv(*_columns(reads)))
             self.verify_in_files(one for one, *_ in others)
             self._copy(others)
             in_flight.hand_over()
-        return future, functools.partial(self._finish, targets, framed)
+        return future, functools.partial(self._finish, targets, whole)
 
     def _copy(self, wanted: Iterable[tuple[Wanted, Stored, torch.Tensor]]) -> None:
-        """Reads what cannot be read into its target, and copies the parts wanted."""
+        """Reads tensors that cannot be read into their targets, and copies the wanted parts."""
         parts = [
             (one.path, span)
             for one, stored, target in wanted
@@ -281,18 +281,18 @@ class Loading:
         for (_, span), found in zip(parts, held, strict=True):
             span.target.copy_(found.view(span.dtype).view(span.shape)[span.part])
 
-    def _finish(self, targets: Sequence[tuple[Wanted, torch.Tensor]], framed: Sequence[_Framed]) -> None:
-        payloads = checksums_of([target for _, _, target, _ in framed], CHECKSUM)
-        for (one, head, target, tail), payload in zip(framed, payloads, strict=True):
+    def _finish(self, targets: Sequence[tuple[Wanted, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
+        payloads = checksums_of([target for _, _, target, _ in whole], CHECKSUM)
+        for (one, head, target, tail), payload in zip(whole, payloads, strict=True):
             found = joined(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
             if checksum_of(tail, CHECKSUM, found) != one.checksum:
-                self._wrong[one.name] = None
+                self._damaged[one.name] = None
         for one, target in targets:
             self._planner.commit_tensor(one.item, target)
 
 
 def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
-    """Groups items in the order of the files, so that neighbours are read as one run."""
+    """Sorts items by file and place, so that neighbours are read as one run, and groups them."""
     found = [(one, one.stored) for one in wanted if one.stored is not None]
     found.sort(key=lambda each: (each[0].path, each[1].start))
     return grouped(found, lambda each: each[1].nbytes, _GROUP)
@@ -302,7 +302,7 @@ def _columns(reads: Sequence[tuple[torch.Tensor, str, int]]) -> tuple[list[torch
     return [each[0] for each in reads], [each[1] for each in reads], [each[2] for each in reads]
 
 
-# A tensor's bytes in a checkpoint's file, whoever wrote it
+# The bytes of tensors in the files of a checkpoint, written by us or by DCP's own writer
 
 
 _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
@@ -310,7 +310,7 @@ _MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
 
 @dataclass(frozen=True)
 class Stored:
-    """A contiguous tensor, ``start`` bytes into the file."""
+    """A contiguous tensor that begins ``start`` bytes into the file."""
 
     start: int
     dtype: torch.dtype
@@ -323,10 +323,10 @@ class Stored:
 
 
 def find(path: str, offset: int, length: int) -> Stored | None:
-    """Finds the tensor that ``torch.save`` wrote to this part of the file; None if it is not a plain one.
+    """Finds the tensor that ``torch.save`` wrote to this part of the file; returns None if it is not a plain one.
 
     Raises:
-        FormatError: it is damaged.
+        FormatError: the part of the file is damaged.
     """
     fd = open_to_read(path)
     try:
@@ -360,25 +360,17 @@ def _find(archive: Archive) -> Stored | None:
     return Stored(archive.starts[name] + begin, tensor.dtype, tensor.shape)
 
 
-#: What is copied at once where a tensor cannot be read in place: what a buffer of a ring takes. Bytes.
+#: Bytes read and copied at once where a tensor cannot be read in place: as many as fit into a buffer of a ring.
 SPAN = PIECE - PAGE
-_ROW = 64 << 10  # rows from this size on: only the wanted part is read
+_ROW = 64 << 10  # bytes of a row above which only the wanted part is read
 
 
 @dataclass(frozen=True)
-class Span:
-    """A stretch of the file that contains ``part``, and the part of the target that it fills."""
+class Span(Stored):
+    """Rows of a tensor, of which ``part`` fills ``target``."""
 
-    start: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
     part: tuple[slice, ...]
     target: torch.Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the stretch."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Iterator[Span]:
@@ -390,8 +382,8 @@ def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target
     partial = tuple(lengths[1:]) != inner
     if inner and (row > SPAN or (partial and row > _ROW)):
         for index in range(length):
-            below = Stored(stored.start + (offset + index) * row, stored.dtype, inner)
-            yield from spans(below, offsets[1:], lengths[1:], target[index])
+            one_row = Stored(stored.start + (offset + index) * row, stored.dtype, inner)
+            yield from spans(one_row, offsets[1:], lengths[1:], target[index])
         return
     if not stored.shape:
         yield Span(stored.start, stored.dtype, (), (), target)
@@ -404,7 +396,7 @@ def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target
 
 
 def in_one_piece(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Returns where the wanted part begins, if it is contiguous in the file."""
+    """Returns where the wanted part begins in the file if it is contiguous there, else None."""
     start, block, whole = stored.start, stored.dtype.itemsize, True
     for size, offset, length in zip(reversed(stored.shape), reversed(offsets), reversed(lengths), strict=True):
         if not whole and length != 1:

@@ -1,4 +1,4 @@
-"""``NvmeStorageWriter``: writes DCP's files from the tensors themselves, never over those of an old checkpoint."""
+"""Writes DCP's files straight from the tensors, never over those of an old checkpoint: ``NvmeStorageWriter``."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ from nvme_ops.storage.publication import replacing
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
-    """For ``torch.distributed.checkpoint.save`` and ``async_save``: the same files, at the speed of the device.
+    """Writes for ``torch.distributed.checkpoint.save`` and ``async_save``: the same files, at the speed of the device.
 
-    Every rank writes one file, straight from its tensors; at most 64 MiB of memory are used beside them. The files of
-    an older checkpoint in the folder are kept until the new one is complete and ``.metadata`` was replaced, and are
-    then removed, those that a ``NvmeStorageReader`` is reading by a later save: a crash at any point leaves the old
+    Every rank writes one file, straight from its tensors; besides them at most 64 MiB of memory are used. The files of
+    an older checkpoint in the folder are removed only after the new one is complete and ``.metadata`` was replaced;
+    those that an ``NvmeStorageReader`` is reading are left to a later save. So a crash at any point leaves the old
     checkpoint or the new one. Programs and threads that save to one folder wait for each other; on a file system
     without locks only one may save at a time.
     """
@@ -66,60 +66,59 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         cache_staged_state_dict: bool = False,
         handle: aio_handle | None = None,
     ) -> None:
-        """Makes a writer; the folder is made when something is saved.
+        """Makes a writer; the folder is created by the first save.
 
         Args:
             path: the folder.
-            durable: return when all is on the device. Without it a power failure may take the checkpoint.
-            checksums: keep a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
+            durable: return only when all is on the device. Otherwise a power failure may destroy the checkpoint.
+            checksums: store a CRC-32 of every item, for ``NvmeStorageReader(path, verify=True)``.
             overwrite: whether a checkpoint in the folder may be replaced.
-            cache_staged_state_dict: reuse the memory of ``async_save``'s copies for the next one.
-            handle: whose settings the transfers use; one for the whole process when None, and in a process that saves
-                on behalf of this one.
+            cache_staged_state_dict: reuse the memory of ``async_save``'s copies for the next save.
+            handle: the handle whose settings the transfers use; one shared by the whole process when None, and in a
+                process that saves on behalf of this one.
         """
         super().__init__(path, sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
         self.overwrite = overwrite
         self._checksums = checksums
         self._handle = handle
-        self._saving: folder.Saving | None = None  # from the plan to the end, on the rank that coordinates
+        self._saving: folder.Saving | None = None  # on the coordinator, from the global plan to the end
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None, "_saving": None}
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the folder. Raises FileExistsError for a checkpoint that must not be replaced."""
+        """Creates the folder. Raises FileExistsError if it has a checkpoint that must not be replaced."""
         make_folder(os.fspath(self.path), self.sync_files)
-        self._require_that_it_may_be_replaced()
-        alone = self._rank_that_saves_alone()
-        if alone is None:
+        self._require_replaceable()
+        rank = self._independent_rank()
+        if rank is None:
             return plan
-        return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{alone}_"))
+        return dataclasses.replace(plan, storage_data=filesystem._StoragePrefix(f"__{rank}_"))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Waits for other saves of the folder, on the coordinator, before any rank writes."""
-        self._saving = self._begun()
+        """Waits, on the coordinator, for other saves to the folder before any rank writes."""
+        self._saving = self._begin()
         try:
-            self._require_that_it_may_be_replaced()
-            if self._rank_that_saves_alone() is not None:  # its prefix is in the plan already
+            self._require_replaceable()
+            if self._independent_rank() is not None:  # its prefix is in the plan already
                 return plans
             return super().prepare_global_plan(plans)
         except BaseException:
             self._end()
             raise
 
-    def _require_that_it_may_be_replaced(self) -> None:
+    def _require_replaceable(self) -> None:
         path = os.fspath(self.path)
-        alone = self._rank_that_saves_alone()
-        present = os.path.join(path, folder.METADATA if alone is None else f"__0{folder.METADATA}")
+        present = os.path.join(path, folder.METADATA if self._independent_rank() is None else f"__0{folder.METADATA}")
         if not self.overwrite and os.path.exists(present):
-            raise FileExistsError(errno.EEXIST, "there is a checkpoint, and overwrite is False", path)
+            raise FileExistsError(errno.EEXIST, "the folder has a checkpoint, and overwrite is False", path)
 
     @collector.paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file."""
         results: list[WriteResult] = []
         if plan.items:
-            # not decided with the plan, which planners keep from one save to the next
+            # chosen here, not in the plan, since planners reuse their plans
             name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
             try:
                 with replacing(os.path.join(self.path, name), self.sync_files) as file:
@@ -134,21 +133,21 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     @collector.paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Makes what all ranks wrote the checkpoint, then removes the old one."""
+        """Publishes what all ranks wrote as the checkpoint, then removes the old one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for ranks in results for result in ranks}
         metadata.storage_meta = self.storage_meta()
-        alone = self._rank_that_saves_alone()
+        rank = self._independent_rank()
         try:
-            self._saving = self._saving or self._begun()
-            self._saving.complete(metadata, "" if alone is None else f"__{alone}_")
+            self._saving = self._saving or self._begin()
+            self._saving.complete(metadata, "" if rank is None else f"__{rank}_")
         finally:
             self._end()
 
-    def _begun(self) -> folder.Saving:
-        alone = self._rank_that_saves_alone()
-        name = folder.METADATA if alone is None else f"__{alone}{folder.METADATA}"
+    def _begin(self) -> folder.Saving:
+        rank = self._independent_rank()
+        name = folder.METADATA if rank is None else f"__{rank}{folder.METADATA}"
         return folder.Saving(os.path.join(self.path, name), self.sync_files)
 
     def _end(self) -> None:
@@ -156,13 +155,13 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             self._saving.end()
             self._saving = None
 
-    def _rank_that_saves_alone(self) -> int | None:
-        """Returns the rank if ranks save independently (``use_collectives=False``, newer torch), else None."""
+    def _independent_rank(self) -> int | None:
+        """Returns the rank if ranks save independently (``use_collectives=False`` in newer torch), else None."""
         return None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
 
 
 class RankFile:
-    """One rank's file, written sequentially, once."""
+    """Writes one rank's file, once, its items one after the other."""
 
     def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksums: bool) -> None:
         self._handle, self._fd, self._name, self._planner, self._checksums = handle, fd, name, planner, checksums
@@ -170,7 +169,7 @@ class RankFile:
         self._results: list[WriteResult] = []
 
     def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Waits until all items are written, to the device or the page cache."""
+        """Writes all items, to the device or the page cache, and waits. Returns DCP's result for each."""
         small: list[WriteItem] = []
         large: list[WriteItem] = []
         for item in items:
@@ -179,14 +178,14 @@ class RankFile:
         return self._results
 
     def _placed(self, item: WriteItem) -> Framed:
-        """Places an item at the end of the file: a payload, with a frame around it that a tensor has."""
+        """Places an item at the end of the file: its payload, and around that of a plain tensor a frame."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
             tensor = data.detach()
             if tensor.layout is not torch.strided:
                 raise ValueError(
-                    f"{item.index.fqn!r} is a tensor of the layout {tensor.layout}, to which DCP loads nothing: "
-                    "save its to_dense(), or its parts"
+                    f"{item.index.fqn!r} is a tensor of the layout {tensor.layout}, which DCP cannot load: save its "
+                    "to_dense(), or its parts"
                 )
             if type(tensor) is torch.Tensor and not tensor.is_quantized:
                 return self._framed(item, tensor, frame(tensor.dtype, tuple(tensor.shape), self._end))
@@ -220,14 +219,14 @@ class RankFile:
 
 
 def _nominal_size(item: WriteItem) -> int:
-    """Returns the bytes of a tensor; other items count as small."""
+    """Returns the bytes of a tensor; 0 for other items, which count as small."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Returns whether the checkpoint's metadata have the tensor's shape and dtype."""
+    """Returns whether the checkpoint's metadata record the tensor's own shape and dtype."""
     planned = item.tensor_data
     return (
         planned is not None
@@ -236,11 +235,11 @@ def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
     )
 
 
-# What ``torch.save`` puts around the bytes of one tensor: a zip archive with a description and the bytes
+# What ``torch.save`` puts around the bytes of one tensor: a zip archive with a pickle and the bytes
 
 
 class Frame:
-    """The bytes before and after those of a contiguous tensor; the archive begins ``offset`` bytes into a page."""
+    """Holds the bytes before and after those of a contiguous tensor in an archive ``offset`` bytes into a page."""
 
     def __init__(self, dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> None:
         texts = {PICKLE: _description(dtype, shape), **AROUND}
@@ -260,13 +259,13 @@ class Frame:
         self._tail = tail[:place], tail[place + 4 :]
 
     def around(self, checksum: int) -> tuple[bytes, bytes]:
-        """Returns head and tail for data with this CRC-32."""
+        """Returns the bytes before and after data that have this CRC-32."""
         written = checksum.to_bytes(4, "little")
         return written.join(self._head), written.join(self._tail)
 
 
 def frame(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Frame:
-    """Returns what surrounds the tensor when the archive begins ``offset`` bytes into the file."""
+    """Returns the frame of a tensor whose archive begins ``offset`` bytes into the file."""
     large = math.prod(shape) * dtype.itemsize >= LARGE
     return _frame(dtype, shape, offset % (PAGE if large else ALIGNMENT))
 
@@ -293,7 +292,7 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     else:
         kind, count = getattr(torch, arguments[0]._pickle_storage_type()), elements
     storage = Reference("storage", kind, "0", "cpu", count)
-    rest = arguments[6:]  # what some dtypes need in addition
+    rest = arguments[6:]  # which some dtypes have
     stream = io.BytesIO()
     Pickler(stream, everywhere=True).dump(
         _Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
