@@ -1,4 +1,4 @@
-"""Ahead-of-time build of the ops, when the environment asks for it; all else stands in ``pyproject.toml``.
+"""Builds the ops ahead of time if the environment requests it; everything else is in ``pyproject.toml``.
 
 ``NVME_BUILD_OPS=1`` builds every op that this machine can build; ``NVME_BUILD_AIO=1`` and ``NVME_BUILD_GDS=1`` build
 one op or fail. Without them nothing is compiled and torch is not needed.
@@ -19,13 +19,13 @@ from setuptools.command.build_ext import build_ext
 
 
 def load_op_builder() -> ModuleType:
-    """Returns ``nvme_ops.op_builder`` without ``nvme_ops``, which would import torch: that need not be here."""
-    folder = Path(__file__).parent / "nvme_ops" / "op_builder"  # the other place is left out of an sdist
+    """Returns ``nvme_ops.op_builder`` without importing ``nvme_ops``, which needs torch: it may not be installed."""
+    folder = Path(__file__).parent / "nvme_ops" / "op_builder"  # an sdist leaves the folder op_builder out
     spec = importlib.util.spec_from_file_location(
         "nvme_ops_op_builder", folder / "__init__.py", submodule_search_locations=[str(folder)]
     )
     if spec is None or spec.loader is None:
-        sys.exit(f"nvme-ops: {folder} is not here")
+        sys.exit(f"nvme-ops: {folder} does not exist")
     package = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(package)
     return package
@@ -36,13 +36,13 @@ prebuilt = importlib.import_module("nvme_ops_op_builder.prebuilt")
 
 
 def requested_ops() -> list[Any]:
-    """The builders of the ops to compile; exits with the reason when one that is asked for cannot be built."""
+    """Returns the builders of the ops to compile; exits with the reason if one that was requested cannot be built."""
     try:
-        all_asked = prebuilt.variable(prebuilt.BUILD_ALL)
-        asked = {op: prebuilt.variable(op.BUILD_VAR) for op in op_builder.ALL_OPS.values()}
+        all_requested = prebuilt.variable(prebuilt.BUILD_ALL)
+        requested = {op: prebuilt.variable(op.BUILD_VAR) for op in op_builder.ALL_OPS.values()}
     except ValueError as error:
         sys.exit(f"nvme-ops: {error}")
-    wanted = [op for op, own in asked.items() if own or (own is None and all_asked)]
+    wanted = [op for op, own in requested.items() if own or (own is None and all_requested)]
     chosen, problems = [], {}
     for op in wanted:
         problem = prebuilt.obstacle(op)
@@ -51,18 +51,18 @@ def requested_ops() -> list[Any]:
         else:
             problems[op] = f"nvme-ops: the {op.name} op cannot be built: {problem}"
     for op, text in problems.items():
-        if asked[op] or not chosen:
-            variable = op.BUILD_VAR if asked[op] else prebuilt.BUILD_ALL
+        if requested[op] or not chosen:
+            variable = op.BUILD_VAR if requested[op] else prebuilt.BUILD_ALL
             sys.exit(f"{text}\nWithout {variable}=1 it is built on first use instead.")
         op.warning(f"{text}; left out ({op.BUILD_VAR}=1 makes this an error)")
     return chosen
 
 
 class BuildOps(build_ext):
-    """Compiles the ops exactly as a just-in-time build does, and puts beside each what it was made from."""
+    """Compiles the ops exactly as a just-in-time build does, and records beside each what it was made from."""
 
     def build_extension(self, ext: Extension) -> None:
-        """Compile one op into the place setuptools has for it."""
+        """Compiles one op to where setuptools expects it."""
         op = next(op for op in op_builder.ALL_OPS.values() if op.absolute_name() == ext.name)
         try:
             prebuilt.build(op.recipe(), Path(self.get_ext_fullpath(ext.name)))
@@ -70,7 +70,7 @@ class BuildOps(build_ext):
             sys.exit(f"nvme-ops: {error}")
 
     def copy_extensions_to_source(self) -> None:
-        """An editable install: the record goes into the checkout with the op."""
+        """Copies the op's record into the checkout, too, in an editable install."""
         super().copy_extensions_to_source()
         for ext in self.extensions:
             built = Path(self.build_lib, self.get_ext_filename(ext.name))
@@ -79,7 +79,7 @@ class BuildOps(build_ext):
 
 
 def urls() -> dict[str, str]:
-    """Of the repository that this is built from, which ``NVME_OPS_HOME`` names where it has an address."""
+    """Returns the addresses of the repository's pages, if ``NVME_OPS_HOME`` names the repository."""
     home = os.environ.get("NVME_OPS_HOME", "").rstrip("/")
     pages = {"Homepage": "", "Documentation": "/blob/main/docs/index.md", "Changelog": "/blob/main/CHANGELOG.md",
              "Issues": "/issues"}  # fmt: skip

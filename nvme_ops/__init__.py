@@ -54,14 +54,14 @@ _MODULE_OF = {
 
 __all__ = ["__version__", "data", "dcp", "offload", *_MODULE_OF]
 
-if not TYPE_CHECKING:  # so that a name which is not there is an error to type checkers
+if not TYPE_CHECKING:  # so that type checkers report names that do not exist
 
     def __getattr__(name: str) -> Any:
         if name in _MODULE_OF:
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name in ("checkpoint", "data", "dcp", "offload", "storage"):  # which importing sets
+        if name in ("checkpoint", "data", "dcp", "offload", "storage"):  # importing sets the attribute
             return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 

@@ -1,4 +1,4 @@
-"""The command ``nvme-ops``, also ``python -m nvme_ops``: all commands of the package, of which it imports one."""
+"""The command ``nvme-ops``, also ``python -m nvme_ops``: runs any command of the package, importing only that one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ COMMANDS = {
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of what comes before a command."""
+    """Returns the parser of the first argument, the command's name."""
     rows = listed([(name, words) for name, (_, words) in COMMANDS.items()], 12)
     made = command_line("nvme-ops", f"commands:\n{rows}", "nvme-ops COMMAND --help says more")
     made.usage = "nvme-ops [-h] [--version] COMMAND ..."

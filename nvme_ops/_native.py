@@ -6,7 +6,7 @@ import functools
 from typing import Any
 
 
-@functools.cache  # asking the builder takes microseconds, and this is asked for every tensor
+@functools.cache  # the builder takes microseconds, and this is called for every tensor
 def native() -> Any:
     """Returns the native module, described in ``nvme_ops/ops/async_io.pyi``. RuntimeError if it cannot be built."""
     from nvme_ops.op_builder import AsyncIOBuilder

@@ -1,4 +1,4 @@
-"""What the command lines share: argument types for argparse, and checks of the values."""
+"""Parsing, checking and printing that all command lines share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from nvme_ops.text import fitted, parse_size, printable
 
 
 class Main(Protocol):
-    """The function of a command: takes its words, those of the process when None, and returns the exit status."""
+    """The function of a command: takes its arguments, by default the process's, and returns the exit status."""
 
     def __call__(self, words: Sequence[str] | None = None, /) -> int:
         """Runs the command."""
@@ -33,7 +33,7 @@ def command_line(command: str, description: str, epilog: str) -> argparse.Argume
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
-    """Returns lines of names, each with its words beside it, for the epilog of a terminal of 80 columns."""
+    """Lists names and their descriptions beside each other, wrapped at 80 columns, for a help text."""
     indent = " " * (width + 2)
     return "\n".join(
         textwrap.fill(words, 80, initial_indent=f"  {name:{width}}", subsequent_indent=indent) for name, words in rows
@@ -41,9 +41,9 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
 
 
 def command(name: str) -> Callable[[Main], Main]:
-    """Decorates the ``main`` of a command: Ctrl-C ends it with one line and status 130, lost output with 2.
+    """Decorates the ``main`` of a command: Ctrl-C ends it with one line and status 130, output that is lost with 2.
 
-    Python would find the latter out at exit, after the status.
+    Python itself would notice lost output only at exit, after the status was decided.
     """
 
     def decorated(main: Main) -> Main:
@@ -57,7 +57,7 @@ def command(name: str) -> Callable[[Main], Main]:
                 except OSError as error:
                     say(f"{name}: {error}")
                     status = 2
-                except SystemExit:  # of argparse: --help, --version
+                except SystemExit:  # by argparse: --help, --version
                     if not _is_written(name):
                         sys.exit(2)
                     raise
@@ -76,7 +76,7 @@ def _is_written(name: str) -> bool:
     try:
         sys.stdout.flush()
     except OSError as error:
-        with contextlib.suppress(OSError):  # nothing is left for the flush at exit
+        with contextlib.suppress(OSError):  # so that the flush at exit does not fail, too
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if isinstance(error, BrokenPipeError):
             return True
@@ -129,4 +129,4 @@ def check_output(flag: str, file: str) -> None:
     if os.path.isdir(file):
         raise ValueError(f"{flag} {file}: a folder")
     if not os.access(file if os.path.exists(file) else folder, os.W_OK):
-        raise ValueError(f"{flag} {file}: may not be written")
+        raise ValueError(f"{flag} {file}: no permission to write it")

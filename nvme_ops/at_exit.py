@@ -1,4 +1,4 @@
-"""Functions that are called when the process ends, even one of multiprocessing, which does not call atexit's."""
+"""Calls functions when the process ends, also in a child of multiprocessing, which ignores ``atexit``."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from multiprocessing import util
 
 
 def call(function: Callable[[], object]) -> None:
-    """Calls a module's ``function`` when this process ends, and when a child of it does. It may be called twice."""
+    """Registers a module's ``function`` to be called when this process or a child of it ends. It may run twice."""
     atexit.register(function)
-    _in_this_process(function)
-    util.register_after_fork(function, _in_this_process)  # a child of multiprocessing has forgotten the others
+    _register_here(function)
+    util.register_after_fork(function, _register_here)  # multiprocessing clears its own list in a child
 
 
-def _in_this_process(function: Callable[[], object]) -> None:
+def _register_here(function: Callable[[], object]) -> None:
     util.Finalize(None, function, exitpriority=0)
 
 
 def tell(words: str) -> None:
-    """Writes to stderr what the end of the program costs. Not a warning, which filters hide or make an error."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody listens
+    """Writes to stderr while the program ends: a warning could be hidden, or made an error, by a filter."""
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # stderr is closed or missing
         sys.stderr.write(f"nvme_ops: {words}\n")
         sys.stderr.flush()

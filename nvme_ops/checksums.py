@@ -21,6 +21,6 @@ def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
 
 
 def joined(first: int, second: int, length: int, kind: str) -> int:
-    """Returns the checksum of two parts together: ``first`` of one, ``second`` of the ``length`` bytes after it."""
+    """Returns the checksum of two parts from the ``first`` one's, and the ``second``'s, which has ``length`` bytes."""
     found: int = native().joined_checksum(kind, first, second, length)
     return found

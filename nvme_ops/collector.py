@@ -9,9 +9,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Pauses the collector while the block makes thousands of objects, none of which is garbage.
+    """Pauses the collector while the block makes thousands of objects that are not garbage, which it would scan often.
 
-    It would scan them again and again.
     Also works as a decorator. Garbage of other threads is not collected meanwhile either.
     """
     was_on = gc.isenabled()

@@ -6,10 +6,10 @@
     nvme_ops.dcp.save(state_dict, "checkpoint")
     nvme_ops.dcp.load(state_dict, "checkpoint")
 
-    dcp.save(state_dict, storage_writer=nvme_ops.dcp.NvmeStorageWriter("checkpoint"))  # with DCP's other settings
+    dcp.save(state_dict, storage_writer=nvme_ops.dcp.NvmeStorageWriter("checkpoint"))  # for DCP's other arguments
     dcp.load(state_dict, storage_reader=nvme_ops.dcp.NvmeStorageReader("checkpoint"))
 
-The files are those of DCP's own ``FileSystemWriter``: either reader opens what either writer wrote. All of it lies in
+The files are those of DCP's own ``FileSystemWriter``: either reader opens what either writer wrote. The code is in
 ``nvme_ops.checkpoint.dcp``.
 """
 

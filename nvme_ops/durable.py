@@ -1,6 +1,6 @@
-"""Makes what was written durable, and the names of files and folders.
+"""Makes written data, and the names of files and folders, durable.
 
-Ctrl-C ends the wait for it, which may be long where a device does not answer.
+Ctrl-C ends the wait, which may be long if a device does not respond.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ Call = Literal["fsync", "fdatasync"]
 class Syncing:
     """An ``fsync`` that goes on when the wait for it is interrupted.
 
-    The kernel does not interrupt it: the main thread, which has the signals, leaves it to another one.
+    The call itself cannot be interrupted, so the main thread, which handles signals, leaves it to another thread.
 
     Args:
-        fd: of the file. It may be closed meanwhile.
-        path: of the file, for errors; or ``fd`` again.
-        call: which one of ``os``.
+        fd: descriptor of the file. It may be closed meanwhile.
+        path: name of the file for errors; or ``fd`` again.
+        call: name of the function in ``os``.
     """
 
     def __init__(self, fd: int, path: str | bytes | int | os.PathLike[str], call: Call = "fsync") -> None:
@@ -39,7 +39,7 @@ class Syncing:
             self._work(fd, own=False)
             return
         try:
-            # a daemon: whoever waits for it keeps the program from ending, and nobody else needs it
+            # a daemon: a caller that waits keeps the program running, and nobody else needs the result
             threading.Thread(target=self._work, args=[own], name=f"nvme_ops {call}", daemon=True).start()
         except RuntimeError:  # no more threads
             self._work(own)
@@ -51,7 +51,7 @@ class Syncing:
         except BaseException as error:
             failure = error
         if own:
-            with suppress(OSError):  # any write error was reported by that
+            with suppress(OSError):  # the sync has reported any write error
                 os.close(fd)
         if failure is None:
             self._ended.set_result(None)
@@ -59,18 +59,18 @@ class Syncing:
             self._ended.set_exception(failure)
 
     def wait(self) -> None:
-        """Waits for it. Raises OSError, which names the operation and the file."""
+        """Waits until the call has returned. Raises OSError that names the operation and the file."""
         with naming(self._name, self._path):
             self._ended.result()
 
 
 def sync(fd: int, path: str | bytes | int | os.PathLike[str], call: Call = "fdatasync") -> None:
-    """Makes an open file durable; otherwise like ``Syncing``."""
+    """Makes an open file durable and waits for that; takes the arguments of ``Syncing``."""
     Syncing(fd, path, call).wait()
 
 
 def sync_folder(folder: str | bytes) -> None:
-    """Makes the names in a folder durable. Raises OSError, which names the operation and the folder."""
+    """Makes the names in a folder durable. Raises OSError that names the operation and the folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(fd, folder, "fsync")
@@ -79,7 +79,7 @@ def sync_folder(folder: str | bytes) -> None:
 
 
 def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
-    """Makes a folder and its parents, where they are missing; ``durable``: their names are on the device then."""
+    """Makes a folder and its parents where they are missing; with ``durable`` their names are on the device then."""
     missing, above = [], os.path.abspath(path)
     while not os.path.lexists(above):
         missing.append(above)
@@ -94,18 +94,18 @@ def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
 
 
 def no_folder(path: str, words: str = "no such folder") -> FileNotFoundError:
-    """Returns the error for a folder that is missing, which names the first one of its path that is."""
+    """Returns the error for a missing folder; it names the topmost one of the path that is missing."""
     while not os.path.lexists(os.path.dirname(path)):
         path = os.path.dirname(path)
     return FileNotFoundError(errno.ENOENT, f"{words}; is a disk not mounted?", path)
 
 
 def make_last_folder(path: str) -> None:
-    """Makes a folder, durably, in one that exists, unless it is there.
+    """Makes a folder durably, unless it exists. Its parent must exist: where it is missing, a disk may not be mounted.
 
     Raises:
-        FileNotFoundError: the folder that it would be in is missing, and is named: a disk may not be mounted.
-        NotADirectoryError: there is something else.
+        FileNotFoundError: the parent is missing; the error names the topmost folder that is.
+        NotADirectoryError: the path exists and is not a folder.
     """
     try:
         os.mkdir(path)
@@ -113,7 +113,7 @@ def make_last_folder(path: str) -> None:
         if not os.path.isdir(path):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), path) from None
     except OSError as error:
-        if os.path.isdir(path):  # on a file system that cannot be written
+        if os.path.isdir(path):  # on a read-only file system
             return
         above = os.path.dirname(os.path.abspath(path))
         if not isinstance(error, FileNotFoundError) or os.path.lexists(above):
@@ -125,7 +125,7 @@ def make_last_folder(path: str) -> None:
 
 
 def sync_above(folder: str) -> None:
-    """Makes the names of a folder, and of those that it is in, durable: on its device, as far as they can be opened."""
+    """Makes the names of a folder and its parents durable, up to the device's root and where they can be opened."""
     folder = os.path.realpath(folder)
     device = os.stat(folder).st_dev
     while os.stat(above := os.path.dirname(folder)).st_dev == device and above != folder:

@@ -124,7 +124,7 @@ class Engine(Protocol):
 
 
 class ClosedEngine:
-    """The engine of a handle that was closed."""
+    """The engine of a closed handle: every method raises ValueError."""
 
     def _refuse(self, *_: Any) -> Any:
         raise ValueError("the handle is closed")

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 from nvme_ops.text import printable
 
 
-class naming:  # noqa: N801  (used as contextlib's)
-    """Has an OSError of a system call in the block, which knows a descriptor alone, name the operation and the file.
+class naming:  # noqa: N801  (used like contextlib's)
+    """A context that adds the operation and the file's name to an OSError of a system call on a descriptor.
 
     Args:
         operation: what the block does.
-        path: of the file, or its descriptor.
+        path: the file's, or its descriptor.
     """
 
     __slots__ = ("_operation", "_path")
@@ -36,12 +36,12 @@ class FormatError(ValueError):
     """The file is damaged, or not of the format that its name says; the message names the file and the field."""
 
     def __str__(self) -> str:
-        """Returns the message, with what a terminal would act on escaped: it has names from the file."""
+        """Returns the message with control characters escaped, since it contains names from the file."""
         return printable(super().__str__(), lines=True)
 
 
 class AnotherSaveError(FormatError):
-    """A shard belongs to another save than its index."""
+    """A shard and its index are from different saves."""
 
 
 class UnsafeError(FormatError, pickle.UnpicklingError):
@@ -49,11 +49,11 @@ class UnsafeError(FormatError, pickle.UnpicklingError):
 
 
 class ChecksumError(OSError):
-    """The bytes read differ from those that were saved. ``tensors`` names all tensors concerned."""
+    """The bytes read differ from those that were saved. ``tensors`` lists the names of all tensors concerned."""
 
     def __init__(self, path: str, tensors: Sequence[str]) -> None:
         shown = ", ".join(map(repr, tensors[:10])) + (f" and {len(tensors) - 10} more" if len(tensors) > 10 else "")
-        super().__init__(errno.EIO, f"other data than were saved, by their checksums, in {shown}", path)
+        super().__init__(errno.EIO, f"the data read does not have the checksums that were saved, in {shown}", path)
         self.tensors = list(tensors)
 
     def __reduce__(self) -> tuple[type[ChecksumError], tuple[str, list[str]]]:
@@ -61,7 +61,7 @@ class ChecksumError(OSError):
 
 
 class MissingTensorError(KeyError, RuntimeError):
-    """A name that only one side has: a KeyError as of a dict, a RuntimeError as of ``Module.load_state_dict``."""
+    """A name that only one side has: a KeyError like a dict's, a RuntimeError like ``Module.load_state_dict``'s."""
 
     def __str__(self) -> str:
         return str(self.args[0])
@@ -72,7 +72,7 @@ class SharedMemoryError(ValueError, RuntimeError):
 
 
 class DeadlockError(RuntimeError):
-    """A wait for memory that could never end, because those who hold it all wait for more themselves."""
+    """A wait for memory that could never end, because all threads that hold memory are waiting for more."""
 
 
 def note(error: BaseException, text: str) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from nvme_ops.ops.async_io import Operation
 
-    class _RawFile(io.RawIOBase, BinaryIO):  # what torch.save and others ask for
+    class _RawFile(io.RawIOBase, BinaryIO):  # the type that torch.save and others accept
         pass
 else:
     _RawFile = io.RawIOBase
@@ -60,10 +60,10 @@ def open(  # noqa: A001  (used as nvme_ops.open)
 
     Args:
         path: the file.
-        mode: as of Python's ``open``: ``"r"`` to read, ``"w"`` to write a new or emptied file, ``"x"`` to write a file
+        mode: as in Python's ``open``: ``"r"`` to read, ``"w"`` to write a new or emptied file, ``"x"`` to write a file
             that must be new, ``"a"`` to append; ``"r+"``, ``"w+"`` and ``"x+"`` to read and write. A ``b`` may be
             added: files are always binary.
-        handle: the handle whose settings the transfers use; one for the whole process when None.
+        handle: the handle that makes the transfers; one that the whole process shares when None.
 
     Raises:
         ValueError: an unknown mode, or a URL.
@@ -105,11 +105,11 @@ class File(_RawFile):
         self._handle = handle or shared_handle()
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
-        self._unsynced: int | None = None  # errno of a sync that failed
-        self._unnamed: str | bytes = ""  # the folder, until the file's name in it is durable
-        self._syncing: Syncing | None = None  # a sync that was interrupted, whose result is not known
+        self._sync_errno: int | None = None  # of a sync that failed
+        self._folder_to_sync: str | bytes = ""  # until the file's name in it is durable
+        self._syncing: Syncing | None = None  # a sync that was interrupted, so that its result is unknown
         try:
-            # Non-blocking until it is known not to be a pipe: opening that would wait for its other end.
+            # Non-blocking until it is known not to be a pipe, since opening one waits for its other end.
             self._fd = os.open(path, _FLAGS[plain] | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
             kind = os.fstat(self._fd).st_mode
             for refused, code in ((stat.S_ISFIFO, errno.ESPIPE), (stat.S_ISDIR, errno.EISDIR)):
@@ -117,7 +117,7 @@ class File(_RawFile):
                     raise OSError(code, os.strerror(code), path)
             os.set_blocking(self._fd, True)
             if _FLAGS[plain] & os.O_CREAT and stat.S_ISREG(kind):
-                self._unnamed = os.path.dirname(os.path.realpath(path))
+                self._folder_to_sync = os.path.dirname(os.path.realpath(path))
             self._open_file = native().OpenFile(self._fd)
             self._stream = Stream(self._handle, self._fd, self._open_file, plain)
         except BaseException:
@@ -146,50 +146,51 @@ class File(_RawFile):
             OSError: the kernel reported an error.
             ValueError: the tensor cannot be filled in place, or the file is closed.
         """
-        self._to_read()
+        self._prepare_read()
         return self._engine.run(Op.READ, tensor, self._open_file, offset, False)
 
     def pwrite(self, tensor: torch.Tensor, offset: int) -> int:
         """Stores ``tensor`` at byte ``offset`` of the file; returns the bytes written. The position does not move."""
-        self._to_write()
+        self._prepare_write()
         return self._engine.run(Op.WRITE, tensor, self._open_file, offset, False)
 
     def pread_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Starts what ``pread`` does and returns a future."""
-        self._to_read()
+        self._prepare_read()
         return self._submit(Op.READ, tensor, offset)
 
     def pwrite_async(self, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Starts what ``pwrite`` does and returns a future."""
-        self._to_write()
+        self._prepare_write()
         return self._submit(Op.WRITE, tensor, offset)
 
     def sync(self) -> None:
         """Flushes, waits for pending transfers, then makes everything written durable (``fsync``).
 
-        The name of a file that this mode makes is durable too, if the folder can be read.
+        If the mode creates files, the file's name becomes durable too, provided that its folder can be read.
 
         Raises:
             OSError: the device failed. The kernel does not try again: what was written may be lost, although it can
-                still be read now. Each further call raises, until ``truncate(0)``; then it can be written again.
+                still be read now. Each further call raises until ``truncate(0)``, after which the file can be written
+                anew.
         """
         self.flush()
         self._settle()
-        if self._unsynced is not None:
+        if self._sync_errno is not None:
             what = "an earlier sync has failed, and what was written before it may be lost: write the file anew"
-            raise OSError(self._unsynced, what, self.name)
+            raise OSError(self._sync_errno, what, self.name)
         try:
-            if self._syncing is not None:  # interrupted: only that one is told what the kernel could not write
+            if self._syncing is not None:  # interrupted: the kernel reports a write error to one sync alone
                 self._syncing.wait()
             self._syncing = Syncing(self.fileno(), self.name)
             self._syncing.wait()
             self._syncing = None
-            if self._unnamed:
-                with contextlib.suppress(PermissionError):  # a folder that only takes files
-                    sync_folder(self._unnamed)
-                self._unnamed = ""
+            if self._folder_to_sync:
+                with contextlib.suppress(PermissionError):  # a folder that may be written to and not read
+                    sync_folder(self._folder_to_sync)
+                self._folder_to_sync = ""
         except OSError as error:
-            self._unsynced = error.errno
+            self._sync_errno = error.errno
             raise
 
     # The stream
@@ -228,7 +229,7 @@ class File(_RawFile):
         return self._stream.peek(max(1, size))
 
     def write(self, buffer: ReadableBuffer, /) -> int:
-        """Writes ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns the bytes written: all."""
+        """Writes all of ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns its bytes."""
         self._require(self.writable(), "writable")
         with memoryview(buffer) as whole, whole.cast("B") as view:
             self._stream.write(view)
@@ -256,13 +257,13 @@ class File(_RawFile):
 
     def truncate(self, size: int | None = None, /) -> int:
         """Truncates or extends the file to ``size`` bytes, by default to the position; returns the size."""
-        self._to_write()
+        self._prepare_write()
         self._settle()
         size = self._stream.tell() if size is None else size
         with naming("truncate", self.name):
             os.ftruncate(self._fd, size)
         if not size:
-            self._unsynced = self._syncing = None
+            self._sync_errno = self._syncing = None
         return size
 
     def fileno(self) -> int:
@@ -307,7 +308,7 @@ class File(_RawFile):
     def _submit(self, op: Op, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Submits and records a transfer.
 
-        Each change of the set is one call in C, so that no signal or thread can come between a transfer and its record.
+        Each change of the set is one call in C: no signal or thread can intervene between submitting and recording.
         """
         self._pending.difference_update([operation for operation in list(self._pending) if operation.done()])
         arguments = (op,), (tensor,), (self._open_file,), (offset,), (False,)
@@ -329,12 +330,12 @@ class File(_RawFile):
         if not allowed:
             raise io.UnsupportedOperation(f"not {what} in mode {self.mode!r}: {self.name!r}")
 
-    def _to_read(self) -> None:
-        """Requires that it may be read at any place, and makes what was written be there."""
+    def _prepare_read(self) -> None:
+        """Prepares a read at any offset: requires a readable mode, and flushes what the stream has written."""
         self._require(self.readable(), "readable")
         self._stream.flush()
 
-    def _to_write(self) -> None:
-        """Requires that it may be written at any place, and forgets what was read ahead."""
+    def _prepare_write(self) -> None:
+        """Prepares a write at any offset: requires a writable mode, flushes, and discards what was read ahead."""
         self._require(self.writable(), "writable")
         self._stream.give_way()

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 else:
     _Future = object
 
-_making = threading.Lock()
+_making_waiter_state = threading.Lock()
 
 
-class _Waited:
+class _WaiterState:
     """The state that ``concurrent.futures.wait`` and ``as_completed`` keep in a future."""
 
     def __init__(self) -> None:
@@ -50,12 +50,12 @@ class IoFuture(_Future):
     then. A failure that is never retrieved is reported through ``sys.unraisablehook``.
     """
 
-    __slots__ = ("__weakref__", "_exception", "_operation", "_waited")
+    __slots__ = ("__weakref__", "_exception", "_operation", "_waiter_state")
 
     def __init__(self, operation: Operation) -> None:
         self._operation = operation
         self._exception: BaseException | None = None
-        self._waited: _Waited | None = None
+        self._waiter_state: _WaiterState | None = None
 
     def done(self) -> bool:
         """Returns whether the transfer has ended, successfully or not."""
@@ -73,7 +73,7 @@ class IoFuture(_Future):
         """Asks that no further part of the transfer be started.
 
         It still ends in the usual way, as soon as nothing of it is in flight: with OSError (ECANCELED) if part of it
-        was never started. Wait for that before the memory is used.
+        was never started. Wait for its end before using the memory.
         """
         self._operation.request_cancel()
 
@@ -85,7 +85,7 @@ class IoFuture(_Future):
         """Waits for the transfer and returns the bytes moved.
 
         Args:
-            timeout: seconds to wait at most; without limit when None.
+            timeout: the most seconds to wait; without limit when None.
 
         Raises:
             TimeoutError: the transfer has not ended after ``timeout`` seconds; it goes on.
@@ -132,15 +132,15 @@ class IoFuture(_Future):
         _state = property(lambda self: self._for_waiters().state)
         _waiters = property(lambda self: self._for_waiters().waiters)
 
-    def _for_waiters(self) -> _Waited:
-        with _making:
-            if self._waited is not None:
-                return self._waited
-            self._waited = waited = _Waited()
-        self.add_done_callback(waited.end)
+    def _for_waiters(self) -> _WaiterState:
+        with _making_waiter_state:
+            if self._waiter_state is not None:
+                return self._waiter_state
+            self._waiter_state = state = _WaiterState()
+        self.add_done_callback(state.end)
         if self.done():
-            waited.end(self)
-        return waited
+            state.end(self)
+        return state
 
     def __repr__(self) -> str:
         """Returns for example ``<IoFuture: pending>``."""

@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 # The native module takes the place of the package nvme_ops.ops.gds, from which programs import the builder
 __all__ = ["GDSBuilder", "gds_handle"]
 
-_PAGE = 4096  # bytes: cuFile's direct path wants memory and offsets that are multiples of it
+_PAGE = 4096  # bytes: cuFile's direct path requires addresses and offsets that are multiples of it
 
 
 def is_ready() -> bool:
-    """Returns whether the gds op is built."""
+    """Returns whether the gds op can be loaded without being compiled."""
     builder = GDSBuilder()
     return builder.is_loaded() or builder.is_installed() or builder.is_cached()
 
 
 def opened() -> Any:
-    """Returns the native module, cuFile's driver open unless ``NVME_OPS_GDS`` is ``off``.
+    """Returns the native module with cuFile's driver open, or not opened if ``NVME_OPS_GDS`` is ``off``.
 
     Raises:
-        ValueError: ``NVME_OPS_GDS`` is none of the three.
-        RuntimeError: cuFile cannot work here, or not as ``NVME_OPS_GDS`` requires. Nothing is compiled for that.
+        ValueError: ``NVME_OPS_GDS`` is not ``auto``, ``require`` or ``off``.
+        RuntimeError: cuFile cannot work here, which is found before compiling; or not as ``NVME_OPS_GDS`` requires.
     """
     from nvme_ops.op_builder import cufile
 
@@ -45,7 +45,7 @@ def opened() -> Any:
     if mode not in ("auto", "require", "off"):
         raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
     builder = GDSBuilder()
-    unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # whoever names a library means that one
+    unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # a library that the user names is not checked
     if not (unchecked or is_ready()) and not builder.is_compatible():
         raise RuntimeError(
             f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
@@ -70,18 +70,18 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     was.
 
     The environment variable ``NVME_OPS_GDS``, read when a handle is made, limits the choice: ``auto``; ``require``
-    raises RuntimeError, with the reason, instead of using another path than GPUDirect Storage; ``off`` never uses
-    cuFile. Parts of a transfer outside whole pages of the file (4096 bytes) always go through staging memory.
+    raises RuntimeError, with the reason, instead of using any path but GPUDirect Storage; ``off`` never uses cuFile.
+    Parts of a transfer outside whole pages of the file (4096 bytes) always go through staging memory.
 
     Args:
         block_size: bytes of one cuFile call, and of one request on the other paths.
         intra_op_parallelism: concurrent cuFile calls, each on a slice of the tensor, and lanes of the other paths.
-        queue_depth: as for ``aio_handle``, as are those below; cuFile uses none of them.
-        single_submit: as there.
-        overlap_events: as there.
-        num_threads: as there.
-        backend: as there.
-        cache: as there; ``"buffered"`` rules cuFile out.
+        queue_depth: as for ``aio_handle``, like all that follow; cuFile uses none of them.
+        single_submit: as for ``aio_handle``.
+        overlap_events: as for ``aio_handle``.
+        num_threads: as for ``aio_handle``.
+        backend: as for ``aio_handle``.
+        cache: as for ``aio_handle``; ``"buffered"`` rules cuFile out.
 
     Raises:
         ValueError: as ``aio_handle``; an unknown value of ``NVME_OPS_GDS``.
@@ -101,7 +101,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         return last
 
     def path_statistics(self) -> dict[str, Any]:
-        """Returns ``last``; ``why`` it was chosen; and ``uses``: ``transfers`` and ``bytes`` of each path."""
+        """Returns ``last``, the last path; ``why`` it was chosen; and ``uses``: ``transfers`` and ``bytes`` by path."""
         statistics: dict[str, Any] = self._engine.paths()
         return statistics
 
@@ -158,14 +158,14 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
         return bool(self._gds.unpin(tensor))
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Returns whether torch or a handle pinned CPU memory, or cuFile all memory of an accelerator tensor."""
+        """Returns whether ``buffer`` is pinned: on the CPU by torch or a handle, else all of it by cuFile."""
         if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
             return bool(self._gds.is_pinned(buffer))
         return super().is_pinned(buffer)
 
 
 class Engines:
-    """The ``Engine`` of a handle with cuFile: that of ``async_io`` for host memory, that of ``gds`` for the rest."""
+    """The ``Engine`` of a ``gds_handle``: that of ``async_io`` moves host memory, that of ``gds`` all other memory."""
 
     def __init__(self, host: Engine, device: Engine) -> None:
         self._host, self._device = host, device

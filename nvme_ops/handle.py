@@ -73,9 +73,9 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         RuntimeError: the backend asked for by name does not work here; the message says why.
     """
 
-    _way = "cpu"  # the way to a tensor, as nvme-tune names it
-    _dictionary: Dictionary | None = None  # of a handle that learns
-    _learns_for: dict[str, Any]  # the arguments of a handle that learns
+    _way = "cpu"  # how tensors are reached, as nvme-tune names it
+    _dictionary: Dictionary | None = None  # what an adaptive handle has learned
+    _adaptive_arguments: dict[str, Any]  # the arguments of ``adaptive``
 
     def __init__(
         self,
@@ -115,21 +115,21 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
 
     @classmethod
     def tuned(cls, path: str | os.PathLike[str], *, way: Way | None = None, **given: Any) -> Self:
-        """Returns a handle with the settings that ``nvme-tune`` found for the device under ``path``; else the defaults.
+        """Returns a handle with the settings that ``nvme-tune`` found for the device of ``path``, else the defaults.
 
         Args:
-            path: a file or folder, which need not exist yet; the folder that it is to be in must. It only identifies
+            path: a file or folder on the device. It need not exist yet, but its parent folder must. It only identifies
                 the device: the handle reads and writes any file.
             way: what was tuned: ``"cpu"``; ``"gpu"`` or ``"gds"`` for what ``nvme-tune --gpu`` and ``--gds`` found.
                 None: ``"gds"`` for a ``gds_handle``, else ``"cpu"``.
-            given: arguments of the handle, which are used as they are given.
+            given: arguments of the handle; they take precedence over what was found.
 
         Raises:
-            FileNotFoundError: the folder of ``path`` is missing.
+            FileNotFoundError: the parent folder of ``path`` is missing.
             ValueError: as for the arguments.
 
         Warns:
-            RuntimeWarning: what is stored is damaged, or others can change it; it is ignored.
+            RuntimeWarning: the stored settings are damaged, or others can change them; they are ignored.
         """
         from nvme_ops.tuning import store
 
@@ -150,18 +150,18 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         tools are tried again when the best one's cost rises or falls by a factor of 1.5, and after 1024 transfers in
         any case. Nothing is transferred that the program does not ask for. What was learned is kept for each device in
         the user's cache folder, when a handle is closed or dropped and at exit; the next program starts from it. The
-        handles of a process that use the same device learn together. ``explain`` tells what was learned.
+        handles of a process that use the same device learn together. ``explain`` describes what was learned.
 
         The environment variable ``NVME_OPS_ADAPTIVE``, read when a handle is made, limits it: ``frozen`` uses what is
         known and learns nothing, so that the same calls always use the same tools; ``off`` makes it a ``tuned`` handle.
 
         Args:
             path: as for ``tuned``.
-            way: as there.
+            way: as for ``tuned``.
             given: arguments of the handle, which are never changed.
 
         Raises:
-            FileNotFoundError: the folder of ``path`` is missing.
+            FileNotFoundError: the parent folder of ``path`` is missing.
             ValueError: as for the arguments; an unknown value of ``NVME_OPS_ADAPTIVE``.
         """
         from nvme_ops.storage.device import identify
@@ -171,13 +171,13 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         device = identify(path, way or cls._way, handle.backend)
         handle._dictionary = dictionary_of(device, handle._settings, given)
         if handle._dictionary is not None:
-            handle._learns_for = {"path": os.path.abspath(os.fspath(path)), "way": way, **given}
+            handle._adaptive_arguments = {"path": os.path.abspath(os.fspath(path)), "way": way, **given}
             handle._engine = handle._make_engine()
             weakref.finalize(handle, handle._dictionary.save)
         return handle
 
     def learned(self) -> list[Learned]:
-        """Returns what an ``adaptive`` handle knows about each class of transfers on its device; else nothing."""
+        """Returns what was learned about each class of transfers on the device; [] if the handle is not adaptive."""
         if self._dictionary is None:
             return []
         if not self.closed:
@@ -185,7 +185,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._dictionary.learned()
 
     def explain(self) -> str:
-        """Returns ``learned`` in words: for each class what is used, how fast it is, and what else was tried."""
+        """Describes what was ``learned``: for each class the tool in use, its speed, and the others that were tried."""
         if self._dictionary is None:
             return "not adaptive, or NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings"
         lines = [str(one) for one in self.learned()]
@@ -235,7 +235,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the handle's settings: unpickling makes a new handle with the same ones, adaptive if this one is."""
         if self._dictionary is not None:
-            return functools.partial(type(self).adaptive, **self._learns_for), ()
+            return functools.partial(type(self).adaptive, **self._adaptive_arguments), ()
         return functools.partial(type(self), **self._settings), ()
 
     def get_block_size(self) -> int:
@@ -255,7 +255,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return cast("bool", self._settings["overlap_events"])
 
     def get_intra_op_parallelism(self) -> int:
-        """Returns the constructor's ``intra_op_parallelism``; 1, as DeepNVMe's default, if that is automatic."""
+        """Returns the constructor's ``intra_op_parallelism``; if that is automatic, 1, which is DeepNVMe's default."""
         return self._settings["intra_op_parallelism"] or 1
 
     def get_thread_count(self) -> int:
@@ -263,7 +263,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self.get_intra_op_parallelism()
 
     def get_alignment(self) -> int:
-        """Returns the bytes to which a caller may pad, as in DeepNVMe: 512 for each lane. Padding is never required."""
+        """Returns the bytes to which DeepNVMe's callers pad, 512 for each lane. Padding is never required here."""
         return _SECTOR * self.get_intra_op_parallelism()
 
     @property
@@ -324,11 +324,11 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._transfer(Op.WRITE, buffer, filename, file_offset, validate, async_op)
 
     def sync_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
-        """Fills ``buffer`` and waits, also for earlier asynchronous operations; returns how many have ended."""
+        """Fills ``buffer`` and waits, also for earlier asynchronous operations; returns the number of operations."""
         return self._transfer(Op.READ, buffer, filename, file_offset, False, False)
 
     def sync_pwrite(self, buffer: Source, filename: FileName, file_offset: int | None = None) -> int:
-        """Stores ``buffer`` and waits, also for earlier asynchronous operations; returns how many have ended."""
+        """Stores ``buffer`` and waits, also for earlier asynchronous operations; returns the number of operations."""
         return self._transfer(Op.WRITE, buffer, filename, file_offset, False, False)
 
     def async_pread(self, buffer: Target, filename: FileName, file_offset: int | None = None) -> int:
@@ -391,10 +391,10 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
         Wrong arguments raise at once. The file is opened when the transfer starts: any error from that, a missing file
-        included, comes from the future. Do not rename or remove the file until then.
+        included, comes from the future. Do not rename or remove the file before the transfer has ended.
 
         Args:
-            tensor: to be filled.
+            tensor: all of it is filled.
             file: a path, an open file descriptor, or a file of ``nvme_ops.open``, which is not opened again.
             file_offset: in bytes.
             priority: ``nvme_ops.Priority``. More urgent transfers of this process overtake less urgent ones.
@@ -420,7 +420,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         *,
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
-        """Starts many reads in one call; the future's result is the total of bytes moved.
+        """Starts many reads in one call; the future's result is the total number of bytes moved.
 
         Args:
             tensors: one for each read; a contiguous CPU tensor stands for its rows along the first dimension.
@@ -429,7 +429,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
             file_offsets: one for each read, in bytes. None: offset 0 of each file.
             priority: as in ``submit_pread``.
         """
-        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _plain(file_offsets), priority))
+        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority))
 
     def submit_pwritev(
         self,
@@ -440,7 +440,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         priority: Priority = Priority.DEMAND,
     ) -> IoFuture:
         """Starts many writes in one call; like ``submit_preadv``. Without offsets each tensor is its whole file."""
-        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _plain(file_offsets), priority))
+        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority))
 
     def statistics(self) -> Statistics:
         """Returns what this handle has moved, and how, since it was made. Costs a few nanoseconds for each request.
@@ -463,7 +463,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         Args:
             num_elem: number of elements.
             example_tensor: gives the dtype.
-            example_tenosr: the same; DeepNVMe spells it so.
+            example_tenosr: DeepNVMe's spelling of ``example_tensor``.
 
         Warns:
             RuntimeWarning: the system refused to lock the pages (RLIMIT_MEMLOCK); the tensor works all the same.
@@ -516,6 +516,7 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
 
     Raises:
         ValueError: sizes differ, or ``dest`` is not contiguous while its shape or dtype differs from that of ``src``.
+        TypeError: one of them is not a tensor.
     """
     for name, tensor in (("dest", dest), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
@@ -532,5 +533,5 @@ def deepspeed_memcpy(dest: torch.Tensor, src: torch.Tensor) -> int:
     return 0
 
 
-def _plain(offsets: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:
+def _as_list(offsets: Sequence[int] | torch.Tensor | None) -> Sequence[int] | None:
     return offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets

@@ -16,7 +16,7 @@ _CACHE_MODES = ("auto", "direct", "buffered")
 
 
 def flag(name: str, value: object) -> bool:
-    """Converts what pybind11, and so DeepNVMe, accepts as a bool: numbers too, but not a string."""
+    """Converts what pybind11, and therefore DeepNVMe, accepts as a bool: also numbers, but no strings."""
     if value is None or hasattr(type(value), "__bool__"):
         return bool(value)
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
@@ -47,7 +47,7 @@ def one_file(method: str, filename: FileName | None, fd: int | None) -> FileName
 
 
 def one_example(example_tensor: torch.Tensor | None, example_tenosr: torch.Tensor | None) -> torch.Tensor:
-    """Returns the tensor that gives the dtype; DeepNVMe misspells the keyword on its older handles."""
+    """Returns the one that was given. Raises TypeError unless it is one tensor. DeepNVMe misspells the keyword."""
     if example_tensor is not None and example_tenosr is not None:
         raise TypeError("example_tensor and example_tenosr are two names for one argument: give one of them")
     example = example_tenosr if example_tensor is None else example_tensor

@@ -1,12 +1,12 @@
-"""How much more memory a process can have: of the machine, and within its cgroups."""
+"""Finds how much more memory a process can have, on the machine and within its cgroups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
-#: For each version of cgroups: the files with limits, with the bytes in use, and the line of ``memory.stat`` with those
-#: that the kernel gives up when it needs room (Documentation/admin-guide: cgroup-v2.rst and cgroup-v1/memory.rst).
+#: For each version of cgroups: the files with limits and with the bytes in use, and the line of ``memory.stat`` with
+#: the bytes that the kernel reclaims first (Documentation/admin-guide: cgroup-v2.rst and cgroup-v1/memory.rst).
 _FILES = {
     "cgroup2": (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     "cgroup": (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
@@ -16,8 +16,8 @@ _FILES = {
 def free_memory(root: Path = Path("/")) -> int:
     """Returns the bytes that this process can still allocate before the kernel refuses, or kills it.
 
-    The least of what the machine has (``MemAvailable``) and what each limit leaves: those of the process's own cgroup
-    and of its ancestors, in cgroup v1 and v2. Limits that cannot be read are ignored.
+    That is the least of what the machine has (``MemAvailable``) and what the limits of the process's cgroup and its
+    ancestors leave, in cgroup v1 and v2. Limits that cannot be read are ignored.
 
     Args:
         root: prefix of every path that is read.
@@ -49,7 +49,7 @@ def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
         key = "" if kind == "cgroup2" else "memory" if "memory" in controllers else None
         if kind not in _FILES or key not in paths:
             continue
-        # A container sees part of the hierarchy: the root of its mount is words[3] of the machine's.
+        # A container sees part of the hierarchy: words[3] is where its mount begins in the machine's.
         shown, own = PurePosixPath(words[3]), PurePosixPath(paths[key])
         top = root / words[4].lstrip("/")
         yield kind, top, top / own.relative_to(shown) if own.is_relative_to(shown) else top

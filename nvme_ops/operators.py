@@ -1,4 +1,4 @@
-"""What torch's operators do, also where their schemas do not say so: return views, write, take lists."""
+"""Tells which of torch's operators return views, write or take lists, also where their schemas do not say so."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _WRITES = dict.fromkeys(
     ("aten::native_batch_norm", "aten::cudnn_batch_norm", "aten::miopen_batch_norm"), ("running_mean", "running_var")
 )
 _RECEIVED = ("tensors", "output", "outputs", "output_tensor", "output_tensors", "output_lists")  # by collectives
-# Views that set a bit of the tensor, which operations below the dispatcher's do not look at: what they mean, as a copy.
+# Views that set a bit of the tensor, which code below the dispatcher ignores, and operators that copy their values.
 BITS = {aten._conj.default: aten.conj_physical.default, aten._neg_view.default: aten.neg.default}
 SHAPE_CHANGES = (aten.resize_.default, aten.resize_as_.default, aten.set_.source_Storage)
 
 
 @functools.cache
 def is_view(func: Any) -> bool:
-    """Whether an operator returns views, and changes nothing."""
+    """Returns whether an operator returns views and changes nothing."""
     returns = func._schema.returns
     if func in _VIEWS:
         return True
@@ -32,7 +32,7 @@ def is_view(func: Any) -> bool:
 
 @functools.cache
 def writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
-    """Returns place and name of each argument that an operation writes to, and whether it is a list."""
+    """Returns, for each argument that an operation writes to, its position, its name and whether it is a list."""
     return tuple(
         (number, argument.name, isinstance(argument.type, torch.ListType))
         for number, argument in enumerate(func._schema.arguments)
@@ -44,12 +44,12 @@ def writes(func: Any) -> tuple[tuple[int, str, bool], ...]:
 
 @functools.cache
 def has_out(func: Any) -> bool:
-    """Whether an operation has an ``out=``, which it resizes where the result has another shape."""
+    """Returns whether an operation has an ``out=``, which it resizes where the result has another shape."""
     return any(argument.is_out for argument in func._schema.arguments)
 
 
 def writes_now(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this call writes to what ``writes`` names: batch norm does so in training alone."""
+    """Returns whether this call writes to the arguments that ``writes`` names: batch norm only does in training."""
     if func._schema.name not in _WRITES:
         return True
     names = [argument.name for argument in func._schema.arguments]
@@ -57,7 +57,7 @@ def writes_now(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
 
 
 def members(func: Any, args: Any) -> int:
-    """Returns how many tensors an operation of lists takes, if it treats each of them by itself; else 0."""
+    """Returns the length of the lists that an operation takes, if it treats each tensor on its own; else 0."""
     named = func._schema.name.startswith(("aten::_foreach_", "aten::_fused_", "aten::_amp_foreach_"))
     if not named or len(func._schema.returns) > 1:
         return 0
@@ -65,7 +65,7 @@ def members(func: Any, args: Any) -> int:
 
 
 def one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
-    """Does an operation of lists with one member of each after the other: together they may not fit in memory."""
+    """Runs an operation on lists for one member of each at a time, since all of them may not fit in memory."""
     given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
 
     def of(name: str, value: Any, number: int) -> Any:
@@ -81,7 +81,7 @@ def one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
 
 
 def leaves(value: Any) -> Iterator[Any]:
-    """Yields what is in lists and tuples: all that operators take."""
+    """Yields the values in nested lists and tuples, the only containers that operators take."""
     for each in value:
         if isinstance(each, list | tuple):
             yield from leaves(each)
@@ -90,5 +90,5 @@ def leaves(value: Any) -> Iterator[Any]:
 
 
 def mapped(function: Callable[[Any], Any], values: Any) -> list[Any]:
-    """Calls a function with each of ``leaves``."""
+    """Calls a function with each of ``leaves``; returns the results in lists, nested in the same way."""
     return [mapped(function, each) if isinstance(each, list | tuple) else function(each) for each in values]

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 __all__ = ["pin_handle"]
 
-# By the address of their memory. A buffer leaves when the last tensor over it does. No lock, which a fork could leave
-# held: taking a buffer out of a dictionary is one step.
+# By the address of their memory. A buffer is removed with the last tensor over it. There is no lock, which a fork could
+# leave held: taking a buffer out of a dictionary is atomic.
 _locked: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, Buffer] = weakref.WeakValueDictionary()  # tensors still refer to their memory
 
@@ -74,7 +74,7 @@ def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:
         )
     tensor = torch.frombuffer(buffer, dtype=example.dtype, count=max(1, num_elem))
     _locked[tensor.data_ptr()] = buffer
-    return tensor if num_elem else tensor[:0]  # not a view: views must keep this very tensor, which has finalizers
+    return tensor if num_elem else tensor[:0]
 
 
 def free_locked_tensor(tensor: torch.Tensor, argument: str) -> bool:

@@ -9,14 +9,14 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-_NOW_AND_THEN = 30.0  # seconds between lines
+_LINE_INTERVAL = 30.0  # seconds
 _STEPS = "{l_bar}{bar}| {n}/{total} {elapsed}"
 
 Step = Callable[[str], None]  # ends the previous step and names the next one
 
 
 class _Progress:
-    """A bar of tqdm's; without a terminal or without tqdm lines, and nothing of what is short."""
+    """A bar of tqdm's; without a terminal or without tqdm a line every 30 seconds, so none for short work."""
 
     def __init__(self, **options: Any) -> None:
         self._bar: Any = None
@@ -28,12 +28,12 @@ class _Progress:
                 self._bar = tqdm(leave=False, **options)
 
     def advance(self, count: int, line: str, words: str = "") -> None:
-        """Adds to what is done, which a line says in full; a bar has ``words`` beside it."""
+        """Adds ``count`` to what is done. A bar shows it with ``words`` beside it, without one ``line`` is written."""
         if self._bar is not None:
             if words:
                 self._bar.set_description_str(words)
             self._bar.update(count)
-        elif time.monotonic() - self._shown >= _NOW_AND_THEN:
+        elif time.monotonic() - self._shown >= _LINE_INTERVAL:
             self._shown = time.monotonic()
             sys.stderr.write(f"{line}\n")
             sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Which one of several processes this is, and folder names that say so: ``"/mnt/nvme{local_rank}"``."""
+"""Finds which of several processes this is, and expands folder names like ``"/mnt/nvme{local_rank}"``."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ class Rank(NamedTuple):
 
 
 def distributed() -> Rank | None:
-    """Returns which rank of ``torch.distributed`` this is; None unless that is initialized."""
+    """Returns the rank of this process in ``torch.distributed``; None unless that is initialized."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     return Rank(torch.distributed.get_rank(), torch.distributed.get_world_size())
 
 
 def started() -> Rank:
-    """Returns what ``torchrun`` or another launcher says in the environment; 0 of 1 without one.
+    """Returns the rank that ``torchrun`` or another launcher has set in the environment; 0 of 1 without one.
 
-    Raises ValueError for what is not a number.
+    Raises ValueError for a variable that is not a number.
     """
-    return Rank(_told("RANK", 0), _told("WORLD_SIZE", 1))
+    return Rank(_from_environment("RANK", 0), _from_environment("WORLD_SIZE", 1))
 
 
 def expanded(folder: str | os.PathLike[str]) -> str:
-    """Returns the name of a folder with ``{rank}``, ``{local_rank}`` and ``{hostname}`` replaced; all else stays.
+    """Returns the name of a folder with ``{rank}``, ``{local_rank}`` and ``{hostname}`` replaced, and nothing else.
 
     Raises ValueError for ``{local_rank}`` if there are several ranks and the launcher has not set ``LOCAL_RANK``.
     """
@@ -39,14 +39,14 @@ def expanded(folder: str | os.PathLike[str]) -> str:
     if "{rank}" in name:
         name = name.replace("{rank}", str((distributed() or started()).rank))
     if "{local_rank}" in name:
-        local = _told("LOCAL_RANK", -1)
+        local = _from_environment("LOCAL_RANK", -1)
         if local < 0 and (me := distributed() or started()).world_size > 1:
             raise ValueError(f"{name}: LOCAL_RANK is not set, and this is rank {me.rank} of {me.world_size}")
         name = name.replace("{local_rank}", str(max(0, local)))
     return name.replace("{hostname}", os.uname().nodename)
 
 
-def _told(name: str, default: int) -> int:
+def _from_environment(name: str, default: int) -> int:
     found = os.environ.get(name) or str(default)
     try:
         return int(found)

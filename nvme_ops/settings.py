@@ -7,25 +7,25 @@ from typing import Any
 
 from nvme_ops.text import MIB, size_words
 
-#: Bytes of one buffer of a ring: large enough to keep a device busy while the one before is used.
+#: Bytes of one buffer of a ring: large enough to keep a device busy while the previous one is used.
 PIECE = 8 << 20
 
 #: Buffers of a ring: one is filled while the other is used.
 RING_DEPTH = 2
 
-#: Bytes of tensors from which pages of the file should fall on pages of their memory: smaller ones are copied anyway.
+#: Bytes from which a tensor's pages in memory should be pages of the file, too: smaller tensors are copied anyway.
 LARGE = 64 << 10
 
-#: Bytes of a page of memory, and of what direct I/O moves at least.
+#: Bytes of a page of memory, and the least that direct I/O moves.
 PAGE = 4096
 
 #: Bytes to which tensors that share a memory are aligned, as torch aligns its own.
 ALIGNMENT = 64
 
-#: Bytes by which a slab grows, and with which it begins.
+#: Bytes of a new slab, and by which it grows.
 SLAB_STEP = 256 << 20
 
-#: Bytes of a tensor from which it is divided among several folders, and of the parts.
+#: Bytes from which a tensor is divided among several folders, and of each part.
 STRIPE = 4 << 20
 
 

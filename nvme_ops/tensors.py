@@ -34,6 +34,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
 
     Raises:
         ValueError: a negative size.
+        TypeError: a size that is not an int, or a dtype that is not a torch.dtype.
         MemoryError: there is not enough memory.
     """
     given = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
@@ -53,7 +54,7 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor in host memory, in place. They keep the tensor."""
+    """Returns the memory of a contiguous CPU tensor, not a copy. It keeps the tensor alive."""
     if tensor.nbytes == 0:
         return memoryview(b"")
     array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

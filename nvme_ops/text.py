@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
-# Control characters, halves of surrogate pairs, and what changes the direction of what follows.
+# Control characters, halves of surrogate pairs, and characters that change the direction of text.
 _ACTED_ON_IN_LINES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
 _ACTED_ON = re.compile(_ACTED_ON_IN_LINES.pattern[:-1] + "\\t\\n]")
 
@@ -21,7 +21,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def parse_json(content: bytes | str) -> Any:
-    """Parses JSON that others may have written. Raises ValueError, also for what is nested too deeply."""
+    """Parses JSON that others may have written. Raises ValueError, also if it is nested too deeply."""
     try:
         return json.loads(content)
     except RecursionError as error:
@@ -29,9 +29,9 @@ def parse_json(content: bytes | str) -> Any:
 
 
 def printable(text: object, *, lines: bool = False) -> str:
-    """Returns a text in which what a terminal acts on is escaped, and what no encoding has: names may have anything.
+    """Escapes characters that a terminal acts on or that cannot be encoded: names of files may contain anything.
 
-    ``lines``: it may have line breaks and tabs.
+    With ``lines``, line breaks and tabs stay.
     """
     return (_ACTED_ON_IN_LINES if lines else _ACTED_ON).sub(lambda found: repr(found[0])[1:-1], str(text))
 
@@ -39,7 +39,7 @@ def printable(text: object, *, lines: bool = False) -> str:
 def parse_size(text: str, *, zero: bool = False) -> int:
     """Parses a size in bytes: ``2G`` and ``2GiB`` are 2 * 1024**3, ``2GB`` is 2 * 1000**3, ``4096`` is 4096.
 
-    ``zero``: a size of 0 is one too. Raises ValueError for what is no size.
+    ``zero`` allows a size of 0. Raises ValueError for anything that is not a size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
     size = Fraction(-1)
@@ -85,8 +85,8 @@ def terminal_width() -> int:
 def columns_text(lines: Sequence[Sequence[str]]) -> str:
     """Aligns cells in columns, each as wide as its widest cell. They are made ``printable``.
 
-    Columns for which a line has no room come below, beside the first column again. A name in the first column that
-    leaves no room for the others has a line of its own; other cells are wrapped.
+    Columns that do not fit in a line form a further block below, beside the first column again. A name in the first
+    column that leaves no room for the others has a line of its own; other cells are wrapped.
     """
     width = terminal_width()
     lines = [[printable(cell) for cell in line] for line in lines]
@@ -106,7 +106,7 @@ def _block(lines: Sequence[Sequence[str]], label: int, columns: Sequence[tuple[i
     for line in lines:
         name, cells = line[0], [textwrap.wrap(line[number], max(1, width)) or [""] for number, width in columns]
         if columns and columns[0][0] > 1 and not any(line[number] for number, _ in columns):
-            continue  # of a block below, in which it has nothing
+            continue  # nothing to show in a block below the first
         if len(name) > label:
             shown.append(name)
             name = ""
@@ -120,7 +120,7 @@ def _block(lines: Sequence[Sequence[str]], label: int, columns: Sequence[tuple[i
 
 
 def fitted(text: str) -> str:
-    """Wraps the lines that are too long for the terminal, with what follows indented."""
+    """Wraps the lines that are too long for the terminal, and indents their continuations."""
     width = terminal_width()
     return "\n".join(
         line

@@ -1,4 +1,4 @@
-"""Reads a whole file: a read that returns less than was asked is not the end of it."""
+"""Reads a whole file: a read that returns fewer bytes than requested does not mean its end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import os
 
 from nvme_ops.errors import naming
 
-_LARGE, _LEAST_SHARE = 64 << 20, 64  # bytes of which less than a 64th has blocks, compressed or not: holes
+_LARGE, _LEAST_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
 _MOST = 1 << 30  # bytes of one pread
 
 
 def read_whole(fd: int, path: str | None = None) -> bytes:
-    """Returns what an open file has.
+    """Returns the content of an open file.
 
-    Raises OSError: a part that cannot be read, after which a read returns less at first; or a file of holes, which may
-    be larger than any memory.
+    Raises OSError if a part cannot be read (the read before it returns less), or for a file of holes, which may be
+    larger than any memory.
     """
     status, parts = os.fstat(fd), list[bytes]()
     wanted = status.st_size

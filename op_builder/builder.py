@@ -1,4 +1,4 @@
-"""The builders: what every one can do (``OpBuilder``), and what each op consists of and needs of the machine."""
+"""The builders: what all of them can do (``OpBuilder``), what each op is made of, and what it needs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class OpBuilder:
     needs (``is_compatible``). Making a builder does nothing yet.
     """
 
-    #: The environment variable that asks for this op at install time, for example ``NVME_BUILD_AIO``.
+    #: The environment variable that requests this op at install time, for example ``NVME_BUILD_AIO``.
     BUILD_VAR: ClassVar[str] = ""
     #: The op's name.
     NAME: ClassVar[str] = ""
@@ -99,7 +99,7 @@ class OpBuilder:
     # What this machine offers
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Returns whether the op can be built, loaded and used here. ``error_log`` and ``warnings`` as below."""
+        """Returns whether the op can be built, loaded and used here; otherwise like ``is_buildable``."""
         return self.is_buildable(verbose)
 
     def is_buildable(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
@@ -258,15 +258,19 @@ class OpBuilder:
         if entry is not None:
             try:
                 return jit.import_library(self.absolute_name(), entry.library)
-            except ImportError as error:  # copied from another machine, say
+            except ImportError as error:  # for example copied from another machine
                 warn(f"the cached {self.name} op is built anew, because it cannot be loaded: {error}")
                 entry.discard()
         if not self.is_buildable(verbose):
-            self._refuse()
+            no_ninja = (self.error_log or "").startswith(NO_NINJA)
+            cause = (
+                "ninja not being installed" if no_ninja else "it not being compatible due to hardware/software issue"
+            )
+            raise RuntimeError(f"Unable to JIT load the {self.name} op due to {cause}. {self.error_log}")
         started = time.monotonic()
         announce(
             f"nvme_ops: compiling the {self.name} op, once for this torch and compiler "
-            "(10 to 80 s; built ahead of time it takes none: docs/install.md; NVME_OPS_QUIET=1: not a word)"
+            "(10 to 80 s; docs/install.md says how to avoid that; NVME_OPS_QUIET=1 hides this line)"
         )
         entry = jit.build(self.recipe())
         if verbose:
@@ -275,15 +279,6 @@ class OpBuilder:
             return jit.import_library(self.absolute_name(), entry.library)
         except ImportError as error:
             raise RuntimeError(f"the {self.name} op was built but cannot be loaded: {error}") from error
-
-    def _refuse(self) -> None:
-        if self.error_log is not None and self.error_log.startswith(NO_NINJA):
-            words = f"Unable to JIT load the {self.name} op due to ninja not being installed. {self.error_log}"
-            raise RuntimeError(words)
-        raise RuntimeError(
-            f"Unable to JIT load the {self.name} op due to it not being compatible due to hardware/software issue. "
-            f"{self.error_log}"
-        )
 
     def toolchain_problem(self) -> str | None:
         """Returns why nothing can be compiled here, with the fix; None if it can."""
@@ -301,7 +296,7 @@ class OpBuilder:
 
 
 class EngineOpBuilder(OpBuilder):
-    """Needs only a C++ compiler to build; libaio is used if its header is found."""
+    """Builds an op that requires only a C++ compiler; libaio is used if its header is found."""
 
     def __init__(self) -> None:
         super().__init__(self.NAME)
@@ -325,7 +320,13 @@ class EngineOpBuilder(OpBuilder):
         """Does what the base class does; a missing libaio header is a warning."""
         self.warnings.clear()
         if machine.find_compiler() is not None and self._libaio_flags() is None:
-            self._note_missing_libaio()
+            missing = f"{self.NAME} requires the dev libaio .so object and headers but these were not found."
+            self.warnings.append(missing)
+            self.check_for_libaio_pkg()
+            self.warnings.append(
+                "If libaio is already installed (perhaps from source), try setting the CFLAGS and LDFLAGS environment "
+                "variables to where it can be found."
+            )
         if verbose:
             for text in self.warnings:
                 self.warning(text)
@@ -343,14 +344,6 @@ class EngineOpBuilder(OpBuilder):
         if found is None:
             return None
         return machine.header_flags("libaio.h", machine.include_directories(found, cache.roots()))
-
-    def _note_missing_libaio(self) -> None:
-        self.warnings.append(f"{self.NAME} requires the dev libaio .so object and headers but these were not found.")
-        self.check_for_libaio_pkg()
-        self.warnings.append(
-            "If libaio is already installed (perhaps from source), try setting the CFLAGS and LDFLAGS environment "
-            "variables to where it can be found."
-        )
 
 
 class AsyncIOBuilder(EngineOpBuilder):
@@ -373,7 +366,7 @@ class GDSBuilder(EngineOpBuilder):
 
     def __init__(self) -> None:
         super().__init__()
-        #: Has the files that tell of GPU, driver and cuFile.
+        #: The kernel's files about GPU, driver and cuFile.
         self.host = machine.Host()
 
     def pieces(self) -> list[cufile.Requirement]:
@@ -456,5 +449,5 @@ class PinMemoryBuilder(OpBuilder):
         return cast("PinMemoryModule", importlib.import_module(self.absolute_name()))
 
 
-#: Op name -> its builder, for every op that is compiled: what is added here is known to the report, setup.py and tests.
+#: Op name -> its builder, for every op that is compiled; the report, setup.py and the tests go through this table.
 ALL_OPS: dict[str, OpBuilder] = {builder.NAME: builder for builder in (AsyncIOBuilder(), GDSBuilder())}

@@ -120,7 +120,7 @@ def left_out(name: str) -> str:
     if not problem:
         entries = (CacheEntry(folder, name) for folder in sorted(root.glob(f"{name}-*/")))
         problem = next(filter(None, (entry.why_not_trusted() for entry in entries)), "")
-    return problem and f". What {root} may hold of it is not loaded, because others could have changed it: {problem}"
+    return problem and f". Nothing in {root} is loaded, because others could have changed it: {problem}"
 
 
 def writable_root() -> Path:
@@ -130,7 +130,7 @@ def writable_root() -> Path:
     under /tmp where it cannot be written, or others can write to it, with a warning.
 
     Raises:
-        RuntimeError: no folder can be written, or only such as others can write to.
+        RuntimeError: no folder can be written, or only folders that others can write to.
     """
     root = default_root()
     problem = _why_not_usable(root)
@@ -141,7 +141,7 @@ def writable_root() -> Path:
             refusal() or f"TORCH_EXTENSIONS_DIR cannot be written: {problem}. Set it to a folder that can."
         )
     fallback = shared_fallback_root()
-    trouble = "no folder takes temporary files" if fallback is None else _why_no_fallback(fallback)
+    trouble = "there is no folder for temporary files" if fallback is None else _why_no_fallback(fallback)
     if fallback is None or trouble:
         raise RuntimeError(
             f"no folder for compiled ops can be written: {problem}; {trouble}. "
@@ -202,7 +202,7 @@ def building(entry: CacheEntry) -> Iterator[Path | None]:
 
 
 def _clear(path: Path) -> None:
-    """Frees the name, even if another user has filled the folder, which only that user can empty."""
+    """Frees the name, even if it is a folder that another user has filled, and only that user can empty."""
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     with contextlib.suppress(FileNotFoundError):
         path.rename(aside)

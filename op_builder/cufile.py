@@ -14,7 +14,7 @@ from pathlib import Path
 
 from .machine import Host, conda_prefix
 
-LIBRARY = "libcufile.so.0"  # no package brings an unversioned libcufile.so
+LIBRARY = "libcufile.so.0"  # no package provides an unversioned libcufile.so
 OVERRIDE = "NVME_OPS_CUFILE_LIBRARY"
 MODE = "NVME_OPS_GDS"  # auto, require or off
 MODULES = "/proc/modules"
@@ -29,7 +29,7 @@ _SYSTEM_FOLDERS = (
     "/usr/local/lib",
     "/usr/local/cuda/lib64",
 )
-_DRIVER_FOLDERS = ("/usr/local/nvidia/lib64", "/run/opengl-driver/lib")  # of Kubernetes nodes and of NixOS
+_DRIVER_FOLDERS = ("/usr/local/nvidia/lib64", "/run/opengl-driver/lib")  # on Kubernetes nodes and on NixOS
 _IN_A_CONTAINER = "in a container: docker run --gpus all ..."
 
 
@@ -39,7 +39,7 @@ class Requirement:
 
     name: str
     found: str = ""  #: what is there; empty when it is missing
-    missing: str = ""  #: what is missing, and what follows
+    missing: str = ""  #: what is missing, and the consequence
     fix: str = ""
     needed: bool = True  #: False for what it can do without
     data: Mapping[str, str | bool | Sequence[str] | None] = field(default_factory=dict)
@@ -57,14 +57,14 @@ def pieces(torch_version: str, torch_cuda: str | None, host: Host = _HERE) -> li
 
 
 def wheel_folders(kind: str) -> Iterator[Path]:
-    """Returns ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13``, before it ``nvidia/cufile``."""
+    """Yields the ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13``, in old ones ``nvidia/cufile``."""
     for entry in sys.path:
         for pattern in ("cu[0-9]*", "cufile"):
             yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
 
 
 def candidates(host: Host = _HERE) -> Iterator[tuple[str, Path]]:
-    """Returns where the gds op looks, best first, after ``NVME_OPS_CUFILE_LIBRARY`` and a copy already loaded."""
+    """Yields where the gds op looks for the library, best first, after ``OVERRIDE`` and a copy already loaded."""
     for folder in wheel_folders("lib"):
         yield "site-packages", folder / LIBRARY
     environment = conda_prefix()
@@ -84,7 +84,7 @@ def libraries() -> list[str]:
 
 
 def find(host: Host = _HERE) -> tuple[str, Path] | None:
-    """Returns the library that the gds op would load, and what kind of place it is in; None if there is none."""
+    """Returns the library that the gds op would load, and the kind of place where it is; None if there is none."""
     named = os.environ.get(OVERRIDE)
     if named:
         return (OVERRIDE, Path(named)) if os.path.isabs(named) and os.path.isfile(named) else None
@@ -93,7 +93,7 @@ def find(host: Host = _HERE) -> tuple[str, Path] | None:
 
 
 def _system_places(name: str, folders: Sequence[str], host: Host) -> Iterator[Path]:
-    """Returns where the dynamic linker looks for ``name``."""
+    """Yields the paths at which the dynamic linker looks for ``name``."""
     for folder in filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")):
         yield host.path(os.path.abspath(folder)) / name
     try:
@@ -107,7 +107,7 @@ def _system_places(name: str, folders: Sequence[str], host: Host) -> Iterator[Pa
 
 
 def _mapped(name: str, host: Host) -> Iterator[Path]:
-    """Returns the files of this name that this process has loaded."""
+    """Yields the files of this name that this process has loaded."""
     for line in host.read_or("/proc/self/maps").splitlines():
         if f"/{name}" in line:
             yield Path(line.split(maxsplit=5)[-1])

@@ -62,7 +62,9 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
                     raise
                 _compile(folder, recipe, recipe.sources)  # uniting is an optimization and must not cause failures
     except (RuntimeError, OSError, ImportError) as error:
-        output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)  # the loader's words
+        output = (
+            f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)
+        )  # with the loader's message
         kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
         raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
     library = cache.CacheEntry(folder, recipe.name).library
@@ -74,7 +76,7 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
 
 
 def _keep(output: str, log: Path | None, prefix: str) -> str:
-    """Writes ``output`` to a file that only this user can have made; returns a line that names it, or nothing."""
+    """Writes ``output`` to a file that only this user can have made; returns a line that names it, empty on failure."""
     try:
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")

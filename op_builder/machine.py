@@ -1,4 +1,4 @@
-"""What this machine offers for a build: its files, the C++ compiler, headers, functions, ninja, packages.
+"""Probes what this machine offers for a build: its files, the C++ compiler, headers, functions, ninja, packages.
 
 A probe returns a value. It prints nothing, raises nothing, writes only to the temporary folder and to the cache of ops,
 and touches neither stdout nor stderr of the process, so it works in notebooks, in services without a terminal and in
@@ -29,7 +29,7 @@ DEFAULT_COMMANDS = ("c++", "g++", "clang++")
 #: A compiler that hangs (a wrapper waiting for a server) must not hang the program that asked.
 TIMEOUT_SECONDS = 60
 
-#: What the compiler reads its own include directories from.
+#: The variables from which the compiler takes include directories.
 _SEARCH_VARIABLES = ("CPATH", "CPLUS_INCLUDE_PATH", "GCC_EXEC_PREFIX", "SDKROOT")
 
 
@@ -40,7 +40,7 @@ class Host:
     root: Path = Path("/")  # stands before every absolute path
 
     def path(self, name: str) -> Path:
-        """Returns the file that plays the part of ``name`` (an absolute path)."""
+        """Returns where ``name`` (an absolute path) is under the root."""
         return self.root / name.lstrip("/")
 
     def read(self, name: str) -> str:
@@ -55,12 +55,12 @@ class Host:
             return default
 
     def exists(self, name: str) -> bool:
-        """Returns whether the file is there; False too where looking is not allowed."""
+        """Returns whether the file exists; also False if there is no permission to look."""
         return os.path.exists(self.path(name))
 
 
 def environment_flags(*names: str) -> list[str]:
-    """Returns the flags in a variable of the environment, for example ``environment_flags("CFLAGS")``."""
+    """Returns the flags in environment variables, for example ``environment_flags("CFLAGS")``."""
     flags: list[str] = []
     for name in names:
         flags += shlex.split(os.environ.get(name, ""))
@@ -181,7 +181,7 @@ def _remember(note: Path, facts: Mapping[str, object]) -> bool:
 def has_function(function: str, libraries: Sequence[str], library_dirs: Sequence[str] = ()) -> str:
     """Links a program that calls ``function`` from ``libraries``; returns an empty string, or why it does not link.
 
-    CFLAGS and LDFLAGS are honoured, as they are where the library lies outside the default directories.
+    Uses CFLAGS and LDFLAGS, which may name the directories of a library that is not in a default one.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -193,10 +193,10 @@ def has_function(function: str, libraries: Sequence[str], library_dirs: Sequence
 
 
 def header_flags(header: str, directories: Sequence[str]) -> list[str] | None:
-    """Returns the flags with which ``header`` is found by a compiler that searches these; None if it is nowhere.
+    """Returns the flags with which a compiler that searches ``directories`` finds ``header``; None if it cannot.
 
-    A header that only the active conda environment has is used too, after all others: the environment's other
-    headers must not shadow the system's.
+    A header that only the active conda environment has is found too, with that folder searched last: the environment's
+    other headers must not shadow the system's.
     """
     for directory in directories:
         if os.path.isfile(f"{directory}/{header}"):
@@ -229,7 +229,7 @@ def ninja_directory() -> str | None:
     package = importlib.util.find_spec("ninja")
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         places += [str(Path(folder).parent / "bin"), str(Path(folder, "data", "bin"))]  # pip --target; old releases
-    places = [place for place in places if os.path.isabs(place)]  # not the current folder's: it may be anybody's
+    places = [place for place in places if os.path.isabs(place)]  # never the current folder, which may be anybody's
     found = shutil.which("ninja", path=os.pathsep.join(places))
     return None if found is None else str(Path(found).parent)
 

@@ -1,9 +1,8 @@
 """Ahead-of-time built ops: which ones to build at install time, how, and whether one fits at load time.
 
-Those in wheels are built once for each minor version of torch, for every Python from 3.11 on, whatever torch's build.
-torch's C++ interface differs from one minor version to the next, so there is one library for each, compiled against
-that version's own headers and not linked with anything of torch: its symbols are those in the process. Python's side is
-its limited API.
+A wheel has one library for each minor version of torch, because torch's C++ interface differs between them. It fits
+every build of that version and every Python from 3.11 on: it is compiled against that version's headers and Python's
+limited API, and not linked with torch's libraries, whose symbols it finds in the process.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ if TYPE_CHECKING:
 #: The package that prebuilt ops are installed in.
 OPS = PACKAGE / "ops"
 
-#: Asks for every op that this machine can build.
+#: The environment variable that requests every op that this machine can build.
 BUILD_ALL = "NVME_BUILD_OPS"
 
-#: What the record of a wheel's op has for its Python: the oldest that has all of the limited API that csrc uses.
+#: The ``python`` of a wheel's op in its record: the oldest whose limited API has all that csrc uses.
 PORTABLE_PYTHON = "abi3 of 3.11"
 _SUFFIX = ".abi3.so"
-#: In a record: such an op has no other Python or build of torch to match.
+#: The key that marks a wheel's op in its record: it fits more than one Python and build of torch.
 MARK = "portable"
 
 
@@ -52,7 +51,7 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
     fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     others = sorted(folder.glob(f"{name}.*.so"), reverse=True)
     if len(others) > 1:  # a wheel's, for several versions of torch
-        with contextlib.suppress(ImportError):  # others say that there is no torch
+        with contextlib.suppress(ImportError):  # a missing torch is reported elsewhere
             import torch
 
             fitting.append(folder / file_name(name, minor(str(torch.__version__))))
@@ -150,12 +149,12 @@ def obstacle(op: OpBuilder) -> str | None:
 
 
 def file_name(op: str, torch_minor: str) -> str:
-    """Returns the name of such a library: ``async_io.torch2.13.abi3.so``."""
+    """Returns the name of a wheel's library: ``async_io.torch2.13.abi3.so``."""
     return f"{op}.torch{torch_minor}{_SUFFIX}"
 
 
 def stem(name: str) -> str:
-    """Returns ``async_io.torch2.13`` for such a library's name; an empty string for any other name."""
+    """Returns ``async_io.torch2.13`` for the name of a wheel's library; an empty string for any other name."""
     return name.removesuffix(_SUFFIX) if name.endswith(_SUFFIX) and ".torch" in name else ""
 
 
@@ -167,7 +166,7 @@ def minor(version: str) -> str:
 
 
 def portable_requirements(exact: Mapping[str, str]) -> dict[str, str]:
-    """Returns what such an op must match, in place of the ``exact`` match of an op prebuilt for one machine."""
+    """Returns what a wheel's op must match, in place of ``exact``, for an op prebuilt for one machine."""
     here = PORTABLE_PYTHON if _SUFFIX in importlib.machinery.EXTENSION_SUFFIXES else "one without abi3"
     return {
         "sources": exact["sources"],

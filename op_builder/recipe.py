@@ -1,4 +1,4 @@
-"""What an op is made of: the native sources, and with flags, compiler and torch everything that determines a build."""
+"""What an op is made of: native sources, flags, compiler and torch, which together determine a build."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYERS = ("base", "backends", "engine", "binding")
 #: name twice, not even in unnamed namespaces (they are then compiled one by one, and a test fails).
 UNITED = (("base", "backends", "engine"), ("binding",))
 
-#: Files whose names start so belong to one op; all others to every op.
+#: Beginnings of the names of files that belong to one op alone; all others belong to every op.
 OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile")}
 
 _OTHERS = {op: tuple(start for name, starts in OWN.items() if name != op for start in starts) for op in OWN}
@@ -62,14 +62,14 @@ class Recipe:
     cxx_args: tuple[str, ...]
     nvcc_args: tuple[str, ...]
     ldflags: tuple[str, ...]
-    compiler: Compiler | None  #: None where there is none: such a recipe finds builds but makes none
+    compiler: Compiler | None  #: None without one: such a recipe can find builds but not make them
 
     def requirements(self) -> dict[str, str]:
-        """What any finished op must have been made from and for, to be loadable here."""
+        """Returns what any finished op must have been made from and for, to be loadable here."""
         return requirements([*self.sources, *self.headers])
 
     def facts(self) -> dict[str, object]:
-        """All inputs, as recorded beside a finished op."""
+        """Returns all inputs, as recorded beside a finished op."""
         return {
             "name": self.name,
             **self.requirements(),
@@ -81,7 +81,7 @@ class Recipe:
         }
 
     def key(self) -> str:
-        """20 hexadecimal digits: enough to be unique, short enough for a folder name."""
+        """Returns 20 hexadecimal digits: enough to be unique, short enough for a folder name."""
         text = json.dumps(self.facts(), sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:20]
 

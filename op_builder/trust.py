@@ -18,7 +18,7 @@ def why_not(*paths: Path) -> str:
     """Returns why others may decide what is at one of ``paths``; an empty string if only this user and root can.
 
     Links are followed first, so use ``os.path.realpath`` of a path from then on. For one that does not exist yet the
-    folders above count. They may be sticky, as /tmp: what others cannot rename there is safe.
+    folders above count. They may be sticky, like /tmp, in which others cannot rename what is not theirs.
     """
     real = list(map(Path, map(os.path.realpath, paths)))
     for place in dict.fromkeys([place for each in real for place in (each, *each.parents)]):
@@ -39,9 +39,9 @@ def why_not(*paths: Path) -> str:
 
 
 def writable_by_others(facts: os.stat_result) -> str:
-    """Returns who but the owner may write; empty if nobody. A group of the owner alone counts as the owner.
+    """Returns who may write besides the owner; empty if nobody. A group with no other member does not count.
 
-    Many systems give every user such a group and the umask 002. OpenSSH on Debian does the same
+    Many systems give every user such a group and the umask 002. OpenSSH on Debian has the same rule
     (user-group-modes.patch).
     """
     if facts.st_mode & stat.S_IWOTH:

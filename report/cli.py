@@ -26,7 +26,7 @@ unless --open-driver asks for it.
 _EPILOG = """\
 examples:
   nvme-report                      the report, on one screen
-  nvme-report -v                   all that was looked at
+  nvme-report -v                   the results of all checks
   nvme-report --folder /mnt/nvme   and what that folder's device can do
   nvme-report --json | jq .sections.backends.chosen
   nvme-report --strict             exit status 1 when an op cannot be used, for
@@ -44,12 +44,17 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
     add("--folder", metavar="DIR", action="extend", nargs="+", default=[], help=words)
-    add("-v", "--verbose", action="store_true", help="all that was looked at, and the environment, as ds_report has it")
+    add(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="the results of all checks and the environment, laid out like ds_report",
+    )
     add("--json", action="store_true", help="one JSON document with everything, instead of text")
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
     words = "also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its own"
-    add("--open-driver", action="store_true", help=f"{words}, for {gds.LIMIT:.0f} seconds at most")
+    add("--open-driver", action="store_true", help=f"{words}, for at most {gds.LIMIT:.0f} seconds")
     add("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
     add("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
     add("--version", action="version", version=f"nvme-report {ops.PACKAGE_VERSION}")
@@ -89,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the report; returns the exit status."""
     options = parser().parse_args(arguments)
     host = Host()
-    with contextlib.redirect_stdout(sys.stderr):  # whatever an import prints must not get into the report
+    with contextlib.redirect_stdout(sys.stderr):  # what an import prints must not get into the report
         sections = collect(host, options.open_driver)
         folders = {folder: storage.inspect(host, folder) for folder in options.folder}
     unusable = ops.unusable(sections["ops"], options.strict or ())

@@ -1,4 +1,4 @@
-"""What the gds op requires: a GPU and its driver, libcufile, nvidia-fs; and which path GPU tensors will take.
+"""Checks what the gds op requires (a GPU and its driver, libcufile, nvidia-fs) and which path GPU tensors will take.
 
 Only reads files. The cuFile driver is not opened here, nor CUDA initialised: opening loops for ever on kernels without
 modules, needs a CUDA context, and forbids fork afterwards. ``--open-driver`` opens it in a process of its own.
@@ -32,7 +32,7 @@ _MODES = ("auto", "require", "off")
 
 
 def section(host: Host) -> tuple[Result, ...]:
-    """Checks every part of GPUDirect Storage; without a GPU the rest are facts, since nothing could use them."""
+    """Checks every part of GPUDirect Storage; without a GPU all other results are facts, since nothing uses them."""
     facts = _Facts(host)
     results = run_checks(
         {
@@ -40,7 +40,7 @@ def section(host: Host) -> tuple[Result, ...]:
             "cuFile header": lambda: _header(host),
             "cuFile settings": lambda: _settings(facts.settings),
             "PCI peer-to-peer": lambda: peer_to_peer(facts),
-            "path of GPU tensors": lambda: _way(facts),
+            "path of GPU tensors": lambda: _path_of_tensors(facts),
         }
     )
     has_gpu = Status.OKAY in [result.status for result in results if result.name == "GPU"]
@@ -48,7 +48,7 @@ def section(host: Host) -> tuple[Result, ...]:
 
 
 class _Facts:
-    """What several checks ask for, each looked up once."""
+    """Facts that several checks need, each looked up once."""
 
     def __init__(self, host: Host) -> None:
         self.host = host
@@ -121,7 +121,7 @@ def _settings(found: CuFileSettings) -> Result:
     return judged("cuFile settings", words, found.fix, data, good=Status.INFO)
 
 
-def _way(facts: _Facts) -> Result:
+def _path_of_tensors(facts: _Facts) -> Result:
     """Predicts which path a ``gds_handle`` will take for a GPU tensor, from files and the environment."""
     name, mode = "path of GPU tensors", os.environ.get(_MODE) or "auto"
     settings = facts.settings
@@ -226,7 +226,7 @@ def _is_true(value: object) -> bool:
 
 _PEER_TO_PEER = "PCI peer-to-peer"
 _OPTION = "CONFIG_PCI_P2PDMA"
-_SYMBOL = "p2pdma_pgmap_ops"  # what NVIDIA's page looks for where there is no configuration to read
+_SYMBOL = "p2pdma_pgmap_ops"  # NVIDIA's page looks for it if there is no configuration to read
 _LEAST_DRIVER = 565
 _STATIC_BAR = "RMForceStaticBar1=1"
 
@@ -241,11 +241,11 @@ def peer_to_peer(facts: _Facts) -> Result:
 
 
 def obstacles(host: Host, settings: CuFileSettings) -> list[str]:
-    """Returns what is missing; empty if nothing is known to be."""
+    """Returns what PCI peer-to-peer lacks; empty if nothing is known to be missing."""
     x86 = platform.machine() == "x86_64"
     driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(cufile.DRIVER_VERSION))
     problems = {
-        f"the kernel lacks {_OPTION}": not _kernel_has_it(host),
+        f"the kernel lacks {_OPTION}": not _kernel_has_option(host),
         f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": not driver or int(driver[1]) < _LEAST_DRIVER,
         f"its option {_STATIC_BAR} is not set": x86 and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"),
         "nvme_core.multipath is on": host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y",
@@ -254,8 +254,8 @@ def obstacles(host: Host, settings: CuFileSettings) -> list[str]:
     return [words for words, there in problems.items() if there]
 
 
-def _kernel_has_it(host: Host) -> bool:
-    """Returns whether the kernel was configured with it, from its configuration, else from its list of symbols."""
+def _kernel_has_option(host: Host) -> bool:
+    """Returns whether ``_OPTION`` is set, according to the kernel's configuration, else to its list of symbols."""
     release = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
     configuration = _unpacked(host, "/proc/config.gz")
     for name in (f"/boot/config-{release}", f"/lib/modules/{release}/config"):
@@ -284,7 +284,7 @@ def _iommu(host: Host) -> str:
 # --open-driver. Opening may take long, fail in many ways, even hang: none of that may happen to the report
 
 LIMIT = 40.0  # seconds, for Python, torch, CUDA and cuFile to start; cuFile alone may take 20
-_GRACE = 2.0  # seconds a killed process gets to go
+_GRACE = 2.0  # seconds to wait for a killed process
 _DRIVER = "cuFile driver"
 _CHILD = """
 import json, sys
@@ -298,7 +298,7 @@ _OFF = "export NVME_OPS_GDS=off  # or see the lines above"
 
 
 def open_driver() -> Result:
-    """Runs the other process; reports what it found, or how it ended."""
+    """Opens cuFile's driver in another process; reports what that found, or how it ended."""
     broken = ops.torch_problem()
     if broken is not None:
         return Result(_DRIVER, Status.WARNING, f"not opened, torch: {broken.detail}", broken.fix)
@@ -317,7 +317,7 @@ def open_driver() -> Result:
 
 
 def answer() -> None:
-    """Runs in the other process; the last line it prints is the result."""
+    """Opens the driver; called in the other process, whose last line of output is the result."""
     import torch
 
     found: dict[str, Json]

@@ -1,4 +1,4 @@
-"""The kernel: what it, sysctl and seccomp permit, which backend that leaves to a handle, and what memory it gives."""
+"""Checks what kernel, sysctl and seccomp permit, which backend a handle would use, and what memory there is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nvme_ops.text import MIB, size_words
 from . import ops
 from .result import Json, Result, Status, judged, run_checks, symbol
 
-ORDER = ("io_uring", "libaio", "threads")  # as csrc/backends/registry.cpp
+ORDER = ("io_uring", "libaio", "threads")  # as in csrc/backends/registry.cpp
 OVERRIDE = "NVME_OPS_BACKEND"
 _FEAT_RW_CUR_POS = 1 << 3  # came with Linux 5.6, as did the opcodes IORING_OP_READ and IORING_OP_WRITE
 _SYSCTL = "/proc/sys/kernel/io_uring_disabled"
@@ -33,7 +33,7 @@ _MODULE = (
     f"journalctl -k | grep -i denied, or: {_OTHERWISE}",
 )
 _DESCRIPTORS = "no file descriptor is left", "ulimit -n 65536"
-# what an errno of io_uring_setup means where neither the sysctl nor a filter explains it, and the fix
+# errno of io_uring_setup -> what it means if neither the sysctl nor a filter explains it, and the fix
 _REFUSALS = {
     errno.EPERM: _MODULE,
     errno.EACCES: _MODULE,
@@ -154,14 +154,14 @@ def libaio_name() -> str | None:
 
 
 def backends(host: Host, look: ops.Look) -> tuple[Result, ...]:
-    """Returns every backend in order of preference, then the one that a handle would choose."""
+    """Checks every backend, in order of preference; the last result is the one that a handle would choose."""
     results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(look)})
     results += (Result("threads", Status.OKAY, "pread and pwrite, always there"),)
     return results + run_checks({"chosen": lambda: chosen(results)})
 
 
 def libaio(look: ops.Look) -> Result:
-    """Checks its header, if the op is compiled here, its library, and the kernel's AIO."""
+    """Checks whether the op was, or would be, compiled with libaio, the library, and the kernel's AIO."""
     compiled_in = ops.has_libaio(ALL_OPS["async_io"], look)
     library = libaio_name()
     words, fix = f"{library}, io_setup succeeds", ""
@@ -177,7 +177,7 @@ def libaio(look: ops.Look) -> Result:
 
 
 def chosen(results: Sequence[Result]) -> Result:
-    """Returns the first usable backend, unless the environment names another."""
+    """Reports the first usable backend, unless the environment names another."""
     usable = [result.name for result in results if result.status is Status.OKAY]
     wanted = os.environ.get(OVERRIDE, "")
     data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
@@ -225,7 +225,7 @@ def _may_lock_anything(host: Host) -> bool:
 
 
 def transparent(host: Host) -> Result:
-    """Reports whether the kernel gives huge pages on request (``madvise``) or to all (``always``)."""
+    """Reports whether the kernel uses huge pages on request (``madvise``) or for all memory (``always``)."""
     name = "transparent huge pages"
     text = host.read_or(_TRANSPARENT)
     found = re.search(r"\[(\w+)\]", text)

@@ -1,4 +1,4 @@
-"""The ops: which of them are usable here, and what compiles them: torch, ninja, the C++ compiler, Python's headers."""
+"""Checks which ops are usable here, and what compiles them: torch, ninja, the C++ compiler, Python's headers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Built:
     record: Mapping[str, object]
 
 
-Look: TypeAlias = Callable[[OpBuilder], Built | None]  # ``built``, or its answers remembered
+Look: TypeAlias = Callable[[OpBuilder], Built | None]  # ``built``, or a cached version of it
 
 
 def row(builder: OpBuilder, look: Look) -> Result:
@@ -50,7 +50,7 @@ def row(builder: OpBuilder, look: Look) -> Result:
         return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
     misfit = _misfit(builder, present) if present is not None else ""
     compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
-    found = look(builder)  # what is compiled needs no compiler
+    found = look(builder)  # an op that is compiled needs no compiler
     reason = ""
     if not compatible and found is None and not builder.is_buildable():
         reason = builder.error_log or "not compatible"
@@ -73,7 +73,7 @@ def row(builder: OpBuilder, look: Look) -> Result:
         fix = f"{builder.BUILD_VAR}=1 {pip} {recipe.requirement()}"
     data["warnings"] = warnings
     if warnings:
-        works = not misfit and all("libaio" in each for each in warnings)  # as well, on another backend
+        works = not misfit and all("libaio" in each for each in warnings)  # equally well, on another backend
         return Result(name, Status.OKAY if works else Status.WARNING, warnings[0], fix, data)
     return Result(name, Status.OKAY, data=data)
 
@@ -84,7 +84,7 @@ def _expected(builder: OpBuilder) -> bool:
 
 
 def _missing(builder: OpBuilder) -> tuple[list[str], str]:
-    """Reports what the builder says the op could also use, and the command that installs it."""
+    """Returns the builder's warnings about what the op could also use, and the command that installs it."""
     parts = [warning.partition("; fix: ") for warning in builder.warnings]
     warnings = [words for words, _, _ in parts]
     if any("libaio" in words for words in warnings):
@@ -106,7 +106,7 @@ def _why_not_loadable(library: Path) -> str:
 
 
 def if_needed(check: Callable[[], Result], look: Look) -> Result:
-    """Runs a check of what compiles an op; no complaint if all ops are compiled already."""
+    """Runs a check of what compiles an op; its complaint becomes a fact if all ops are compiled already."""
     found = check()
     if found.status is not Status.NO or any(look(builder) is None for builder in ALL_OPS.values()):
         return found
@@ -161,7 +161,7 @@ def compiled_with(look: Look) -> list[Result]:
 
 
 def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Result]:
-    """Returns which of the ``named`` ops cannot be used; without names, of all that should work here."""
+    """Returns the ops that cannot be used, of those ``named``, or without names of those that should work here."""
     bad = [result for result in results if result.status in (Status.NO, Status.FAIL)]
     return [result for result in bad if (result.name in named if named else result.data.get("expected", True))]
 
@@ -256,7 +256,7 @@ def _nvcc(home: str | None) -> Result:
 
 
 def _answer(command: Sequence[str]) -> tuple[str, str]:
-    """Returns what a program prints of its version, and why it does not."""
+    """Returns what a program prints with ``--version``, and why that failed, or an empty string."""
     words = [*command, "--version"]
     try:
         done = subprocess.run(
@@ -274,7 +274,7 @@ def _answer(command: Sequence[str]) -> tuple[str, str]:
 # PyTorch as installed, and this package
 
 LEAST_TORCH = "2.4"
-# The parent package is imported with this one; its capabilities must not be.
+# Imported with this module; the package's capabilities must not be.
 _PACKAGE = sys.modules[__name__.partition(".")[0]]
 PACKAGE_VERSION = str(getattr(_PACKAGE, "__version__", "unknown"))
 _INSTALL_TORCH = f"{sys.executable} -m pip install torch"

@@ -29,7 +29,7 @@ _COLOURS = {"OKAY": _GREEN, "YES": _GREEN, "JIT": _GREEN, "WARNING": _YELLOW, "N
 # a mark; not the [NO] of an op that is not installed, which is nothing bad
 _MARK = re.compile(r"\[(OKAY|YES|JIT|WARNING|FAIL|NO(?!\] \.\.))\]")
 
-Sections: TypeAlias = Mapping[str, Sequence[Result]]  # or what lies under each folder
+Sections: TypeAlias = Mapping[str, Sequence[Result]]  # by section, or by folder
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ def _results(results: Sequence[Result]) -> dict[str, Json]:
 # On one screen: the ops, the backends, what limits them, and what to do
 
 WIDTH = 80
-_MORE = "nvme-report -v: all that was looked at; --folder DIR: a folder's device"
+_MORE = "nvme-report -v: the results of all checks; --folder DIR: a folder's device"
 _OPTIONAL = "libaio"  # where another backend is used
 
 
@@ -189,7 +189,7 @@ def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -
 
 
 def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
-    """Yields what limits, each with what to do, and then what is optional."""
+    """Yields the complaints, each with its fix: first those that limit performance, then optional ones."""
     found: list[tuple[str, Result]] = []
     optional: list[tuple[str, Result]] = []
     gpu = any(each.name == "gds" and each.data.get("expected") for each in sections.get(OPS, ()))
@@ -201,19 +201,19 @@ def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
                 (optional if served and each.name == _OPTIONAL else found).append((each.name, each))
     for folder, results in storage.items():
         found += [(f"{printable(folder)}: {each.name}", each) for each in results if each.status.needs_fix]
-    told: set[str] = set()  # fixes, of which one may help several
+    shown: set[str] = set()  # fixes; one may help against several complaints
     for title, group in (("what limits, and what to do:", found), ("optional:", optional)):
         if group:
             yield from (LINE, title)
         for name, each in group:
             yield from _wrapped(f"[{each.status.value}] {name}: {printable(each.detail)}", "  ")
-            if each.fix not in told:
+            if each.fix not in shown:
                 yield from _command(printable(each.fix))
-                told.add(each.fix)
+                shown.add(each.fix)
 
 
 def _command(fix: str) -> Iterator[str]:
-    """Yields a command that can be pasted, though it may take several lines; a remark stands above it."""
+    """Yields the lines of a command, which can be pasted even if there are several; a remark comes first."""
     words, _, remark = fix.partition("  # ")
     if remark:
         yield from _wrapped(f"# {remark}", "       # ", first="       ")

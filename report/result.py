@@ -1,4 +1,4 @@
-"""What a check returns, and how checks are run.
+"""``Result``, which a check returns, and ``run_checks``.
 
 A check is a function that inspects the host and returns results; it never prints, and an exception becomes a result
 too. Rendering is in render.py.
@@ -55,7 +55,7 @@ def judged(
 
 
 def symbol(error: OSError) -> str:
-    """Returns ``ENOENT`` and the like."""
+    """Returns the name of an errno, for example ``ENOENT``."""
     return errno.errorcode.get(error.errno or 0, str(error.errno))
 
 

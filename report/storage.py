@@ -1,4 +1,4 @@
-"""What ``--folder DIR`` shows: the file system, direct I/O tried for real, alignment, the device, free space."""
+"""Checks for ``--folder DIR``: the file system, direct I/O tried for real, alignment, the device, free space."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on 
 
 
 def inspect(host: Host, folder: str) -> tuple[Result, ...]:
-    """Returns every result about one folder; a single one if it is not a folder that can be read."""
+    """Runs every check of a folder; only the first one if it is not a folder."""
     first = run_checks({"directory": lambda: _directory(host, folder)})
     if not os.path.isdir(folder):
         return first
@@ -179,9 +179,9 @@ def _free(folder: str) -> Result:
     return judged("free space", words, fix, data)
 
 
-# Whether GPUDirect Storage supports a file system, by NVIDIA's release notes and the page of nvidia-fs. ext4 must be
-# mounted with data=ordered: cuFile looks for it among the mount's options, where newer kernels show it only if it was
-# given
+# Whether GPUDirect Storage supports a file system, according to NVIDIA's release notes and the page of nvidia-fs. ext4
+# must be mounted with data=ordered: cuFile looks for that among the mount's options, where newer kernels show it only
+# if it was given
 
 _GDS = "GPUDirect Storage"
 _LOCAL = ("ext4", "xfs")
@@ -194,7 +194,7 @@ _ELSEWHERE = "lsblk -o NAME,FSTYPE,TRAN,MOUNTPOINT  # then choose a folder on ex
 
 
 def gpudirect(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result:
-    """Reports whether data can go straight between this file system and a GPU; a complaint only with a GPU."""
+    """Reports whether data can move directly between this file system and a GPU; a complaint only with a GPU."""
     reason, fix = obstacle(mount, found)
     data: dict[str, Json] = {"supported": not reason, "reason": reason}
     words = f"not supported: {reason}"
@@ -207,7 +207,7 @@ def gpudirect(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Re
 
 
 def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
-    """Returns why not, and the fix; two empty strings if nothing is known to prevent it."""
+    """Returns why GPUDirect Storage is not supported, and the fix; two empty strings if nothing is known against it."""
     if mount is None:
         return "the file system is not known", "mount -t proc proc /proc"
     if mount.kind in _DISTRIBUTED:

@@ -1,1 +1,1 @@
-"""Memory that transfers go through or end in: ``pool`` bounds it, ``ring`` pipelines in it, ``carve`` divides it."""
+"""Memory that transfers use: ``pool`` bounds it, ``ring`` pipelines through it, ``carve`` divides it into tensors."""

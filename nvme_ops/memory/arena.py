@@ -1,4 +1,4 @@
-"""``Arena``: one memory, of which parts are handed out that come back with the last tensor over them."""
+"""``Arena``: hands out parts of one memory, each of which comes back with the last tensor over it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from nvme_ops.settings import PAGE
 
 
 class Arena:
-    """Parts of one lease, in whole pages, for many tensors of all sizes that come and go.
+    """Divides one lease, in whole pages, among many short-lived tensors of all sizes.
 
-    A part has memory that was used before, so that nothing is asked of the system while data are on their way. Any
-    thread may call any method, and tensors may be freed anywhere.
+    Memory is reused, so the system need not supply any while data is on its way. Any thread may call any method, and
+    tensors may be freed in any thread.
 
     Args:
-        pool: has the memory, all of which is leased until the arena and all tensors over it are gone.
-        nbytes: of it; in whole pages.
+        pool: supplies the memory, all of which is leased until the arena and all tensors over it are gone.
+        nbytes: the arena's size, rounded down to whole pages.
     """
 
     def __init__(self, pool: Pool, nbytes: int) -> None:
@@ -35,7 +35,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all of it."""
+        """The arena's size in bytes."""
         return self._memory.nbytes
 
     @property
@@ -47,13 +47,13 @@ class Arena:
 
     @property
     def largest(self) -> int:
-        """Bytes of the largest part that there is now."""
+        """Bytes of the largest part that can be allocated now."""
         with self._lock:
             self._held.collect(self._give_back, self._recount)
             return self._holes.largest
 
     def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns memory of ``nbytes`` bytes that begins on a page, ``torch.uint8``; None where there is none now."""
+        """Returns a ``torch.uint8`` tensor of ``nbytes`` (at least 1) that begins on a page; None if it has no room."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
         size = -(-nbytes // PAGE) * PAGE
@@ -64,7 +64,7 @@ class Arena:
                 return None
             start = found[0]
             owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
-            owner.keeps = self._memory  # goes with the last tensor over this part
+            owner.keeps = self._memory  # freed with the last tensor over this part
             try:
                 if not self._holes.take(*found, size):
                     return self.allocate(nbytes)
@@ -81,7 +81,7 @@ class Arena:
         self._holes.merge(*part)
 
     def _recount(self, parts: Iterable[tuple[int, int]]) -> None:
-        """Finds again what is free: all that is not one of the parts."""
+        """Rebuilds the holes: everything is free but these parts."""
         self._holes.clear()
         free = self._in_use = 0
         for start, size in sorted(parts):

@@ -1,7 +1,7 @@
 """Blocks of memory between a stream and its file, which a program fills or reads sequentially.
 
-``ReadAhead`` reads them before they are asked for, while reads follow each other. ``WriteBehind`` gathers writes in
-them, which go to the file while the next ones are filled.
+``ReadAhead`` fills blocks in advance while reads are sequential. ``WriteBehind`` gathers writes in blocks, which are
+written to the file while the next ones are filled.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class Block:
 
     def place(self, start: int) -> None:
         """Empties the block and places it at ``start`` in the file."""
-        # pages of a block hold pages of the file, which is what direct I/O can do without a copy
+        # page offsets equal to the file's: direct I/O then needs no staging copy
         self.start, self._begin, self.length = start, start % PAGE, 0
         self.operations: list[Operation] = []  # the last one is its transfer
-        self.written = False  # by an ordinary write, without a transfer
+        self.written = False  # by pwrite, without a transfer
         self.placed = False  # when appending: its offset is final
 
     @property
@@ -119,54 +119,54 @@ class Blocks:
             block.failure()
 
 
-_AHEAD = 2  # blocks under way beyond the one that is being used
-_GAP = 64 << 10  # bytes that a read may skip and still follow the one before
+_AHEAD = 2  # blocks that are read beyond the one in use
+_GAP = 64 << 10  # bytes that a read may skip and still count as sequential
 
 
 class ReadAhead:
-    """Parts of the file as they were some time ago: what else changes the file has to ``drop`` them."""
+    """Blocks of the file that were read in advance. Whoever changes the file by other means has to ``drop`` them."""
 
     def __init__(self, handle: aio_handle, fd: int, file: OpenFile) -> None:
         self._handle, self._fd, self._file = handle, fd, file
         self._all = Blocks()
-        self._blocks: deque[Block] = deque()  # of them, without gaps; what the others read nobody waits for any more
-        self._expected = -1  # where the next read follows the last one
+        self._blocks: deque[Block] = deque()  # adjacent ones of the file; transfers of all others are abandoned
+        self._expected = -1  # where a sequential read would begin
 
     def read_into(self, data: memoryview, offset: int) -> int:
-        """Fills ``data``, unless the file ends before; returns how much."""
-        done, follows = 0, self._expected >= 0 and 0 <= offset - self._expected <= _GAP
+        """Fills ``data`` from ``offset`` on, up to the end of the file; returns the bytes read."""
+        done, sequential = 0, self._expected >= 0 and 0 <= offset - self._expected <= _GAP
         while done < len(data):
             block = self._block_at(offset + done)
-            if block is None and follows and self._begin(offset + done):
+            if block is None and sequential and self._begin_at(offset + done):
                 continue
             if block is None:
                 done += self._read_directly(data[done:], offset + done)
                 break
             if not self._has_arrived(block):
-                follows = False  # as if there had been no blocks; what is wrong is met again, by who asks for it
+                sequential = False  # go on without blocks: a direct read meets the error again, and raises it
                 continue
             part = block.part(offset + done, len(data) - done)
             if len(data) >= BLOCK:
                 native().populate(data, done, done + len(part))
             data[done : done + len(part)] = part
             done += len(part)
-            self._go_on()
+            self._continue()
         self._expected = offset + done
         return done
 
     def read(self, count: int, offset: int) -> bytes | None:
-        """The bytes where they lie in a block, else None."""
+        """Returns ``count`` bytes from ``offset`` on if one block has them all, else None."""
         block = self._block_at(offset)
         if block is None or offset + count > block.stop or not self._has_arrived(block):
             return None
-        self._go_on()
+        self._continue()
         self._expected = offset + count
         return bytes(block.part(offset, count))
 
     def peek(self, count: int, offset: int) -> bytes:
-        """Some bytes from there on, at most ``count``; none at the end of the file."""
+        """Returns at least one and at most ``count`` bytes from ``offset`` on; none at the end of the file."""
         block = self._block_at(offset)
-        if block is None and self._begin(offset):
+        if block is None and self._begin_at(offset):
             block = self._block_at(offset)
         if block is not None and self._has_arrived(block):
             return bytes(block.part(offset, count))
@@ -174,16 +174,16 @@ class ReadAhead:
             return os.pread(self._fd, min(count, PAGE), offset)
 
     def drop(self) -> None:
-        """Forgets what was read."""
+        """Discards what was read ahead."""
         self._blocks.clear()
 
     def close(self) -> None:
-        """Returns when nothing is under way."""
+        """Discards what was read ahead, and waits until no transfer is in flight."""
         self.drop()
         self._all.settle()
 
     def _block_at(self, offset: int) -> Block | None:
-        """The block with this byte; those before it are not needed any more."""
+        """Returns the block with this byte of the file, or None; drops the blocks before it."""
         for number, block in enumerate(self._blocks):
             if block.start <= offset < block.stop:
                 for _ in range(number):
@@ -191,16 +191,16 @@ class ReadAhead:
                 return block
         return None
 
-    def _begin(self, offset: int) -> bool:
-        """Reads a block from there on; False at the end of the file."""
+    def _begin_at(self, offset: int) -> bool:
+        """Starts to read a block at ``offset``; returns False at the end of the file."""
         if offset >= os.fstat(self._fd).st_size:
             return False
         self.drop()
         self._fetch(offset)
         return True
 
-    def _go_on(self) -> None:
-        """Reads ahead of the first block."""
+    def _continue(self) -> None:
+        """Starts reads until ``_AHEAD`` blocks follow the first one."""
         while 0 < len(self._blocks) <= _AHEAD and self._blocks[-1].full:
             if self._blocks[-1].stop >= os.fstat(self._fd).st_size:
                 return
@@ -214,7 +214,7 @@ class ReadAhead:
         self._blocks.append(block)
 
     def _has_arrived(self, block: Block) -> bool:
-        """Waits for it; when that failed, all blocks are forgotten: the file may have been cut."""
+        """Waits for the block; if its read failed, drops all blocks: the file may have been truncated."""
         if block.failure() is not None:
             self.drop()
             return False
@@ -233,55 +233,51 @@ class ReadAhead:
         return count
 
     def _take(self) -> Block:
-        """One that nothing is read into."""
-        block = self._all.take(self._blocks)
-        if block is None:  # what is under way in the others is of no use any more
-            self._all.settle()
-            block = self._all.take(self._blocks)
-        if block is None:
-            raise RuntimeError("every block of a stream is in use")
+        """Returns a block that is not in use; there is one, since at most ``_AHEAD + 1`` of ``BLOCKS`` are."""
+        while (block := self._all.take(self._blocks)) is None:
+            self._all.settle()  # of abandoned transfers
         return block
 
 
-_LARGE = 64 << 20  # bytes of a write from which copying it first gains nothing
+_LARGE = 64 << 20  # bytes from which a write gains nothing from being copied first
 
 
 class WriteBehind:
-    """What was written, one thing behind the other, and is not yet in the file. ``flush`` ends such a run.
+    """Consecutive writes that are not yet in the file; ``flush`` ends such a run.
 
-    What goes wrong is raised by the next call and every one after it. The file lacks what was here then. A call that is
-    interrupted by an exception, of a signal handler say, loses nothing of those before it: a block leaves what is under
-    way only when it is in the file.
+    A failure is raised by the next call and by every one after it; what has not reached the file by then is lost. If an
+    exception interrupts a call, for example from a signal handler, nothing of the calls before it is lost: a block is
+    removed from ``_unfinished`` only when it is in the file.
 
     Args:
         handle: moves the blocks.
-        fd: of the file.
-        file: the same, kept open for the handle.
-        appends: the run begins at the end that the file has when its first bytes go there.
+        fd: the file's descriptor.
+        file: the same file, kept open for the handle.
+        appends: a run begins at the end of the file, as it is when the run's first bytes are written there.
     """
 
     def __init__(self, handle: aio_handle, fd: int, file: OpenFile, appends: bool) -> None:
         self._handle, self._fd, self._file, self._appends = handle, fd, file, appends
         self._blocks = Blocks()
-        self._under_way: deque[Block] = deque()  # those not in the file yet; the last one may be taking more
+        self._unfinished: deque[Block] = deque()  # not in the file yet; the last one may have room for more
         self._failure: BaseException | None = None
-        self._was_raised = False  # whether that was raised
+        self._was_raised = False  # whether ``_failure`` was
         self._stop = 0
 
     @property
     def stop(self) -> int:
-        """Where the run ends."""
-        return self._under_way[-1].stop if self._under_way else self._stop
+        """The offset in the file at which the run ends."""
+        return self._unfinished[-1].stop if self._unfinished else self._stop
 
     @property
     def empty(self) -> bool:
-        """Whether all is in the file."""
-        return not self._under_way
+        """True when everything written is in the file."""
+        return not self._unfinished
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Takes a copy of ``data``, which ends in the file before it returns where it is very large."""
+        """Copies ``data`` into blocks; from 64 MiB on writes it to the file before it returns."""
         self.raise_failure()
-        if offset != self.stop:  # also when a call that was interrupted has added something
+        if offset != self.stop:  # also after an interrupted call that has added something
             self.flush()
             self._stop = offset
         while len(data):
@@ -297,22 +293,22 @@ class WriteBehind:
                 self._send(block)
 
     def flush(self) -> None:
-        """Returns when all is in the file. Raises what went wrong."""
+        """Waits until everything is in the file. Raises the failure, if there is one."""
         block = self._filling()
         if block is not None:
             self._send(block)
-        while self._under_way:
+        while self._unfinished:
             self._settle()
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raises what went wrong before, if something did."""
+        """Raises the failure of an earlier write, if there is one."""
         if self._failure is not None:
             self._was_raised = True
             raise self._failure
 
     def close(self) -> None:
-        """``flush``, which raises only what was not raised before."""
+        """Flushes; does not raise again a failure that was raised before."""
         was_raised = self._was_raised
         try:
             self.flush()
@@ -321,12 +317,12 @@ class WriteBehind:
                 raise
 
     def _filling(self) -> Block | None:
-        """The block that takes what is written next."""
-        block = self._under_way[-1] if self._under_way else None
+        """Returns the block that the next bytes are copied to, if there is one."""
+        block = self._unfinished[-1] if self._unfinished else None
         return None if block is None or block.written or block.operations else block
 
     def _send(self, block: Block) -> None:
-        """Starts to write it; a small one is in the page cache when it returns. Interrupted, it is sent again."""
+        """Starts to write a block; a small one is in the page cache on return. If interrupted, it is sent again."""
         if self._failure is None:
             try:
                 self._start(block)
@@ -335,7 +331,7 @@ class WriteBehind:
         block.written = not block.operations
 
     def _start(self, block: Block) -> None:
-        if self._appends and block is self._under_way[0] and not block.placed:  # others may have appended meanwhile
+        if self._appends and block is self._unfinished[0] and not block.placed:  # others may have appended meanwhile
             block.start = os.fstat(self._fd).st_size
         block.placed = True
         if block.length >= SMALL:
@@ -348,21 +344,21 @@ class WriteBehind:
 
     def _take(self, offset: int) -> Block:
         while True:
-            block = self._blocks.take(self._under_way)
+            block = self._blocks.take(self._unfinished)
             if block is not None:
                 block.place(offset)
-                self._under_way.append(block)
+                self._unfinished.append(block)
                 return block
             self._settle()
 
     def _settle(self) -> None:
         """Waits for the oldest block."""
-        block = self._under_way[0]
+        block = self._unfinished[0]
         failure = block.failure()
         if failure is not None:
             self._fail(failure)
         self._stop = block.stop
-        self._under_way.popleft()
+        self._unfinished.popleft()
 
     def _fail(self, failure: BaseException) -> None:
         if self._failure is None:

@@ -22,7 +22,7 @@ Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Returns whether the memory of ``tensor``, on any device, is its values in row-major order: movable as it is."""
+    """Returns whether the memory of ``tensor``, on any device, has its values in row-major order, ready to be moved."""
     if isinstance(tensor, OffloadedTensor):
         return False
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -81,15 +81,15 @@ def copy_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Fills ``target``, strided as it likes, on any device, with the values of ``source``, of its dtype and shape."""
-    if source.element_size() == 1 and not target.is_neg():  # not every such dtype can be copied
+    """Fills ``target``, of any strides, on any device, with the values of ``source``, of the same dtype and shape."""
+    if source.element_size() == 1 and not target.is_neg():  # torch cannot copy every dtype of one byte
         target.view(torch.uint8).copy_(source.resolve_neg().view(torch.uint8))
     else:
         target.copy_(source)
 
 
 def lay_out(runs: Sequence[tuple[int, int]], device: torch.device) -> tuple[list[int], int]:
-    """Returns where each run of a file (its start and end) goes in one memory, and the size of that memory.
+    """Returns the offset in one memory for each run of a file (its start and end), and the size of that memory.
 
     Large runs keep their offset within a page, so that storage fills them without a copy. Their tensors are then
     aligned as they are in the file: to at least 8 bytes in host memory, as when safetensors maps it, and on an

@@ -1,4 +1,4 @@
-"""``Holes``: the free parts of a range of bytes, for whoever hands them out."""
+"""``Holes``: the free parts of a range of bytes, for an allocator."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _Ranges = tuple[tuple[int, int], ...]  # start and size of each
 
 
 class Holes:
-    """Free ranges, of which the smallest that is large enough is found. Ranges that touch become one.
+    """Free ranges; ``find`` returns the smallest that is large enough, and ``merge`` joins adjacent ones.
 
     Ctrl-C may come at any point: a change is noted as a whole before it is made, and the next call completes one that
     was interrupted.
@@ -21,9 +21,9 @@ class Holes:
     def clear(self) -> None:
         """Removes all holes."""
         self._change: tuple[_Ranges, _Ranges] | None = None  # holes to remove and holes to add
-        self._changes = 0  # so far
-        self._starts: dict[int, int] = {}  # where each begins, and its size
-        self._ends: dict[int, int] = {}  # where each ends, and its start
+        self._changes = 0  # made so far
+        self._starts: dict[int, int] = {}  # start -> size
+        self._ends: dict[int, int] = {}  # end -> start
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of _by_size, in order
 
@@ -42,7 +42,7 @@ class Holes:
     def take(self, start: int, size: int, nbytes: int) -> bool:
         """Takes the first ``nbytes`` bytes of a hole that ``find`` has found.
 
-        Returns False if a signal handler has changed that meanwhile.
+        Returns False if a signal handler has changed that hole meanwhile.
         """
         changes = self._settle()
         if start not in self._starts or self._starts[start] != size:
@@ -90,10 +90,10 @@ class Holes:
         self._make(((start, size),), (), self._settle())
 
     def _make(self, gone: _Ranges, new: _Ranges, changes: int) -> bool:
-        """Makes a change, unless others were made since these.
+        """Makes a change, unless others were made since there were ``changes``; returns whether it was made.
 
-        A signal handler that comes in the middle completes it in tables of its own, and this goes on in the old ones,
-        which nobody sees. None comes between the comparison and the note of the change: nothing is called there.
+        A signal handler that interrupts it completes the change in new tables, and the interrupted call goes on in the
+        old ones, which are no longer used. None can run between comparing and noting: nothing is called there.
         """
         change = gone, new
         if self._changes != changes:
@@ -116,7 +116,7 @@ class Holes:
         return True
 
     def _settle(self) -> int:
-        """Completes a change that was interrupted. Returns how many were made."""
+        """Completes a change that was interrupted. Returns how many changes were made so far."""
         change = self._change
         if change is None:
             return self._changes
@@ -129,6 +129,6 @@ class Holes:
         for start, size in starts.items():
             by_size.setdefault(size, {})[start] = None
         ends, sizes = {start + size: start for start, size in starts.items()}, sorted(by_size)
-        if self._change is change:  # or a signal handler has completed it
+        if self._change is change:  # otherwise a signal handler has completed it
             self._starts, self._ends, self._by_size, self._sizes, self._change = starts, ends, by_size, sizes, None
         return self._changes

@@ -22,7 +22,7 @@ CHECKSUM = "crc32c"
 def checksums_anywhere(tensors: Sequence[torch.Tensor], kind: str = CHECKSUM) -> list[int]:
     """Returns the checksums of tensors on any device and of any layout.
 
-    What is not contiguous in host memory is copied there piece by piece.
+    Tensors that are not contiguous in host memory are copied there piece by piece.
     """
     plain = [index for index, tensor in enumerate(tensors) if is_plain_on_host(tensor)]
     found = dict(zip(plain, checksums_of([tensors[index] for index in plain], kind), strict=True))
@@ -40,7 +40,7 @@ def _checksum_by_pieces(tensor: torch.Tensor, kind: str) -> int:
 
 
 class Borrowed:
-    """Tensors that somebody waits to change: they are read before all others, and then released."""
+    """Tensors that another thread is waiting to change: they are read before all others, and then released."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
         self._ids = Counter(map(id, tensors))
@@ -72,14 +72,14 @@ def write(
     """Writes each tensor at its offset; returns the checksums of their bytes, in order.
 
     Contiguous CPU tensors are written from where they are; all others pass through at most 16 MiB of buffers. The
-    handle's staging memory comes on top, whatever the amount. The writes have ``Priority.WRITEBACK``: demand reads
-    overtake them.
+    handle's staging memory, whose size does not depend on theirs, comes on top. The writes have
+    ``Priority.WRITEBACK``: demand reads overtake them.
 
     Args:
         handle: moves the bytes.
         fd: a file open for writing.
-        places: offset and tensor. Those that follow each other in the file are moved together.
-        kind: of checksum, ``"crc32c"`` or ``"crc32"``; none when None.
+        places: offset and tensor. Those that are adjacent in the file are moved together.
+        kind: the checksum, ``"crc32c"`` or ``"crc32"``; none when None.
         borrowed: tensors that are read first.
     """
     first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.owes(tensor)]
@@ -99,7 +99,7 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
     direct = [index for index, (_, tensor) in enumerate(places) if is_plain_on_host(tensor)]
     others = sorted(set(range(len(places))) - set(direct))
     found: dict[int, int] = {}
-    with InFlight(abandon=True) as in_flight:  # the file is removed then
+    with InFlight(abandon=True) as in_flight:  # when interrupted: the file is then removed
         sources = [places[index][1] for index in direct]
         if direct:
             starts = [places[index][0] for index in direct]

@@ -1,6 +1,6 @@
 """``Pool``: a bounded amount of memory; a lease waits until enough of it is free.
 
-``Held`` is what was handed out, and comes back when an object is freed, whatever is interrupted meanwhile.
+``Held`` keeps account of what was handed out until its owner is freed, even if Ctrl-C interrupts the accounting.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ T = TypeVar("T")
 
 
 class Held(Generic[T]):
-    """Things that go with objects. Its methods are called with a lock held; the objects may be freed anywhere.
+    """Things, each held until its owner is freed. Call its methods with a lock held; any thread may free an owner.
 
-    Ctrl-C may come at any line. Nothing is lost by it: that an object was freed is noted by functions written in C,
-    which no signal handler interrupts, and what was interrupted is counted anew by the next ``collect``.
+    Ctrl-C may come at any line without loss: functions written in C, which no signal handler interrupts, note that an
+    owner was freed, and after an interruption the next ``collect`` recounts.
     """
 
     def __init__(self) -> None:
-        self._all: dict[int, tuple[T, tuple[Any, Any]]] = {}  # by the id of the weak reference that tells
+        self._all: dict[int, tuple[T, tuple[Any, Any]]] = {}  # by the id of the weak reference to the owner
         self._freed: deque[object] = deque()
-        self.interrupted = False  #: set by whoever was interrupted between a thing and its being held
+        self.interrupted = False  #: set by a caller that was interrupted before a thing was held
 
     def add(self, owner: object, thing: T) -> object:
-        """Holds a thing until ``owner`` is freed. Returns what ``end`` and ``pass_on`` take."""
-        waking = weakref.ref(owner, native().note_ending)  # the older one, so it is called after the other
+        """Holds a thing until ``owner`` is freed. Returns a token for ``end`` and ``pass_on``."""
+        waking = weakref.ref(owner, native().note_ending)  # created first, so it is called last
         gone = weakref.ref(owner, self._freed.append)
         self._all[id(gone)] = thing, (gone, waking)
         return gone
 
     def end(self, held: object) -> None:
-        """Has a thing given back by the next ``collect``, though its object may live on. Needs no lock."""
+        """Lets the next ``collect`` give a thing back, even if its owner lives on. Needs no lock."""
         self._freed.append(held)
         native().note_ending()
 
     def pass_on(self, held: object, owner: object) -> None:
-        """Holds the same thing until another object is freed."""
+        """Makes another object the owner of a thing."""
         try:
             self.add(owner, self._all[id(held)][0])
             del self._all[id(held)]
@@ -60,11 +60,11 @@ class Held(Generic[T]):
             raise
 
     def collect(self, give_back: Callable[[T], None], recount: Callable[[Iterable[T]], None]) -> None:
-        """Takes back what was freed since the last call.
+        """Gives back the things whose owners were freed since the last call.
 
         Args:
-            give_back: is called with each thing.
-            recount: is called with all that are still held, after a call was interrupted.
+            give_back: is called with each of them.
+            recount: is called with all things that are still held, after a call was interrupted.
         """
         try:
             while self.interrupted:
@@ -72,7 +72,7 @@ class Held(Generic[T]):
                 recount([thing for thing, _ in held])
                 self.interrupted = held != list(self._all.values())  # a signal handler may have been here
             while self._freed:
-                gone = self._freed[0]  # which stays there until that is done
+                gone = self._freed[0]  # removed only after it was given back
                 found = self._all.pop(id(gone), None)
                 if found is not None:
                     give_back(found[0])
@@ -83,7 +83,7 @@ class Held(Generic[T]):
             raise
 
 
-_UNTOLD = 1.0  # seconds after which one looks whether there is room, in case Ctrl-C has kept others from saying so
+_RECHECK = 1.0  # seconds between looks for room, in case Ctrl-C has kept a thread from waking others
 _HUGE = 2 << 20  # bytes of a huge page, in which larger leases are counted
 
 
@@ -101,7 +101,7 @@ class Lease:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """The memory: one-dimensional, dtype ``torch.uint8``. Raises ValueError once it was released."""
+        """The memory: one-dimensional, dtype ``torch.uint8``. Raises ValueError after ``release``."""
         if self._tensor is None:
             raise ValueError("the lease has ended")
         return self._tensor
@@ -145,15 +145,15 @@ class Pool:
             raise ValueError(f"budget must be at least 1 byte, not {budget}")
         self._budget = budget
         self._pinned = pinned and can_pin()
-        self._start_anew()
+        self._reset()
         _all.add(self)
 
-    def _start_anew(self) -> None:
+    def _reset(self) -> None:
         self._lock = threading.RLock()
         self._in_use = self._peak = 0
-        self._leased: Held[int] = Held()  # what each lease counts
+        self._leased: Held[int] = Held()  # the charge of each lease
         self._waiting: deque[_Waiting] = deque()  # first come, first served
-        self._held: dict[int, int] = {}  # by thread: bytes leased in a with block
+        self._by_thread: dict[int, int] = {}  # bytes leased in with blocks
 
     @property
     def budget(self) -> int:
@@ -184,13 +184,13 @@ class Pool:
 
         Args:
             nbytes: at least 1.
-            timeout: seconds to wait at most; without limit when None, not at all when 0.
+            timeout: the most seconds to wait; without limit when None, not at all when 0.
 
         Raises:
             ValueError: ``nbytes`` is below 1.
             MemoryError: more than the whole budget, or more than the system has.
             TimeoutError: not enough was freed within ``timeout`` seconds.
-            DeadlockError: those who hold the missing memory are themselves waiting for memory of this pool.
+            DeadlockError: the threads that hold the missing memory are themselves waiting for memory of this pool.
         """
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
@@ -212,7 +212,7 @@ class Pool:
             mine.over = True
 
     def _admit(self, mine: _Waiting, timeout: float | None) -> None:
-        """Waits for its turn and for room, then counts its charge as in use."""
+        """Waits for this thread's turn and for room, then counts its charge as in use."""
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._lock:
             while self._waiting and self._waiting[-1].over:
@@ -225,16 +225,16 @@ class Pool:
                 with self._lock:
                     if self._take(mine):
                         return
-                    self._require_an_end()
+                    self._refuse_deadlock()
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
                     raise TimeoutError(
                         f"{size_words(mine.charge)} were not free within {timeout} s: {size_words(self._in_use)} of "
                         f"{size_words(self._budget)} are in use"
                     )
-                native().wait_for_ending(seen, _UNTOLD if left is None else min(left, _UNTOLD))
+                native().wait_for_ending(seen, _RECHECK if left is None else min(left, _RECHECK))
         finally:
-            mine.over = True  # before any call, at whose beginning Ctrl-C may come
+            mine.over = True  # first, since Ctrl-C may come at the beginning of any call
             native().note_ending()  # wakes the next in line
 
     def _take(self, mine: _Waiting) -> bool:
@@ -258,19 +258,19 @@ class Pool:
     def _recount(self, charges: Iterable[int]) -> None:
         self._in_use = sum(charges)
 
-    def _require_an_end(self) -> None:
-        """Raises DeadlockError when only threads that wait themselves could free what the first one waits for."""
+    def _refuse_deadlock(self) -> None:
+        """Raises DeadlockError if the memory that the first thread waits for is held by threads that also wait."""
         first = self._waiting[0]
         waiting = [each for each in self._waiting if not each.over]
-        stuck = sum(self._held.get(thread, 0) for thread in {each.thread for each in waiting})
+        stuck = sum(self._by_thread.get(thread, 0) for thread in {each.thread for each in waiting})
         if first.charge + stuck > self._budget:
             raise DeadlockError(
-                f"{size_words(first.charge)} are asked for and will never be free: {size_words(stuck)} of the pool's "
+                f"{size_words(first.charge)} are requested and will never be free: {size_words(stuck)} of the pool's "
                 f"{size_words(self._budget)} are held by {len(waiting)} threads that wait for more of it"
             )
 
     def _allocate(self, nbytes: int, mine: _Waiting) -> torch.Tensor:
-        owner: Any  # dies with the last tensor over the memory, noticed through a weak reference
+        owner: Any  # freed with the last tensor over the memory, which ``_leased`` notices
         if self._pinned:
             locked = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             owner = (ctypes.c_ubyte * nbytes).from_address(locked.data_ptr())
@@ -289,9 +289,9 @@ class Pool:
     def _count(self, thread: int, nbytes: int) -> None:
         """Counts what a thread has leased in with blocks."""
         with self._lock:
-            self._held[thread] = self._held.get(thread, 0) + nbytes
-            if self._held[thread] <= 0:
-                del self._held[thread]
+            self._by_thread[thread] = self._by_thread.get(thread, 0) + nbytes
+            if self._by_thread[thread] <= 0:
+                del self._by_thread[thread]
 
     def __repr__(self) -> str:
         """Returns for example ``Pool(268435456): 8388608 bytes in use``."""
@@ -304,8 +304,8 @@ class _Waiting:
 
     thread: int
     charge: int
-    held: object = None  # of its charge, while no memory has it
-    over: bool = False
+    held: object = None  # the token of its charge, until memory is allocated
+    over: bool = False  # it no longer waits
 
 
 def can_pin() -> bool:
@@ -325,7 +325,7 @@ _all: weakref.WeakSet[Pool] = weakref.WeakSet()
 
 def _forked() -> None:
     for pool in list(_all):
-        pool._start_anew()
+        pool._reset()
 
 
 os.register_at_fork(after_in_child=_forked)

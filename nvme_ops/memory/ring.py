@@ -39,7 +39,7 @@ class Place(NamedTuple):
     nbytes: int
 
 
-class _Ending(Protocol):
+class _Transfer(Protocol):
     def exception(self, timeout: float | None = ...) -> BaseException | None: ...
 
     def request_cancel(self) -> None: ...
@@ -52,24 +52,24 @@ class InFlight:
     block releases.
 
     Args:
-        limit: of the transfers in flight.
-        abandon: when a signal handler's exception ends the block, as Ctrl-C does, leave the transfers to themselves:
-            the device may not answer for long. Each keeps its memory until it ends, so that is for memory which nobody
-            else fills or reuses, and for files that nobody will read.
+        limit: the most transfers in flight.
+        abandon: when a signal handler's exception ends the block, as Ctrl-C does, cancel the transfers and do not wait
+            for them: the device may not respond for a long time. Each keeps its memory until it ends, so this is for
+            memory that nobody else fills or reuses, and for files that nobody will read.
     """
 
     def __init__(self, limit: int = 1, *, abandon: bool = False) -> None:
         self._limit, self._abandon = limit, abandon
-        self._transfers: deque[tuple[_Ending, Callable[[], object]]] = deque()
+        self._transfers: deque[tuple[_Transfer, Callable[[], object]]] = deque()
 
-    def add(self, transfer: _Ending, then: Callable[[], object] = lambda: None) -> None:
+    def add(self, transfer: _Transfer, then: Callable[[], object] = lambda: None) -> None:
         """Adds a transfer and waits for the oldest beyond ``limit``. ``then`` is called once it has succeeded."""
         self._transfers.append((transfer, then))
         while len(self._transfers) > self._limit:
             self.end_oldest()
 
     def end_oldest(self) -> bool:
-        """Waits for the oldest transfer and raises what it failed with. Returns False when there is none."""
+        """Waits for the oldest transfer and raises its failure. Returns False when there is none."""
         if not self._transfers:
             return False
         transfer, then = self._transfers[0]
@@ -90,7 +90,7 @@ class InFlight:
             raise
 
     def end(self, kind: type[BaseException] | None) -> None:
-        """Waits for all transfers and ignores failures, or leaves them to themselves, when the block raised this."""
+        """Ends a block that raised ``kind``: waits for all transfers and ignores failures, or abandons them."""
         if not self._abandon or kind is None or issubclass(kind, Exception):
             self.settle()
             return
@@ -191,7 +191,7 @@ class Ring:
             raise failure
 
     def _end(self, error: BaseException) -> None:
-        """Waits for every transfer; one that Ctrl-C has ended, and has memory of its own, leaves it to them."""
+        """Waits for every transfer; after Ctrl-C, a ring that has memory of its own leaves it to them instead."""
         if self._pool is not None or isinstance(error, Exception):
             with suppress(Exception):
                 self.drain()
@@ -273,8 +273,8 @@ class Ring:
     ) -> Iterator[torch.Tensor]:
         """Copies each tensor, writes the copy at its offset, and yields it as bytes, valid until the next one.
 
-        Tensors may be on any device and of any layout, and have at most ``piece`` bytes. Those that follow each other
-        in the file are written together. Exhaust the iterator: only then is everything written.
+        Tensors may be on any device and of any layout, and have at most ``piece`` bytes. Those that are adjacent in the
+        file are written together. Exhaust the iterator: only then is everything written.
 
         Raises what the handle's ``submit_pwrite`` and its futures raise.
         """
@@ -311,19 +311,19 @@ class Ring:
         write: Callable[[_Item, torch.Tensor], IoFuture | None],
         ended: Callable[[_Item, torch.Tensor, BaseException | None], None],
     ) -> Generator[tuple[_Item, torch.Tensor], None, None]:
-        """Yields each item with a buffer that ``read`` has filled, and writes it when the next one is asked for.
+        """Yields each item with a buffer that ``read`` has filled, and writes it when the next one is requested.
 
-        The reads of the next items and the writes of the last ones are in flight meanwhile. Close the generator, or
+        The reads of the next items and the writes of the previous ones are in flight meanwhile. Close the generator, or
         exhaust it: only then has everything ended.
 
         Args:
-            items: of any kind, each with its bytes in one place.
-            read: starts to fill a buffer with an item's bytes; None when there is nothing to read.
-            write: starts to write them; None when there is nothing to write.
+            items: of any kind.
+            read: starts to fill a buffer with an item's bytes; returns None if there is nothing to read.
+            write: starts to write the buffer; returns None if there is nothing to write.
             ended: called for each item that was yielded, in order, when its write has ended or was not started, with
-                what it failed with, or None. The buffer is not reused before. If it is interrupted it is called again.
+                its failure or None. The buffer is not reused before. If it is interrupted it is called again.
 
-        Raises what the reads and writes fail with.
+        Raises the failures of reads and writes.
         """
         reading: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
         writing: deque[tuple[_Item, torch.Tensor, IoFuture | None]] = deque()
@@ -376,5 +376,5 @@ class Ring:
                 try:
                     end_oldest()
                 except Exception:
-                    if writing and writing[0] is oldest:  # it is ``ended`` that fails
+                    if writing and writing[0] is oldest:  # ``ended`` has failed
                         writing.popleft()

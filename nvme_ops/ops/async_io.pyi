@@ -39,8 +39,8 @@ class Operation:
 class Experience:
     """What the adaptive handles of one device learn.
 
-    ``first`` is the tool without experience: block size, queue depth, lanes, in place, bounce, cache. ``fixed`` says
-    which of block size, queue depth, lanes and cache stay.
+    ``first`` is the tool used without experience: block size, queue depth, lanes, in place, bounce, cache. ``fixed``
+    says which of block size, queue depth, lanes and cache may not be varied.
     """
 
     def __new__(
