@@ -79,7 +79,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
 
 
 def add_bounds(rows: list[Row], bound: Row, moved: str) -> None:
-    """Adds to each sample what share of its time the bound is: computing, or moving its bytes at fio's best rate.
+    """Adds the bound's share of each sample's time: that of computing, or of moving its bytes at fio's best rate.
 
     Both are medians of this run; the first row computes in memory. ``moved`` is the figure that has the bytes.
     """
@@ -93,7 +93,7 @@ def add_bounds(rows: list[Row], bound: Row, moved: str) -> None:
 
 
 def largest_table(run: Run, scratch: str) -> Table:
-    """Has each row search once; the figure is the batch."""
+    """Searches the largest batch of each row, once; the figure is the batch."""
     given = run.given
 
     def fits(row: Row, way: str, batch: int) -> bool:
@@ -135,7 +135,7 @@ _WIDTH, _TOKENS, _HEADS = 1024, 256, 16  # of the transformer
 
 
 def _net(job: Namespace) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
-    """Blocks that compute little, or much, for each byte that they keep, and the shape of a sample."""
+    """Returns blocks that compute little, or much, for each byte that they keep, and the shape of a sample."""
     if job.net == "transformer":
         blocks: list[torch.nn.Module] = [
             torch.nn.TransformerEncoderLayer(_WIDTH, _HEADS, 4 * _WIDTH, 0.0, torch.nn.functional.gelu,
@@ -154,7 +154,7 @@ def _net(job: Namespace) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
 
 
 class ByHand(torch.autograd.graph.saved_tensors_hooks):
-    """A file for each tensor, written immediately and read when it is asked for."""
+    """Hooks with a file for each tensor, written immediately and read on demand."""
 
     def __init__(self, folder: str, way: str) -> None:
         self.moved = self._count = 0
@@ -183,33 +183,30 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def _way(job: Namespace, net: torch.nn.Sequential) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], int]]:
-    """The forward pass, and how many bytes were moved so far."""
+def _passes(
+    job: Namespace, net: torch.nn.Sequential
+) -> tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[], int]]:
+    """Returns the forward pass, and a function that returns the bytes moved so far."""
     if job.way == "memory":
         return net, lambda: 0
     if job.way == "checkpoint":  # keeps the inputs of parts, about as many as each has layers
         parts = max(1, round(job.layers**0.5))
         return lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
-    ours = (
-        save_on_nvme(job.folder, memory_budget=job.budget, policy=cast("Any", job.way))
-        if job.way in ("nvme", "auto")
-        else None
-    )
-    hooks: Any = ours or ByHand(job.folder, job.way)
+    ours = job.way in ("nvme", "auto")
+    hooks: Any = ByHand(job.folder, job.way)
+    if ours:
+        hooks = save_on_nvme(job.folder, memory_budget=job.budget, policy=cast("Any", job.way))
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with hooks:
             found: torch.Tensor = net(x)
             return found
 
-    def moved() -> int:
-        return ours.stats().bytes_read + ours.stats().bytes_written if ours else int(hooks.moved)
-
-    return forward, moved
+    return forward, lambda: hooks.stats().bytes_read + hooks.stats().bytes_written if ours else int(hooks.moved)
 
 
 def work(job: Namespace) -> dict[str, Any]:
-    """Trains a net; returns what each step took, and what became of it."""
+    """Trains a net; returns the times, bytes and gradients of each step, and the peak of memory."""
     torch.manual_seed(1)
     net, shape = _net(job)
     net(torch.zeros(1, *shape))  # torch's setup at first use
@@ -217,7 +214,7 @@ def work(job: Namespace) -> dict[str, Any]:
         cgroups.join(job.group)
     before = command.status("VmRSS")
     found: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
-    forward, moved = _way(job, net)
+    forward, moved = _passes(job, net)
     for step in range(job.steps):
         x = torch.randn(job.batch, *shape, generator=torch.Generator().manual_seed(step)).requires_grad_()
         net.zero_grad()

@@ -1,7 +1,7 @@
 """What an adaptive handle chooses, against each fixed tool: one table for each direction and size of tensors.
 
-Every pass moves several tensors of one size, cold, at places of their own in one file; the tools of others use a file
-for each tensor. A write is timed until its bytes are on the device: what writes through the page cache calls
+Every pass moves several tensors of one size, cold, each at its own place in one file; other packages use a file for
+each tensor. A write is timed until its bytes are on the device: rows that write through the page cache call
 ``fdatasync``. The adaptive handle has moved 20 tensors of the size before the first pass counts. Its other row begins
 anew in each pass, with one tensor of another size, and moves 20: the whole exploration. The rows ``all at once`` move
 the tensors of a pass together, as a model's are saved.
@@ -68,7 +68,7 @@ class Work:
         self.tensor = filled(nvme_ops.empty(each, dtype=torch.uint8))
         self.pageable = filled(torch.empty(each, dtype=torch.uint8))
         self.file = nvme_ops.open(path, "r+")
-        self.synced = " + fdatasync" if write else ""  # of the name of who writes through the page cache
+        self.synced = " + fdatasync" if write else ""  # in the names of rows that write through the page cache
 
     def offset(self) -> int:
         """Returns a different place for each transfer, so that nothing is read ahead for the next."""
@@ -80,7 +80,7 @@ class Work:
         make_cold(self.path)
 
     def by(self, handle: nvme_ops.aio_handle, sync: bool = False) -> Move:
-        """Moves a tensor by a handle."""
+        """Returns a function that moves a tensor by a handle."""
         call = handle.sync_pwrite if self.write else handle.sync_pread
 
         def move(tensor: torch.Tensor, offset: int) -> None:
@@ -197,7 +197,7 @@ def deepspeed_row(work: Work) -> Row:
 
 
 def files_row(work: Work, name: str, save: OfPath, load: OfPath, tensors: int = 0) -> Row:
-    """Returns a row that moves files of one tensor each, or one of ``tensors``; the same tool writes those it reads."""
+    """Returns a row that moves files of one tensor, or one of ``tensors``; the same tool writes the files it reads."""
     count, nbytes = (1, tensors * work.each) if tensors else (min(work.count, 32), work.each)
     folder = tempfile.mkdtemp(dir=os.path.dirname(work.path))
     paths = [os.path.join(folder, str(number)) for number in range(count)]
@@ -226,7 +226,7 @@ def fio_rows(work: Work) -> list[Row]:
 def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
     """Returns the row's rate over that of the best fixed tool, round by round.
 
-    The best tool of a round is that of the other rounds: in its own, the luckiest would be the best.
+    The best tool of a round is chosen by the other rounds: by its own, the luckiest would be chosen.
     """
     found = []
     for number, mine in enumerate(row.samples):

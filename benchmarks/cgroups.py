@@ -1,4 +1,4 @@
-"""Control groups that limit a benchmark's processes: their memory, or the rate of devices. Made where this user may."""
+"""Control groups that limit a benchmark's processes: their memory, or the rate of devices."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from nvme_ops.measure.files import NotUsable
 
 PREFIX = "nvme_ops-benchmark-"
 _PATIENCE = 10.0  # seconds for a process to end
-_STALE = 60.0  # seconds from which on a group without processes is nobody's
-_VERSION_1 = {"memory": "memory", "io": "blkio"}  # what it calls the controllers
+_STALE = 60.0  # seconds after which a group without processes counts as abandoned
+_VERSION_1 = {"memory": "memory", "io": "blkio"}  # names of the controllers there
 
 
 @dataclass(frozen=True)
 class Group:
-    """A group, and the version of its hierarchy: where it holds its limits."""
+    """A control group, and the version of its hierarchy, which decides where limits are written."""
 
     path: Path
     version: int
@@ -51,12 +51,12 @@ class Group:
 
 
 def join(processes: str) -> None:
-    """Puts this process, and its children and threads from now on, into the group of that file ``cgroup.procs``."""
-    Path(processes).write_text("0", encoding="ascii")  # 0 is the one that writes
+    """Puts this process, and the children and threads that it starts, into the group of a file ``cgroup.procs``."""
+    Path(processes).write_text("0", encoding="ascii")  # 0 is the writing process
 
 
 def hierarchy(controller: str, mounts: str) -> tuple[Path, int]:
-    """Where ``memory`` or ``io`` can be limited, and the version. ``mounts``: the text of /proc/self/mounts."""
+    """Returns where ``memory`` or ``io`` can be limited, and the version. ``mounts``: the text of /proc/self/mounts."""
     found = {}
     for line in mounts.splitlines():
         _, point, kind, options, *_ = line.split()
@@ -74,10 +74,10 @@ def hierarchy(controller: str, mounts: str) -> tuple[Path, int]:
 
 @contextlib.contextmanager
 def group(controller: str) -> Iterator[Group]:
-    """Makes a group without limits, and removes it at the end. Raises NotUsable, as without root."""
+    """Makes a group without limits, and removes it at the end. Raises NotUsable, for example without root."""
     root, version = hierarchy(controller, Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace"))
     for left in root.glob(f"{PREFIX}*") if controller == "memory" else ():  # by a run that was killed
-        with contextlib.suppress(OSError):  # of one that is alive
+        with contextlib.suppress(OSError):  # it is in use, or already gone
             if time.time() - left.stat().st_mtime > _STALE:
                 left.rmdir()
     with contextlib.ExitStack() as stack:
@@ -92,7 +92,7 @@ def group(controller: str) -> Iterator[Group]:
 
 
 def hand_down(stack: contextlib.ExitStack, control: Path, controller: str) -> None:
-    """Lets children of the group be limited."""
+    """Enables a controller for the children of the group."""
     if controller not in control.read_text(encoding="ascii").split():
         control.write_text(f"+{controller}", encoding="ascii")
         stack.callback(control.write_text, f"-{controller}", encoding="ascii")

@@ -1,4 +1,4 @@
-"""Checkpoints saved and loaded by all who can, one state dict in one run. docs/benchmarks.md explains the method."""
+"""Checkpoints saved and loaded by this package and its peers, in one run. docs/benchmarks.md explains the method."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ Load = Callable[[str], Tensors]
 
 
 def state_dict(kind: str, size: int) -> dict[str, torch.Tensor]:
-    """Random values, which no device can compress.
+    """Returns random values, which no device can compress.
 
     ``large``: tensors of 32 MiB. ``llama``: the shapes of a Llama with as many layers as fit, bfloat16, with its small
-    norms. ``small``: tensors of 4 KiB, 20,000 for the default size of 1 GiB, as many fewer for less.
+    norms. ``small``: tensors of 4 KiB, 20,000 for the default size of 1 GiB, in proportion for others.
     """
     if kind == "large":
         return {f"tensor.{index}": torch.randn(8 * MIB) for index in range(max(1, size // (32 * MIB)))}
@@ -87,7 +87,7 @@ class Work:
         return sum(tensor.nbytes for tensor in self.tensors.values())
 
     def into_new(self, load: Callable[[dict[str, torch.Tensor]], object]) -> Tensors:
-        """Has new tensors filled."""
+        """Returns new tensors that ``load`` has filled."""
         targets = {name: torch.empty_like(tensor) for name, tensor in self.tensors.items()}
         load(targets)
         return targets
@@ -95,18 +95,18 @@ class Work:
 
 @dataclass(frozen=True)
 class Contender:
-    """``save`` and ``load`` get a path of their own; ``load`` gives the tensors, in memory or mapped."""
+    """A way to save and load: both get the contender's path; ``load`` returns the tensors, in memory or mapped."""
 
     name: str
     suffix: str
     save: Save | None
     load: Load | None
-    package: str = ""  # to be installed by pip, named as it is imported
+    package: str = ""  # that it needs, under the name to import
     saved_by: str = ""  # whose file it loads
 
 
 def contenders(work: Work) -> list[Contender]:
-    """All of them; those of packages that are not installed too."""
+    """Returns all contenders, including those of packages that are not installed."""
     safetensors, dcp, our_dcp = (  # imported when first called: they may be missing
         partial(importlib.import_module, name)
         for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
@@ -135,12 +135,12 @@ def contenders(work: Work) -> list[Contender]:
 
 
 def _files(path: str) -> list[str]:
-    """A file, or those of a folder."""
+    """Returns a file, or those of a folder."""
     return [os.path.join(path, name) for name in os.listdir(path)] if os.path.isdir(path) else [path]
 
 
 def _durably(save: Save) -> Save:
-    """What was written is on the device when it returns."""
+    """Returns a ``save`` that returns when everything is on the device."""
 
     def save_and_sync(tensors: Tensors, path: str) -> None:
         save(tensors, path)
@@ -196,21 +196,21 @@ def _deepspeed_save(tensors: Tensors, path: str) -> None:
 
 
 def save_rows(work: Work) -> list[Row]:
-    """Fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
+    """Returns fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
     saves = [_row(work, each, partial(each.save, work.tensors, work.path + each.suffix))
              for each in contenders(work) if each.save is not None]  # fmt: skip
     return [*_fio_rows(work, "write"), *saves]
 
 
 def load_rows(work: Work, prepare: Callable[[str], None] = make_cold) -> list[Row]:
-    """Every load; what is only mapped is looked at. Beside fio's best read, but for what is in the page cache."""
+    """Returns every load, after which mapped pages are read; and fio's best read, unless the file is cached."""
     loads = [_row(work, each, partial(each.load, work.path + each.suffix), prepare)
              for each in contenders(work) if each.load is not None]  # fmt: skip
     return [*(_fio_rows(work, "read") if prepare is make_cold else []), *loads]
 
 
 def async_rows(work: Work) -> list[Row]:
-    """Until the call returns; the write, which goes on meanwhile, is waited for behind the clock."""
+    """Returns rows timed until the call returns; the write that goes on is waited for outside the clock."""
     targets = {name: torch.zeros_like(tensor) for name, tensor in work.tensors.items()}
     path = work.path + ".async.safetensors"
     futures: list[Future[None]] = []
@@ -231,7 +231,7 @@ def async_rows(work: Work) -> list[Row]:
 
 
 def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
-    """A load of files that ``prepare`` is called with before; without it, a save."""
+    """Returns the row of a load, whose files ``prepare`` gets before each pass; without ``prepare``, of a save."""
     path = work.path + each.suffix
     made_by = next(other for other in contenders(work) if other.name == (each.saved_by or each.name))
 
@@ -267,7 +267,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
 
 
 def _look_at(tensors: Tensors) -> None:
-    """One byte of every page, so that what is only mapped is there. The tensors go with the end of the pass."""
+    """Reads a byte of every page, so that mapped files are in memory. The tensors are freed at the end of the pass."""
     small = [tensor for tensor in tensors.values() if tensor.nbytes <= _SMALL and tensor.is_floating_point()]
     if small:  # all of their bytes, in one call: 20,000 would take longer than to load them
         torch.nn.utils.get_total_norm(small)
@@ -277,15 +277,15 @@ def _look_at(tensors: Tensors) -> None:
 
 
 def _let_the_device_rest(size: int) -> None:
-    """What a row freed the file system tells its device some time after, which must not slow the next."""
+    """Waits until the file system has told its device what a row has freed, which would slow the next one."""
     os.sync()
     time.sleep(1.5 * min(1, size / (1 << 30)))
 
 
 def _warm_free_memory(size: int) -> None:
-    """A virtual machine may have given back what is free: who takes it next would pay. All find it as warm.
+    """Touches free memory, which a virtual machine may have given back, so that it is warm for every row.
 
-    In huge pages, which are easy to find for the next one then, and easy to split.
+    Huge pages are used, so that the next allocation finds some, or splits them.
     """
     with mmap.mmap(-1, size + size // 4, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -294,14 +294,14 @@ def _warm_free_memory(size: int) -> None:
 
 def _compare(tensors: Tensors, loaded: Tensors) -> None:
     if loaded.keys() != tensors.keys():
-        raise WrongData("other names")
+        raise WrongData("the names differ")
     for name, tensor in tensors.items():
         if not torch.equal(loaded[name], tensor):
             raise WrongData(f"{name} differs")
 
 
 def _fio_rows(work: Work, pattern: str) -> list[Row]:
-    """Over a file that has its blocks; a write also where they have to be found, as for every save."""
+    """Returns fio's rows over a file that has its blocks; a write also to a new file, as every save."""
     path, size = f"{work.path}.fio", -(-work.size // fio.BLOCK) * fio.BLOCK
 
     def before() -> None:
@@ -324,7 +324,7 @@ def _fio_rows(work: Work, pattern: str) -> list[Row]:
     return rows
 
 
-_ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # with the row that the others are divided by
+_ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # and the row by which the others are divided
     "save": (save_rows, fio.NAME),
     "load": (load_rows, fio.NAME),
     "cached": (functools.partial(load_rows, prepare=make_warm), SAFETENSORS),
@@ -333,7 +333,7 @@ _ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # with the row th
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Each group for each state dict. The files of one are gone before the next."""
+    """Yields the table of each group for each state dict, whose files are removed before the next."""
     for kind in run.given.state_dict:
         command.show_progress(f"making the state dict {kind}")
         tensors = state_dict(kind, run.given.size)

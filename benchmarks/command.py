@@ -1,4 +1,4 @@
-"""The runner of all benchmarks: flags, how tables are measured, shown and kept, new processes, and how a run ends.
+"""Runs all benchmarks: parses flags, measures, prints and keeps tables, starts processes and ends a run.
 
 A benchmark is a module beside this file with a ``PROGRAM``: what it can measure, and a function that makes its tables.
 """
@@ -42,13 +42,13 @@ class Program:
     groups: Mapping[str, str]
     tables: Callable[[Run, str, dict[str, Any]], Iterator[Table]]
     copies: int | Callable[[Namespace], int] = 2
-    #: Of each its words, the default (a list: several values; False: a switch), and what reads a value or what there is
+    #: Flag -> its help, its default (a list: several values; False: a switch), and a parser of values or the choices
     flags: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     check: Callable[[Namespace], object] = lambda _: None  # raises ValueError
     size: str = "1G"
     rounds: int = 7
-    folders: bool = True  # it is measured in those of --folder
-    #: Called before this package's op is loaded; returns what the first lines say besides the machine
+    folders: bool = True  # it has a flag --folder
+    #: Called before this package's op is loaded; returns more facts for the first lines than those of the machine
     prepare: Callable[[Namespace], dict[str, str]] = lambda _: {}
 
 
@@ -111,7 +111,7 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
 
 
 def file_size(text: str) -> int:
-    """A multiple of ``STEP`` for argparse."""
+    """Parses a multiple of ``STEP``."""
     value = size(text)
     if value % STEP:
         raise argparse.ArgumentTypeError(f"{text} is not a multiple of {size_words(STEP)}")
@@ -119,12 +119,12 @@ def file_size(text: str) -> int:
 
 
 def several(*found: Mapping[str, object]) -> str:
-    """Names and values on one line."""
+    """Returns names and values on one line."""
     return "; ".join(f"{name} {words}" for each in found for name, words in each.items())
 
 
 class Run:
-    """What was measured: ``result`` is for the JSON file; ``tables``, by folder or group, for the picture."""
+    """Runs a program. Its ``result`` is for the JSON file; its ``tables``, by folder, are for the picture."""
 
     def __init__(self, program: Program, given: Namespace) -> None:
         self.given, self.tables = given, dict[str, list[Table]]()
@@ -145,7 +145,7 @@ class Run:
             self.show_all("", made, program.tables(self, "", made))
 
     def show_all(self, key: str, found: dict[str, Any], tables: Iterator[Table]) -> None:
-        """Measures the tables that are not yet, prints and keeps them."""
+        """Measures tables unless they are measured, prints and keeps them."""
         self.result["folders"][key] = found
         with contextlib.closing(tables):  # type: ignore[type-var]
             for table in tables:
@@ -162,13 +162,13 @@ class Run:
 
 
 def note(found: dict[str, Any], words: str) -> None:
-    """Prints and keeps what is to be said of the last table."""
+    """Prints and keeps a remark about the last table."""
     print(words, flush=True)
     found.setdefault("notes", []).append(words)
 
 
 def data_file(scratch: str, size: int) -> str:
-    """A new file for all rows to work on."""
+    """Makes the file that all rows of a table work on; returns its path."""
     path = os.path.join(scratch, "data")
     show_progress(f"writing {size_words(size)} to {scratch}")
     files.make_file(path, size)
@@ -193,14 +193,14 @@ def run(name: str, words: Sequence[str]) -> int:
 
 
 def environment() -> dict[str, str]:
-    """For new processes: the programs beside this interpreter, and the modules of this checkout."""
+    """Returns the environment of new processes: programs beside this interpreter, modules of this checkout."""
     path = [os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)]
     known = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(known)}
 
 
 def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> Any:
-    """The last line that a Python program prints, as JSON. Raises Unavailable with the last line of its errors."""
+    """Returns the JSON in the last line that a Python program prints; Unavailable with the last line of its errors."""
     done = subprocess.run(
         stop.tied([sys.executable, "-c", program, *words]),
         env={"DS_ACCELERATOR": "cpu", **environment(), **variables},
@@ -215,7 +215,7 @@ def in_new_process(program: str, *words: str, folder: str | None = None, **varia
 
 
 def work(module: str, folder: str, given: Namespace, **more: object) -> dict[str, Any]:
-    """What ``benchmarks.MODULE.work(job)`` returns in a process of its own; ``job.folder`` is a new one in ``folder``.
+    """Calls ``benchmarks.MODULE.work(job)`` in a process of its own; ``job.folder`` is a new one in ``folder``.
 
     ``job`` has the flags, and ``more``; ``job.group`` is a cgroup's file cgroup.procs to join.
     """
@@ -231,13 +231,13 @@ def work(module: str, folder: str, given: Namespace, **more: object) -> dict[str
 
 
 class Alike:
-    """Processes that must find what the one that works in memory has found."""
+    """Compares the results of processes with those of the one that works in memory."""
 
     def __init__(self, what: str) -> None:
         self._what, self._expected = what, list[Any]()
 
     def require(self, found: list[Any], in_memory: bool) -> None:
-        """Raises WrongData for anything else."""
+        """Raises WrongData if they differ."""
         if in_memory and not self._expected:
             self._expected = found
         if self._expected and found != self._expected:
@@ -250,7 +250,7 @@ class Alike:
 
 
 def deepspeed_alone() -> Any:
-    """DeepSpeed, and one rank that has nobody beside it."""
+    """Returns DeepSpeed, initialized with a single rank."""
     os.environ.update(MASTER_ADDR="127.0.0.1", RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     import deepspeed  # type: ignore[import-not-found,import-untyped,unused-ignore]
     import torch.distributed as dist
@@ -261,19 +261,19 @@ def deepspeed_alone() -> Any:
 
 
 def status(name: str) -> int:
-    """An entry of ``/proc/self/status``, in bytes."""
+    """Returns an entry of ``/proc/self/status``, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
     return int(lines[name].split()[0]) * 1024
 
 
 def moved() -> tuple[int, int]:
-    """Bytes read from and written to devices by this process, by page faults too."""
+    """Returns the bytes that this process has read from and written to devices, page faults included."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(words["read_bytes"]), int(words["write_bytes"])
 
 
 def forget(*folders: str) -> None:
-    """Writes back what is in folders, and drops it from the page cache."""
+    """Writes back the files in folders, and drops them from the page cache."""
     os.sync()
     for folder in folders:
         for place, _, found in os.walk(folder):

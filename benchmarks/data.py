@@ -1,8 +1,8 @@
-"""Random reading of samples into batches, cold: this package beside the loaders and formats that people use.
+"""Random reads of samples into batches, cold: this package beside the loaders and formats that people use.
 
-Every pass of reading goes through all samples of a size once, in its own order. Workers of torch's loaders stay alive
-between passes. Formats with a file for each sample are measured with 8,192 of them at most. Two more groups open a
-large index and append to a log.
+Every pass reads all samples of a size once, in an order of its own. Workers of torch's loaders stay alive between
+passes. Formats with a file for each sample are measured with 8,192 of them at most. Two more groups open a large index
+and append to a log.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ GROUPS = {
     "index": "a large index, cold, in a new process, in s",
     "log": "records of 200 bytes at a rate: what each call costs, in us",
 }
-_DEPTHS = (128, 1024)  # what keeps a device busy; and what has as much memory as the batches of 128 KiB samples
+_DEPTHS = (128, 1024)  # enough to keep a device busy; and as much memory as the batches of 128 KiB samples
 _MOST_FIO_BYTES = 128 * MIB
 _BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
 RECORD_BYTES = 64  # of a sample of the index, on average

@@ -1,4 +1,4 @@
-"""What everybody does once: a new process loads a file that is not cached, into memory that was never touched."""
+"""A new process loads a file that is not cached into memory that was never touched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GROUPS = {
 }
 _REST = 3.0  # seconds: a virtual machine's host takes back memory that was free for two
 
-# What is imported is in memory before the clock starts; the sums are of all tensors.
+# Modules are imported before the clock starts; all tensors are summed.
 _PROGRAM = """
 import json, resource, sys, time
 import torch
@@ -38,7 +38,7 @@ print(json.dumps([time.perf_counter() - start, cpu() - before, total]))
 """
 _SUM = "total = sum(float(tensor.sum()) for tensor in loaded.values())"
 _OURS = "import nvme_ops; from nvme_ops.checkpoint import api, safetensors_file, torch_file; nvme_ops.aio_handle()"
-_LOADS = {  # named as in checkpoint.py, where the same is measured in memory that is warm
+_LOADS = {  # named as in checkpoint.py, which measures the same in warm memory
     "nvme_ops .safetensors": (_OURS, "nvme_ops.load(path)"),
     "nvme_ops .pt": (_OURS, "nvme_ops.load(path)"),
     "nvme_ops .safetensors, mmap=True": (_OURS, "nvme_ops.load(path, mmap=True)"),
@@ -62,7 +62,7 @@ def _row(name: str, setup: str, work: str, path: str, size: int) -> Row:
 
 
 def load_rows(scratch: str, size: int) -> list[Row]:
-    """Each contender on the format that it reads."""
+    """Returns a row for each contender, on the format that it reads."""
     import torch
     from safetensors.torch import save_file
 
@@ -77,7 +77,7 @@ def load_rows(scratch: str, size: int) -> list[Row]:
 
 
 def locked_rows(scratch: str, size: int, packages: list[str]) -> list[Row]:
-    """With default settings, by DeepNVMe's interface."""
+    """Returns the rows of each package through DeepNVMe's interface, with default settings."""
     path = command.data_file(scratch, size)
     setup = "from {} import AsyncIOBuilder; handle = AsyncIOBuilder().load().aio_handle()"
     work = "tensor = handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))\n{}total = 0"
@@ -89,7 +89,7 @@ def locked_rows(scratch: str, size: int, packages: list[str]) -> list[Row]:
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Of one folder."""
+    """Yields the tables of one folder."""
     packages = [name for name in BUILDERS if name == "nvme_ops" or not run.given.no_deepspeed]
     make = {"load": partial(load_rows, scratch), "locked": partial(locked_rows, scratch, packages=packages)}
     for group in run.given.groups:

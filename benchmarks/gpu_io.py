@@ -1,7 +1,7 @@
-"""Between files and GPU memory: this package beside cuFile, kvikio, DeepSpeed, gdsio and torch. See gpu-results.md.
+"""Transfers between files and GPU memory: this package beside cuFile, kvikio, DeepSpeed, gdsio and torch.
 
-Those of other packages run in a process each: they share one libcufile, one state of its driver and one set of
-environment variables with whoever loads them; one of them calls ``exit`` when it fails.
+Each row of another package runs in a process of its own: within a process they would share one libcufile, one state of
+its driver and one set of environment variables, and one of them calls ``exit`` when it fails. See docs/gpu-results.md.
 """
 
 from __future__ import annotations
@@ -48,18 +48,18 @@ GDS, GDS_PINNED = "nvme_ops gds_handle", "nvme_ops gds_handle, pinned tensor"
 GDSIO = "gdsio, to the GPU"
 CUFILE, KVIKIO = "cuFile alone, ", "kvikio, "  # how the names of several rows begin
 TORCH_CUFILE = "torch.cuda.gds.GdsFile"
-# What this package aims at: a row, the beginnings of those of which it is compared with the best, and the least ratio
+# What this package aims at: a row, how the names of the rows begin whose best it is compared with, the least ratio
 AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
     ("the bounce path / the same handle's rate to host memory", BOUNCE, (HOST,), 0.95),
     ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, TORCH_CUFILE, KVIKIO), 1.0),
     ("gds_handle with a pinned tensor / gdsio to the GPU", GDS_PINNED, (GDSIO,), 1.0),
 ]
-_MARKS = 24  # marks in a page that each row may use, for its checked writes to be told from those of the others
+_MARKS = 24  # marks of a page that each row may use, which distinguish its checked writes from those of other rows
 
 
 @dataclass
 class GpuWork(Task):
-    """The file, a device, and the settings that all handles get. The tests put ``cpu`` in the device's place."""
+    """The file, a device, and the settings that all handles get. The tests use the device ``cpu``."""
 
     device: torch.device = torch.device("cuda", 0)  # noqa: RUF009  (immutable)
     block_size: int = MIB
@@ -70,7 +70,7 @@ class GpuWork(Task):
 
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
-        """One ``aio_handle`` for all rows."""
+        """The ``aio_handle`` of all rows."""
         return nvme_ops.aio_handle(self.block_size, QUEUE_DEPTH, intra_op_parallelism=self.threads)
 
     @functools.cached_property
@@ -79,7 +79,7 @@ class GpuWork(Task):
         return filled(torch.empty(self.size, dtype=torch.uint8, device=self.device))
 
     def pinned(self, handle: Any) -> torch.Tensor:
-        """A tensor on the device that is known to cuFile."""
+        """Returns a tensor on the device that is registered with cuFile."""
         return filled(handle.new_pinned_device_tensor(self.size, torch.empty(0, dtype=torch.uint8, device=self.device)))
 
     def finish(self) -> None:
@@ -89,7 +89,7 @@ class GpuWork(Task):
 
 
 def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
-    """Raises Unavailable with the reason where cuFile cannot work."""
+    """Returns a handle. Raises Unavailable with the reason if cuFile cannot work."""
     with mock.patch.dict(os.environ, NVME_OPS_GDS=mode):
         try:
             return nvme_ops.gds_handle(work.block_size, QUEUE_DEPTH, intra_op_parallelism=work.threads)
@@ -100,13 +100,13 @@ def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
 def gds_row(
     work: GpuWork, name: str, handle: Callable[[], nvme_ops.gds_handle], memory: Callable[[], torch.Tensor]
 ) -> Row:
-    """A row of a ``gds_handle`` whose note says which way its transfers took, and why."""
+    """Returns a row of a ``gds_handle``, whose note says which path its transfers took, and why."""
     return noting_paths(tensor_row(work, name, memory, lambda tensor: mover(handle(), work)(tensor)), handle)
 
 
 @contextmanager
 def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
-    """Host memory as the reference, the bounce path, ``gds_handle`` as it chooses, and an adaptive handle."""
+    """Yields host memory as the reference, the bounce path, ``gds_handle`` as it chooses, and an adaptive handle."""
     made: list[torch.Tensor] = []
     with_cufile = functools.cache(lambda: gds_handle(work, "auto"))
     without_cufile = functools.cache(lambda: gds_handle(work, "off"))
@@ -135,7 +135,7 @@ def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
 
 
 def other_rows(work: GpuWork) -> list[Row]:
-    """NVIDIA's gdsio at the same block size and threads, and torch."""
+    """Returns the rows of NVIDIA's gdsio at the same block size and threads, and of torch."""
     settings = Settings(work.block_size, intra_op_parallelism=work.threads)
     name = "torch.save + fsync" if work.write else "torch.load(map_location)"
     return [
@@ -146,7 +146,7 @@ def other_rows(work: GpuWork) -> list[Row]:
 
 
 def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[Row]:
-    """Those of other packages. Where they take a number of threads and a block size, they get ours.
+    """Returns the rows of other packages, with our number of threads and block size where they take these.
 
     Their processes end with ``stack``.
     """
@@ -184,7 +184,7 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
 
 
 def cufile_row(work: GpuWork, threads: int, piece: int) -> Row:
-    """``cuFileRead`` or ``cuFileWrite`` of ``piece`` bytes at a time, by so many threads."""
+    """Returns the row of ``cuFileRead`` or ``cuFileWrite`` of ``piece`` bytes at a time, by so many threads."""
     library = _CuFile(work)
     pool = ThreadPoolExecutor(threads, initializer=work.finish)
 
@@ -200,7 +200,7 @@ def cufile_row(work: GpuWork, threads: int, piece: int) -> Row:
 
 
 def torch_cufile_row(work: GpuWork) -> Row:
-    """What torch itself offers: one ``cuFileRead`` or ``cuFileWrite`` for all."""
+    """Returns the row of torch's own interface: one ``cuFileRead`` or ``cuFileWrite`` for all."""
     gds: Any = getattr(torch.cuda, "gds", None)
     if not hasattr(gds, "GdsFile"):
         raise Unavailable("this torch has no torch.cuda.gds: pip install 'torch>=2.7'")
@@ -215,7 +215,7 @@ def torch_cufile_row(work: GpuWork) -> Row:
 
 
 def kvikio_row(work: GpuWork) -> Row:
-    """Kvikio as its environment variables say. What it writes may pass through the page cache, hence the ``fsync``."""
+    """Returns kvikio's row. What it writes may pass through the page cache, hence the ``fsync``."""
     import kvikio  # type: ignore[import-not-found,unused-ignore]
 
     _proc_modules()
@@ -233,7 +233,7 @@ def kvikio_row(work: GpuWork) -> Row:
 
 
 def deepspeed_row(work: GpuWork, op: str) -> Row:
-    """DeepSpeed's handle: ``async_io`` with an ordinary tensor on the device, ``gds`` with one that it pinned."""
+    """Returns DeepSpeed's row: ``async_io`` with an ordinary tensor on the device, ``gds`` with one that it pinned."""
     found = load_deepspeed(op)
     settings = (work.block_size, QUEUE_DEPTH, False, False, work.threads)
     handle = found.gds_handle(*settings) if op == "gds" else found.aio_handle(*settings)
@@ -264,7 +264,7 @@ class _Description(ctypes.Structure):
 
 
 class _CuFile:
-    """The library, by ctypes."""
+    """cuFile's library, by ctypes."""
 
     def __init__(self, work: GpuWork) -> None:
         self._library = _loaded_cufile()
@@ -287,7 +287,7 @@ class _CuFile:
 
     @contextmanager
     def registered(self, path: str) -> Iterator[ctypes.c_void_p]:
-        """The handle of an open file."""
+        """Yields cuFile's handle of the file."""
         handle, descriptor = ctypes.c_void_p(), os.open(path, os.O_RDWR | os.O_DIRECT)
         try:
             description = _Description(type=1, descriptor=descriptor)
@@ -300,7 +300,7 @@ class _CuFile:
             os.close(descriptor)
 
     def move(self, handle: ctypes.c_void_p, tensor: torch.Tensor, start: int, end: int, piece: int) -> None:
-        """From or to the same place of the file and the tensor."""
+        """Moves bytes between the same place of the file and the tensor."""
         for position in range(start, end, piece):
             wanted = min(piece, end - position)
             moved = self._transfer(handle, tensor.data_ptr(), wanted, position, position)
@@ -339,7 +339,7 @@ def check(given: Namespace) -> None:
 
 
 def prepare(given: Namespace) -> dict[str, str]:
-    """The GPU, and whether cuFile moves data straight between storage and GPU or why it cannot work."""
+    """Returns the GPU, and whether cuFile moves data directly between storage and GPU, or why it cannot work."""
     device = torch.device(given.device)
     words = {"device": str(device), "blocks": size_words(given.block_size), "threads": str(given.threads)}
     if device.type == "cuda":
@@ -355,7 +355,7 @@ def prepare(given: Namespace) -> dict[str, str]:
 
 
 def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
-    """My rate over the best of theirs, round by round; rounds that lack mine, or all of theirs, are left out."""
+    """Returns the row's rate over the best of the others, for each round that has both."""
     ratios = []
     for own, *theirs in itertools.zip_longest(mine.samples, *(other.samples for other in others)):
         rates = [sample.rate for sample in theirs if sample is not None]
@@ -365,7 +365,7 @@ def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
 
 
 def aims(measured: Table) -> Iterator[str]:
-    """What was reached. Whether an aim counts here depends on the way that gds_handle took, which its row says."""
+    """Yields what was reached of each aim. Which aim counts depends on the path of gds_handle, which its row shows."""
     rows = {row.name: row for row in measured.rows}
     for words, mine, beginnings, least in AIMS:
         if mine in rows:
@@ -377,7 +377,7 @@ def aims(measured: Table) -> Iterator[str]:
 
 
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
-    """All who read, or write, the whole file. Their memory and processes end with the table."""
+    """Yields the table of each direction. The rows' memory and processes end with it."""
     given, device = run.given, torch.device(run.given.device)
     path = command.data_file(scratch, given.size)
     for group in given.groups:
@@ -394,7 +394,7 @@ def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
 
 _FLAGS = {
     "--device": ("the GPU", "cuda:0", str),
-    "--block-size": ("of all who take one", "1M", size),
-    "--threads": ("of all who take a number", 8),
+    "--block-size": ("of all rows that take one", "1M", size),
+    "--threads": ("of all rows that take a number", 8),
 }
 PROGRAM = Program(GROUPS, tables, 3, _FLAGS, check, prepare=prepare)

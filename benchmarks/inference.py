@@ -1,9 +1,9 @@
-"""A model whose weights are on storage decodes: this package, and all who do the same, against the bound.
+"""Decoding with a model whose weights are on storage: this package and its peers, against the bound.
 
 Every row decodes greedily with the same random model of Llama's shape, in a process of its own in each round, and must
 find the tokens that the model in memory finds. Its files are dropped from the page cache before each forward; the model
-that is only mapped runs in a memory cgroup, or where none can be made has its pages taken away instead. Memory is that
-beyond what the process had once its libraries were imported. The bound of a step is the step in memory, or its reads at
+that is only mapped runs in a memory cgroup or, if none can be made, has its pages taken away instead. Memory is counted
+beyond what the process had after importing its libraries. The bound of a step is the step in memory, or its reads at
 fio's best rate for the same file in the same run, whichever is longer.
 """
 
@@ -49,7 +49,7 @@ _SETTLING = 1.0  # seconds for discards, which nothing can wait for
 
 
 def config(nbytes: int) -> dict[str, Any]:
-    """Returns what LlamaConfig takes for about so many bytes of bfloat16: as many layers as come closest."""
+    """Returns LlamaConfig's arguments for about so many bytes of bfloat16: with as many layers as come closest."""
     hidden, inner, vocabulary = (2048, 5120, 16384) if nbytes >= _LARGE else (256, 640, 2048)
     layer = 2 * (4 * hidden * hidden + 3 * hidden * inner + 2 * hidden)
     return {
@@ -64,7 +64,7 @@ def config(nbytes: int) -> dict[str, Any]:
 
 
 def make_model(folder: str, nbytes: int) -> str:
-    """Returns the folder of a new one. Raises NotUsable without transformers."""
+    """Makes a model; returns its folder. Raises NotUsable without transformers."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
@@ -78,7 +78,7 @@ def make_model(folder: str, nbytes: int) -> str:
 
 
 class Contender(NamedTuple):
-    """``imports`` are there before the clock starts; a name with a place for the budget is a row for each budget."""
+    """A way to load a model. ``imports`` come before the clock; a name with ``{}`` makes a row for each budget."""
 
     name: str
     group: str
@@ -88,7 +88,7 @@ class Contender(NamedTuple):
 
 
 def contenders(given: Namespace) -> list[Contender]:
-    """All that are wanted, in the order of the table."""
+    """Returns the contenders of the chosen groups, in the order of the table."""
     groups = {"memory", *given.groups} - ({"deepspeed"} if given.no_deepspeed else set())
     return [
         each._replace(name=each.name.format(size_words(budget + _SPARE * (each.group == "mapped"))), budget=budget)
@@ -100,7 +100,7 @@ def contenders(given: Namespace) -> list[Contender]:
 
 @dataclass
 class Work:
-    """One model, decoded for one batch size; what each process said is kept."""
+    """One model and batch size; keeps the results of each process."""
 
     model: str
     scratch: str
@@ -132,13 +132,13 @@ class Work:
 
 
 def settle() -> None:
-    """Waits until the device has done what the row before has left it: writes, and discards of removed files."""
+    """Waits until the device has finished the previous row's writes, and discards of removed files."""
     os.sync()
     time.sleep(_SETTLING)
 
 
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
-    """Yields one for each batch size, measured, since the bound takes all of its rows."""
+    """Yields a table for each batch size, already measured, since the bound depends on all of its rows."""
     given, found["processes"] = run.given, {}
     model = make_model(scratch, given.size)
     file = os.path.join(model, "model.safetensors")
@@ -167,7 +167,7 @@ _PAGE = 4096
 
 @torch.no_grad()
 def work(job: Namespace) -> dict[str, Any]:
-    """Decodes. Times in seconds, bytes beyond what the imports took, tokens by step and row."""
+    """Decodes; returns times in seconds, bytes beyond what the imports took, and tokens by step and row."""
     row = next(each for each in _CONTENDERS if each.load.__name__ == job.load)
     for name in ("transformers", "transformers.models.llama.modeling_llama", *row.imports):
         importlib.import_module(name)
@@ -189,7 +189,7 @@ def work(job: Namespace) -> dict[str, Any]:
     seconds, read = [], []
     forget_peak()
     for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
-        if not job.warm and row.group != "memory" and not job.group:  # whose limit does it
+        if not job.warm and row.group != "memory" and not job.group:  # a group's limit does the same
             if row.group == "mapped":
                 _page_out(model)
             command.forget(job.model, job.folder)
@@ -221,7 +221,7 @@ def _page_out(model: Any) -> None:
 
 
 def _mapped(job: Namespace) -> Any:
-    """What ``from_pretrained`` alone does on a CPU: the weights are views of the mapped file."""
+    """Loads by ``from_pretrained`` alone: on a CPU the weights are views of the mapped file."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(job.model)
@@ -247,14 +247,14 @@ def _stream_weights(job: Namespace) -> Any:
 
 
 def _disk_offload(job: Namespace) -> Any:
-    """Everything on disk: a file for each weight, which is mapped when its module runs."""
+    """Puts everything on disk: a file for each weight, which is mapped when its module runs."""
     import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
     return accelerate.disk_offload(_mapped(job), job.folder)
 
 
 def _dispatch(job: Namespace) -> Any:
-    """As many layers in memory as fit the budget; the others are read from the safetensors file, none is written."""
+    """Keeps as many layers in memory as fit the budget; the others are read from the safetensors file."""
     import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -269,7 +269,7 @@ def _dispatch(job: Namespace) -> Any:
 
 
 def _disk_map(job: Namespace) -> Any:
-    """The same through transformers."""
+    """Does the same as ``_dispatch`` through transformers."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"max_memory": {"cpu": job.budget}, "offload_folder": job.folder}
@@ -277,9 +277,9 @@ def _disk_map(job: Namespace) -> Any:
 
 
 def _zero_tuned(job: Namespace) -> Any:
-    """With as many buffers as the budget allows, each of which has to hold the largest weight, and larger requests.
+    """Sets up ZeRO with as many buffers of the largest weight's size as the budget allows, and larger requests.
 
-    Weights that persist are left out: on a CPU each of them keeps a buffer for good, and the buffers run out.
+    It has no persistent weights: on a CPU each of them keeps a buffer for good, and the buffers run out.
     """
     from transformers import AutoConfig
 
@@ -293,7 +293,7 @@ def _zero_tuned(job: Namespace) -> Any:
 
 
 def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
-    """ZeRO-Inference, as its documentation sets it up: every process first writes the weights to files of its own."""
+    """Sets up ZeRO-Inference as its documentation does: every process first writes the weights to its own files."""
     from transformers.integrations import HfDeepSpeedConfig
 
     place = {"device": "nvme", "nvme_path": job.folder, **dict(offload)}

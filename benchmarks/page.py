@@ -46,16 +46,16 @@ _PATIENCE = 30.0  # seconds for a command to remove its files
 
 @dataclass(frozen=True)
 class Section:
-    """Its command, once for all ``{folders}`` or for each ``{place}`` and ``{direction}``; its JSON is the result."""
+    """A command, run once for all ``{folders}`` or for each ``{place}`` and ``{direction}``; its JSON is the result."""
 
     command: str
-    json: bool = True  # it writes JSON; else what it prints is its result
+    json: bool = True  # it writes JSON; otherwise its output is the result
     needs_gpu: bool = False
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
 _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}} {{plot}}"
-# A new one is one line here, and two on the page, <!-- section NAME --> and its end; page_results.md shows the results.
+# A section is one line here, and two on the page, <!-- section NAME --> and its end; page_results.md formats results.
 SECTIONS = {
     "raw_io": Section(_PROGRAM.format("raw_io")),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
@@ -70,7 +70,7 @@ SECTIONS = {
 
 
 def commands(name: str, places: Sequence[str], size: str, rounds: int) -> dict[str, list[str]]:
-    """Those of a section by a name of their own, as the page shows them: places by name, pictures without folder."""
+    """Returns a section's commands by name, as the page shows them: places by name, pictures without folder."""
     text, made = SECTIONS[name].command, {}
     for place in places if "{place}" in text else [""]:
         for direction in ("read", "write") if "{direction}" in text else ("",):
@@ -84,7 +84,7 @@ def commands(name: str, places: Sequence[str], size: str, rounds: int) -> dict[s
 
 
 def arguments(words: Sequence[str]) -> Namespace:
-    """Exits with status 2 on wrong ones."""
+    """Parses the command line; exits with status 2 on wrong arguments."""
     made = command_line("python benchmarks page", (__doc__ or "").strip(), "sections: " + ", ".join(SECTIONS))
     add = made.add_argument
     add("--place", type=_place, action="append", default=[], metavar="NAME=DIR",
@@ -120,9 +120,9 @@ def _place(text: str) -> tuple[str, str]:
 
 
 def measure(name: str, given: Namespace) -> bool:
-    """Runs the commands of a section and stores what they found; False when one failed.
+    """Runs the commands of a section and stores their results; returns False if one failed.
 
-    Where a section cannot be run, results of an earlier run stay.
+    If a section cannot be run, the results of an earlier run stay.
     """
     stored, results = given.results / f"{name}.json", given.results
     found = {"section": name, "date": datetime.date.today().isoformat(), "skipped": ""}
@@ -148,7 +148,7 @@ def measure(name: str, given: Namespace) -> bool:
 
 
 def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, str], scratch: Path) -> dict[str, Any]:
-    """What one command found, and how it failed."""
+    """Runs a command; returns its result, or how it failed."""
     document, plot, shown = scratch / f"{name}.json", scratch / f"{name}.png", " ".join(words)
     print(shown, end="", flush=True)
     real = [{**places, plot.name: str(plot)}.get(word, word) for word in words]
@@ -170,7 +170,7 @@ def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, s
 
 
 def _execute(words: Sequence[str]) -> tuple[int, str, str]:
-    """Status, output and errors. When this process is stopped, so is the command, which then removes its files."""
+    """Returns status, output and errors. If this process is stopped, so is the command, which removes its files."""
     programs = {"python": [sys.executable], "nvme-bench": [sys.executable, "-m", "nvme_ops.bench"]}
     with subprocess.Popen(
         stop.tied([*programs.get(words[0], words[:1]), *words[1:]], "TERM"), cwd=ROOT, env=shared.environment(),
@@ -189,7 +189,7 @@ def _execute(words: Sequence[str]) -> tuple[int, str, str]:
 
 
 def write(given: Namespace) -> None:
-    """The page and the README's table, from what is stored. Raises OSError."""
+    """Writes the page and the README's table from the stored results. Raises OSError."""
     stored = {name: found for name in SECTIONS if (found := _read(given.results / f"{name}.json"))}
     pictures = os.path.relpath(given.results, given.page.parent)
     text = render_page(given.page.read_text(encoding="utf-8"), stored, pictures)
@@ -198,7 +198,7 @@ def write(given: Namespace) -> None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    """The results of a section, empty where there are none. Raises OSError for a file that holds something else."""
+    """Returns the results of a section, empty if there are none. Raises OSError for a file with anything else."""
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         missing = {"date", "skipped", "description", "runs"} - set(found)
@@ -218,9 +218,9 @@ def _store(file: Path, found: Mapping[str, Any]) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-# What the page says of the machine, and what it must not say: folders, hosts, users
+# What the page says about the machine, and what it must not say: folders, hosts, users
 
-# Of the report: what bears on the figures and is the same at the next run
+# Lines of the report that affect the figures and are the same in the next run
 _SETTINGS = {
     "environment": ("io_uring sysctl", "seccomp", "memlock limit", "transparent huge pages"),
     "cufile": ("GPU", "NVIDIA driver", "nvidia-fs", "path of GPU tensors"),
@@ -228,11 +228,11 @@ _SETTINGS = {
 _DIGITS = 6  # of a figure
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s'\"]+|/root(?![\w.-])")
 _IMAGES = re.compile(r"/[^\s,;'\"]+\.img\b")  # behind loop devices
-_COMMON = {"root", "localhost", ""}  # they name nobody, and mean other things too
+_COMMON = {"root", "localhost", ""}  # names that identify nobody, and occur as other words
 
 
 def describe(places: Mapping[str, str]) -> dict[str, dict[str, Any]]:
-    """Processor, versions and settings; and by name what is known of each place. In nvme-report's words."""
+    """Returns processor, versions, settings, and the facts of each place by name, as nvme-report words them."""
     report = {name: {each.name: each for each in results} for name, results in collect(Host(), False).items()}
     gpu = report["cufile"].get("GPU")
     settings = {
@@ -254,11 +254,11 @@ def describe(places: Mapping[str, str]) -> dict[str, dict[str, Any]]:
 
 
 def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]:
-    """A function that gives any JSON value with names instead of paths, and figures of six digits.
+    """Returns a function that replaces paths by names in any JSON value, and rounds figures to six digits.
 
     Args:
         places: measured folders by the name that stands for them.
-        gone: a folder that results were written to; what lies in it is left with its bare name.
+        gone: a folder to which results were written; its files keep their bare names.
     """
     folders = [(str(ROOT), "CHECKOUT"), (tempfile.gettempdir(), "TMP"), (os.path.expanduser("~"), "~")]
     if sys.prefix != sys.base_prefix:  # an environment, and not /usr
@@ -296,13 +296,13 @@ def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]
     return scrub
 
 
-# What the page and the README show of the stored results, by Jinja's templates and tabulate. The rows of each table are
-# made here, as dictionaries by column; where they stand is up to page_results.md.
+# Formats the stored results for the page and the README, by Jinja's templates and tabulate. The rows of each table are
+# made here, as dictionaries by column; page_results.md says where they go.
 
-# What results that are damaged, or of another version, raise here
+# What damaged results, or those of another version, raise here
 _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)
 
-# Of the README: what is moved, raw_io's group and row
+# The README's rows: what is moved, raw_io's group and row
 _ROWS = [
     ("read, page-locked tensor", "read", "nvme_ops, locked"),
     ("read, ordinary tensor that was in use", "read", "nvme_ops, pageable"),
@@ -317,7 +317,7 @@ Results = Mapping[str, Json]  # by section, in the order of the page
 
 
 def render_page(text: str, results: Results, pictures: str = "") -> str:
-    """The page with its results made anew. ``pictures``: the folder of the plots, seen from the page's."""
+    """Returns the page with its results made anew. ``pictures``: the folder of the plots, relative to the page."""
     machines: list[Json] = []  # that results come from
     for stored in results.values():
         if stored["description"] and stored["description"] not in machines:
@@ -330,7 +330,7 @@ def render_page(text: str, results: Results, pictures: str = "") -> str:
 
 
 def render_readme(text: str, results: Results) -> str:
-    """The README with its table made anew."""
+    """Returns the README with its table made anew."""
     try:
         block = _readme_block(results)
     except _DAMAGED as error:
@@ -339,7 +339,7 @@ def render_readme(text: str, results: Results) -> str:
 
 
 def between_marks(text: str, parts: Mapping[str, str]) -> str:
-    """``text`` with each of the parts between the lines that name it. Raises ValueError where it has none."""
+    """Returns ``text`` with each part between the lines that name it. Raises ValueError if these are missing."""
     for name, part in parts.items():
         begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
         before, first, rest = text.partition(begin)
@@ -364,7 +364,7 @@ def _readme_block(results: Results) -> str:
 
 
 def _document(results: Results, section: str) -> Json:
-    """The first one that has folders; empty where there is none."""
+    """Returns the first document of a section that has folders, empty if there is none."""
     documents = (run["document"] or {} for run in results.get(section, {}).get("runs", []))
     return next((document for document in documents if document.get("folders")), {})
 
@@ -404,14 +404,14 @@ def _median(found: Json | None, digits: int) -> str:
 
 
 def table(rows: Iterable[Cells]) -> str:
-    """Markdown. A column that no row fills is left out."""
+    """Returns a table in Markdown. A column that no row fills is left out."""
     lines = filled(rows)
     escaped = [[word.replace("|", "\\|").replace("\n", " ") for word in row.values()] for row in lines]
     return str(tabulate(escaped, list(lines[0]), "github", disable_numparse=True))
 
 
 def machine_rows(description: Json, number: int) -> Iterator[Cells]:
-    """Of a description by page.py."""
+    """Yields the rows of a machine's description."""
     for name, words in {**description["machine"], **description["settings"]}.items():
         yield {f"machine {number}": name, " ": words}
     for name, place in description["places"].items():
@@ -420,7 +420,7 @@ def machine_rows(description: Json, number: int) -> Iterator[Cells]:
 
 
 def shown(document: Json) -> str:
-    """A document of any program, or that it cannot be shown."""
+    """Returns a program's document as text, or that it cannot be shown."""
     try:
         return _part("document", document)
     except _DAMAGED as error:
@@ -450,7 +450,7 @@ _ENVIRONMENT.filters.update(_FILTERS)
 
 
 def main(words: Sequence[str]) -> int:
-    """Status 0; 1 when a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
+    """Returns 0; 1 if a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
     given = arguments(words)
 
     @stop.measuring("page")

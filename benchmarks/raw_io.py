@@ -49,7 +49,7 @@ PYTHON_DIRECT = "python open(O_DIRECT) + preadv + close"
 LEARNING = 20  # transfers
 _PIECE = 64 * MIB
 _REQUESTS = 16384
-_FIO_TIMES = 4  # fio's clock counts milliseconds: with more of the same requests that is fine enough
+_FIO_TIMES = 4  # more of the same requests, since fio's clock counts milliseconds
 _CALLS = 500  # of one kind in one round
 _PLAIN = {"python": ("python readinto", "numpy tofile + fsync"), "torch": ("torch.load", "torch.save + fsync")}
 # prints the seconds from torch's import to the first handle
@@ -64,7 +64,7 @@ print("\\n", time.perf_counter() - start)
 
 
 def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
-    """Has an adaptive handle learn before the row is checked."""
+    """Lets an adaptive handle learn before the row is checked."""
     check = row.check
 
     def learn_and_check() -> None:
@@ -78,31 +78,31 @@ def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
 
 
 def save_through_us(value: object, path: str) -> None:
-    """``torch.save`` to ``nvme_ops.open``; on the device when it returns."""
+    """Calls ``torch.save`` on a file of ``nvme_ops.open``, durably."""
     with nvme_ops.open(path, "w") as file:
         torch.save(value, cast(IO[bytes], file))
         file.sync()
 
 
 def load_through_us(path: str) -> Any:
-    """``torch.load`` from ``nvme_ops.open``."""
+    """Calls ``torch.load`` on a file of ``nvme_ops.open``."""
     with nvme_ops.open(path) as file:
         return torch.load(cast(IO[bytes], file))
 
 
 def mover(handle: Any, task: Task) -> Callable[[torch.Tensor], object]:
-    """Moves a tensor from or to the file, by a handle of this package or of DeepSpeed."""
+    """Returns a function that moves a tensor from or to the file, by a handle of this package or of DeepSpeed."""
     move = handle.sync_pwrite if task.write else handle.sync_pread
     return lambda tensor: move(tensor, task.path)
 
 
 def fio_row(task: Task, name: str = fio.NAME, variants: list[fio.Variant] = fio.BEST) -> Row:
-    """Fio over the file of a task."""
+    """Returns fio's row over the file of a task."""
     return fio.row(name, task.pattern, lambda: task.path, task.size, task.set_out, variants)
 
 
 def large_rows(task: Task, deepspeed: bool) -> list[Row]:
-    """Those who read and write one large file: fio, this package, DeepSpeed, NumPy and torch."""
+    """Returns the rows that read or write one large file: fio, this package, DeepSpeed, Python or NumPy, torch."""
     handle = task.handle
     start = handle.async_pwrite if task.write else handle.async_pread
 
@@ -130,7 +130,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
 
 
 def deepspeed_rows(task: Task) -> list[Row]:
-    """DeepSpeed's default handle, with its own locked memory and with an ordinary tensor."""
+    """Returns the rows of DeepSpeed's default handle, with its own locked memory and with an ordinary tensor."""
     try:
         handle = load_deepspeed().aio_handle()
     except Unavailable as reason:
@@ -141,7 +141,7 @@ def deepspeed_rows(task: Task) -> list[Row]:
 
 
 def cached_rows(task: Task) -> list[Row]:
-    """A file in the page cache into the same ordinary tensor, by plain Python and by a default handle."""
+    """Returns rows that read a file in the page cache, by plain Python and by a default handle."""
 
     def by_pieces(tensor: torch.Tensor) -> None:
         descriptor = os.open(task.path, os.O_RDONLY)
@@ -164,7 +164,7 @@ def cached_rows(task: Task) -> list[Row]:
 
 
 def random_rows(task: Task) -> list[Row]:
-    """Random reads of 4 KiB past the page cache, many in one call: operations per second."""
+    """Returns rows of random reads of 4 KiB past the page cache, many in one call: operations per second."""
     count = min(_REQUESTS, task.size // PAGE)
     generator = random.Random(1)
     offsets = [generator.randrange(task.size // PAGE) * PAGE for _ in range(count)]
@@ -189,7 +189,7 @@ def random_rows(task: Task) -> list[Row]:
 
 
 def latency_rows(task: Task) -> list[Row]:
-    """One blocking read of 4 KiB by path, each at an offset of its own, past the page cache."""
+    """Returns rows of one blocking read of 4 KiB by path, each at an offset of its own, past the page cache."""
     generator = random.Random(2)
     tensor = torch.zeros(PAGE + 64, dtype=torch.uint8)[1 : PAGE + 1]  # an odd address: direct I/O cannot use it
     aligned = mmap.mmap(-1, PAGE)
@@ -219,7 +219,7 @@ def latency_rows(task: Task) -> list[Row]:
 
 
 def submit_rows(task: Task) -> list[Row]:
-    """How soon ``submit_pread`` returns; ``result()``, not timed, follows each."""
+    """Returns rows of the time until ``submit_pread`` returns; ``result()``, not timed, follows each."""
 
     def row(name: str, tensor: torch.Tensor) -> Row:
         under_way: list[nvme_ops.IoFuture] = []
@@ -245,9 +245,9 @@ def _compare(tensor: torch.Tensor, path: str, offset: int) -> None:
 
 
 def memory_rows(task: Task) -> list[Row]:
-    """Staging memory before, during (the most that was seen) and after one cold read, and what else was kept.
+    """Returns staging memory before, during (the most that was seen) and after one cold read, and the pool's.
 
-    The last row is how far the whole process grew beyond the tensor, where the kernel says so.
+    The last row is how far the whole process grew beyond the tensor, if the kernel tells.
     """
     native = AsyncIOBuilder().load()
     native.trim_pool()
@@ -272,7 +272,7 @@ def memory_rows(task: Task) -> list[Row]:
     finally:
         ended.set()
         watcher.join()
-    time.sleep(0.2)  # the lane's thread gives its memory back after it has told the waiting one
+    time.sleep(0.2)  # the lane's thread releases its memory after it has woken the waiting one
     found = {
         "idle before": seen[0],
         "busy": max(seen),
@@ -284,7 +284,7 @@ def memory_rows(task: Task) -> list[Row]:
 
 
 def start_rows(packages: list[str], rounds: int) -> list[Row]:
-    """For each package: the whole process from an empty cache, once, then what a warm start takes beyond torch."""
+    """Returns for each package a process from an empty cache, once, and what a warm start takes beyond torch."""
     made = []
     for package in packages:
         cold, warm = Row(f"{package}, empty cache, whole process"), Row(f"{package}, warm, beyond importing torch")
@@ -313,7 +313,7 @@ _SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, row
 
 
 def prepare(given: Namespace) -> dict[str, str]:
-    """Loads DeepSpeed's op, where its rows are wanted: it must come before this package's."""
+    """Loads DeepSpeed's op if its rows are wanted: it must come before this package's."""
     if not given.no_deepspeed and {"read", "write"} & set(given.groups):
         command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
         with contextlib.suppress(Unavailable):
@@ -322,7 +322,7 @@ def prepare(given: Namespace) -> dict[str, str]:
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Of one folder; those of a fresh process have nothing to do with it, and come once."""
+    """Yields the tables of one folder; those of a fresh process do not depend on it, and come once."""
     given = run.given
     path = command.data_file(scratch, given.size)
     for group in given.groups:
@@ -342,8 +342,5 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
 
 
 PROGRAM = Program(
-    GROUPS,
-    tables,
-    prepare=prepare,
-    flags={"--build-times": ("group start for DeepSpeed too: takes minutes", False)},
+    GROUPS, tables, prepare=prepare, flags={"--build-times": ("group start for DeepSpeed too: takes minutes", False)}
 )

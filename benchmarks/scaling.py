@@ -1,11 +1,11 @@
 """Reads and writes over 1, 2, 4 devices at once: this package beside fio, and the sum of what each device does alone.
 
-The devices are made of memory and limited to a fixed rate each, so that scaling shows on one machine: it is the
-programs that are measured, not any disk. ``nvme-bench --scaling`` does the same on devices that exist. Each is a file
-in /dev/shm under a loop device with ext4, which the kernel limits for the processes of one cgroup, reads and writes
-apart; what kernel threads write back is not limited. It gives out a rate in slices of a tenth of a second: powers of
-two are kept within 1 %, others may begin with a slice too much; who begins within the slice of the one before gets the
-pause as well.
+The devices are made of memory and limited to a fixed rate each, so that scaling shows on one machine: this measures
+programs, not disks. ``nvme-bench --scaling`` does the same on devices that exist. Each is a file in /dev/shm under a
+loop device with ext4, which the kernel limits for the processes of one cgroup, separately for reads and writes; what
+kernel threads write back is not limited. The kernel grants a rate in slices of a tenth of a second: powers of two are
+kept within 1 %, other rates may get a slice too many at first, and a row that begins within the previous row's slice
+also gets the share of the pause.
 """
 
 from __future__ import annotations
@@ -78,10 +78,10 @@ class Devices:
 
 @contextlib.contextmanager
 def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
-    """So many devices of ``size`` bytes that read and write ``rate`` bytes per second, each.
+    """Makes ``count`` devices of ``size`` bytes that read and write ``rate`` bytes per second, each.
 
-    They are gone at the end, whatever happened in between, and with them every process that is still in their cgroup.
-    Signals that come while they are made or taken down act afterwards.
+    They are removed at the end, whatever happens, and every process that is still in their cgroup is killed. Signals
+    that arrive while they are made or removed take effect afterwards.
 
     Raises:
         NotUsable: root, loop devices, a tool, memory or the cgroup's controller is missing; it says which.
@@ -97,7 +97,7 @@ def throttled(count: int, rate: int, size: int) -> Iterator[Devices]:
                 for number in made:
                     group.limit_device(number, rate)
                 stack.callback(end_processes, group)  # before anything is unmounted
-                for number in made:  # lest they end at the rate of what they have begun
+                for number in made:  # so that what they have begun ends without a limit
                     stack.callback(group.limit_device, number, None)
             yield Devices(made, rate, group)
         finally:
@@ -120,7 +120,7 @@ def _require(memory: int) -> None:
 
 
 def _make_device(stack: contextlib.ExitStack, folder: str, size: int) -> tuple[str, str]:
-    """The device's MAJOR:MINOR, and the folder in which it is mounted."""
+    """Makes a device; returns its MAJOR:MINOR, and the folder in which it is mounted."""
     descriptor, image = tempfile.mkstemp(prefix=PREFIX, suffix=".img", dir=MEMORY)
     stack.callback(os.unlink, image)
     try:
@@ -149,7 +149,7 @@ def _unmount(folder: str) -> None:
 
 
 def end_processes(group: Group) -> None:
-    """Kills them; this one, if it is among them, leaves."""
+    """Kills the processes of a group; this process, if it is one of them, leaves the group."""
     end, processes = time.monotonic() + _PATIENCE, Path(group.processes)
     while listed := processes.read_text(encoding="ascii").split():
         for process in listed:
@@ -164,7 +164,7 @@ def end_processes(group: Group) -> None:
 
 
 def run_tool(*words: str) -> str:
-    """What a program prints. Raises NotUsable with its words."""
+    """Returns what a program prints. Raises NotUsable with its error."""
     # in a session of its own: Ctrl-C on the terminal does not stop it halfway
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, start_new_session=True)
     if done.returncode:
@@ -182,7 +182,7 @@ def fio_row(tasks: Sequence[Task], name: str = "") -> Row:
 
 
 def shared_row(tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) -> Row:
-    """All transfers are begun, then waited for."""
+    """Returns a row that starts all transfers, then waits for them."""
 
     def move() -> None:
         for task, handle in zip(tasks, handles, strict=True):
@@ -209,7 +209,7 @@ def shared_row(tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) ->
 def make_rows(
     stack: contextlib.ExitStack, devices: Devices, size: int, write: bool, counts: Sequence[int]
 ) -> tuple[list[Row], dict[tuple[str, int], Row]]:
-    """The rows of each device alone, and by contender and number of devices. Their processes end with ``stack``."""
+    """Returns the rows of each device alone, and those by contender and number of devices, until ``stack`` ends."""
     tasks = [Task(os.path.join(folder, "data"), size, write) for folder in devices.folders.values()]
     contender, handles = Contender("aio_handle", Settings(), ""), [nvme_ops.aio_handle() for _ in tasks]
     processes = [stack.enter_context(Remote(make_row, contender, replace(task))) for task in tasks]
@@ -225,7 +225,7 @@ def make_rows(
     for (name, count), row in together.items():
         row.name = f"{name}, {count} {'device' if count == 1 else 'devices'}"
     for row in [*alone, *together.values()]:
-        # a pause, or who begins soon after another would get the time in between as credit from the kernel
+        # a pause, since the kernel credits a row that begins soon after another with the time in between
         row.before = partial(_all, [row.before, partial(time.sleep, _PAUSE)])
         row.check = devices.unlimited()(row.check)
     return alone, together
@@ -237,7 +237,7 @@ def _all(calls: Sequence[Callable[[], object]]) -> None:
 
 
 def compared(group: str, title: str, alone: Sequence[Row], together: dict[tuple[str, int], Row]) -> Table:
-    """Each row over the sum of the same devices alone, round by round, and whether it reaches what is aimed at."""
+    """Compares each row with the sum of the same devices alone, round by round, and notes if it reaches the aim."""
     counts = sorted({count for _, count in together})
     added = {count: Row(f"the sum of {count} alone", samples=summed(alone[:count])) for count in counts}
     for (name, count), row in together.items():
@@ -250,7 +250,7 @@ def compared(group: str, title: str, alone: Sequence[Row], together: dict[tuple[
 
 
 def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:
-    """All directions, over the same devices."""
+    """Yields the table of each direction, over the same devices."""
     given = run.given
     command.show_progress("making the devices")
     with throttled(max(given.devices), given.rate, given.size + given.size // 16 + 32 * MIB) as devices:
@@ -267,8 +267,5 @@ def tables(run: Run, _: str, found: dict[str, Any]) -> Iterator[Table]:
             yield compared(group, f"{GROUPS[group]}, {words}", alone, together)
 
 
-_FLAGS = {
-    "--devices": ("numbers", [1, 2, 4]),
-    "--rate": ("of each, bytes per second", "512M", size),
-}
+_FLAGS = {"--devices": ("numbers", [1, 2, 4]), "--rate": ("of each, bytes per second", "512M", size)}
 PROGRAM = Program(GROUPS, tables, flags=_FLAGS, folders=False, rounds=5)

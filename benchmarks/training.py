@@ -1,4 +1,4 @@
-"""AdamW with its states on storage: this package, and what is written by hand, against memory and the device.
+"""AdamW with its states on storage: this package, and a loop by hand, against memory and the device.
 
 The table ``step`` times ``optimizer.step()`` alone, with random gradients, the files dropped from the page cache before
 each; its bound is what fio takes for the same bytes, read and written at once. The table ``engines`` times whole
@@ -39,7 +39,7 @@ WIDTH, INNER = 2048, 8192
 _STATES = 8  # bytes for each parameter: exp_avg, exp_avg_sq
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 _COLUMNS = ("forward", "backward", "optimizer", "read per step", "written per step", "peak memory")
-_FIRST = 1  # steps before those that are counted: there are no states yet
+_FIRST = 1  # steps that are not counted, since there are no states yet
 _BUFFERS = 12  # of DeepSpeed: three times the tensors of Adam
 
 
@@ -50,7 +50,7 @@ class ByHand:
         self._optimizer, self._path = torch.optim.AdamW(made, **_OPTIONS), path
 
     def step(self) -> None:
-        """Loads, steps, saves and forgets."""
+        """Loads the states, steps, saves them and frees their memory."""
         if os.path.exists(self._path):
             self._optimizer.load_state_dict(torch.load(self._path, weights_only=True))
         self._optimizer.step()
@@ -59,7 +59,7 @@ class ByHand:
 
 
 def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
-    """All update equal parameters with equal gradients, so that they can be compared."""
+    """Returns rows that update equal parameters with equal gradients, so that they can be compared."""
 
     def parameters() -> list[torch.nn.Parameter]:
         torch.manual_seed(1)
@@ -103,7 +103,7 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
 
 
 def engine_table(scratch: str, given: Namespace, _: contextlib.ExitStack) -> Table:
-    """All train the same model, and must find the losses of the one in memory."""
+    """Returns rows that train the same model, and must find the losses of the one in memory."""
     blocks = max(1, given.size // (2 * 4 * WIDTH * INNER))
     batch, same = given.batch, command.Alike("losses")
 
@@ -152,7 +152,7 @@ class Block(torch.nn.Module):
         self.down = torch.nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Adds what it computes."""
+        """Returns ``x`` plus what the block computes."""
         out: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
         return out
 
@@ -170,7 +170,7 @@ def _memory(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> 
 
 
 def _cpu_offload(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> Phases:
-    """FSDP2 with all in host memory, which is what offloading to storage is compared with on a GPU."""
+    """Sets up FSDP2 with everything in host memory, with which offloading to storage is compared on a GPU."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
@@ -197,8 +197,12 @@ def _nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitSta
 
 
 def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack) -> Phases:
-    """ZeRO stage 3, on its own op."""
+    """Sets up ZeRO stage 3, on its own op or on ours."""
     os.environ["DS_ACCELERATOR"] = "cpu"
+    if job.engine.endswith("nvme_ops"):
+        from nvme_ops.integrations import deepspeed
+
+        deepspeed.install()
     initialize = command.deepspeed_alone().initialize
     place = {"device": "nvme", "nvme_path": job.folder}
     pipelined = {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
@@ -218,19 +222,12 @@ def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack)
     return lambda x: engine(x).square().mean(), engine.backward, engine.step
 
 
-def _deepspeed_on_nvme_ops(module: torch.nn.Module, job: Namespace, stack: contextlib.ExitStack) -> Phases:
-    from nvme_ops.integrations import deepspeed
-
-    deepspeed.install()
-    return _deepspeed(module, job, stack)
-
-
 _PHASES = {"memory": _memory, "cpu_offload": _cpu_offload, "nvme_ops": _nvme_ops, "deepspeed": _deepspeed,
-           "deepspeed on nvme_ops": _deepspeed_on_nvme_ops}  # fmt: skip
+           "deepspeed on nvme_ops": _deepspeed}  # fmt: skip
 
 
 def work(job: Namespace) -> dict[str, Any]:
-    """Trains the same model for each engine; returns what each step took, and what became of it."""
+    """Trains the same model for each engine; returns the figures and losses of each step, and the peak of memory."""
     names = ("forward", "backward", "optimizer", "read per step", "written per step")
     figures: dict[str, list[float]] = {name: [] for name in names}
     losses = []
@@ -257,7 +254,7 @@ def work(job: Namespace) -> dict[str, Any]:
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Of one folder."""
+    """Yields the tables of one folder."""
     for group, make in {"step": step_table, "engines": engine_table}.items():
         if group in run.given.groups:
             require_space(scratch, 8 * run.given.size, "--size or --folder")

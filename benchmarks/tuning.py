@@ -1,7 +1,7 @@
 """What nvme-tune finds, beside the best of an exhaustive sweep on the same device. docs/tune.md explains it.
 
-1. The sweep: every combination of what nvme-tune searches, once in each of some rounds. A combination counts by the
-   median, over the rounds, of its rate over the round's median.
+1. The sweep: every combination of the values that nvme-tune searches, once in each of some rounds. Combinations are
+   ranked by the median, over the rounds, of their rate divided by the round's median.
 2. nvme-tune some times, each from the beginning, timed.
 3. The winners, the best few of the sweep and the default in interleaved rounds. A winner is divided by the best of the
    sweep round by round. That best is chosen by these same rounds, which favours it a little.
@@ -36,14 +36,14 @@ GROUPS = {"tuning": "the winners of nvme-tune over the best of the sweep, and th
 
 
 def combinations(axes: Sequence[Axis]) -> list[Settings]:
-    """All settings that the axes span; what is no axis has its default."""
+    """Returns all settings that the axes span; everything else has its default."""
     names = [axis.name for axis in axes]
     every = itertools.product(*(axis.values for axis in axes))
     return [replace(DEFAULT, **dict(zip(names, values, strict=True))) for values in every]
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """The rows by the median, over the rounds, of the rate over that of the median of all; fastest first."""
+    """Returns the rows, fastest first, by the median over the rounds of their rate divided by the round's median."""
     rates = [[sample.rate if sample else 0.0 for sample in row.samples] for row in rows]
     levels = [statistics.median(taken) for taken in zip(*rates, strict=True)]
     middle = [statistics.median(rate / level for rate, level in zip(row, levels, strict=True)) for row in rates]
@@ -51,11 +51,11 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """All three steps in one folder."""
+    """Takes all three steps in one folder."""
     given, path = run.given, os.path.join(scratch, "data")
     Path(path).touch()
     passes = Passes(path, filled(nvme_ops.empty(given.size, dtype=torch.uint8)), nvme_ops.aio_handle)
-    passes.calibrate(1e9)  # all the time in the world: passes of --size
+    passes.calibrate(1e9)  # with unlimited time: passes of --size
 
     def rows(tried: Iterable[Settings]) -> dict[Settings, Row]:
         def run_it(settings: Settings) -> Sample:
@@ -82,17 +82,11 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
 def compared(
     final: dict[Settings, Row], best_few: list[Settings], winners: list[tuple[Settings, float]], words: str
 ) -> Iterator[Table]:
-    """Each winner over the best of what was swept, with the seconds it took; and that best over the default."""
+    """Yields each winner over the best of the sweep, with the seconds it took; and that best over the default."""
     default = final[DEFAULT]
     few = [final[settings] for settings in best_few]
-    second = Table(
-        "sweep",
-        f"the best of {words}, measured again",
-        "GB/s",
-        [default, *(row for row in few if row is not default)],
-        default.name,
-        (),
-    )
+    others = [row for row in few if row is not default]
+    second = Table("sweep", f"the best of {words}, measured again", "GB/s", [default, *others], default.name, ())
     best = max(few, key=lambda row: statistics.median(second.against(row, default.name)))
     runs = [replace(final[settings], name=f"nvme-tune, run {number}", note=f"{final[settings].name}; {seconds:.0f} s")
             for number, (settings, seconds) in enumerate(winners, 1)]  # fmt: skip

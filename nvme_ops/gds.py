@@ -108,11 +108,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     # Memory of an accelerator registered with cuFile
 
     def new_pinned_device_tensor(
-        self,
-        num_elem: int,
-        example_tensor: torch.Tensor | None = None,
-        *,
-        example_tenosr: torch.Tensor | None = None,
+        self, num_elem: int, example_tensor: torch.Tensor | None = None, *, example_tenosr: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns an uninitialized one-dimensional tensor on the device of ``example_tensor``, aligned and pinned.
 

@@ -340,12 +340,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._transfer(Op.READ, buffer, filename, file_offset, False, True)
 
     def async_pwrite(
-        self,
-        buffer: Source,
-        filename: FileName | None = None,
-        file_offset: int | None = None,
-        *,
-        fd: int | None = None,
+        self, buffer: Source, filename: FileName | None = None, file_offset: int | None = None, *, fd: int | None = None
     ) -> int:
         """Starts to store ``buffer`` and returns 0. Do not change the buffer until ``wait``; like ``async_pread``.
 
@@ -364,13 +359,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return self._pending.wait()
 
     def _transfer(
-        self,
-        op: Op,
-        buffer: object,
-        filename: FileName,
-        file_offset: int | None,
-        validate: bool,
-        async_op: bool,
+        self, op: Op, buffer: object, filename: FileName, file_offset: int | None, validate: bool, async_op: bool
     ) -> int:
         if async_op:
             self._engine.submit(op, buffer, filename, file_offset, validate, True, Priority.DEMAND, self._pending)
@@ -381,12 +370,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     # Futures
 
     def submit_pread(
-        self,
-        tensor: Target,
-        file: FileName,
-        file_offset: int | None = None,
-        *,
-        priority: Priority = Priority.DEMAND,
+        self, tensor: Target, file: FileName, file_offset: int | None = None, *, priority: Priority = Priority.DEMAND
     ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
@@ -402,12 +386,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
         return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
 
     def submit_pwrite(
-        self,
-        tensor: Source,
-        file: FileName,
-        file_offset: int | None = None,
-        *,
-        priority: Priority = Priority.DEMAND,
+        self, tensor: Source, file: FileName, file_offset: int | None = None, *, priority: Priority = Priority.DEMAND
     ) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
         return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority))
@@ -452,11 +431,7 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     # Page-locked memory
 
     def new_cpu_locked_tensor(
-        self,
-        num_elem: int,
-        example_tensor: torch.Tensor | None = None,
-        *,
-        example_tenosr: torch.Tensor | None = None,
+        self, num_elem: int, example_tensor: torch.Tensor | None = None, *, example_tenosr: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Returns an uninitialized one-dimensional page-locked CPU tensor in huge pages, aligned for direct I/O.
 

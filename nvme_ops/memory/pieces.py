@@ -112,11 +112,7 @@ def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: i
 
 
 def _write_copies(
-    handle: aio_handle,
-    fd: int,
-    places: Sequence[tuple[int, torch.Tensor]],
-    chosen: Sequence[int],
-    kind: str | None,
+    handle: aio_handle, fd: int, places: Sequence[tuple[int, torch.Tensor]], chosen: Sequence[int], kind: str | None
 ) -> dict[int, int]:
     """Writes copies of the ``chosen`` tensors; returns the checksum of each by its index."""
     ring = Ring(pinned=any(places[index][1].is_cuda for index in chosen), priority=Priority.WRITEBACK)

@@ -44,13 +44,7 @@ class Experience:
     """
 
     def __new__(
-        cls,
-        first: Sequence[int],
-        lanes: int,
-        fixed: tuple[bool, bool, bool, bool],
-        cufile: bool,
-        frozen: bool,
-        /,
+        cls, first: Sequence[int], lanes: int, fixed: tuple[bool, bool, bool, bool], cufile: bool, frozen: bool, /
     ) -> Experience: ...
     def entries(self) -> list[tuple[Any, ...]]: ...
     def restore(
