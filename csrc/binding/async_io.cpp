@@ -140,7 +140,7 @@ PyMethodDef functions[] = {
     {"deny_memory", deny_memory, METH_VARARGS,
      "deny_memory(tensor, message). Whoever asks for the memory of the tensor's storage gets a RuntimeError."},
     {"share_version", share_version, METH_VARARGS,
-     "share_version(tensor, other). From now on both have the _version of the other, and count changes of either."},
+     "share_version(tensor, other) -> Tensor. Returns the first, which has the _version of the other from now on."},
     {"pool_statistics", pool_statistics, METH_NOARGS,
      "pool_statistics() -> dict[str, int]. Bytes in use and bytes cached."},
     {"endings", endings, METH_NOARGS, "endings() -> int. A counter of ended transfers and released memory."},

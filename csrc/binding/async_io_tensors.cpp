@@ -226,7 +226,7 @@ PyObject* share_version(PyObject*, PyObject* arguments) {
     PyObject *object, *from;
     if (!PyArg_ParseTuple(arguments, "OO", &object, &from)) throw PythonError();
     tensor_of(object)->set_version_counter(tensor_of(from)->version_counter());
-    Py_RETURN_NONE;
+    return Py_NewRef(object);
   });
 }
 

@@ -30,7 +30,7 @@ class Holes:
     def find(self, nbytes: int) -> tuple[int, int] | None:
         """Returns start and size of the smallest hole that has ``nbytes`` bytes; None if there is none."""
         while True:
-            changes = self._settle()
+            changes = self._changes if self._change is None else self._settle()
             index = bisect.bisect_left(self._sizes, nbytes)
             if self._changes != changes:
                 continue
@@ -44,7 +44,7 @@ class Holes:
 
         Returns False if a signal handler has changed that hole meanwhile.
         """
-        changes = self._settle()
+        changes = self._changes if self._change is None else self._settle()
         if start not in self._starts or self._starts[start] != size:
             return False
         return self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else (), changes)
@@ -53,7 +53,7 @@ class Holes:
         """Adds a range that became free, and joins it with its neighbours."""
         done = False
         while not done:
-            changes = self._settle()
+            changes = self._changes if self._change is None else self._settle()
             first, end, gone = start, start + nbytes, []
             before = self._ends.get(start)
             if before is not None:

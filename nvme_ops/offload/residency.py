@@ -66,16 +66,17 @@ class Entry:
         nbytes: the memory that it takes.
     """
 
+    memory: torch.Tensor | None = None  #: its bytes, complete once ``arriving`` has ended
+    values: torch.Tensor | None = None  #: the tensor over ``memory``
+    own = 0  #: how many tensors over this memory the residency itself holds
+    arriving: IoFuture | None = None
+    writing: IoFuture | None = None
+    changed = False  #: the values in memory are not those on storage
+    demanded = False  #: somebody waits for it: this is no prefetch
+    arrival: Arrival | None = None  #: the end of a device's work on the values, which their users wait for
+
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.memory: torch.Tensor | None = None  #: its bytes, complete once ``arriving`` has ended
-        self.values: torch.Tensor | None = None  #: the tensor over ``memory``
-        self.own = 0  #: how many tensors over this memory the residency itself holds
-        self.arriving: IoFuture | None = None
-        self.writing: IoFuture | None = None
-        self.changed = False  #: the values in memory are not those on storage
-        self.demanded = False  #: somebody waits for it: this is no prefetch
-        self.arrival: Arrival | None = None  #: the end of a device's work on the values, which their users wait for
 
     def is_used(self) -> bool:
         """Returns whether others hold tensors over its memory: to compute with, to wait for, or perhaps to write to."""
@@ -164,7 +165,7 @@ class Residency(Closeable, Generic[E]):
     def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
         """Starts to fill the memory of an entry; returns the tensor over it and the transfer, if there is one.
 
-        Sets ``entry.own`` and counts the bytes.
+        Sets ``entry.own``, and returns the bytes that are read as well.
         """
         raise NotImplementedError
 
@@ -277,17 +278,19 @@ class Residency(Closeable, Generic[E]):
     def _arrived(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
         """Waits for an entry to arrive. Returns False if a prefetch has failed: it is retried on demand."""
         begin = time.perf_counter()
-        try:
-            arriving.result()
-        except Exception as error:
+        failure = arriving.exception()
+        if failure is not None:
             with self._lock:
                 if entry.arriving is arriving:
                     self._discard(entry)
             del arriving
-            free_frames(error)
-            if not demanded:
+            free_frames(failure)
+            try:
+                if demanded:
+                    raise failure
                 return False
-            raise
+            finally:
+                del failure  # whose traceback has this frame
         with self._lock:
             if entry.arriving is arriving:
                 entry.arriving = None

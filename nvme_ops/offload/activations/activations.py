@@ -107,12 +107,16 @@ class Activations(Residency[Unit]):
             RuntimeError: in a forked child.
         """
         with self._lock:
-            self.require_open()
             self._collect()
-            unit = self._known(tensor, place)
-            ticket = unit.ticket() if unit is not None and unit.ticket is not None else None
-            if unit is None or ticket is None:
-                unit, ticket = self._add(tensor, place)
+            ticket = None
+            for each in (place,) if place.part is None else (place, whole_of(tensor)):
+                known = self._by_place.get(each)  # which has these bytes already
+                if known is not None and known.has_bytes_of(tensor):
+                    ticket = known.ticket() if known.ticket is not None else None
+                    break
+            if ticket is None:
+                ticket = self._add(tensor, place)
+            unit = ticket.unit
             if unit.memory is not None and unit.original and unit.place.part is None:
                 unit.seen.append((tensor.detach(), tensor._version))
         begin = time.perf_counter()
@@ -127,16 +131,6 @@ class Activations(Residency[Unit]):
         self._stats.seconds_waited += time.perf_counter() - begin
         return ticket
 
-    def _known(self, tensor: torch.Tensor, place: StoragePart) -> Unit | None:
-        """Returns the unit that has the bytes of a tensor already."""
-        unit = self._by_place.get(place)
-        if unit is not None and unit.has_bytes_of(tensor):
-            return unit
-        if place.part is None:
-            return None
-        unit = self._by_place.get(whole_of(tensor))
-        return unit if unit is not None and unit.has_bytes_of(tensor) else None
-
     def get(self, ticket: Ticket) -> torch.Tensor:
         """Returns the bytes, and starts to read what was saved before them.
 
@@ -149,13 +143,15 @@ class Activations(Residency[Unit]):
         while True:
             with self._lock:
                 memory, arriving, demanded = self._take(unit)
-                self._asked = time.perf_counter()
             try:
                 if arriving is None or self._arrived(unit, arriving, demanded):
                     break
             except Exception as error:
                 del memory
                 raise _named(error, unit, _NOT_READ) from None
+        self._asked = time.perf_counter()
+        if unit.handed_out is None:
+            unit.handed_out = memory._version
         if is_changed(memory, unit.handed_out):
             raise modified(unit.dtype, unit.shape)
         return memory
@@ -209,10 +205,12 @@ class Activations(Residency[Unit]):
 
     # Below, with the lock
 
-    def _add(self, tensor: torch.Tensor, place: StoragePart) -> tuple[Unit, Ticket]:
+    def _add(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         unit = Unit(self._saved, tensor, place)
         ticket = Ticket(unit)
-        unit.ticket = TicketRef(ticket, self._gone)
+        ref = TicketRef(ticket, self._gone.append)
+        ref.unit = unit
+        unit.ticket = ref
         self._saved += 1
         self._largest = max(self._largest, unit.nbytes)
         self._units[unit.number] = unit
@@ -226,12 +224,18 @@ class Activations(Residency[Unit]):
         self._this_pass += unit.nbytes
         self._stats.bytes_saved += unit.nbytes
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes)
-        return unit, ticket
+        return ticket
 
     def _collect(self) -> None:
-        """Drops units whose tickets were freed, and settles writes that have ended."""
+        """Drops units whose tickets were freed, settles writes that have ended, and frees memory that is not needed.
+
+        Raises as ``require_open`` does.
+        """
+        if self._closed or self._process != os.getpid():
+            self.require_open()
         while self._gone:
-            self._drop(self._gone[0].unit)
+            if (freed := self._gone[0].unit) is not None:
+                self._drop(freed)
             self._gone.popleft()  # not before: Ctrl-C may come in between
         while (unit := next(iter(self._writing), None)) and (unit.writing is None or unit.writing.done()):
             self._end_write(unit)
@@ -244,6 +248,8 @@ class Activations(Residency[Unit]):
             self._away.clear()
             if self._this_pass:
                 self._end_pass()
+        # kept for reuse: what the budget has room for, or else what the layer at work needs
+        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self._budget - self._all.nbytes))
 
     def _end_pass(self) -> None:
         before, now = self._before, self._stats
@@ -275,9 +281,10 @@ class Activations(Residency[Unit]):
             del self._by_place[unit.place]
         if unit.writing is not None:
             self._cancel(unit)
-        for group in (self._held, self._restored):
-            group.pop(unit)
-        self._leave(unit)
+        self._restored.pop(unit)
+        if unit.stored is not None:
+            self._leaving.append(unit.stored)
+            unit.stored = None
         del self._units[unit.number]  # last: until then this can be repeated
 
     def _leave(self, unit: Unit) -> None:
@@ -289,7 +296,6 @@ class Activations(Residency[Unit]):
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
         write, unit.writing = unit.writing, None
-        self._writing.pop(unit)
         self._held[unit] = None
         if write is not None:
             write.request_cancel()
@@ -299,13 +305,14 @@ class Activations(Residency[Unit]):
     def _end_write(self, unit: Unit) -> None:
         failure = unit.writing.exception() if unit.writing is not None else None
         unit.writing = None
-        self._writing.pop(unit)
         if failure is not None:
             self._leave(unit)
             unit.trouble = failure
             self._held[unit] = None  # raised later, when the budget needs its memory
             return
         self._stats.bytes_written += unit.nbytes
+        if unit.stored is not None:
+            unit.stored.transfers.clear()
         self._discard(unit)
 
     def _discard(self, entry: Unit) -> None:
@@ -315,7 +322,7 @@ class Activations(Residency[Unit]):
         entry.seen.clear()
         entry.original = False
         if entry.stored is not None:  # what has failed has its traceback, and that the graph
-            entry.stored.transfers = [each for each in entry.stored.transfers if not each.done()]
+            entry.stored.transfers[:] = itertools.filterfalse(IoFuture.done, entry.stored.transfers)
         place = bisect.bisect_left(self._away, entry.number)
         if self._away[place : place + 1] != [entry.number]:
             self._away.insert(place, entry.number)
@@ -333,7 +340,7 @@ class Activations(Residency[Unit]):
         try:
             unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
             write(self._files, unit.stored, memory, transfers, Priority.WRITEBACK, checksum=self._checksums)
-            unit.writing = joined(transfers)
+            unit.writing = transfers[0] if len(transfers) == 1 else joined(transfers)
         except BaseException as error:
             for each in transfers:
                 each.request_cancel()  # nobody will ask how it ended
@@ -343,7 +350,6 @@ class Activations(Residency[Unit]):
                 raise
             self._leave(unit)
             return _without_frames(error)
-        self._held.pop(unit)
         self._writing[unit] = None
         return None
 
@@ -354,7 +360,8 @@ class Activations(Residency[Unit]):
         thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
         ``unit``.
         """
-        self._shrink(self._budget, lambda each: each.arriving is None or each.arriving.done())
+        if self._restored and self._all.nbytes > self._budget:
+            self._shrink(self._budget, lambda each: each.arriving is None or each.arriving.done())
         young = set(itertools.chain.from_iterable(self._young.values()))
         for each in list(self._held):
             over = self._held.nbytes + self._restored.nbytes > self._budget
@@ -367,7 +374,6 @@ class Activations(Residency[Unit]):
                 self._write_or_raise(each)
             elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
                 break
-        self._trim()
         much = self._all.nbytes - unit.nbytes > self._budget + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.writing
@@ -410,24 +416,23 @@ class Activations(Residency[Unit]):
                 if unit.writing is not None:
                     self._cancel(unit)
                 self._collect()
-                self._read_ahead(unit)
-                self._trim()
+                if self._away:
+                    self._read_ahead(unit)
             return unit.memory, None, False
-        self.require_open()
+        self._collect()
         if unit.modified:
             raise modified(unit.dtype, unit.shape)
-        self._collect()
         demanded = unit.memory is None
         if demanded:
-            self._room_for(unit)
+            self._has_room_for(unit)
             try:
                 self._begin(unit, Priority.DEMAND)
             except OSError as error:
                 raise _named(error, unit, _NOT_READ) from None
         unit.demanded = True
         memory: Any = unit.memory
-        self._read_ahead(unit)
-        self._trim()
+        if self._away:
+            self._read_ahead(unit)
         return memory, unit.arriving, demanded
 
     def _allocate(self, entry: Unit) -> torch.Tensor:
@@ -436,6 +441,7 @@ class Activations(Residency[Unit]):
     def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
+        entry.handed_out = None  # until it has arrived: copies to an accelerator count
         stored, before = entry.stored, len(entry.stored.transfers)
         try:
             self._files.move(stored.pieces, memory, stored.transfers, False, priority)
@@ -447,34 +453,23 @@ class Activations(Residency[Unit]):
         self._count_read(entry.nbytes, priority)
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
         if stored.checksum is None:
-            return memory, joined(transfers)
+            return memory, transfers[0] if len(transfers) == 1 else joined(transfers)
         compared = JoinedOperation(transfers, compare, self._files, stored, memory, [])
         return memory, IoFuture(as_operation(compared))
 
-    def _has_arrived(self, entry: Unit) -> None:
-        self._asked = time.perf_counter()
-        if entry.memory is not None:
-            entry.handed_out = entry.memory._version  # which counts copies to an accelerator
-
-    def _trim(self) -> None:
-        """Frees memory that is kept for reuse, except what the budget and the layer at work need."""
-        at_work = _AT_WORK * self._largest
-        self._native.trim_pool(_IN_FLIGHT + max(at_work, self._budget - self._all.nbytes))
-
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
         """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
-        if self._all.nbytes > most:
-            for unit in list(self._restored):
-                if may_leave(unit):
-                    self._discard(unit)
-                    if self._all.nbytes <= most:
-                        break
+        for unit in list(self._restored):
+            if self._all.nbytes <= most:
+                break
+            if may_leave(unit):
+                self._discard(unit)
         return self._all.nbytes <= most
 
-    def _room_for(self, unit: Unit) -> bool:
+    def _has_room_for(self, unit: Unit) -> bool:
         """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
         most = self._budget + _IN_FLIGHT - unit.nbytes
-        return self._shrink(most, lambda each: each.demanded and each.arriving is None)
+        return self._all.nbytes <= most or self._shrink(most, lambda each: each.demanded and each.arriving is None)
 
     def _read_ahead(self, unit: Unit) -> None:
         place = bisect.bisect_left(self._away, unit.number)
@@ -483,12 +478,14 @@ class Activations(Residency[Unit]):
             other = self._units.get(self._away[place])
             if other is None or other.memory is not None:
                 del self._away[place]
-            elif not self._room_for(other):
+            elif self._all.nbytes + other.nbytes > self._budget + _IN_FLIGHT and not self._has_room_for(other):
                 return
             else:
+                del self._away[place]
                 try:
                     self._begin(other, Priority.PREFETCH)
                 except OSError:  # it is raised on demand
+                    bisect.insort(self._away, other.number)
                     return
 
 

@@ -15,7 +15,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
-from nvme_ops.offload.activations.units import ActivationStats, Ticket
+from nvme_ops.offload.activations.units import ActivationStats
 from nvme_ops.offload.weights.stream_weights import budget_of
 
 Path = str | os.PathLike[str]
@@ -119,28 +119,24 @@ class _Packer:
         place = place_of(tensor, self._least)
         if place is None:
             return kept(tensor, self._least)
-        layout = Layout.of(tensor)
+        layout, counter = Layout.of(tensor), native().share_version(torch.empty(0, device="cpu"), tensor)
         if self._choice is not None:
             if (last := self._activations.take_pass()) is not None:
                 self._choice.end_pass(last)
             again = self._choice.source_of(place, tensor._version, self._known)
             if again is not None:
-                return Saved(layout, again.value, tensor)
+                return Saved(layout, again.value, counter, tensor._version, not tensor.requires_grad)
         ticket = self._activations.put(tensor, place)
-        return self._saved(layout, ticket, tensor)
+        fetch, unit = partial(self._activations.get, ticket), ticket.unit
+        version, may_be_gradient = tensor._version, not tensor.requires_grad
+        return Saved(layout, fetch, counter, version, may_be_gradient, unit.is_shared, unit.place.part)
 
     def _known(self, away: Away) -> SavedValue | None:
         """Returns what a tensor was saved as."""
         ticket = self._activations.find((away.place, away.whole), away.version)
-        return None if ticket is None else self._saved(away.layout, ticket)
-
-    def _saved(self, layout: Layout, ticket: Ticket, tensor: torch.Tensor | None = None) -> Saved:
-        fetch = partial(self._activations.get, ticket)
-        shared = None if tensor is None else ticket.unit.is_shared
-        part = ticket.unit.place.part
-        return (
-            Saved(layout, fetch, tensor, shared) if part is None else Saved(part.close(), fetch, tensor, shared, layout)
-        )
+        if ticket is None:
+            return None
+        return Saved(away.layout, partial(self._activations.get, ticket), part=ticket.unit.place.part)
 
 
 @torch._disable_dynamo

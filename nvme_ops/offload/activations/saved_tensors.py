@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 from nvme_ops._native import native
 
@@ -53,119 +54,92 @@ class Layout:
         return Layout(self.dtype, self.shape, tuple(_where_moved(self.stride, stride)), 0)
 
 
-class Seen:
-    """The version of a tensor that is not itself kept alive: its memory may be reused once it is freed."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._counter = torch.empty(0, device="cpu")
-        native().share_version(self._counter, tensor)
-        self._version = tensor._version
-
-    def require_unchanged(self, layout: Layout) -> None:
-        """Raises RuntimeError if it was modified in place."""
-        if self._counter._version != self._version:
-            raise modified(layout.dtype, layout.shape)
-
-
+@dataclass(eq=False)
 class Kept:
     """A tensor that stays in memory."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        # a detached tensor, where the tensor and its graph would keep each other alive
-        self._tensor = tensor if tensor.grad_fn is None else tensor.detach()
-        self._version = tensor._version
+    tensor: torch.Tensor  #: without a graph: the graph keeps this alive
+    version: int
 
     def value(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified in place."""
-        if self._tensor._version != self._version:
-            has_shape = not self._tensor.is_nested or self._tensor.layout != torch.strided
-            raise modified(self._tensor.dtype, self._tensor.shape if has_shape else ())
-        return self._tensor
+        if self.tensor._version != self.version:
+            has_shape = not self.tensor.is_nested or self.tensor.layout != torch.strided
+            raise modified(self.tensor.dtype, self.tensor.shape if has_shape else ())
+        return self.tensor
 
 
+@dataclass(eq=False)
 class Copied:
     """A small part of a large storage, which would otherwise be kept as a whole."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._layout, self._memory = Layout.of(tensor), _distinct(tensor.detach()).clone()
-        self._seen = Seen(tensor)
+    layout: Layout
+    memory: torch.Tensor
+    counter: torch.Tensor  #: has the version of the tensor, whose memory may be reused once it is freed
+    version: int
 
     def value(self) -> torch.Tensor:
         """Returns an equal tensor. Raises RuntimeError if it was modified in place."""
-        self._seen.require_unchanged(self._layout)
-        close = self._layout.close()
-        return _copy_like(self._memory.as_strided(close.shape, close.stride), self._layout)
+        if self.counter._version != self.version:
+            raise modified(self.layout.dtype, self.layout.shape)
+        close = self.layout.close()
+        return _copy_like(self.memory.as_strided(close.shape, close.stride), self.layout)
 
 
 def kept(tensor: torch.Tensor, least: int) -> Kept | Copied:
     """Returns what keeps a tensor in memory, and less than ``least`` bytes besides it."""
-    if _stays(tensor) or not tensor.numel():
-        return Kept(tensor)
-    whole = tensor.untyped_storage().nbytes()
-    return Copied(tensor) if whole >= least and whole > _MOST * _distinct(tensor).nbytes else Kept(tensor)
+    version, place = tensor._version, place_of(tensor, 0)
+    if place is not None and place.part is not None and tensor.untyped_storage().nbytes() >= least:
+        counter = native().share_version(torch.empty(0, device="cpu"), tensor)
+        return Copied(place.part, _distinct(tensor.detach()).clone(), counter, version)
+    return Kept(tensor if tensor.grad_fn is None else tensor.detach(), version)
 
 
+@dataclass(eq=False)
 class Saved:
     """A tensor made of bytes that are fetched.
 
     Autograd reuses the memory of a gradient that nobody else refers to. A backward may return a saved tensor as a
     gradient if that needs none itself: such a tensor is therefore referred to as long as anybody else uses its bytes.
-
-    Args:
-        layout: of the tensor.
-        fetch: returns a tensor over the bytes.
-        tensor: the tensor itself; checked for changes when its value is asked for.
-        shared: whether others that do not know of ``fetch`` use the bytes, too.
-        like: the tensor's layout, where ``layout`` is that of a copy of its elements.
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        fetch: Callable[[], torch.Tensor],
-        tensor: torch.Tensor | None = None,
-        shared: Callable[[], bool] | None = None,
-        like: Layout | None = None,
-    ) -> None:
-        self._layout, self._fetch, self._shared, self._like = layout, fetch, shared, like
-        self._seen = None if tensor is None else Seen(tensor)
-        self._may_be_gradient = tensor is not None and not tensor.requires_grad
+    layout: Layout
+    fetch: Callable[[], torch.Tensor]  #: returns a tensor over the bytes
+    counter: torch.Tensor | None = None  #: has the version of the tensor, which is then checked for changes
+    version: int = 0
+    may_be_gradient: bool = False
+    shared: Callable[[], bool] | None = None  #: whether others that do not know of ``fetch`` use the bytes, too
+    part: Layout | None = None  #: what the bytes are a copy of, without gaps; None where they are a storage
 
     def value(self) -> torch.Tensor:
         """Returns the tensor. Raises RuntimeError if it was modified in place, and what ``fetch`` raises."""
-        layout = self._layout
-        if self._seen is not None:  # whether or not it was written before that
-            self._seen.require_unchanged(layout)
-        value = self._made_of(self._fetch())
-        return value if self._like is None else _spread(value, self._like)
-
-    def _made_of(self, fetched: torch.Tensor) -> torch.Tensor:
-        layout = self._layout
+        if self.counter is not None and self.counter._version != self.version:  # whether it was written before or not
+            raise modified(self.layout.dtype, self.layout.shape)
+        fetched, layout = self.fetch(), self.layout if self.part is None else self.part.close()
         place = int(fetched.storage_offset()) * fetched.itemsize + layout.offset
-        if not self._may_be_gradient:
-            view = _view_of(fetched, layout, place)
+        if self.may_be_gradient:
+            value = self._kept_with(fetched, layout, place)
+        else:  # it shares the version counter: a backward may write to it
+            if fetched.dtype != layout.dtype:
+                whole = fetched.nbytes // layout.dtype.itemsize * layout.dtype.itemsize
+                fetched = fetched.as_strided((whole // fetched.itemsize,), (1,)).view(layout.dtype)
+            value = fetched.as_strided(layout.shape, layout.stride, place // layout.dtype.itemsize)
             # a user's function may return even this one as a gradient
-            by_user = isinstance(_node(), torch.autograd.function.BackwardCFunction)
-            return view.clone() if by_user and self._shared is not None and self._shared() else view
+            if self.shared is not None and isinstance(_node(), BackwardCFunction) and self.shared():
+                value = value.clone()
+        return value if value.stride() == self.layout.stride else _copy_like(value, self.layout)
+
+    def _kept_with(self, fetched: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
+        """Returns a tensor that begins at byte ``place`` and lives as long as ``fetched``."""
         made = made_of(fetched)
-        known = made.get(layout)
-        if known is not None:
-            return known[0]
-        value = torch.empty(0, dtype=layout.dtype, device=fetched.device)
-        value.set_(fetched.untyped_storage(), place // value.itemsize, layout.shape, layout.stride)
-        made[layout] = value, value._version
-        if self._shared is not None and self._shared():
-            with contextlib.suppress(RuntimeError):  # not in a backward pass
-                Variable._execution_engine.queue_callback(partial(_keep, value))
-        return value
-
-
-def _view_of(fetched: torch.Tensor, layout: Layout, place: int) -> torch.Tensor:
-    """Returns a tensor that begins at byte ``place``. It shares the version counter: a backward may write to it."""
-    if fetched.dtype != layout.dtype:
-        whole = fetched.nbytes // layout.dtype.itemsize * layout.dtype.itemsize
-        fetched = fetched.as_strided((whole // fetched.itemsize,), (1,)).view(layout.dtype)
-    return fetched.as_strided(layout.shape, layout.stride, place // layout.dtype.itemsize)
+        if layout not in made:
+            value = torch.empty(0, dtype=layout.dtype, device=fetched.device)
+            value.set_(fetched.untyped_storage(), place // value.itemsize, layout.shape, layout.stride)
+            made[layout] = value, value._version
+            if self.shared is not None and self.shared():
+                with contextlib.suppress(RuntimeError):  # not in a backward pass
+                    Variable._execution_engine.queue_callback(partial(_keep, value))
+        return made[layout][0]
 
 
 def _keep(_: torch.Tensor) -> None:
@@ -180,10 +154,10 @@ def made_of(fetched: torch.Tensor) -> dict[Layout, tuple[torch.Tensor, int]]:
 
 def is_changed(fetched: torch.Tensor, version: int) -> bool:
     """Returns whether a backward has written to the memory that it was given in this version."""
-    changed = fetched._version != version
-    for value, each in made_of(fetched).values():
-        changed |= value._version != each
-    return changed
+    if fetched._version != version:
+        return True
+    made = vars(fetched).get("_nvme_ops_made")
+    return made is not None and any(value._version != each for value, each in made.values())
 
 
 def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
@@ -191,18 +165,34 @@ def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
 
     Parameters and views of them stay, and tensors without ordinary memory, or less than their size.
     """
-    if _stays(tensor) or tensor.numel() == 0:
+    if (
+        type(tensor) is not torch.Tensor
+        or (tensor.is_leaf and tensor.requires_grad)
+        or tensor.layout != torch.strided
+        or tensor.is_nested
+        or tensor.is_inference()
+        or tensor.is_meta
+        or tensor.is_quantized
+        or tensor.is_conj()
+        or tensor.is_neg()
+        or tensor._is_zerotensor()  # whose storage has a size, and no memory
+        or torch._is_functional_tensor(tensor)
+        or tensor.numel() == 0
+    ):
+        return None
+    base: Any = tensor._base
+    if base is not None and (isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad)):
         return None
     nbytes = length = tensor.nbytes
     if not tensor.is_contiguous():
         nbytes, length = _distinct(tensor).nbytes, _length(tensor)
-    whole = whole_of(tensor)
-    if whole.nbytes < int(tensor.storage_offset()) * tensor.itemsize + length:
+    storage = tensor.untyped_storage()
+    whole = storage.nbytes()
+    if whole < int(tensor.storage_offset()) * tensor.itemsize + length:
         return None  # it was resized; whoever did that brings it back
-    if whole.nbytes <= _MOST * nbytes:
-        return None if whole.nbytes < least else whole
-    layout = Layout.of(tensor)
-    return None if nbytes < least else StoragePart(whole.storage, nbytes, layout)
+    if whole <= _MOST * nbytes:
+        return None if whole < least else StoragePart(storage._cdata, whole)
+    return None if nbytes < least else StoragePart(storage._cdata, nbytes, Layout.of(tensor))
 
 
 def whole_of(tensor: torch.Tensor) -> StoragePart:
@@ -211,11 +201,9 @@ def whole_of(tensor: torch.Tensor) -> StoragePart:
     return StoragePart(storage._cdata, storage.nbytes())
 
 
-def memory_of(tensor: torch.Tensor, place: StoragePart) -> torch.Tensor:
-    """Returns the bytes that are saved for a tensor: those of its storage, or of a copy of its elements."""
-    source = tensor if place.part is None else _distinct(tensor.detach()).clone()
-    whole = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    return whole.set_(source.untyped_storage(), 0, (place.nbytes,), (1,))
+def copy_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    """Returns the memory of a copy of the elements of a tensor, without gaps."""
+    return _distinct(tensor.detach()).clone().untyped_storage()
 
 
 def _length(tensor: torch.Tensor) -> int:
@@ -237,34 +225,11 @@ def _where_moved(stride: Sequence[int], moved: Sequence[int]) -> Iterator[int]:
     return (0 if step == 0 else other for step, other in zip(stride, moved, strict=True))
 
 
-def _spread(value: torch.Tensor, like: Layout) -> torch.Tensor:
-    """Returns the value with the strides of ``like``: with others, operations may sum in another order."""
-    return value if value.stride() == like.stride else _copy_like(value, like)
-
-
 def _copy_like(value: torch.Tensor, like: Layout) -> torch.Tensor:
+    """Returns a copy with the strides of ``like``: with others, operations may sum in another order."""
     made = torch.empty_strided(like.shape, like.stride, dtype=like.dtype, device=value.device)
     _distinct(made).copy_(_distinct(value))
     return made
-
-
-def _stays(tensor: torch.Tensor) -> bool:
-    if type(tensor) is not torch.Tensor or (tensor.is_leaf and tensor.requires_grad):
-        return True
-    if (
-        tensor.layout != torch.strided
-        or tensor.is_nested
-        or tensor.is_inference()
-        or tensor.is_meta
-        or tensor.is_quantized
-        or tensor.is_conj()
-        or tensor.is_neg()
-        or tensor._is_zerotensor()  # whose storage has a size, and no memory
-        or torch._is_functional_tensor(tensor)
-    ):
-        return True
-    base: Any = tensor._base
-    return base is not None and (isinstance(base, torch.nn.Parameter) or (base.is_leaf and base.requires_grad))
 
 
 def modified(dtype: torch.dtype, shape: Sequence[int]) -> RuntimeError:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.future import IoFuture
-from nvme_ops.offload.activations.saved_tensors import StoragePart, made_of, memory_of
+from nvme_ops.offload.activations.saved_tensors import StoragePart, copy_of, made_of
 from nvme_ops.offload.residency import Entry, Stats, tensors_over
 from nvme_ops.storage.striped import Piece
 from nvme_ops.text import size_words
@@ -26,11 +25,11 @@ class ActivationStats(Stats):
     bytes_recomputed: int = 0  #: that ``policy="auto"`` neither kept nor wrote
 
 
+@dataclass(eq=False)
 class Ticket:
     """Held by whatever may still ask for a unit; the unit is forgotten with it."""
 
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
+    unit: Unit
 
     def __del__(self) -> None:
         """Frees the memory at once. Takes no lock: a tensor may be freed anywhere."""
@@ -39,15 +38,9 @@ class Ticket:
 
 
 class TicketRef(weakref.ref[Ticket]):
-    """A reference that is appended to ``gone`` when its ticket is freed, in one call that Ctrl-C cannot interrupt."""
+    """Refers to a ticket; its callback is one call in C, such as of ``deque.append``: Ctrl-C cannot interrupt it."""
 
-    __slots__ = ("unit",)
-    unit: Unit
-
-    def __new__(cls, ticket: Ticket, gone: deque[TicketRef]) -> TicketRef:  # noqa: D102
-        made = super().__new__(cls, ticket, gone.append)
-        made.unit = ticket.unit
-        return made
+    unit: Unit | None = None
 
 
 @dataclass(eq=False)
@@ -62,22 +55,25 @@ class OnStorage:
 class Unit(Entry):
     """Bytes of one storage, in memory or on storage, for all saved tensors that are made of them."""
 
+    original = True  #: the memory is that of the storage that was saved, or the copy of a part
+    modified = False  #: before it was written
+    stored: OnStorage | None = None  #: on storage, or on its way there
+    trouble: BaseException | None = None  #: why writing it failed
+    ticket: TicketRef | None = None
+    group: Group | None = None  #: where its memory is counted
+
     def __init__(self, number: int, tensor: torch.Tensor, place: StoragePart) -> None:
-        super().__init__(place.nbytes)
         storage = tensor.untyped_storage()
-        self.number, self.place = number, place
+        self.number, self.place, self.nbytes = number, place, place.nbytes
         self.device = tensor.device
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype  # of the first tensor, for messages
         self.origin = StorageWeakRef(storage)  #: so that no other storage gets its place
         self.version = tensor._version
-        self.memory = memory = memory_of(tensor, place)
-        self.original = True  #: the memory is that of the storage that was saved, or the copy of a part
-        self.handed_out = memory._version  #: its version, unless a backward that was given it has changed it
+        self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+        self.memory.set_(storage if place.part is None else copy_of(tensor), 0, (place.nbytes,), (1,))
+        #: the version of its memory, unless a backward that was given it has changed it
+        self.handed_out: int | None = self.memory._version
         self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions
-        self.modified = False  #: before it was written
-        self.stored: OnStorage | None = None  #: on storage, or on its way there
-        self.trouble: BaseException | None = None  #: why writing it failed
-        self.ticket: TicketRef | None = None
         self._owner = weakref.ref(tensor if tensor._base is None else tensor._base)
 
     def has_bytes_of(self, tensor: torch.Tensor) -> bool:
@@ -121,7 +117,10 @@ class Tally:
 
 
 class Group(dict[Unit, None]):
-    """Units in the order in which they came, and their bytes, which are added to ``total`` as well."""
+    """Units in the order in which they came, and their bytes, which are added to ``total`` as well.
+
+    A unit is in one group at a time.
+    """
 
     nbytes = 0
 
@@ -130,18 +129,27 @@ class Group(dict[Unit, None]):
         self._total = total
 
     def __setitem__(self, unit: Unit, _: None) -> None:
-        """Adds a unit as the last one, unless it is here."""
-        if unit not in self:
-            super().__setitem__(unit, None)
-            self.nbytes += unit.nbytes
+        """Has a unit as the last one, unless it is here, and no longer in the group where it was."""
+        before = unit.group
+        if before is self:
+            return
+        if before is None:
             self._total.nbytes += unit.nbytes
+        else:
+            dict.pop(before, unit, None)
+            before.nbytes -= unit.nbytes
+        unit.group = self
+        self.nbytes += unit.nbytes
+        super().__setitem__(unit, None)  # last: Ctrl-C must not leave it in a group that it does not know of
 
     def pop(self, unit: Unit, default: Any = None) -> Any:
-        """Removes a unit, if it is here."""
-        if unit in self:
-            del self[unit]
-            self.nbytes -= unit.nbytes
+        """Removes a unit, whichever group it is in."""
+        group = unit.group
+        if group is not None:
+            dict.pop(group, unit, None)
+            group.nbytes -= unit.nbytes
             self._total.nbytes -= unit.nbytes
+            unit.group = None
         return default
 
 
