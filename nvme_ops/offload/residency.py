@@ -162,10 +162,10 @@ class Residency(Closeable, Generic[E]):
         """Returns memory for an entry, or None while there is none."""
         return self._memory.allocate(max(1, entry.nbytes))
 
-    def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
-        """Starts to fill the memory of an entry; returns the tensor over it and the transfer, if there is one.
+    def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None, int]:
+        """Starts to fill the memory of an entry; returns the tensor over it, the transfer if any, and the bytes read.
 
-        Sets ``entry.own``, and returns the bytes that are read as well.
+        Sets ``entry.own``.
         """
         raise NotImplementedError
 
@@ -248,12 +248,14 @@ class Residency(Closeable, Generic[E]):
             if memory is None:
                 return False
             try:
-                values, entry.arriving = self._read(entry, memory, priority)
+                values, entry.arriving, nbytes = self._read(entry, memory, priority)
             except BaseException as error:
                 del memory
                 free_frames(error)
                 raise
         entry.demanded = priority is Priority.DEMAND
+        self._stats.bytes_read += nbytes
+        self._stats.bytes_on_demand += nbytes * entry.demanded
         self._in_memory[entry] = None  # first, or Ctrl-C could leave values that nobody releases
         entry.values, entry.memory = values, memory
         return True
@@ -270,10 +272,6 @@ class Residency(Closeable, Generic[E]):
                 if memory is not None:
                     return memory
         return None
-
-    def _count_read(self, nbytes: int, priority: Priority) -> None:
-        self._stats.bytes_read += nbytes
-        self._stats.bytes_on_demand += nbytes * (priority is Priority.DEMAND)
 
     def _arrived(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
         """Waits for an entry to arrive. Returns False if a prefetch has failed: it is retried on demand."""

@@ -438,7 +438,7 @@ class Activations(Residency[Unit]):
     def _allocate(self, entry: Unit) -> torch.Tensor:
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
 
-    def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture]:
+    def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
         entry.handed_out = None  # until it has arrived: copies to an accelerator count
@@ -450,12 +450,11 @@ class Activations(Residency[Unit]):
                 each.request_cancel()  # nobody will ask how it ended
             raise
         transfers = stored.transfers[before:]
-        self._count_read(entry.nbytes, priority)
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
         if stored.checksum is None:
-            return memory, transfers[0] if len(transfers) == 1 else joined(transfers)
+            return memory, transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
         compared = JoinedOperation(transfers, compare, self._files, stored, memory, [])
-        return memory, IoFuture(as_operation(compared))
+        return memory, IoFuture(as_operation(compared)), entry.nbytes
 
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
         """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""

@@ -270,17 +270,17 @@ class Residents(Residency[Resident]):
             self._to_write[entry] = None
             return True
 
-    def _read(self, entry: Resident, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
+    def _read(
+        self, entry: Resident, memory: torch.Tensor, priority: Priority
+    ) -> tuple[torch.Tensor, IoFuture | None, int]:
         values = memory.view(entry.dtype).as_strided(entry.shape, entry.stride).detach()
         entry.own = tensors_over(values)
         if not entry.stored:
             values.zero_()
             entry.changed = True
             self._note_computed(entry)
-            return values, None
-        arriving = self._store.get(entry.key, values, priority=priority)
-        self._count_read(entry.nbytes, priority)
-        return values, arriving
+            return values, None, 0
+        return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
 
     def _note_computed(self, entry: Resident) -> None:
         if self.device.type != "cpu":

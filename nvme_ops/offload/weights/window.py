@@ -129,7 +129,8 @@ class Window(Residency[_Weight]):
         for transfer in _submit(zip(extents, targets, strict=True)):
             transfer.result()
         with self._lock:
-            self._count_read(row * len(indices), Priority.DEMAND)
+            self._stats.bytes_read += row * len(indices)
+            self._stats.bytes_on_demand += row * len(indices)
         return memory
 
     def stats(self) -> WindowStats:
@@ -223,7 +224,9 @@ class Window(Residency[_Weight]):
         self._complete = False
         return True
 
-    def _read(self, entry: _Weight, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None]:
+    def _read(
+        self, entry: _Weight, memory: torch.Tensor, priority: Priority
+    ) -> tuple[torch.Tensor, IoFuture | None, int]:
         source = entry.source
         skipped, nbytes = source.skipped, source.span
         if memory.device.type != "cpu" and skipped % DEVICE_ALIGNMENT:
@@ -236,9 +239,9 @@ class Window(Residency[_Weight]):
             starts = _starts(source.extents)
             pieces = [(each, memory[at : at + each.nbytes]) for each, at in zip(source.extents, starts, strict=True)]
         transfers = _submit(pieces, priority)
-        self._count_read(sum(extent.nbytes for extent, _ in pieces), priority)
         values = memory[skipped : skipped + source.nbytes].view(source.dtype).view(source.shape)
-        return values, transfers[0] if len(transfers) == 1 else joined(transfers)
+        arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
+        return values, arriving, sum(extent.nbytes for extent, _ in pieces)
 
     def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None, bool] | None:
         with self._lock:
