@@ -30,7 +30,7 @@ public:
                            std::chrono::milliseconds timeout) = 0;
 
   // Returns whether the waiting thread may serve a lone small request by a plain system call instead, which is faster.
-  virtual bool may_be_passed_by() const { return true; }
+  virtual bool may_be_bypassed() const { return true; }
 
   // Returns whether the queue has failed: requests it took are answered, but it should be replaced.
   virtual bool broken() const { return false; }

@@ -104,7 +104,7 @@ public:
     return 1;
   }
 
-  bool may_be_passed_by() const override { return false; }
+  bool may_be_bypassed() const override { return false; }
 
 private:
   std::int64_t transfer(const Request& request) const {

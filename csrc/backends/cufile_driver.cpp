@@ -22,7 +22,7 @@
 namespace nvme_ops {
 namespace {
 
-constexpr const char* kLibrary = "libcufile.so.0";  // no package brings an unversioned one
+constexpr const char* kLibrary = "libcufile.so.0";  // no package provides an unversioned one
 constexpr const char* kOverride = "NVME_OPS_CUFILE_LIBRARY";
 
 Failure not_usable(const std::string& reason) {
@@ -124,8 +124,8 @@ bool returns_in_time(std::function<void()> work, Clock::time_point deadline) {
   return done;
 }
 
-// Changes folder while cuFile is opened, which would write cufile.log to the current one. Its parameter for this has no
-// effect in 1.20.
+// Sends the log to /dev/null while cuFile is opened, which would write cufile.log to the current folder, unless the
+// user has chosen a file. cuFile's parameter for this has no effect in 1.20.
 class NoLogFile {
 public:
   NoLogFile() {

@@ -35,7 +35,7 @@ constexpr std::pair<int, const char*> kCuFileTexts[] = {
     {5028, "the file is registered already"},
     {5029, "no GPU found"},
     {5030, "an internal error; in containers without /run/udev set CUFILE_EXPERIMENTAL_FS=1"},
-    {5031, "no further descriptor could be had for the file, or it has no name any more"},
+    {5031, "no descriptor was available for the file, or it no longer has a name"},
     {5033, "the driver could not be initialised: no CUDA driver, or no GPU"},
     {5034, "switched off for this file in cufile.json"},
     {5036, "GPU memory could not be pinned"},

@@ -8,8 +8,8 @@ namespace nvme_ops {
 
 inline constexpr std::uint64_t kBlockSize = 1 << 20;  // DeepNVMe's default for the constructor
 inline constexpr std::uint64_t kMaxLanes = 1024;
-inline constexpr std::uint64_t kAutomaticLanes = 4;    // that many if an accelerator is to get what the page cache has
-inline constexpr std::uint64_t kMaxQueueDepth = 4096;  // deeper is accepted; no device queue is deeper
+inline constexpr std::uint64_t kAutomaticLanes = 4;        // that many for cached reads into an accelerator
+inline constexpr std::uint64_t kMaxQueueDepth = 4096;      // deeper is accepted; no device queue is deeper
 inline constexpr std::uint64_t kMaxTransfer = 0x7ffff000;  // MAX_RW_COUNT: the most that one read(2) or write(2) moves
 inline constexpr std::uint64_t kPageSize = 4096;           // the smallest unit in which direct and cached I/O are mixed
 inline constexpr std::uint64_t kMaxEdge = 64 << 10;        // a larger st_blksize is a preference, not a block size
@@ -25,7 +25,7 @@ inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memo
 inline constexpr std::uint64_t kInPlaceBytes =
     64 << 10;  // aligned transfers up to this size go in place even in small pages
 inline constexpr std::uint64_t kDividedBytes = 64 << 20;  // cached reads from here on: two lanes, if that is automatic
-inline constexpr std::uint64_t kLaneBytes = 1 << 20;      // the least for each, if an accelerator gets them
+inline constexpr std::uint64_t kLaneBytes = 1 << 20;      // the least for each lane, if an accelerator gets them
 inline constexpr unsigned kReadsInARow = 3;               // small ones: the third goes through the page cache
 inline constexpr std::uint64_t kPreallocateBytes = 1 << 20;  // smaller growth is not preallocated
 inline constexpr unsigned kPatience = 16;             // consecutive refusals, as EAGAIN, of one request before a pause

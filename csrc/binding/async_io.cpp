@@ -124,9 +124,8 @@ PyMethodDef functions[] = {
     {"cached_pages", count_cached_pages, METH_VARARGS,
      "cached_pages(fd, offset, bytes) -> int | None. Pages of the range in the page cache; 0 bytes mean to the end."},
     {"populate", populate, METH_VARARGS,
-     "populate(buffer, start, stop). For a buffer that is filled from its start on: gives pages to the parts of two "
-     "MiB "
-     "that begin in [start, stop), where they have none."},
+     "populate(buffer, start, stop). For a buffer that is filled sequentially: populates the parts of 2 MiB that begin "
+     "in [start, stop) and have no pages."},
     {"in_pool", in_pool, METH_O, "in_pool(tensor) -> bool. Whether the memory is from the buffer pool."},
     {"overlapping", overlapping, METH_O,
      "overlapping(tensors) -> tuple[int, int] | None. The indices of two of them whose elements share a storage's "
@@ -134,11 +133,11 @@ PyMethodDef functions[] = {
     {"set_storage_offsets", set_storage_offsets, METH_VARARGS,
      "set_storage_offsets(tensors, offsets). Moves each contiguous tensor to another element of its storage."},
     {"set_parts", set_parts, METH_VARARGS,
-     "set_parts(tensors, memory, places, lengths). Gives each a storage of its own: these bytes of the memory."},
+     "set_parts(tensors, memory, places, lengths). Gives each tensor a storage of its own: these bytes of `memory`."},
     {"set_storages", set_storages, METH_VARARGS,
-     "set_storages(tensors, owners, offsets, sizes, strides). Makes each a view of its owner's storage."},
+     "set_storages(tensors, owners, offsets, sizes, strides). Makes each tensor a view of its owner's storage."},
     {"deny_memory", deny_memory, METH_VARARGS,
-     "deny_memory(tensor, message). Whoever asks for the memory of the tensor's storage gets a RuntimeError."},
+     "deny_memory(tensor, message). Lets every access to the memory of the tensor's storage raise RuntimeError."},
     {"share_version", share_version, METH_VARARGS,
      "share_version(tensor, other) -> Tensor. Returns the first, which has the _version of the other from now on."},
     {"pool_statistics", pool_statistics, METH_NOARGS,
@@ -149,7 +148,7 @@ PyMethodDef functions[] = {
     {"wait_for_ending", wait_for_ending, METH_VARARGS,
      "wait_for_ending(seen, seconds). Waits until endings() is not `seen`; releases the memory of ended transfers."},
     {"trim_pool", trim_pool, METH_VARARGS,
-     "trim_pool(keep=0). Returns the pool's unused memory to the system, but for so many bytes."},
+     "trim_pool(keep=0). Returns the pool's unused memory to the system, except for so many bytes."},
     {"allocate_from_pool", allocate_from_pool, METH_O,
      "allocate_from_pool(begin) -> bool. From the first `True` to the last `False`, torch gets memory for large "
      "tensors from the pool; False where its allocator cannot be replaced."},
@@ -160,7 +159,7 @@ class BouncePath final : public DevicePath {
   void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
                 const Interrupted& interrupted) override {
     bounce(engine, op, priority, tool, extents, interrupted);
-    for (const DeviceExtent& extent : extents) account("bounce", "the only way of this op", extent.bytes);
+    for (const DeviceExtent& extent : extents) account("bounce", "the only path of this op", extent.bytes);
   }
 };
 

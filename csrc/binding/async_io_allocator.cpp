@@ -1,4 +1,4 @@
-// Replaces torch's CPU allocator for as long as that is asked for: large tensors get memory from the buffer pool.
+// Replaces torch's CPU allocator for as long as that is wanted: large tensors get memory from the buffer pool.
 #include <c10/core/Allocator.h>
 #include <c10/core/CPUAllocator.h>
 
@@ -50,7 +50,7 @@ private:
   static c10::DataPtr wrapped(void* memory) { return {memory, memory, &free_any, c10::Device(c10::DeviceType::CPU)}; }
 };
 
-// Whether torch's allocator is ours now, or can be. It stays, since it has to free what it has allocated.
+// Returns whether torch's allocator is ours now. It is never replaced, since it has to free what it has allocated.
 bool install() {
   if (usual != nullptr) return true;
   c10::Allocator* const found = c10::GetCPUAllocator();

@@ -31,7 +31,7 @@ struct Area {
   }
 };
 
-// Has whoever asks for the storage's memory get an error; in torch's own words where it has no place for others.
+// Lets every access to the storage's memory raise an error, in torch's own words if this torch takes no message.
 template <class Storage>
 auto deny(Storage& storage, const char* message, int)
     -> decltype(storage.release_data_and_set_meta_custom_data_ptr_error_msg_(std::string())) {

@@ -60,7 +60,7 @@ struct SingleCall {
   }
 };
 
-// As an object that Python waits for, and one of `pending`, unless that is None, from before it begins.
+// Submits a transfer; returns the object to wait for, which is in `pending`, unless that is None, before it begins.
 PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<Memory> memories, Sample sample,
                            PyObject* pending) {
   Ref object = new_operation();
@@ -199,11 +199,11 @@ PyMethodDef engine_methods[] = {
      "submit(op, memory, file, offset, validate, True, priority=0, pending=None) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
      "submit_many(op, memories, files, offsets, priority=0) -> Operation. On all lanes."},
-    {"backend", backend, METH_NOARGS, "backend() -> str. The way to the kernel that was chosen."},
+    {"backend", backend, METH_NOARGS, "backend() -> str. The backend in use."},
     {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
-    {"paths", paths, METH_NOARGS, "paths() -> dict. The ways that tensors on accelerators took, and why."},
+    {"paths", paths, METH_NOARGS, "paths() -> dict. The paths that tensors on accelerators took, and why."},
     {"statistics", statistics, METH_NOARGS, "statistics() -> dict[str, int]. What the lanes have done so far."},
-    {"sweep", sweep, METH_NOARGS, "sweep(). Lets go of the memory of what has ended."},
+    {"sweep", sweep, METH_NOARGS, "sweep(). Releases the memory of transfers that have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

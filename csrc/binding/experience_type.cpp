@@ -77,7 +77,7 @@ PyObject* restore(PyObject* self, PyObject* arguments) {
     const int same =
         PyObject_RichCompareBool(list_of(tools_for(kind, experience.bounds()), from_tool).get(), tools, Py_EQ);
     if (same < 0) throw PythonError();
-    if (same == 0) Py_RETURN_NONE;  // of other settings
+    if (same == 0) Py_RETURN_NONE;  // learned with other settings
     std::vector<double> values;
     const Ref list = tuple_of(costs, "costs must be a sequence");
     for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
@@ -115,10 +115,10 @@ void experience_deallocate(PyObject* self) {
 
 PyMethodDef experience_methods[] = {
     {"entries", entries, METH_NOARGS,
-     "entries() -> list. Of each class: its fields, tools, what they cost, the one chosen, its usual cost, and how "
-     "often it came."},
+     "entries() -> list. For each class: fields, tools, their costs, the one chosen, its usual cost, whether it is "
+     "being explored, explorations, transfers."},
     {"restore", restore, METH_VARARGS,
-     "restore(fields, tools, costs, chosen, usual, transfers). Adds a class that entries() told of before."},
+     "restore(fields, tools, costs, chosen, usual, transfers). Adds a class from an earlier entries()."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -144,7 +144,7 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
     learner->experience.forget();
   }
   const std::uint64_t beside = learner->in_flight.beside(priority, bytes);
-  // Frozen, the same calls take the same way, whether or not those before have ended.
+  // Frozen, the same calls use the same tools, whether or not those before have ended.
   const bool crowd = count > 1 || (!learner->experience.frozen() && learner->in_flight.any());
   const Concurrency concurrency = crowd ? Concurrency::Crowd : waited ? Concurrency::Waited : Concurrency::Alone;
   const std::uint64_t each = count > 0 ? bytes / count : 0;

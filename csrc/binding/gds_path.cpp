@@ -25,7 +25,7 @@ constexpr unsigned kTryAgain = 64;            // such transfers after which the 
 constexpr double kNewWeight = 0.25;           // of the latest rate in the average
 
 enum class Mode : std::uint8_t { Auto, Require, Off };
-enum class Way : std::uint8_t { Bounce, Compatible, Direct };
+enum class Path : std::uint8_t { Bounce, Compatible, Direct };
 constexpr const char* kNames[] = {"bounce", "compat", "gds"};
 
 Mode mode_of_environment() {
@@ -40,16 +40,16 @@ Mode mode_of_environment() {
 // Two paths and their measured rates.
 class Contest {
 public:
-  Way choose(std::uint64_t bytes) {
+  Path choose(std::uint64_t bytes) {
     if (bytes < kTelling) return faster();
-    if (rates_[0] == 0) return Way::Bounce;
-    if (rates_[1] == 0) return Way::Compatible;
+    if (rates_[0] == 0) return Path::Bounce;
+    if (rates_[1] == 0) return Path::Compatible;
     return ++since_ % kTryAgain == 0 ? slower() : faster();
   }
 
-  void note(Way way, std::uint64_t bytes, double seconds) {
+  void note(Path path, std::uint64_t bytes, double seconds) {
     if (bytes < kTelling || seconds <= 0) return;
-    double& rate = rates_[way == Way::Bounce ? 0 : 1];
+    double& rate = rates_[path == Path::Bounce ? 0 : 1];
     const double now = static_cast<double>(bytes) / seconds;
     rate = rate == 0 ? now : (1 - kNewWeight) * rate + kNewWeight * now;
   }
@@ -65,8 +65,8 @@ private:
     std::snprintf(text, sizeof text, "%.2f GB/s", rate / 1e9);
     return text;
   }
-  Way faster() const { return rates_[1] > rates_[0] ? Way::Compatible : Way::Bounce; }
-  Way slower() const { return faster() == Way::Bounce ? Way::Compatible : Way::Bounce; }
+  Path faster() const { return rates_[1] > rates_[0] ? Path::Compatible : Path::Bounce; }
+  Path slower() const { return faster() == Path::Bounce ? Path::Compatible : Path::Bounce; }
 
   std::array<double, 2> rates_{};
   unsigned since_ = 0;
@@ -99,14 +99,14 @@ public:
       bool prepared = false;
       extent.file->prepare(&prepared, op, extent.offset, extent.bytes, extent.whole);
       std::string why = "less than a page";
-      const Way way = body == 0 ? Way::Bounce : choose(op, tool, extent, head, body, &why);
-      if (way == Way::Bounce) {
+      const Path path = body == 0 ? Path::Bounce : choose(op, tool, extent, head, body, &why);
+      if (path == Path::Bounce) {
         bounced.push_back(extent);
         bounced_bytes += extent.bytes;
       } else {
         const auto start = std::chrono::steady_clock::now();
         through_cufile(op, tool, extent, head, body, interrupted);
-        note(op, way, extent.bytes, start);
+        note(op, path, extent.bytes, start);
         const auto edge = [&](std::uint64_t position, std::uint64_t bytes) {
           DeviceExtent part = extent;
           part.position = position, part.offset = extent.offset + position, part.bytes = bytes;
@@ -116,26 +116,26 @@ public:
         edge(0, head);
         edge(head + body, tail);
       }
-      account(kNames[static_cast<std::size_t>(way)], why, extent.bytes);
+      account(kNames[static_cast<std::size_t>(path)], why, extent.bytes);
     }
     if (hold) hold->end_after(op);
     const auto start = std::chrono::steady_clock::now();
     bounce(engine, op, priority, tool, bounced, interrupted);
-    if (bounced_bytes > 0) note(op, Way::Bounce, bounced_bytes, start);
+    if (bounced_bytes > 0) note(op, Path::Bounce, bounced_bytes, start);
   }
 
 private:
-  void note(Op op, Way way, std::uint64_t bytes, std::chrono::steady_clock::time_point start) {
+  void note(Op op, Path path, std::uint64_t bytes, std::chrono::steady_clock::time_point start) {
     const Seconds took = std::chrono::steady_clock::now() - start;
     const std::lock_guard<std::mutex> lock(mutex_);
-    contests_[op == Op::Read ? 0 : 1].note(way, bytes, took.count());
+    contests_[op == Op::Read ? 0 : 1].note(path, bytes, took.count());
   }
 
-  Way choose(Op op, const Tool& tool, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
-             std::string* why) {
+  Path choose(Op op, const Tool& tool, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
+              std::string* why) {
     if (mode_ == Mode::Off) {
       *why = "NVME_OPS_GDS=off";
-      return Way::Bounce;
+      return Path::Bounce;
     }
     const CuFileDriver* const driver = CuFileDriver::current();
     if (driver == nullptr) return fall_back("cuFile's driver is not open", why);
@@ -144,7 +144,7 @@ private:
     }
     if (tool.bounce && mode_ == Mode::Auto) {
       *why = "experience";
-      return Way::Bounce;
+      return Path::Bounce;
     }
     const bool direct = driver->why_not_direct().empty();
     if (!direct && mode_ == Mode::Require) return fall_back(driver->why_not_direct(), why);
@@ -153,17 +153,17 @@ private:
       const std::lock_guard<std::mutex> lock(mutex_);
       Contest& contest = contests_[op == Op::Read ? 0 : 1];
       *why = driver->why_not_direct() + "; " + contest.words();
-      if (contest.choose(bytes) == Way::Bounce) return Way::Bounce;
+      if (contest.choose(bytes) == Path::Bounce) return Path::Bounce;
     }
     const std::string refused = refusal(*driver, extent);
     if (!refused.empty()) return fall_back(refused, why);
-    return direct ? Way::Direct : Way::Compatible;
+    return direct ? Path::Direct : Path::Compatible;
   }
 
-  Way fall_back(const std::string& reason, std::string* why) const {
+  Path fall_back(const std::string& reason, std::string* why) const {
     if (mode_ == Mode::Require) raise({Failure::Kind::Unavailable, 0, "NVME_OPS_GDS=require, but " + reason, {}});
     *why = reason;
-    return Way::Bounce;
+    return Path::Bounce;
   }
 
   // Returns why cuFile does not accept this file, or registers it.

@@ -35,7 +35,7 @@ PyObject* allocate_from_pool(PyObject*, PyObject* begin);
 // Many tensors in one call, for checkpoints of thousands of small ones.
 PyObject* overlapping(PyObject*, PyObject* tensors);
 PyObject* set_storage_offsets(PyObject*, PyObject* arguments);
-// Each tensor is one-dimensional over all of its part. They keep the memory alive; none of them can be resized.
+// Each tensor becomes one-dimensional and has all of its part. They keep the memory alive and cannot be resized.
 PyObject* set_parts(PyObject*, PyObject* arguments);
 PyObject* set_storages(PyObject*, PyObject* arguments);
 

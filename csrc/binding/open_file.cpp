@@ -88,7 +88,7 @@ PyObject* itself(PyObject* self, void*) {
   return self;
 }
 
-PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "As an nvme_ops.File has one.", nullptr},
+PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "Itself, as for an nvme_ops.File.", nullptr},
                                       {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef open_file_methods[] = {

@@ -149,7 +149,7 @@ PyObject* wait_for(PyObject* self, PyObject* argument) {
 PyObject* request_cancel(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     Operation& operation = operation_of(self);
-    operation.retrieved = true;  // who cancels it does not care how it ends
+    operation.retrieved = true;  // a caller that cancels it does not care how it ends
     if (operation.generation == fork_generation() && !operation.outcome->done()) {
       operation.job->fail(system_failure(ECANCELED, "the transfer"));
     }
@@ -206,7 +206,7 @@ PyMethodDef operation_methods[] = {
     {"submitted", submitted, METH_NOARGS, "submitted() -> bool. False until the call that submits it has returned."},
     {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
     {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
-    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: what it failed with."},
+    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: its failure."},
     {"request_cancel", request_cancel, METH_NOARGS,
      "request_cancel(). Nothing more of it is begun; it ends soon, with ECANCELED unless all had been begun."},
     {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},

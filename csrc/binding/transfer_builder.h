@@ -19,12 +19,12 @@ struct TransferKind {
 };
 
 // Returns the priority of a number that Python gave. Throws IoError.
-Priority priority_of(PyObject* priority);  // the first one of nullptr
+Priority priority_of(PyObject* priority);  // Demand for nullptr
 
-// One memory and one file. Without an offset (None) a write makes the file end with it. Throw PythonError and IoError.
+// For one memory and one file; without an offset (None) a written file ends with it. Throws PythonError and IoError.
 Transfer build_transfer(const TransferKind& kind, const Memory& memory, PyObject* file, PyObject* offset);
 
-// Several memories, `files` one for all or one for each; without offsets each is a whole file.
+// For several memories and a file for all or for each; without offsets each is a whole file. Throws the same.
 Transfer build_transfer(const TransferKind& kind, const std::vector<Memory>& memories, PyObject* files,
                         PyObject* offsets);
 

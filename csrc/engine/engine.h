@@ -1,7 +1,7 @@
 // The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
 // intra_op_parallelism, started when the first asynchronous or parallel call needs it. If that is automatic, a job has
 // the first lane, and the last as well when it turns out to be a large read that the page cache has (Planner::divide);
-// what the page cache has for an accelerator has them all.
+// cached reads into an accelerator have them all.
 #pragma once
 
 #include <algorithm>
@@ -47,8 +47,8 @@ public:
   // work; if it allows none, this thread does it before returning.
   void submit(const std::shared_ptr<Job>& job);
 
-  // Returns among how many lanes to divide a read of so many bytes that the page cache has, for an accelerator, which
-  // takes more than one processor copies; 0: as usual.
+  // Returns the number of lanes for a cached read of so many bytes into an accelerator, which takes them faster than
+  // one processor copies; 0: as usual.
   std::uint64_t lanes_for_cached(std::uint64_t bytes) const {
     return automatic_ ? std::min<std::uint64_t>(bytes / kLaneBytes, threads_.size()) : 0;
   }

@@ -67,7 +67,7 @@ Experience::Entry& Experience::entry_of(const TransferClass& kind) {
   return entries_.emplace(kind, Entry{std::move(tools), Trials(count, turn_of(kind), rounds_of(kind))}).first->second;
 }
 
-// What the page cache has is not learned either: of both classes the one with more transfers says what to use.
+// Whether the page cache has the bytes is not tracked either: the class with more transfers, of the two, decides.
 Experience::Choice Experience::known(TransferClass kind) const {
   const Entry* best = nullptr;
   for (const bool cached : {false, true}) {

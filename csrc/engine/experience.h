@@ -27,7 +27,7 @@ struct TransferClass {
   Op op;
   std::uint8_t size;  // see size_class()
   Place place;
-  bool cached;  // the page cache has most of it. Not known beforehand: as the transfers before
+  bool cached;  // the page cache has most of it; not known beforehand, so taken from the transfer before
   Concurrency concurrency;
 
   std::array<unsigned, 5> fields() const {
@@ -45,7 +45,7 @@ struct Bounds {
   Tool first;           // the handle's own settings, and the tool to prefer without experience
   std::uint64_t lanes;  // the most that it pays to try
   bool block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed;  // given by the user
-  bool cufile;                                                         // a way for accelerator tensors besides bounce
+  bool cufile;                                                         // accelerator tensors have another path
 };
 
 // Returns the tools to try for a class, bounds.first before all others.
@@ -69,7 +69,7 @@ public:
   const Bounds& bounds() const { return bounds_; }
   bool frozen() const { return frozen_; }
 
-  // Returns what to use for a transfer; of `kind`, `cached` is ignored. Every choice is given back by note() or lose().
+  // Returns what to use for a transfer; ignores `kind.cached`. Every choice is given back by note() or lose().
   // One that will not be `measured` uses what is known, and takes no other tool's turn. Frozen, the choice depends on
   // the class alone, not on the transfers before.
   Choice choose(TransferClass kind, bool measured = true);
@@ -91,7 +91,7 @@ private:
   const Bounds bounds_;
   const bool frozen_;
   std::map<TransferClass, Entry> entries_;
-  std::map<TransferClass, bool> cached_;  // by class, its own `cached` left out: how the latest transfer was found
+  std::map<TransferClass, bool> cached_;  // by class without `cached`: whether the latest transfer was
 };
 
 // Counts, by size, the bytes that the transfers of all handles of one device have in flight: a further transfer shares

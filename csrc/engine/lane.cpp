@@ -125,7 +125,7 @@ void Lane::note_submitted(Flight& flight, Clock::time_point now) {
 // Serves a lone small request by a plain system call: waking up for its completion would take longer.
 bool Lane::serve_alone() {
   std::vector<unsigned>& ready = planner_.ready();
-  if (ready.size() != 1 || in_kernel_ != 0 || !planner_.all_planned() || !queue_->may_be_passed_by()) return false;
+  if (ready.size() != 1 || in_kernel_ != 0 || !planner_.all_planned() || !queue_->may_be_bypassed()) return false;
   Flight& flight = planner_.flight(ready.front());
   if (flight.request.bytes > kInPlaceBytes) return false;
   ready.clear();

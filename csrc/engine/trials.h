@@ -11,7 +11,7 @@ namespace nvme_ops {
 
 class Trials {
 public:
-  // What one use counts towards. `exploration` 0: only the cost of the tool in use.
+  // Says what a use counts towards. `exploration` 0: only the cost of the tool in use.
   struct Ticket {
     std::size_t tool = 0;
     std::uint64_t exploration = 0;

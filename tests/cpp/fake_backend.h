@@ -159,7 +159,7 @@ public:
   }
 
   bool broken() const override { return broken_ != 0; }
-  bool may_be_passed_by() const override { return false; }
+  bool may_be_bypassed() const override { return false; }
 
   bool register_buffer(int index, std::byte* memory, std::size_t bytes) override {
     const std::lock_guard<std::mutex> lock(script_.mutex);
