@@ -14,7 +14,7 @@ def main(folder: str) -> None:
     weights = torch.randn(1000, 1000)
     loaded = torch.empty_like(weights)
     with nvme_ops.aio_handle.adaptive(folder) as handle:
-        for _ in range(20):  # by then it knows
+        for _ in range(20):  # by then it has tried all of its tools
             handle.sync_pwrite(weights, path)
             handle.sync_pread(loaded, path)
         print(handle.explain())

@@ -25,7 +25,7 @@ def main(folder: str) -> None:
 
     dcp.save(state, storage_writer=NvmeStorageWriter(folder))
     future: Any = dcp.async_save(state, storage_writer=NvmeStorageWriter(folder))
-    future.result()  # from here on the second is in the place of the first
+    future.result()  # from here on the second has replaced the first
 
     loaded: dict[str, Any] = {name: torch.zeros_like(weight) for name, weight in state.items()}
     dcp.load(loaded, storage_reader=NvmeStorageReader(folder, verify=True))

@@ -13,13 +13,13 @@ COUNT, BATCH = 2000, 64
 def main(folder: str) -> None:
     with SampleWriter(folder, {"image": bytes, "label": torch.int64}) as writer:
         for number in range(COUNT):
-            image = bytes([number % 256]) * (1000 + number)  # as a JPEG: each has a size of its own
+            image = bytes([number % 256]) * (1000 + number)  # like JPEGs: each has a size of its own
             writer.add({"image": image, "label": number})
     store = SampleStore(folder)
     print(f"{store}, {store.nbytes >> 20} MiB")
 
     def decode(sample: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return sample["image"][:1000].view(10, 100).float(), sample["label"]  # torchvision.io.decode_jpeg, say
+        return sample["image"][:1000].view(10, 100).float(), sample["label"]  # or torchvision.io.decode_jpeg
 
     loader = Loader(store, BATCH, shuffle=True, decode=decode)
     seen = []

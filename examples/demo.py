@@ -20,7 +20,7 @@ import torch
 import nvme_ops
 
 MIB, GIB = 1 << 20, 1 << 30
-PIECE = 16 * MIB  # what the progress bar moves by
+PIECE = 16 * MIB  # a step of the progress bar
 
 
 def main() -> int:
@@ -61,7 +61,7 @@ def run(folder: str, size: int, rounds: int) -> int:
 
 
 def transfer(verb: str, submit: Callable[..., nvme_ops.IoFuture], tensor: torch.Tensor, path: str) -> None:
-    """One transfer in pieces, all submitted at first, with a bar that follows their ends."""
+    """Makes one transfer in pieces, all submitted at once, with a bar that shows how many have ended."""
     start = time.perf_counter()
     pieces = tensor.split(PIECE // tensor.element_size())
     futures = [submit(piece, path, number * PIECE) for number, piece in enumerate(pieces)]
@@ -78,7 +78,7 @@ def transfer(verb: str, submit: Callable[..., nvme_ops.IoFuture], tensor: torch.
 
 
 def compare(handle: nvme_ops.aio_handle, tensor: torch.Tensor, loaded: torch.Tensor, folder: str, rounds: int) -> None:
-    """The same tensor through torch.save and torch.load, in turns; a save counts when it is on the disk."""
+    """Moves the same tensor by torch.save and torch.load, in turns; a save counts when it is on the disk."""
     ours, theirs = os.path.join(folder, "tensor.bin"), os.path.join(folder, "tensor.pt")
 
     def write() -> None:
@@ -127,7 +127,7 @@ def forget(path: str) -> None:
 
 
 def lacking(folder: str, size: int) -> str:
-    """What the demo needs and has not; empty when it has all."""
+    """Returns what the demo lacks; empty if nothing."""
     if not os.path.isdir(folder):
         return f"--path {folder}: no such folder"
     needed, free = size + size // 16 + 16 * MIB, shutil.disk_usage(folder).free
@@ -138,9 +138,7 @@ def lacking(folder: str, size: int) -> str:
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory < 4 * size:
-        return (
-            f"{memory / GIB:.1f} GiB of memory are too few for --size {size / GIB:.4g}G; choose a quarter of it or less"
-        )
+        return f"{memory / GIB:.1f} GiB of memory is too little for --size {size / GIB:.4g}G; choose at most a quarter of it"
     return ""
 
 

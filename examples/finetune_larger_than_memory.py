@@ -13,7 +13,7 @@ from nvme_ops import offload
 def losses(model: Any) -> list[torch.Tensor]:
     optimizer, found = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2), []
     for step in range(5):
-        torch.manual_seed(step)  # of the text and of dropout
+        torch.manual_seed(step)  # for the text and for dropout
         ids = torch.randint(0, 512, (2, 16))
         found.append(model(input_ids=ids, labels=ids).loss)
         found[-1].backward()
@@ -42,7 +42,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", FutureWarning)  # which peft gets of transformers
+    warnings.simplefilter("ignore", FutureWarning)  # from transformers, about peft
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as own:
         try:
             main(own)

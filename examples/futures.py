@@ -22,7 +22,7 @@ def main(folder: str) -> None:
     loaded = torch.empty_like(table)
     handle.submit_pread(loaded, path).add_done_callback(lambda _: called.set())  # on a thread kept for callbacks
     called.wait(60)
-    print(f"read, told by a callback: {'equal' if torch.equal(loaded, table) else 'DIFFERENT'}")
+    print(f"read, as a callback said: {'equal' if torch.equal(loaded, table) else 'DIFFERENT'}")
 
     # many small requests in one call: the rows of a tensor, each from its own place in the file
     wanted = torch.randint(len(table), (1000,))

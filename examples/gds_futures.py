@@ -1,4 +1,4 @@
-"""Layers that come to the GPU while it computes with those before. python examples/gds_futures.py [FOLDER]."""
+"""Loads layers to the GPU while it computes with earlier ones. python examples/gds_futures.py [FOLDER]."""
 
 import os
 import sys
@@ -37,7 +37,7 @@ def main(folder: str) -> None:
             coming = handle.submit_pread(buffers[(number + 1) % 2], names[number + 1])
         values = values @ buffers[number % 2]
     print(f"computed with layers from storage: {'right' if torch.allclose(values, expected) else 'WRONG'}")
-    print(f"ways taken: {handle.path_statistics()['uses']}")
+    print(f"paths taken: {handle.path_statistics()['uses']}")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ def main(folder: str) -> None:
         sys.exit(f"gds_pinned.py: {reason}")
     path = os.path.join(folder, "states")
 
-    # DeepNVMe's way: one dimension, page-aligned, given back by hand
+    # as in DeepNVMe: one dimension, page-aligned, freed by hand
     buffer = handle.new_pinned_device_tensor(1 << 22, torch.empty(0, dtype=torch.bfloat16, device="cuda"))
     print(f"pinned: {handle.is_pinned(buffer)}; a view of it too: {handle.is_pinned(buffer[1000:2000])}")
     for step in range(3):

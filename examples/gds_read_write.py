@@ -37,7 +37,7 @@ def main(folder: str) -> None:
     on_cpu = torch.empty(4096, 4096)
     handle.sync_pread(on_cpu, path)
     print(f"read into CPU memory: {'equal' if torch.equal(on_cpu, loaded.cpu()) else 'DIFFERENT'}")
-    print(f"ways taken: {handle.path_statistics()['uses']}")
+    print(f"paths taken: {handle.path_statistics()['uses']}")
 
 
 if __name__ == "__main__":

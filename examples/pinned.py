@@ -13,7 +13,7 @@ def main(folder: str) -> None:
     path = os.path.join(folder, "weights")
     handle = nvme_ops.aio_handle()
 
-    # page-locked huge-page memory, DeepNVMe's way: one dimension, given back by hand
+    # page-locked huge-page memory as in DeepNVMe: one dimension, freed by hand
     locked = handle.new_cpu_locked_tensor(1 << 20, torch.empty(0, dtype=torch.bfloat16))
     weights = locked.view(1024, 1024)
     weights.normal_()

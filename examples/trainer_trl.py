@@ -40,7 +40,7 @@ def main(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore", FutureWarning)  # of transformers, about TRL's arguments
+    warnings.simplefilter("ignore", FutureWarning)  # from transformers, about TRL's arguments
     with tempfile.TemporaryDirectory(dir=sys.argv[1] if len(sys.argv) > 1 else None) as place:
         try:
             main(place)

@@ -217,7 +217,7 @@ class File(_RawFile):
     def read(self, size: int | None = -1, /) -> bytes:
         """Reads at most ``size`` bytes, fewer only at the end of the file; by default everything that follows."""
         self._require(self.readable(), "readable")
-        return self._stream.read(self._size() if size is None or size < 0 else size)
+        return self._stream.read(os.fstat(self.fileno()).st_size if size is None or size < 0 else size)
 
     def readall(self) -> bytes:
         """Reads from the position to the end of the file."""
@@ -301,9 +301,6 @@ class File(_RawFile):
     def __repr__(self) -> str:
         """Returns for example ``<nvme_ops.File name='weights' mode='r'>``."""
         return f"<nvme_ops.File name={self.name!r} mode={self.mode!r}{' closed' if self.closed else ''}>"
-
-    def _size(self) -> int:
-        return os.fstat(self.fileno()).st_size
 
     def _submit(self, op: Op, tensor: torch.Tensor, offset: int) -> IoFuture:
         """Submits and records a transfer.

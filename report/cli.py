@@ -103,12 +103,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         hidden = render.OPERATORS if options.hide_operator_status else ()
         shown = {name: results for name, results in sections.items() if name not in hidden}
-        style = render.Style(colour=_colour(), fixes=not options.hide_errors_and_warnings)
+        colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+        style = render.Style(colour=colour, fixes=not options.hide_errors_and_warnings)
         about = ", ".join(ops.versions())
         text = (
             render.as_text(shown, folders, style) if options.verbose else render.as_screen(about, shown, folders, style)
         )
-    _write(text)
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
+    sys.stdout.flush()
     if options.strict is None:
         return 0
     bad = [(op.name, op) for op in unusable]
@@ -116,13 +119,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, result in bad:
         say(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}")
     return 1 if bad else 0
-
-
-def _colour() -> bool:
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-
-
-def _write(text: str) -> None:
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
-    sys.stdout.flush()

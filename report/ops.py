@@ -42,7 +42,7 @@ def row(builder: OpBuilder, look: Look) -> Result:
     """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
     present = prebuilt.find(name)
-    expected = _expected(builder)
+    expected = not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.host).found)  # most machines lack a GPU
     data: dict[str, Json] = {"installed": present is not None, "compatible": False, "expected": expected}
     data["warnings"] = []
     broken = torch_problem()
@@ -76,11 +76,6 @@ def row(builder: OpBuilder, look: Look) -> Result:
         works = not misfit and all("libaio" in each for each in warnings)  # equally well, on another backend
         return Result(name, Status.OKAY if works else Status.WARNING, warnings[0], fix, data)
     return Result(name, Status.OKAY, data=data)
-
-
-def _expected(builder: OpBuilder) -> bool:
-    """Returns whether the op should work on this machine: ``gds`` needs a GPU, which most machines lack."""
-    return not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.host).found)
 
 
 def _missing(builder: OpBuilder) -> tuple[list[str], str]:

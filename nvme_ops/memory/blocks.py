@@ -327,7 +327,7 @@ class WriteBehind:
             try:
                 self._start(block)
             except (OSError, MemoryError, RuntimeError) as error:
-                self._fail(error)
+                self._failure = self._failure or error
         block.written = not block.operations
 
     def _start(self, block: Block) -> None:
@@ -343,23 +343,16 @@ class WriteBehind:
                 offset += os.pwrite(self._fd, block.part(offset, block.length), offset)
 
     def _take(self, offset: int) -> Block:
-        while True:
-            block = self._blocks.take(self._unfinished)
-            if block is not None:
-                block.place(offset)
-                self._unfinished.append(block)
-                return block
+        while (block := self._blocks.take(self._unfinished)) is None:
             self._settle()
+        block.place(offset)
+        self._unfinished.append(block)
+        return block
 
     def _settle(self) -> None:
         """Waits for the oldest block."""
         block = self._unfinished[0]
         failure = block.failure()
-        if failure is not None:
-            self._fail(failure)
+        self._failure = self._failure or failure
         self._stop = block.stop
         self._unfinished.popleft()
-
-    def _fail(self, failure: BaseException) -> None:
-        if self._failure is None:
-            self._failure = failure
