@@ -138,7 +138,7 @@ def lacking(folder: str, size: int) -> str:
         )
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if memory < 4 * size:
-        return f"{memory / GIB:.1f} GiB of memory is too little for --size {size / GIB:.4g}G; choose at most a quarter of it"
+        return f"{memory / GIB:.1f} GiB of memory is too little for --size {size / GIB:.4g}G; choose a quarter of it"
     return ""
 
 
