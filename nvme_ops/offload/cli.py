@@ -31,7 +31,7 @@ from nvme_ops.offload.plan.estimate import (
 )
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.weights.generation import generate
-from nvme_ops.offload.weights.pretrained import from_pretrained, is_name, weight_files
+from nvme_ops.offload.weights.pretrained import from_pretrained, is_hub_name, weight_files
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.text import fitted, printable, rate_words, rounded, share_words, size_words
 
@@ -284,7 +284,7 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 def _tokenizer(model: str, folder: str) -> Any:
     from transformers import AutoTokenizer
 
-    if is_name(model):
+    if is_hub_name(model):
         try:
             return AutoTokenizer.from_pretrained(model)
         except (OSError, ValueError):  # it has none

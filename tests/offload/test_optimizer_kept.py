@@ -449,10 +449,10 @@ def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
     with restarted(), kept(folder / "crashed", small()) as other:
         assert same_as_torch(other, 2)
     if then == "step":
-        named = {chunk: version.slot for chunk, version in optimizer._states.now.items()}
+        named = {chunk: version.slot for chunk, version in optimizer._states.current.items()}
         next(model.parameters()).grad = None
         optimizer.step()
-        assert all(version.slot != named[chunk] for chunk, version in optimizer._states.now.items()), "all anew"
+        assert all(version.slot != named[chunk] for chunk, version in optimizer._states.current.items()), "all anew"
     elif then == "save_states":
         assert not optimizer.save_states(folder / "states")
         optimizer.load_states(folder / "states")

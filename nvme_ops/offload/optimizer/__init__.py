@@ -1,1 +1,1 @@
-"""States of an optimizer on storage."""
+"""An optimizer whose states are on storage."""

@@ -1,8 +1,8 @@
 """``NvmeOptimizer``: any elementwise optimizer of torch, with its states on storage.
 
 A step goes over chunks of states: while torch's own optimizer updates one, the next are read and the last are written.
-The states have two places on storage. A step reads one and writes the other, so those of the step before are whole
-until the new ones are: what is written is the states once, what is needed is their space twice. ``States`` says more.
+The states have two places on storage. A step reads one and writes the other, so the states of the step before stay
+intact until the new ones are complete: a step writes all states once, and they take twice their space. See ``States``.
 """
 
 from __future__ import annotations
@@ -32,73 +32,71 @@ from nvme_ops.offload.optimizer.states import (
     Slice,
     States,
     Version,
-    copied,
+    cloned,
     divide,
+    options_of,
     outline,
-    own,
     regions_of,
 )
 from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.text import MIB, size_words
 
-LEAST = 1 * MIB  #: bytes of a budget
-_LOW = (torch.bfloat16, torch.float16)  # dtypes that master weights are for
+LEAST = 1 * MIB  #: bytes of the smallest budget
+_HALF = (torch.bfloat16, torch.float16)  # dtypes that get master weights
 
-_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
+_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
 
 _Groups = Sequence[dict[str, Any]]
-_Kind = tuple[int, torch.dtype, torch.device]  # of a chunk
+_Kind = tuple[int, torch.dtype, torch.device]  # ``Chunk.kind``
 
 Path = str | os.PathLike[str]
 
 
 def _trim_heap() -> None:
-    """Gives what is free in the heap back to the system."""
+    """Returns free memory of the heap to the system."""
     if _malloc_trim is not None:
         _malloc_trim(0)
 
 
 class Updates:
-    """Updates chunks by an optimizer of torch.
+    """Updates chunks by an optimizer of torch. Its methods take ``groups``, the current parameter groups.
 
     Args:
-        optimizer: its class.
-        options: that it is made with, beside those of its groups.
+        optimizer: the class of torch's optimizer.
+        options: keywords for it, beside the options of the groups.
         states: has the chunks.
-
-    Methods are given ``groups``, the parameter groups of now.
     """
 
     def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
         self._class, self._options, self._states = optimizer, options, states
-        self._late: tuple[int, set[_Kind]] = (-1, set())  # of an attempt at a step; see _late_kinds
-        #: Whether parameters or gradients were lent by storage, since the caller has set this to False.
+        self._slow: tuple[int, set[_Kind]] = (-1, set())  # an attempt at a step and its _slow_kinds
+        #: Whether parameters or gradients on storage were lent since the caller has set this to False.
         self.has_lent = False
 
     def decide(self, groups: _Groups) -> None:
-        """Finds the parameters that have a gradient in this step and no states yet, once for each attempt."""
-        if self._late[0] != self._states.attempt:
-            self._late = (self._states.attempt, self._late_kinds(groups, early=False))
+        """Finds the chunks that this step updates in the slow way, once for each attempt at it."""
+        if self._slow[0] != self._states.attempt:
+            self._slow = (self._states.attempt, self._slow_kinds(groups, early=False))
 
     def update_early(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk during the backward pass, unless its bits depend on which other gradients will come."""
-        if chunk.kind not in self._late_kinds(groups, early=True):
+        """Updates a chunk during the backward pass, unless its bits depend on gradients that may still come."""
+        if chunk.kind not in self._slow_kinds(groups, early=True):
             self.update(groups, chunk, buffer)
 
     def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk's parameters, and its states in the buffer."""
-        first = len(self._states.now[chunk].scalars) < len(chunk.slices)
+        first = len(self._states.current[chunk].scalars) < len(chunk.slices)
         host = buffer[: chunk.nbytes]
         memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
         with contextlib.closing(chunk.borrowed()) as parts:
             for slices in parts:
                 self.has_lent |= slices[0].loan is not None
-                self._compute(copied(groups[chunk.group]), chunk, buffer, memory, slices)
+                self._compute(options_of(groups[chunk.group]), chunk, buffer, memory, slices)
         if memory is not host:
             host.copy_(memory)
         if first:
-            _trim_heap()  # torch has made states, and each chunk's small ones would keep a hole in the heap
+            _trim_heap()  # torch has made states in the heap, and small ones of each chunk fragment it
 
     def _compute(
         self,
@@ -108,12 +106,12 @@ class Updates:
         memory: torch.Tensor,
         slices: Sequence[Slice],
     ) -> None:
-        """Updates some slices, with the chunk's states in ``memory`` of its device."""
+        """Updates some slices, with the chunk's states in ``memory`` on its device."""
         on_host = chunk.device.type == "cpu"
-        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.now[chunk].scalars
+        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.current[chunk].scalars
         nesterov = self._class is torch.optim.SGD and options["nesterov"]
-        # These change gradients in place, which must stay as they were if the step fails.
-        spoils = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
+        # These change gradients in place, but gradients must stay as they are in case the step fails.
+        changes_gradients = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for each in slices:
             gradient = each.gradient()
@@ -128,15 +126,15 @@ class Updates:
                 if each not in before:
                     target.copy_(values)
                 gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
-            elif spoils:
+            elif changes_gradients:
                 gradient = gradient.clone()
             target.grad = gradient
             given.append((each, values, target))
         if not given:
             return
         targets = [target for _, _, target in given]
-        attempt, late = self._late
-        if attempt == self._states.attempt and chunk.kind in late:  # add one without states, as torch would see
+        attempt, slow = self._slow
+        if attempt == self._states.attempt and chunk.kind in slow:  # add an element without states, as in torch
             targets.append(torch.zeros_like(targets[0][:1]))
             targets[-1].grad = torch.zeros_like(targets[-1])
         inner = self._class([{**options, "params": targets}], **self._options)
@@ -158,13 +156,13 @@ class Updates:
                 values.copy_(target)
             target.grad = None
         inner.state.clear()
-        inner.param_groups.clear()  # torch's optimizers are in reference cycles, and would keep the parameters' memory
+        inner.param_groups.clear()  # torch's optimizers are in reference cycles, which would keep the parameters
 
-    def _late_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
-        """Returns kinds of chunks that torch's optimizer updates in its slower way, since some have no states yet.
+    def _slow_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
+        """Returns the kinds of chunks that torch's optimizer updates in its slow way, since some have no states yet.
 
-        ``SGD(momentum, foreach=True)`` changes all momentum buffers one by one until all parameters with a gradient
-        have one. In bfloat16 and float16 that rounds differently. ``early``: which will have a gradient is not known.
+        ``SGD(momentum, foreach=True)`` updates momentum buffers one by one until all parameters with a gradient have
+        one, which rounds differently in bfloat16 and float16. With ``early``, any parameter may still get a gradient.
         """
         found: set[_Kind] = set()
         if self._class is not torch.optim.SGD:
@@ -174,12 +172,12 @@ class Updates:
             foreach = options["foreach"] or (
                 options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]
             )
-            if not (foreach and options["momentum"]) or chunk.dtype not in _LOW or chunk.has_master:
+            if not (foreach and options["momentum"]) or chunk.dtype not in _HALF or chunk.has_master:
                 continue
-            scalars = self._states.now[chunk].scalars
+            scalars = self._states.current[chunk].scalars
             if any(
                 (early or each.parameter.grad is not None)
-                and (each not in scalars or "momentum_buffer" in scalars[each])  # where it is None
+                and (each not in scalars or "momentum_buffer" in scalars[each])  # it is None
                 for each in chunk.slices
             ):
                 found.add(chunk.kind)
@@ -189,19 +187,19 @@ class Updates:
 def _states_of(
     each: Slice, names: Iterable[str], views: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the states of a slice as torch's optimizer has them: views of the chunk's, and copies of its scalars."""
+    """Returns the states of a slice for torch's optimizer: views of the chunk's states, and copies of scalars."""
     found: dict[str, Any] = {}
     for name in names:
         if name not in scalars:
             found[name] = views[name][each.place]
     for name, value in scalars.items():
-        if value is not None:  # as is a state of the chunk that the slice does not have yet
-            found[name] = own(value)
+        if value is not None:  # None stands for an elementwise state that the slice does not have yet
+            found[name] = cloned(value)
     return found
 
 
 def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
-    """Returns it. Raises TypeError unless it is one of ``ELEMENTWISE``."""
+    """Returns the class. Raises TypeError unless it is one of ``ELEMENTWISE``."""
     if not any(optimizer is getattr(torch.optim, name, None) for name in ELEMENTWISE):
         if isinstance(optimizer, torch.optim.Optimizer):
             name = type(optimizer).__name__
@@ -214,12 +212,12 @@ def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.op
 
 
 def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
-    """Returns which options of a group are on: these decide which states there are."""
+    """Returns which options of a group are on; these determine the states that its parameters have."""
     return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
 
 
 def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
-    """Returns what identifies each gradient, and changes when it is changed in place."""
+    """Returns, for each parameter, a reference to its gradient and the gradient's version."""
     gradients = [each.grad for each in parameters]
     return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
 
@@ -229,39 +227,39 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
-    It is used as the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits. Only
-    ``optimizer.state`` has an empty dict for each parameter that has states: these are in ``state_dict``.
+    It is used like the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits.
+    But ``optimizer.state`` has an empty dict for each parameter with states: ``state_dict()`` has the states.
 
     If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
-    step before or those of this one. The exception says how many are done; calling ``step`` again with the same
+    step before or those of this one. The exception says how many chunks are done; calling ``step`` again with the same
     gradients updates the others.
 
     Args:
-        params: parameters or groups of them, as of any optimizer.
+        params: parameters or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
-        folder: where the states go; several, of one device each, share them by their measured rates.
+        folder: where the states go; several folders, one on each device, share them by their measured rates.
         memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
-        reuse: leave the states to the next program that makes the same optimizer in this folder: it continues with the
-            last completed step, or the one before if the power failed. Its parameters are then to be those of that
-            step, see ``steps``.
-        name: tells apart the optimizers that are kept in one folder. Each rank has its own.
-        overlap: ``"backward"``: begin the step during the backward pass, for each chunk as soon as its gradients are
-            complete. ``step`` ends it. Gradients can then not be clipped or scaled between the two, and several
+        reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
+            last completed step, or after a power failure perhaps with the one before; its parameters must be those of
+            that step, see ``steps``.
+        name: distinguishes optimizers that are kept in one folder. Each rank has its own states under it.
+        overlap: ``"backward"`` begins the step during the backward pass, for each chunk as soon as its gradients are
+            complete; ``step`` ends it. Gradients then cannot be clipped or scaled between the two, and several
             backward passes for one step need ``accumulate``.
         free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
-            all in memory: the backward pass waits while those of more than ``memory_budget`` wait for their update.
+            all in memory: the backward pass waits while more than ``memory_budget`` of them await their update.
         checksums: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
-        defaults: of ``optimizer_class``.
+        defaults: keywords for ``optimizer_class``.
 
     Raises:
-        TypeError: an optimizer that is not elementwise, such as ``LBFGS``.
-        ValueError: a budget below 1 MiB, no parameters, a parameter with gaps in its memory; with ``reuse``, states of
-            other parameters or of another optimizer, or a smaller budget than theirs; with ``overlap``, several ranks
-            whose parameters are no DTensors.
-        BlockingIOError: another program has these kept states.
-        OSError: what else can be wrong with the folder.
+        TypeError: the optimizer is not elementwise, such as ``LBFGS``.
+        ValueError: the budget is below 1 MiB, there are no parameters, or one has gaps in its memory; with ``reuse``,
+            the states are of other parameters or another optimizer, or were made with a larger budget; with
+            ``overlap``, there are several ranks and parameters that are no DTensors.
+        BlockingIOError: another program is using the kept states.
+        OSError: the folder cannot be used.
     """
 
     def __init__(
@@ -289,15 +287,15 @@ class NvmeOptimizer(torch.optim.Optimizer):
         budget = budget_of(memory_budget)
         if budget < LEAST:
             raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
-        self._failed_with: list[tuple[Any, int]] = []  # gradients of the step that failed
-        self._made_of: tuple[int, list[Any]] = (0, [])  # so many groups; see _made
-        self._switches: dict[int, dict[str, bool]] = {}  # options of the groups that there is room for; see switches
+        self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
+        self._cached_signature: tuple[int, list[Any]] = (0, [])  # of so many groups
+        self._switches: dict[int, dict[str, bool]] = {}  # by group: what _switches was when room was made
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass: BackwardPass | None = None
-        self._order: list[Chunk] = []  # of the last backward pass
-        self._most_gradients: int | None = None  # bytes that may wait for their update in the backward pass
-        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # once gradients are to be freed
+        self._order: list[Chunk] = []  # in which their gradients became complete last time
+        self._most_gradients: int | None = None  # bytes that may await their update
+        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # by parameter, once gradients are to be freed
         self._handle = handle or shared_handle()
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
@@ -312,27 +310,27 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
             record = self._states.committed()
-            self._buffer = self._states.buffer if record is None else self._fitting(record, name)
+            self._buffer = self._states.buffer if record is None else self._kept_buffer(record, name)
             self._arrange()
             if record is not None:
-                if record["made"] != self._made():
+                if record["made"] != self._signature():
                     raise ValueError(
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
                 self._states.resume()
-                self._show_states(self._states.now)
+                self._show_states(self._states.current)
             undo.pop_all()
 
-    def _fitting(self, record: dict[str, Any], name: str) -> int:
-        """Returns the bytes of buffers for which kept chunks were made."""
+    def _kept_buffer(self, record: dict[str, Any], name: str) -> int:
+        """Returns the bytes of a buffer for kept chunks. Raises ValueError if the budget is too small for these."""
         wanted: int = record["buffer"]
         if wanted > self._states.buffer:
             raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {size_words(4 * wanted)}")
         return wanted
 
-    def _made(self) -> list[Any]:
-        """Returns what kept states must have been made for."""
-        groups, found = self._made_of
+    def _signature(self) -> list[Any]:
+        """Returns what identifies the optimizer and parameters that states were made for, as JSON has it."""
+        groups, found = self._cached_signature
         if groups != self._states.groups:
             parameters = [
                 [[str(parameter.dtype), list(outline(parameter).shape)] for parameter in group["params"]]
@@ -340,14 +338,14 @@ class NvmeOptimizer(torch.optim.Optimizer):
             ]
             regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
             found = [self._class.__name__, self._master, parameters, regions]
-            self._made_of = (self._states.groups, found)
+            self._cached_signature = (self._states.groups, found)
         return found
 
-    # What users call
+    # Public methods
 
     @property
     def steps(self) -> int:
-        """Steps completed; with ``reuse``, since the states were made."""
+        """The number of completed steps; with ``reuse``, since the states were made."""
         return self._states.stats.steps
 
     @overload
@@ -361,8 +359,8 @@ class NvmeOptimizer(torch.optim.Optimizer):
         """Updates all parameters that have a gradient.
 
         Raises:
-            OSError: the device fails or is full; the note says what is done, and what can be done about it.
-            RuntimeError: a sparse gradient.
+            OSError: the device fails or is full; the exception's note says what is done, and how to continue.
+            RuntimeError: a gradient is sparse.
             ValueError: the optimizer is closed.
         """
         loss = None
@@ -374,36 +372,36 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self._require_open()
         self._arrange()
         self._require_room()
-        if self._pass is not None and self._pass.given_up:
-            self._give_up()
-        begun, concerned = self._pass, []
-        under_way = begun is not None  # chunks may be done
+        if self._pass is not None and self._pass.abandoned:
+            self._abandon_pass()
+        backward, with_gradient = self._pass, []
+        under_way = backward is not None  # chunks may be done
         if not under_way:
             states.check()
         try:
-            if begun is None and not self._same_gradients():
+            if backward is None and not self._same_gradients():
                 states.begin()
             under_way = True
-            concerned = [chunk for chunk in states.chunks if chunk.has_gradient()]
-            if begun is not None:
-                self._order = begun.order()
-                begun.finish()
+            with_gradient = [chunk for chunk in states.chunks if chunk.has_gradient()]
+            if backward is not None:
+                self._order = backward.order()
+                backward.finish()
                 self._pass = None
             self._updates.decide(self.param_groups)
-            waiting = [chunk for chunk in concerned if not states.is_done(chunk)]
+            waiting = [chunk for chunk in with_gradient if not states.is_done(chunk)]
             with contextlib.closing(states.update(waiting)) as updates:
                 for chunk, buffer in updates:
                     started = time.perf_counter()
                     self._updates.update(self.param_groups, chunk, buffer)
                     computing += time.perf_counter() - started
             if states.when_done is not None:
-                for chunk in concerned:
-                    states.when_done(chunk)  # those of an attempt that was interrupted
-            self._show_states(states.now)
-            states.commit(self._record(self.steps + (states.ended != states.attempt)))
+                for chunk in with_gradient:
+                    states.when_done(chunk)  # again for chunks of an interrupted attempt
+            self._show_states(states.current)
+            states.commit(self._record(self.steps + (states.last_commit != states.attempt)))
             if self._updates.has_lent:
                 self._updates.has_lent = False
-                _trim_heap()  # what a library allocates for a matrix leaves holes in the heap, more each step
+                _trim_heap()  # memory that libraries allocate for matrices fragments the heap, more with each step
             seconds = time.perf_counter() - begin
             states.stats.seconds += seconds
             states.stats.seconds_waited += seconds - computing
@@ -411,27 +409,27 @@ class NvmeOptimizer(torch.optim.Optimizer):
             return loss
         except BaseException as error:
             try:
-                self._give_up()
+                self._abandon_pass()
             finally:
                 if under_way:
                     self._failed_with = _identities(self._parameters())
-                done = sum(states.is_done(chunk) for chunk in concerned)
+                done = sum(states.is_done(chunk) for chunk in with_gradient)
                 text = (
-                    f"step {self.steps + (states.ended != states.attempt)} of NvmeOptimizer: {done} of "
-                    f"{len(concerned)} chunks of parameters are updated, the others are as they were; step() with the "
-                    "same gradients goes on with these"
+                    f"step {self.steps + (states.last_commit != states.attempt)} of NvmeOptimizer: {done} of "
+                    f"{len(with_gradient)} chunks of parameters are updated, the others are as they were; step() with "
+                    "the same gradients continues with these"
                 )
                 note(error, text)
             raise
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Resets the gradients. A step that has begun during a backward pass, and was not ended, is given up."""
-        self._give_up()
+        """Resets the gradients. A step that began during a backward pass and has not ended is abandoned."""
+        self._abandon_pass()
         super().zero_grad(set_to_none)
 
     @contextlib.contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Lets backward passes in the block add to the gradients, and begins no step there."""
+        """Lets backward passes in the block only add to the gradients: with ``overlap``, they begin no step."""
         before, self._overlap = self._overlap, False
         try:
             yield
@@ -439,17 +437,17 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._overlap = before
 
     def stats(self) -> OptimizerStats:
-        """Returns what it has moved so far."""
+        """Returns what was moved so far."""
         return self._states.measure()
 
     def close(self) -> None:
-        """Removes the files, or leaves kept ones, durable, to the next program. Further calls do nothing.
+        """Removes the files, or with ``reuse`` leaves them, durable, to the next program. Further calls do nothing.
 
-        Raises OSError where they could not be made durable.
+        Raises OSError if they cannot be made durable.
         """
         for hook in self._hooks.values():
             hook.remove()
-        self._give_up()
+        self._abandon_pass()
         self._states.close()
 
     def __enter__(self) -> NvmeOptimizer:
@@ -459,13 +457,13 @@ class NvmeOptimizer(torch.optim.Optimizer):
         self.close()
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the states as the optimizer itself does, ``master_weights`` beside them.
+        """Returns the states as the optimizer itself does, and ``master_weights`` with them.
 
-        The tensors are mapped from a nameless file beside the states: they take memory only while it is not needed
-        otherwise. They do not change with later steps.
+        The tensors are mapped from a file without a name beside the states: the system can reclaim their memory when it
+        needs it. They do not change with later steps.
 
         Raises:
-            OSError: among others ENOSPC.
+            OSError: the device fails, or is full (ENOSPC).
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
@@ -475,17 +473,17 @@ class NvmeOptimizer(torch.optim.Optimizer):
         try:
             return super().state_dict()
         finally:
-            self._show_states(self._states.now)
+            self._show_states(self._states.current)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Replaces the groups' options and all states, for example by those that the optimizer itself has saved.
+        """Replaces the groups' options and all states, for example by those that torch's optimizer has saved.
 
-        Parameters are to be loaded before: where ``master_weights`` are missing they begin with these. If it fails, or
-        is interrupted, all options and states are those of before.
+        Load the parameters before: missing ``master_weights`` are copied from them. If this fails or is interrupted,
+        all options and states stay as they were.
 
         Raises:
-            ValueError: groups of other sizes; a state of another shape than its parameter, or one that is missing;
-                states or options, such as ``momentum``, for which this optimizer was made without room.
+            ValueError: groups differ in size, a state is missing or of another shape than its parameter, or there are
+                states or options, such as ``momentum``, for which this optimizer has no room.
             OSError: the device fails or is full.
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
@@ -504,53 +502,53 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._show_states(versions)
             self._states.commit(self._record(self.steps), versions)
         except BaseException:
-            if self._states.now is not versions:
+            if self._states.current is not versions:
                 self.param_groups = before
-                self._show_states(self._states.now)
+                self._show_states(self._states.current)
             raise
 
     def save_states(self, path: Path, *, durable: bool = True) -> bool:
         """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
 
-        It takes no time and no space where the file system can let files share blocks (XFS, Btrfs) and ``path`` is on
-        that of a single folder: the blocks are copied as the next steps write. Elsewhere all bytes are copied. The file
-        replaces one that is there only when it is complete. The parameters are not in it.
+        This takes no time and no space if files can share blocks (XFS, Btrfs), the optimizer has a single folder and
+        ``path`` is on the same file system: later steps write to new blocks. Otherwise all bytes are copied. An
+        existing file is replaced when the new one is complete. The parameters are not in the file.
 
         Args:
-            path: of the file.
-            durable: whether it is to survive a loss of power as soon as this returns.
+            path: the file.
+            durable: whether the file survives a power failure as soon as this returns.
 
         Returns:
-            Whether it shares its blocks with the states.
+            Whether the file shares its blocks with the states.
 
         Raises:
-            OSError: among others ENOSPC.
+            OSError: the device fails, or is full (ENOSPC).
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        self._states.renew()
+        self._states.rewrite()
         record = self._states.described(self._record(self.steps))
         return saved.to_file(self._states, os.fspath(path), record, durable, self._handle)
 
     def load_states(self, path: Path) -> None:
-        """Replaces all states by those of ``save_states``, and continues to count ``steps`` from there.
+        """Replaces all states by those that ``save_states`` has saved, and sets ``steps`` to theirs.
 
-        Load parameters of the same step before or after. The options of the groups are not in the file: they are in
-        ``state_dict``, and in that of a scheduler.
+        Load the parameters of the same step, before or after. The options of the groups are not in the file, but in
+        ``state_dict()`` and in that of a scheduler.
 
         Raises:
-            FormatError: a file that ``save_states`` has not written.
-            ValueError: states of other parameters, of another optimizer, or saved with another ``memory_budget``.
-            OSError: the device fails or is full. All states are then those of before.
+            FormatError: ``save_states`` has not written this file, or it is damaged.
+            ValueError: the states are of other parameters, of another optimizer, or of another ``memory_budget``.
+            OSError: the device fails or is full. All states then stay as they were.
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        record, versions = saved.from_file(self._states, os.fspath(path), self._made(), self._handle)
+        record, versions = saved.from_file(self._states, os.fspath(path), self._signature(), self._handle)
         self._states.commit(self._record(record["steps"]), versions)
-        self._show_states(self._states.now)
+        self._show_states(self._states.current)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Raises TypeError: the states are in files of this optimizer."""
+        """Raises TypeError: the states are in files that belong to this optimizer."""
         raise TypeError(
             "an NvmeOptimizer cannot be copied or pickled: its states are in files, which have one owner. Use "
             "state_dict() or save_states() for another NvmeOptimizer"
@@ -559,10 +557,10 @@ class NvmeOptimizer(torch.optim.Optimizer):
     # A step
 
     def _arrived(self, parameter: torch.Tensor) -> None:
-        """Is called when a gradient is complete."""
+        """Passes a complete gradient to the backward pass's step, and begins this with the first one."""
         if self._overlap:
-            if self._pass is not None and self._pass.given_up:
-                self._give_up()
+            if self._pass is not None and self._pass.abandoned:
+                self._abandon_pass()
             if self._pass is None:
                 self._states.begin()
                 order = self._order or self._states.chunks[::-1]
@@ -570,27 +568,27 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._pass.start()
             self._pass.arrived(parameter)
 
-    def _give_up(self) -> None:
-        """Ends a step that has begun in the backward pass. If it is interrupted, it is to be called again."""
+    def _abandon_pass(self) -> None:
+        """Abandons a step that began in the backward pass. If this is interrupted, call it again."""
         if self._pass is not None:
-            self._pass.give_up()
+            self._pass.abandon()
             self._pass = None
 
     def _update_early(self, chunk: Chunk, buffer: torch.Tensor) -> None:
         self._updates.update_early(self.param_groups, chunk, buffer)
 
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
-        """Lets ``state`` tell which parameters have states, as torch.distributed.checkpoint asks."""
+        """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""
         self.state.clear()
         for version in list(versions.values()):
             for each in version.scalars:
                 self.state[each.parameter] = {}
 
     def _record(self, steps: int) -> dict[str, Any]:
-        return {"steps": steps, "buffer": self._buffer, "made": self._made()}
+        return {"steps": steps, "buffer": self._buffer, "made": self._signature()}
 
     def _free_gradients(self, chunk: Chunk) -> None:
-        """Frees the gradients of parameters of which all chunks are updated."""
+        """Frees the gradients in a chunk of parameters whose chunks are all updated."""
         if chunk.slices[0].parameter not in self._chunks_of:
             found: dict[torch.Tensor, list[Chunk]] = {}
             for other in self._states.chunks:
@@ -608,7 +606,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def _arrange(self) -> None:
-        """Divides the groups that were added since into chunks."""
+        """Divides groups that are new into chunks."""
         for number in range(self._states.groups, len(self.param_groups)):
             group = self.param_groups[number]
             found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
@@ -630,19 +628,18 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._states.add(chunks, number + 1)
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
-        """Returns the elementwise states that the optimizer keeps of a parameter with the group's options of now."""
-        low = self._master and parameter.dtype in _LOW
-        return regions_of(self._class, group, parameter, low)
+        """Returns the elementwise states that the optimizer keeps of a parameter with the group's current options."""
+        return regions_of(self._class, group, parameter, self._master and parameter.dtype in _HALF)
 
     def _needed(self, chunk: Chunk) -> Collection[str]:
-        """Returns the states without which the optimizer cannot update parameters that have any."""
-        if self._class is torch.optim.SGD:  # which begins with a momentum buffer at any step
+        """Returns the names of elementwise states that parameters with any states must have."""
+        if self._class is torch.optim.SGD:  # it makes a missing momentum buffer at any step
             return ()
         regions = self._regions(self.param_groups[chunk.group], chunk.slices[0].parameter)
         return [region.name for region in regions if region.name != MASTER]
 
     def _require_room(self, error: type[Exception] = RuntimeError) -> None:
-        """Raises an error if options were changed so that there are states which the chunks have no room for."""
+        """Raises ``error`` if options were changed such that the chunks have no room for the states."""
         for number, group in enumerate(self.param_groups):
             on, before = _switches(group), self._switches[number]
             if on == before:
@@ -660,19 +657,19 @@ class NvmeOptimizer(torch.optim.Optimizer):
             self._switches[number] = on
 
     def _same_gradients(self) -> bool:
-        """Whether the gradients are those of the step that failed."""
+        """Returns whether the gradients are those of the step that failed."""
         failed = self._failed_with
         if not failed:
             return False
         now = _identities(self._parameters())
-        freed = self._most_gradients is not None  # by what was still at it
+        freed = self._most_gradients is not None  # the failed step may have freed some
         return len(failed) == len(now) and all(
             (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
             for old, new in zip(failed, now, strict=True)
         )
 
     def _require_idle(self) -> None:
-        """Raises an error unless it is open and between steps; groups that were added are then divided."""
+        """Raises ValueError if closed, or RuntimeError within a step; divides new groups."""
         self._require_open()
         if self._pass is not None:
             raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
@@ -684,7 +681,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
 
 
 def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:
-    """Returns a hook of parameters, which does not keep the optimizer alive."""
+    """Returns a hook for parameters that does not keep the optimizer alive."""
 
     def hook(parameter: torch.Tensor) -> None:
         optimizer = reference()

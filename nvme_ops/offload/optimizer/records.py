@@ -1,12 +1,13 @@
-"""``Records``: which states of an optimizer count for the next program, after whatever ended this one.
+"""``Records``: which states of an optimizer the next program continues with, however this one ends.
 
-There are two files, and a step is recorded in that which does not have the step before. A record counts for as long as
-the machine runs, also when the process is killed; what it names may still be in the caches of devices. ``harden`` makes
-it count after a power failure too, once all that it names is durable, and then makes the other record void: the places
-that only that one names may be written to from there on. So one record that counts always names what is whole.
+There are two files, and a step is recorded in the one that does not hold the step before. A record is valid for as long
+as the machine runs, even if the process is killed; what it names may still be in the caches of devices. ``harden``
+makes it valid after a power failure too, once all that it names is durable. ``settle`` then makes the other record
+void: from then on, places that only that one names may be written to. So there always is a valid record whose places
+are intact.
 
-A file is a line of one sector, then the JSON that its CRC-32C covers. The line has its own CRC-32C, and says whether
-the record is durable, void, or counts until the machine starts again: as ``boot_id`` has it.
+A file is a line of one sector, then JSON, whose CRC-32C the line has. The line has a CRC-32C of its own, and a mark:
+the record is durable, void, or valid until the machine restarts, while the mark equals ``boot_id()``.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ from nvme_ops.whole import read_whole
 _MAGIC = "nvme_ops commit 2"
 _SECTOR = 512
 _DURABLE, _VOID = "durable", "void"
-# Version 1 was the value of this key in the store, and the store had a journal. Version 0 had no line before the JSON.
+# Version 1 was a value in a store with a journal, under this key. Version 0 was the same without the line.
 _KEY, _EARLIER = "commit", "nvme_ops commit 1"
-_NO_JOURNAL = b"a later version of nvme_ops has written these states\n"  # has an earlier one refuse them
+_NO_JOURNAL = b"a later version of nvme_ops has written these states\n"  # makes an earlier version refuse them
 
 
 @dataclass(frozen=True)
 class Record:
-    """What a file says. ``number`` counts the records; one that is void has no content."""
+    """The content of a file. ``number`` counts the records; a void one has no content."""
 
     path: str
     number: int
@@ -50,41 +51,41 @@ class Record:
     content: dict[str, Any]
 
     @property
-    def counts(self) -> bool:
-        """Whether a program may go on with it."""
+    def is_valid(self) -> bool:
+        """Whether a program may continue with it."""
         return self.mark in (_DURABLE, boot_id() or _DURABLE)
 
 
 class Records:
-    """The two files of a kept session, in its first folder. One thread at a time.
+    """The two files of a session that is kept, in its first folder. Only one thread at a time may call a method.
 
     Args:
-        session: is kept.
+        session: one that is kept.
 
     Attributes:
-        newest: what to go on with.
-        durable: what a power failure would leave; perhaps the one before, and None after an earlier version.
+        newest: the record to continue with.
+        durable: the record that a power failure would leave: the same one, or the one before.
 
     Raises:
-        FormatError: a record is damaged, empty or missing, and the one before does not count any more.
+        FormatError: a record is damaged, empty or missing, and the one before is not valid any more.
         OSError: a file cannot be read or made.
     """
 
     def __init__(self, session: Session) -> None:
         self._paths = [session.path(0, f"record {number}") for number in range(2)]
-        self._fd = -1  # of the file with a record that is not durable
-        self._line: tuple[int, int, int] = (0, 0, 0)  # its number, bytes and checksum
-        self._pending = False  # it may count
-        self._marked = False  # as durable, which was not flushed
-        self._outdated = ""  # the path of the one before
+        self._fd = -1  # of the file whose record is not durable
+        self._line: tuple[int, int, int] = (0, 0, 0)  # of that record: number, bytes and checksum
+        self._pending = False  # it may be valid
+        self._marked = False  # it was marked as durable, without a flush since
+        self._outdated = ""  # the path of the record before, unless it is void
         if not os.path.lexists(self._paths[0]):
-            self._begin(session)
+            self._create(session)
         self.newest, self.durable = self._load()
         if _journal(session) != _NO_JOURNAL:
             _replace(session.path(0, "index"), _NO_JOURNAL, durable=False)
 
-    def _begin(self, session: Session) -> None:
-        """Makes the files. Killed at any point, it is as if it had not begun, or was done."""
+    def _create(self, session: Session) -> None:
+        """Makes the files. If the process is killed meanwhile, the next one starts again, or finds both complete."""
         other = None
         with contextlib.suppress(FileNotFoundError, FormatError):
             other = _read(self._paths[1])
@@ -95,6 +96,7 @@ class Records:
         _replace(self._paths[0], _line(0, _DURABLE, len(content), _checksum(content)) + content, durable=True)
 
     def _load(self) -> tuple[Record, Record]:
+        """Returns the newest valid record and the newest durable one. Raises FormatError."""
         found: list[Record] = []
         damaged: list[FormatError] = []
         for path in self._paths:
@@ -104,10 +106,10 @@ class Records:
                 damaged.append(error)
             except FileNotFoundError:
                 damaged.append(_missing(path))
-        usable = sorted((each for each in found if each.counts), key=lambda each: each.number)
+        usable = sorted((each for each in found if each.is_valid), key=lambda each: each.number)
         durable = [each for each in usable if each.mark == _DURABLE]
-        if not durable:  # the places that another one names may have been written to
-            raise (damaged or [FormatError(f"{self._paths[0]}: no record of an optimizer's step counts any more")])[0]
+        if not durable:  # places that a record of another kind names may have been written to
+            raise (damaged or [FormatError(f"{self._paths[0]}: no record of an optimizer's step is valid any more")])[0]
         newest, before = usable[-1], durable[-1]
         self._number = newest.number
         self._target = self._paths[1 - self._paths.index(before.path)]
@@ -120,7 +122,7 @@ class Records:
         return newest, before
 
     def write(self, content: dict[str, Any]) -> None:
-        """Records a step, for as long as the machine runs. Raises OSError: the step before counts."""
+        """Records a step, for as long as the machine runs. Raises OSError; the record before stays valid."""
         text = json.dumps(content).encode()
         if self._fd < 0:
             self._fd = _open(self._target)
@@ -130,7 +132,7 @@ class Records:
         _put(self._fd, _line(number, boot_id() or "-", *rest) + text, self._target)
 
     def harden(self) -> None:
-        """Makes the record that was written last durable, as all that it names is already. Raises OSError."""
+        """Makes the last record durable; all that it names must be so already. Raises OSError."""
         number, *rest = self._line
         self._pending = self._marked = True
         _put(self._fd, _line(number, _DURABLE, *rest), self._target)
@@ -140,9 +142,9 @@ class Records:
         os.close(fd)
 
     def settle(self) -> None:
-        """Makes void the record that the durable one has replaced, or that was not made durable. Raises OSError.
+        """Makes a record void that was replaced by a durable one, or could not be made durable. Raises OSError.
 
-        Until then, the places that only this record names must not be written to.
+        Until then, places that only that record names must not be written to.
         """
         if self._pending:
             _put(self._fd, _line(self._number, _VOID), self._target)
@@ -166,35 +168,37 @@ class Records:
 
 
 class Flush:
-    """Does some work once, on a thread that the program waits for before it exits.
+    """Makes something durable, once, on a thread that the program waits for before it exits.
+
+    A failure that nobody has waited for is reported at exit.
 
     Args:
-        what: is made durable by it. A failure that nobody has asked for is reported at exit.
-        work: what to do.
+        what: names what is made durable.
+        work: does it.
     """
 
     def __init__(self, what: str, work: Callable[[], object]) -> None:
         self.what = what
-        self.failure: Exception | None = None  #: once it is done
+        self.failure: Exception | None = None  #: of the work, once it has ended
         self._work: Callable[[], object] | None = work
         self._once, self._done = threading.Lock(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="nvme_ops.flush", daemon=False)
 
     def start(self) -> None:
-        """Begins, unless it has begun."""
+        """Starts the thread, unless it was started."""
         if self._thread.ident is None:
             try:
                 self._thread.start()
-            except RuntimeError:  # no more threads, or interrupted here before
+            except RuntimeError:  # there are too many threads, or Ctrl-C came here before
                 self._run()
 
     @property
     def done(self) -> bool:
-        """Whether it has ended."""
+        """Whether the work has ended."""
         return self._done.is_set()
 
     def wait(self) -> None:
-        """Waits for the end. Ctrl-C interrupts this, and not the work."""
+        """Waits for the end. Ctrl-C interrupts the wait, but not the work."""
         self.start()
         while not self._done.wait(1):
             pass
@@ -209,14 +213,14 @@ class Flush:
             except Exception as error:
                 self.failure = _unreported[self] = error
             except BaseException as error:
-                if threading.current_thread() is not self._thread:  # Ctrl-C: it is begun again
+                if threading.current_thread() is not self._thread:  # Ctrl-C: the next call starts again
                     raise
                 self.failure = _unreported[self] = RuntimeError(f"the thread was ended by {type(error).__name__}")
-            self._work = None  # and what it keeps alive
+            self._work = None  # with what it keeps alive
             self._done.set()
 
 
-_unreported: dict[Flush, Exception] = {}  # failures that nobody has asked for
+_unreported: dict[Flush, Exception] = {}  # failures that nobody has waited for
 
 
 def _report() -> None:
@@ -250,7 +254,7 @@ def _read(path: str) -> Record:
         fields = content[:_SECTOR].decode("ascii").removeprefix(_MAGIC).split()
         number, mark, nbytes, checksum = int(fields[0]), fields[1], int(fields[2]), int(fields[3], 16)
         if content[:_SECTOR] != _line(number, mark, nbytes, checksum):
-            raise ValueError(f"its first line is none of {_MAGIC!r}, or its checksum does not match")
+            raise ValueError(f"its first line does not begin with {_MAGIC!r}, or its checksum does not match")
         if mark == _VOID:
             return Record(path, number, mark, {})
         text = content[_SECTOR : _SECTOR + nbytes]
@@ -267,11 +271,11 @@ def _missing(path: str) -> FormatError:
 
 
 def required(content: Any, *more: str) -> dict[str, Any]:
-    """Returns what describes states as JSON has it. Raises ValueError for anything else."""
+    """Returns JSON content that describes states, with lists named ``more``. Raises ValueError for other content."""
     kinds = {"steps": int, "buffer": int, "made": list, "chunks": list, **dict.fromkeys(more, list)}
     if isinstance(content, dict) and all(type(content.get(name)) is kind for name, kind in kinds.items()):
         return content
-    raise ValueError("it is not what describes the states of an optimizer")
+    raise ValueError("it does not describe the states of an optimizer")
 
 
 def _open(path: str) -> int:
@@ -279,7 +283,7 @@ def _open(path: str) -> int:
 
 
 def _put(fd: int, content: bytes, path: str) -> None:
-    """Writes the beginning of a file: the first sector by one call with the rest."""
+    """Writes the beginning of a file; the first sector is written in one piece."""
     done = 0
     try:
         while done < len(content):
@@ -301,7 +305,7 @@ def _replace(path: str, content: bytes, durable: bool) -> None:
 
 
 def _journal(session: Session) -> bytes:
-    """Returns the journal that an earlier version has kept of the store, or what stands in its place."""
+    """Returns the journal of the store that an earlier version has kept, or the text in its place."""
     path = session.path(0, "index")
     if not os.path.lexists(path):
         return b""
@@ -313,7 +317,7 @@ def _journal(session: Session) -> bytes:
 
 
 def _earlier(session: Session) -> dict[str, Any]:
-    """Returns what an earlier version has recorded, and where the store has it. Raises FormatError."""
+    """Returns the content of an earlier version's record, and the places in its store. Raises FormatError."""
     with TensorStore(session) as store:
         if _KEY not in store:
             return {}
@@ -324,7 +328,7 @@ def _earlier(session: Session) -> dict[str, Any]:
             if not end:
                 text = line
             elif line != f"{_EARLIER} {_checksum(text):08x}".encode():
-                raise ValueError(f"its checksum does not match, or it is none of {_EARLIER!r}")
+                raise ValueError(f"its checksum does not match, or it does not begin with {_EARLIER!r}")
             content = required(parse_json(text))
             keys = [f"{number}/{slot}" for number, (slot, _) in enumerate(content["chunks"])]
             content["places"] = store.described(key for key in keys if key in store)
@@ -335,8 +339,8 @@ def _earlier(session: Session) -> dict[str, Any]:
         return content
 
 
-def written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Returns scalar states as JSON has them: a tensor as its dtype, value and whether it is in host memory."""
+def scalars_to_json(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Returns scalar states for JSON: a tensor as its dtype, value and whether it is in host memory."""
     if scalars is None:
         return None
     return {
@@ -347,8 +351,8 @@ def written(scalars: dict[str, Any] | None) -> dict[str, Any] | None:
     }
 
 
-def read_back(described: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
-    """Undoes ``written``."""
+def scalars_from_json(described: dict[str, Any] | None, device: torch.device) -> dict[str, Any] | None:
+    """Undoes ``scalars_to_json``; tensors that are not in host memory are put on ``device``."""
     if described is None:
         return None
     found = dict(described)

@@ -1,8 +1,8 @@
-"""The states of an optimizer elsewhere: in torch's ``state_dict``, and in one file.
+"""The states of an optimizer in other forms: torch's ``state_dict``, and a single file.
 
-The file has chunks as they are on storage, shares its blocks with these where the file system can, and is a safetensors
-file. The tensor ``chunk.N`` has the bytes of a chunk, aligned to pages; the metadata's entry ``nvme_ops.optimizer`` is
-the JSON of what the optimizer commits with a step.
+The file is a safetensors file with the chunks as they are on storage, and shares their blocks if the file system can.
+The tensor ``chunk.N`` has the bytes of a chunk, aligned to pages; the metadata's entry ``nvme_ops.optimizer`` is the
+JSON that the optimizer commits with a step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer.records import read_back, required
+from nvme_ops.offload.optimizer.records import required, scalars_from_json
 from nvme_ops.offload.optimizer.states import (
     MASTER,
     Chunk,
@@ -30,10 +30,10 @@ from nvme_ops.offload.optimizer.states import (
     Slice,
     States,
     Version,
+    cloned,
     flat,
     local,
     outline,
-    own,
     sharded,
 )
 from nvme_ops.settings import PAGE
@@ -44,29 +44,29 @@ _METADATA = "nvme_ops.optimizer"
 
 
 def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
-    """Returns the states of each parameter, written to a file without a name and mapped."""
+    """Returns the states of each parameter; the tensors are mapped from a file without a name."""
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for chunk in states.chunks:
-        for each, scalars in states.now[chunk].scalars.items():
+        for each, scalars in states.current[chunk].scalars.items():
             if each.parameter in found:
                 continue
-            there = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
-            kept = {name: own(value) for name, value in scalars.items() if name not in chunk.names}
-            if not (there or kept):
+            regions = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
+            kept = {name: cloned(value) for name, value in scalars.items() if name not in chunk.names}
+            if not (regions or kept):
                 continue
             found[each.parameter] = kept
-            for region in there:
+            for region in regions:
                 places[each.parameter, region.name] = size, region
                 size += -(-outline(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
     if not size:
         return found
-    fd = states.nameless(size)
+    fd = states.unnamed_file(size)
     try:
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             views, tensors, offsets = chunk.views(buffer), [], []
-            for each in states.now[chunk].scalars:
+            for each in states.current[chunk].scalars:
                 for name, view in views.items():
                     if (each.parameter, name) in places:
                         tensors.append(view[each.place])
@@ -90,15 +90,16 @@ def from_state_dict(
     groups: Sequence[Mapping[str, Any]],
     needed: Callable[[Chunk], Collection[str]],
 ) -> dict[Chunk, Version]:
-    """Writes the states of all parameters beside those of now, and returns what to commit.
+    """Writes the states of all parameters beside the current ones, and returns the versions to commit.
 
     Args:
         states: has the chunks.
-        saved_of: returns the states of one parameter, or None.
-        groups: of parameters, with their options.
+        saved_of: returns the saved states of a parameter, or None.
+        groups: the parameter groups, with their options.
         needed: returns the names of states without which the optimizer cannot update a chunk.
 
-    Raises ValueError before anything is written.
+    Raises:
+        ValueError: states do not fit the parameters or the optimizer; nothing was written.
     """
     for chunk in states.chunks:
         for each in chunk.slices:
@@ -114,7 +115,7 @@ def from_state_dict(
 
 
 def _require(saved: dict[str, Any], chunk: Chunk, each: Slice, needed: Collection[str]) -> None:
-    """Raises ValueError unless ``saved`` is empty or has the states of the parameter."""
+    """Raises ValueError unless ``saved`` is empty or has states that fit the parameter."""
     shape = tuple(each.parameter.shape)
     if saved:
         for name in needed:
@@ -136,10 +137,10 @@ def _require(saved: dict[str, Any], chunk: Chunk, each: Slice, needed: Collectio
 def _fill(
     saved: dict[str, Any], chunk: Chunk, each: Slice, buffer: torch.Tensor, options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Fills the states of a slice in the buffer, and returns its scalar ones."""
+    """Copies the saved states of a slice into the buffer, and returns the scalar ones."""
     whole = outline(each.parameter)
     scalars = {
-        name: _as_loaded(name, value, chunk, options)
+        name: _loaded_scalar(name, value, chunk, options)
         for name, value in saved.items()
         if name not in (MASTER, *chunk.names)
     }
@@ -159,21 +160,21 @@ def _fill(
     return scalars
 
 
-def _as_loaded(name: str, value: Any, chunk: Chunk, options: Mapping[str, Any]) -> Any:
-    """Returns a scalar state as torch's ``load_state_dict`` has it: in the parameter's dtype, but for its steps."""
+def _loaded_scalar(name: str, value: Any, chunk: Chunk, options: Mapping[str, Any]) -> Any:
+    """Returns a scalar state as torch's ``load_state_dict`` does: in the parameter's dtype, except ``step``."""
     if not isinstance(value, torch.Tensor):
         return value
     if name == "step":
         if options.get("capturable") or options.get("fused"):
             return value.to(dtype=torch.float32, device=chunk.device, copy=True)
-        return own(value)
+        return cloned(value)
     dtype = torch.float32 if chunk.has_master else chunk.dtype
     return value.to(dtype=dtype if dtype.is_floating_point else value.dtype, device=chunk.device, copy=True)
 
 
 def to_file(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
-    """Writes ``path``; see ``NvmeOptimizer.save_states``."""
-    stored = [chunk for chunk in states.chunks if states.now[chunk].slot is not None and chunk.nbytes]
+    """Writes the states to ``path``, see ``NvmeOptimizer.save_states``; returns whether blocks are shared."""
+    stored = [chunk for chunk in states.chunks if states.current[chunk].slot is not None and chunk.nbytes]
     header = _header(stored, record)
     places, size = {}, len(header)
     for chunk in stored:
@@ -209,11 +210,11 @@ def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
 
 
 def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple[dict[str, Any], dict[Chunk, Version]]:
-    """Writes the states in ``path`` beside those of now; returns what ``to_file`` was given, and what to commit.
+    """Writes the states in ``path`` beside the current ones; returns the file's record and the versions to commit.
 
     Raises:
-        FormatError: it is no such file.
-        ValueError: it has states of other parameters or another optimizer, or chunks of another size.
+        FormatError: ``to_file`` has not written this file, or it is damaged.
+        ValueError: the states are of other parameters or another optimizer, or in chunks of another size.
     """
     with opened(path) as fd:
         header = safetensors_format.read(fd, path)
@@ -225,13 +226,13 @@ def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple
         scalars = _scalars(states, record, path)
 
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-            entry = header.entries.get(f"chunk.{chunk.number}")
-            if entry is None and not (chunk.nbytes and any(scalars[chunk].values())):
-                return None
-            if entry is None:
-                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} is missing")
+            name = f"chunk.{chunk.number}"
+            if (entry := header.entries.get(name)) is None:
+                if not (chunk.nbytes and any(scalars[chunk].values())):
+                    return None
+                raise FormatError(f"{path}: {name} is missing")
             if entry.end - entry.start != chunk.nbytes:
-                raise FormatError(f"{path}: {f'chunk.{chunk.number}'} has {entry.end - entry.start} bytes")
+                raise FormatError(f"{path}: {name} has {entry.end - entry.start} bytes")
             return handle.submit_pread(buffer[: chunk.nbytes], fd, entry.start)
 
         versions: dict[Chunk, Version] = {}
@@ -249,12 +250,12 @@ def _record(header: safetensors_format.Header, path: str) -> dict[str, Any]:
 
 
 def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
-    """Returns the scalar states of each slice. Raises FormatError for whatever the record may have in their place."""
+    """Returns the scalar states in a record, by chunk and slice. Raises FormatError if it is damaged."""
     try:
         found = {}
         for chunk in states.chunks:
-            written = [read_back(each, chunk.device) for each in record["chunks"][chunk.number][1]]
-            found[chunk] = {each: one for each, one in zip(chunk.slices, written, strict=True) if one is not None}
+            scalars = [scalars_from_json(each, chunk.device) for each in record["chunks"][chunk.number][1]]
+            found[chunk] = {each: one for each, one in zip(chunk.slices, scalars, strict=True) if one is not None}
         return found
-    except Exception as error:  # whatever a damaged record makes of an interpreter
+    except Exception as error:  # damaged content can raise anything
         raise FormatError(f"{path}: the record of the states is damaged: {error}") from error

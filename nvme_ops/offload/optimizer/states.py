@@ -1,10 +1,10 @@
-"""``States``: chunks of parameters, whose states are on storage in two places each, and the step that is being taken.
+"""``States``: chunks of parameters whose states are on storage, in two places each.
 
-A chunk is a run of parameters' elements; what an optimizer keeps of each element lies together on storage. Which of the
-two places counts is said by ``now`` while the program runs, and for the next program by a record. What either names is
-not written to, nor what the record that a power failure would leave names: before a place is written to, the last step
-has become durable, on a thread that began when the step ended. So whatever ends badly anywhere, a step, a load or the
-program, leaves the old states or the new ones.
+A chunk is a run of elements of parameters; the states of these elements lie together on storage. ``current`` says which
+of the two places is valid while the program runs, and a record says so for the next program. Places named by either are
+not written to, nor are those of the record that a power failure would leave: before any place is written to, the last
+step has become durable, on a thread that starts when the step ends. So whatever fails or is interrupted, a step, a load
+or the program, leaves the old states or the new ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import dense_bytes, is_dense
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.optimizer.records import Flush, Records, read_back, written
+from nvme_ops.offload.optimizer.records import Flush, Records, scalars_from_json, scalars_to_json
 from nvme_ops.offload.residency import Stats
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
@@ -39,14 +39,14 @@ from nvme_ops.text import MIB
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32
 
-#: The optimizers of torch.optim that update each element by itself, so that any part of a parameter can be updated.
+#: The optimizers of torch.optim that update each element by itself, so that a part of a parameter can be updated.
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 
 _MASTER_BYTES = torch.float32.itemsize
-_GRAIN = 64  # elements to which parts of a chunk are aligned: 64 bytes of any dtype
-_BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has fewer than _BUFFERS of these
+_GRAIN = 64  # elements to which slices in a chunk are aligned: 64 bytes or a multiple, for any dtype
+_BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4
-_SLOTS = 2  # places of a chunk's values
+_SLOTS = 2  # places of a chunk's states
 
 
 class Region(NamedTuple):
@@ -59,18 +59,18 @@ class Region(NamedTuple):
 def regions_of(
     optimizer: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], parameter: torch.Tensor, master: bool
 ) -> tuple[Region, ...]:
-    """Returns the elementwise states that the optimizer keeps of a parameter, found by one step of three elements.
+    """Returns the elementwise states that an optimizer keeps of a parameter, found by a step over three elements.
 
     Args:
         optimizer: a class of ``torch.optim``.
-        options: of the parameter group.
-        parameter: of the group.
-        master: whether the optimizer updates a copy in float32, which then comes first.
+        options: those of the parameter's group.
+        parameter: has the dtype and device.
+        master: whether the optimizer updates a copy in float32, which is then the first state.
     """
     dtype = torch.float32 if master else parameter.dtype
     sample = torch.zeros(3, dtype=dtype, device=parameter.device)
     sample.grad = torch.ones_like(sample)
-    inner = optimizer([{**copied(options), "params": [sample]}])
+    inner = optimizer([{**options_of(options), "params": [sample]}])
     inner.step()
     found = [Region(MASTER, torch.float32)] if master else []
     for name, value in inner.state[sample].items():
@@ -79,18 +79,18 @@ def regions_of(
     return tuple(found)
 
 
-def copied(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a group's options without its parameters."""
-    return {name: copy.copy(value) for name, value in options.items() if name != "params"}
+def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a copy of a group's options, without its parameters."""
+    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
 
 
-def own(value: Any) -> Any:
-    """Returns a copy of a scalar state, which the optimizer may change in place."""
+def cloned(value: Any) -> Any:
+    """Returns a copy of a scalar state, which an optimizer may change in place."""
     return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class Loan(NamedTuple):
-    """A parameter and its gradient in memory, for as long as a chunk is being updated."""
+    """A parameter and its gradient in memory, while a chunk with them is being updated."""
 
     values: torch.Tensor
     gradient: torch.Tensor | None
@@ -98,24 +98,24 @@ class Loan(NamedTuple):
 
 @dataclass(eq=False)
 class Slice:
-    """Elements ``begin`` to ``end`` of a parameter, in the order of its memory; they begin at ``at`` in the chunk."""
+    """Elements ``begin`` to ``end`` of a parameter, in the order of its memory; ``at`` is their start in the chunk."""
 
     parameter: torch.Tensor
     begin: int
     end: int
     at: int
-    loan: Loan | None = None  #: the parameter and its gradient, if these are on storage themselves
+    loan: Loan | None = None  #: set while parameter or gradient, on storage themselves, are lent
     place: slice = field(init=False)  #: where the elements are in the chunk
 
     def __post_init__(self) -> None:
         self.place = slice(self.at, self.at + self.end - self.begin)
 
     def values(self) -> torch.Tensor:
-        """Returns these elements of the parameter, as a view of one dimension; of the loan while there is one."""
+        """Returns these elements of the parameter, lent or in memory, as a view of one dimension."""
         return flat(local(self.parameter) if self.loan is None else self.loan.values)[self.begin : self.end]
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns these elements of the gradient, or None without one. Raises RuntimeError for a sparse one."""
+        """Returns these elements of the gradient, or None if there is none. Raises RuntimeError for a sparse one."""
         found = self.parameter.grad if self.loan is None else self.loan.gradient
         if found is None:
             return None
@@ -129,14 +129,14 @@ class Slice:
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the part of a tensor that is in this process: all of it, but of a DTensor its shard."""
+    """Returns the local shard of a DTensor, and other tensors as they are; detached."""
     tensor = tensor.detach()
     to_local: Any = getattr(tensor, "to_local", None)
     return tensor if to_local is None else to_local()
 
 
 def outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns what has shape, strides and dtype of ``local(tensor)``, without fetching it from storage."""
+    """Returns a tensor with shape, strides and dtype of ``local(tensor)``, without fetching values from storage."""
     if isinstance(tensor, SwappedTensor):
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
     return local(tensor)
@@ -144,6 +144,7 @@ def outline(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
+    """Yields a parameter and its gradient in memory, the parameter to be changed if there is a gradient."""
     with contextlib.ExitStack() as uses:
         gradient = values = None
         try:
@@ -155,14 +156,14 @@ def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
                 values = local(parameter)
             yield Loan(values, gradient)
         finally:
-            gradient = values = None  # or the traceback of a failure would keep their memory
+            gradient = values = None  # the traceback of a failure would keep their memory
 
 
 def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undoes ``local``: returns the tensor of which ``part`` is in this process, divided as ``like`` is."""
+    """Undoes ``local``: returns the DTensor, sharded as ``like``, whose local shard is ``part``; else ``part``."""
     if not hasattr(like, "to_local"):
         return part
-    from torch.distributed.tensor import DTensor  # which takes a while to import
+    from torch.distributed.tensor import DTensor  # importing it takes a while
 
     each: Any = like
     return DTensor.from_local(
@@ -177,13 +178,13 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Version:
-    """The states of a chunk after one step; ``States.now`` says which version counts."""
+    """The states of a chunk after one step; ``States.current`` has the valid version."""
 
-    slot: int | None = None  #: which of the chunk's values in the store has them; None: there are none
-    #: By slice: the states that are not regions, such as ``step``, and None for a region that the slice does not have
-    #: yet. Slices without any states are not in it.
+    slot: int | None = None  #: the place in the store; None: there are no elementwise states
+    #: By slice: the states that are not elementwise, such as ``step``, and None for an elementwise state that the slice
+    #: does not have yet. Slices without any states are missing.
     scalars: Mapping[Slice, dict[str, Any]] = field(default_factory=dict)
-    attempt: int = -1  #: at a step, that made it; see ``States.attempt``
+    attempt: int = -1  #: the ``States.attempt`` that made it
 
 
 _NOTHING = Version()
@@ -191,9 +192,9 @@ _NOTHING = Version()
 
 @dataclass(eq=False)
 class Chunk:
-    """Slices of parameters of one group, dtype and device, whose states lie in one value of the store.
+    """Slices of parameters of one group, dtype and device, whose states lie together in the store.
 
-    In a buffer the states are followed by the backup: the elements of the parameters as they were.
+    In a buffer, the states are followed by a backup: the elements of the parameters before the step.
     """
 
     group: int
@@ -202,44 +203,44 @@ class Chunk:
     device: torch.device
     slices: Sequence[Slice]
     number: int = -1  #: among all chunks
-    elements: int = field(init=False)  #: those between the slices included
+    elements: int = field(init=False)  #: including gaps between the slices
     nbytes: int = field(init=False)  #: of the states on storage, in whole pages
-    updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may have changed
-    scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: those of the version to come
-    pending: Version | None = None  #: what is being written
+    updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may be new
+    scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: of the version in preparation
+    pending: Version | None = None  #: the version that is being written
 
     def __post_init__(self) -> None:
         self.elements = _aligned(self.slices[-1].place.stop)
         size = sum(self.elements * region.dtype.itemsize for region in self.regions)
         self.nbytes = -(-size // PAGE) * PAGE
         self._end_of_backup = self.nbytes + self.elements * self.dtype.itemsize
-        #: Of all chunks that torch's optimizer could update in one call.
+        #: Shared by all chunks that torch's optimizer could update in one call.
         self.kind = (self.group, self.dtype, self.device)
         #: Whether a copy of the parameters in float32 is among the states.
         self.has_master = bool(self.regions) and self.regions[0].name == MASTER
         #: The states that the optimizer itself keeps of each element.
         self.names = [region.name for region in self.regions if region.name != MASTER]
 
-    def begin(self) -> None:
-        """Forgets the last pass."""
+    def reset(self) -> None:
+        """Forgets the last pass over the chunks."""
         self.updated, self.scalars, self.pending = [], {}, None
 
     def has_gradient(self) -> bool:
-        """Whether a step changes something of it."""
+        """Returns whether a step changes any of its parameters."""
         return any(each.parameter.grad is not None for each in self.slices)
 
     def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
         """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
 
-        All that are in memory anyway come together, and each that is on storage by itself. Close it, or exhaust it.
+        Those in memory anyway come together; each on storage comes by itself. Close or exhaust the generator.
         """
         lent: list[Slice] = []
-        usual: list[Slice] = []
+        in_memory: list[Slice] = []
         for each in self.slices if slices is None else slices:
             on_storage = isinstance(each.parameter, SwappedTensor) or isinstance(each.parameter.grad, SwappedTensor)
-            (lent if on_storage else usual).append(each)
-        if usual:
-            yield usual
+            (lent if on_storage else in_memory).append(each)
+        if in_memory:
+            yield in_memory
         for each in lent:
             with _loan_of(each.parameter) as each.loan:
                 try:
@@ -248,7 +249,7 @@ class Chunk:
                     each.loan = None
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the elements of each state in ``memory``, which has the chunk's bytes."""
+        """Returns the elements of each state, by name, as views of the chunk's bytes in ``memory``."""
         found, begin = {}, 0
         for name, dtype in self.regions:
             end = begin + self.elements * dtype.itemsize
@@ -257,15 +258,15 @@ class Chunk:
         return found
 
     def backup(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of the parameters as they were, in a buffer of the ring, behind the states."""
+        """Returns the place in a buffer, behind the states, for the elements of the parameters before the step."""
         return buffer[self.nbytes : self._end_of_backup].view(self.dtype)
 
     def gradients(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the elements of the gradients in float32, for master weights, in a buffer behind the backup."""
+        """Returns the place in a buffer, behind the backup, for gradients in float32, which master weights need."""
         return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
 
     def key(self, slot: int) -> str:
-        """Returns the name of one of the chunk's values in the store."""
+        """Returns the key in the store of one of the chunk's places."""
         return f"{self.number}/{slot}"
 
 
@@ -274,7 +275,7 @@ def divide(
 ) -> Iterator[Chunk]:
     """Yields the chunks of a group of parameters, each of which fits with its backup into ``buffer`` bytes.
 
-    Their numbers are to be given by the caller. Raises ValueError for a parameter with gaps in its memory.
+    The caller numbers them. Raises ValueError for a parameter with gaps in its memory.
     """
     unfinished: dict[tuple[Any, ...], list[Slice]] = {}
     for parameter in parameters:
@@ -306,19 +307,19 @@ def _aligned(elements: int) -> int:
     return -(-elements // _GRAIN) * _GRAIN
 
 
-_Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # to or from a chunk's buffer
+_Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
 
 
 @dataclass
 class OptimizerStats(Stats):
-    """What an optimizer has done since it was made. ``bytes_stored`` has both places of each state."""
+    """Counts what an optimizer has done since it was made. ``bytes_stored`` includes both places of each state."""
 
     steps: int = 0  #: completed
-    seconds: float = 0.0  #: in ``step``; ``seconds_waited`` is the part of these in which it computed nothing
+    seconds: float = 0.0  #: in ``step``; during ``seconds_waited`` of these it computed nothing
 
     @property
     def bytes_written_per_step(self) -> float:
-        """Bytes written by each step, on average: times the steps of a day, to be compared with a drive's rating."""
+        """Bytes written per step, on average: times the steps per day, to be compared with a drive's rating."""
         return self.bytes_written / max(1, self.steps)
 
 
@@ -326,12 +327,12 @@ class States:
     """Reads, writes and commits chunks.
 
     Args:
-        folders: of the session.
-        name: of the session.
-        reuse: leave the values to the next session of this name.
+        folders: those of the session.
+        name: that of the session.
+        reuse: leave the states to the next session of this name.
         budget: bytes of memory for buffers.
-        pinned: whether an accelerator copies from them.
-        checksums: keep a checksum of each chunk.
+        pinned: whether buffers are page-locked, for copies from and to an accelerator.
+        checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
     """
 
@@ -347,27 +348,27 @@ class States:
         handle: aio_handle | None,
     ) -> None:
         self.chunks: list[Chunk] = []
-        self.groups = 0  #: how many parameter groups are divided into chunks
-        self.now: dict[Chunk, Version] = {}  #: the version of each chunk that counts
-        self.changed: dict[Chunk, torch.Tensor] = {}  #: whose parameters may be newer than ``now``; the backups
-        self.attempt = 0  #: at a step: chunks whose version has this number are done
-        self.ended: int | None = None  #: the attempt that was committed last
+        self.groups = 0  #: how many parameter groups were divided into chunks
+        self.current: dict[Chunk, Version] = {}  #: the valid version of each chunk
+        self.changed: dict[Chunk, torch.Tensor] = {}  #: buffers of chunks whose parameters may be new
+        self.attempt = 0  #: counts attempts at steps: chunks whose version has this number are done
+        self.last_commit: int | None = None  #: the attempt committed last
         self.stats = OptimizerStats()
-        self.when_done: Callable[[Chunk], None] | None = None  #: is called when a chunk is done, perhaps twice
+        self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
         self.closed = False  #: whether ``close`` was called
-        self._named: dict[Chunk, int | None] = {}  # the slots that the durable record names
-        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of now, and the slots that it names
-        self._about: dict[str, Any] = {}  # of ``now``
-        self._doubted: dict[Chunk, Version] = {}  # those of now whose flush failed
+        self._durable: dict[Chunk, int | None] = {}  # those that the durable record names
+        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of the last step, and its slots
+        self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
+        self._failed: dict[Chunk, Version] = {}  # current ones whose flush failed
         self._process = os.getpid()
-        self._unsettled = False  # a pass is under way, or was interrupted
-        self._spare = False  # there are values in third places
+        self._in_pass = False  # a pass over chunks is under way, or was interrupted
+        self._has_third_places = False  # some chunks have a third place
         self._pool = Pool(budget, pinned=pinned)
         #: Bytes of a buffer.
         self.buffer = min(_BUFFER, budget // _BUFFERS, self._pool.largest)
         depth = max(_BUFFERS, budget // _BUFFER)
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
-        self._others: deque[IoFuture] = deque(maxlen=2 * depth)  # transfers that the store does not know of
+        self._other_transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those that the store does not know of
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name, reuse=reuse))
             self._records = Records(self._session) if reuse else None
@@ -377,54 +378,54 @@ class States:
                 TensorStore(self._session, checksums=checksums, handle=handle, journal=False)
             )
             if self._records is not None:
-                self._session.sync()  # the names of the store's files
+                self._session.sync()  # makes the names of the store's files durable
                 for place in self._session.folders:
                     sync_above(place)
-                self._find(self._records)
+                self._adopt(self._records)
             self._undo = undo.pop_all()
 
     def add(self, chunks: Iterable[Chunk], groups: int) -> None:
-        """Adds chunks without states; ``groups`` is how many parameter groups are then divided."""
+        """Adds chunks without states; ``groups`` is the number of parameter groups that are divided then."""
         new = list(chunks)
         for number, chunk in enumerate(new, len(self.chunks)):
             chunk.number = number
-        self.now |= dict.fromkeys(new, _NOTHING)
+        self.current |= dict.fromkeys(new, _NOTHING)
         self.chunks, self.groups = [*self.chunks, *new], groups
 
     def begin(self) -> None:
-        """Begins a step: no chunk is done."""
+        """Begins an attempt at a step: no chunk is done."""
         self.attempt += 1
 
     def is_done(self, chunk: Chunk) -> bool:
-        """Whether the step at hand has updated the chunk."""
-        return self.now[chunk].attempt == self.attempt
+        """Returns whether the current attempt has updated a chunk."""
+        return self.current[chunk].attempt == self.attempt
 
     def update(self, chunks: Iterable[Chunk]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-        """Yields each chunk with its states, to be changed; close it, or exhaust it.
+        """Yields each chunk and a buffer with its states, to be changed. Close or exhaust the generator.
 
-        A chunk of which ``updated`` is not empty is written and then done. One whose states could not be written has
-        the values of its parameters put back.
+        A chunk whose ``updated`` is not empty is written, and then done. If its states cannot be written, its
+        parameters get their old values back.
         """
         return self._pass(chunks, self._read, self._write, self._ended)
 
     def copy_out(self, chunks: Iterable[Chunk], write: _Move) -> None:
-        """Hands the states of each chunk that has any to ``write``."""
-        stored = (chunk for chunk in chunks if self.now[chunk].slot is not None)
-        with contextlib.closing(self._pass(stored, self._read, self._noting(write), lambda *_: None)) as passing:
+        """Passes the states of each chunk that has any to ``write``."""
+        stored = (chunk for chunk in chunks if self.current[chunk].slot is not None)
+        with contextlib.closing(self._pass(stored, self._read, self._tracked(write), lambda *_: None)) as passing:
             for _ in passing:
                 pass
 
     def fill(self, read: _Move, versions: dict[Chunk, Version]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
-        """Yields each chunk with a buffer for new states, which ``read`` or the loop fills.
+        """Yields each chunk with a buffer for new states, which ``read`` or the caller's loop fills.
 
-        The loop gives the scalar ones to ``chunk.scalars``. What it has given any is written beside the states of now,
-        added to ``versions``, and counts once these are given to ``commit``: all or none.
+        The loop sets ``chunk.scalars``. A chunk that gets any is written beside the current states. The new ones are
+        added to ``versions``, and become valid, all or none, when these are given to ``commit``.
         """
-        noted = self._noting(read)
+        tracked = self._tracked(read)
 
         def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-            chunk.begin()
-            return noted(chunk, buffer)
+            chunk.reset()
+            return tracked(chunk, buffer)
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             if not chunk.scalars:
@@ -447,36 +448,36 @@ class States:
         ended: Callable[[Chunk, torch.Tensor, BaseException | None], None],
     ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         self._recover()
-        self._unsettled = True
+        self._in_pass = True
         yield from self._ring.update(chunks, read, write, ended)
-        self._unsettled = False
-        self._others.clear()
+        self._in_pass = False
+        self._other_transfers.clear()
 
-    def _noting(self, move: _Move) -> _Move:
-        """Returns ``move``, of a file that is not the store's, such that ``_recover`` knows what it has begun."""
+    def _tracked(self, move: _Move) -> _Move:
+        """Returns ``move``, for files that are not the store's, with its transfers made known to ``_recover``."""
 
-        def noted(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+        def tracked(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             transfer = move(chunk, buffer)
             if transfer is not None:
-                self._others.append(transfer)
+                self._other_transfers.append(transfer)
             return transfer
 
-        return noted
+        return tracked
 
     def _recover(self) -> None:
-        """Ends what an interrupted pass has left under way: the next pass uses the same memory and files."""
-        if self._unsettled:
-            for transfer in list(self._others):
+        """Ends transfers of an interrupted pass, as the next one uses the same memory, and restores parameters."""
+        if self._in_pass:
+            for transfer in list(self._other_transfers):
                 transfer.exception()
             with contextlib.suppress(Exception):
                 self._store.wait()
             for chunk, buffer in list(self.changed.items()):
                 self._restore(chunk, buffer)
-            self._unsettled = False
+            self._in_pass = False
 
     def _read(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-        chunk.begin()
-        slot = self.now[chunk].slot
+        chunk.reset()
+        slot = self.current[chunk].slot
         if slot is None or not chunk.nbytes:
             return None
         self.stats.bytes_read += chunk.nbytes
@@ -486,39 +487,39 @@ class States:
         if not chunk.updated:
             return None
         self.settle()
-        scalars = {**self.now[chunk].scalars, **chunk.scalars}
+        scalars = {**self.current[chunk].scalars, **chunk.scalars}
         chunk.pending = Version(self._free_slot(chunk), scalars, self.attempt)
         return self._put(chunk, chunk.pending, buffer)
 
     def _put(self, chunk: Chunk, version: Version, buffer: torch.Tensor) -> IoFuture | None:
         if version.slot is None or not chunk.nbytes:
             return None
-        self._spare |= version.slot >= _SLOTS
+        self._has_third_places |= version.slot >= _SLOTS
         self.stats.bytes_written += chunk.nbytes
         return self._store.put(chunk.key(version.slot), buffer[: chunk.nbytes])
 
     def _free_slot(self, chunk: Chunk) -> int:
-        """Returns where nothing is that is needed: neither the states of now nor those of the durable record.
+        """Returns a place that neither the current states nor those of the durable record are in.
 
-        These are the same, and two places do, except after a step that failed: the third is for its next attempt.
+        These are the same, and two places suffice, except after a failed step: the third is for its next attempt.
         """
-        free = set(range(_SLOTS + 1)) - {self.now[chunk].slot, self._named.get(chunk)}
+        free = set(range(_SLOTS + 1)) - {self.current[chunk].slot, self._durable.get(chunk)}
         return min(free)
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
-        """Makes the new states those of now, or gives the parameters their old values back. May be called again."""
+        """Makes the new states current, or after a failure restores the parameters. May be called again."""
         if failure is not None:
             if chunk in self.changed:
                 self._restore(chunk, buffer)
         elif chunk.pending is not None:
-            self.now[chunk] = chunk.pending  # from here on it is done
+            self.current[chunk] = chunk.pending  # from here on it is done
             self.changed.pop(chunk, None)
             if self.when_done is not None:
                 self.when_done(chunk)
 
     def _restore(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Gives the parameters back the values that belong to the states of now, unless these are the new ones."""
-        if self.now[chunk] is not chunk.pending:
+        """Gives the parameters the values back that belong to the current states, unless these are the new ones."""
+        if self.current[chunk] is not chunk.pending:
             backup = chunk.backup(buffer)
             with contextlib.closing(chunk.borrowed(chunk.updated)) as parts:
                 for each in (each for slices in parts for each in slices):
@@ -526,49 +527,49 @@ class States:
         self.changed.pop(chunk, None)
 
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
-        """Puts the states of a chunk into an open file without a copy; see ``TensorStore.share``."""
-        slot = self.now[chunk].slot
+        """Makes an open file share the blocks of a chunk's states; see ``TensorStore.share``."""
+        slot = self.current[chunk].slot
         return slot is not None and self._store.share(chunk.key(slot), target, place)
 
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
-        """Returns ``about`` with the slot and the scalar states of each chunk, of these versions or those of now."""
+        """Returns ``about`` with slot and scalar states of each chunk, of ``versions`` or the current ones."""
         found = []
         for chunk in self.chunks:
-            version = (self.now if versions is None else versions)[chunk]
-            found.append([version.slot, [written(version.scalars.get(each)) for each in chunk.slices]])
+            version = (self.current if versions is None else versions)[chunk]
+            found.append([version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
     def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
-        """Ends a step, or makes these versions the states.
+        """Ends a step, or makes ``versions`` the current states, and records them with ``about``.
 
-        A program that continues after this process was killed has them, with ``about``; so does one after a power
-        failure as soon as a thread, which begins here, has made them durable.
+        The next program finds them even if this process is killed; after a power failure it does once a thread, which
+        starts here, has made them durable.
         """
         self._recover()
         self.settle()
-        now, attempt = (self.now, self.attempt) if versions is None else (versions, self.attempt + 1)
+        now, attempt = (self.current, self.attempt) if versions is None else (versions, self.attempt + 1)
         flush = None
         if self._records is not None:
             if versions is None:
-                self.renew()
+                self.rewrite()
             content = self.described(about, now)
             stored = [chunk.key(version.slot) for chunk, version in now.items() if version.slot is not None]
             content["places"] = self._store.described(key for key in stored if key in self._store)
             self._records.write(content)
             flush = self._flush_of(self._records, now, about)
-        self.now, self.stats.steps, self.attempt, self.ended, self._about, self._flush = (
+        self.current, self.stats.steps, self.attempt, self.last_commit, self._about, self._flush = (
             now, about["steps"], attempt, self.attempt, about, flush
         )  # fmt: skip
         if flush is None:
-            self._free_spare()
+            self._free_third_places()
         else:
-            self._forget_doubted()
+            self._drop_failed()
             flush[0].start()
 
     def _flush_of(
         self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
     ) -> tuple[Flush, dict[Chunk, int | None]]:
-        """Returns what makes these survive a power failure: first what the record names, then the record."""
+        """Returns the work that makes versions durable, first their places and then the record, and their slots."""
         store = self._store
 
         def work() -> None:
@@ -577,22 +578,21 @@ class States:
                 records.harden()
             except BaseException:
                 with contextlib.suppress(OSError):
-                    records.settle()  # for the next program, which does not know of this
+                    records.settle()  # the next program does not know of this failure
                 raise
 
         flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
         return flush, {chunk: version.slot for chunk, version in now.items()}
 
     def check(self) -> None:
-        """Raises OSError if the last step is known not to have become durable. Once: the next commit does it anew."""
+        """Raises OSError, once, if the last step has failed to become durable: the next commit writes it again."""
         if self._flush is not None and self._flush[0].done:
             self.settle()
 
     def settle(self) -> None:
-        """Waits until the last step is durable.
+        """Waits until the last step is durable; only then may places be written to that are not the current ones.
 
-        Raises OSError if it is not; the next commit writes anew what is not. Then, and not before, places that are not
-        those of now may be written to.
+        Raises OSError if it cannot be made so; the next commit writes its states again.
         """
         if self._records is None:
             return
@@ -602,11 +602,11 @@ class States:
             flush, named = self._flush
             flush.wait()
             if flush.failure is None:
-                self._flush, self._named = None, named
-                self._free_spare()
+                self._flush, self._durable = None, named
+                self._free_third_places()
             else:
-                self._doubted = {chunk: each for chunk, each in self.now.items() if each.slot != self._named.get(chunk)}
-                self._flush = None
+                flushed, self._flush = self._durable, None
+                self._failed = {chunk: each for chunk, each in self.current.items() if each.slot != flushed.get(chunk)}
                 note(
                     flush.failure,
                     f"{flush.what} is not durable; the next step(), save_states() or close() writes its states anew",
@@ -614,61 +614,62 @@ class States:
                 raise flush.failure
         self._records.settle()
 
-    def renew(self) -> None:
-        """Copies the states whose flush has failed to other places, whose blocks another file may then share."""
+    def rewrite(self) -> None:
+        """Copies current states whose flush has failed to other places, whose blocks another file may then share."""
         self.settle()
-        doubted = [chunk for chunk, version in self._doubted.items() if self.now[chunk] is version]
-        if not doubted:
+        chunks = [chunk for chunk, version in self._failed.items() if self.current[chunk] is version]
+        if not chunks:
             return
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-            chunk.pending = replace(self.now[chunk], slot=self._free_slot(chunk))
+            chunk.pending = replace(self.current[chunk], slot=self._free_slot(chunk))
             return self._put(chunk, chunk.pending, buffer)
 
         def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
             if failure is None and chunk.pending is not None:
-                self.now[chunk] = chunk.pending
+                self.current[chunk] = chunk.pending
 
-        with contextlib.closing(self._pass(doubted, self._read, write, ended)) as chunks:
-            for _ in chunks:
+        with contextlib.closing(self._pass(chunks, self._read, write, ended)) as passing:
+            for _ in passing:
                 pass
 
-    def _forget_doubted(self) -> None:
-        """Drops the values whose flush has failed: while the store has them, it rightly refuses each further sync."""
-        for chunk, version in self._doubted.items():
-            if version.slot is not None and version.slot != self.now[chunk].slot:
+    def _drop_failed(self) -> None:
+        """Drops places whose flush has failed: as long as the store has them, it refuses each further sync."""
+        for chunk, version in self._failed.items():
+            if version.slot is not None and version.slot != self.current[chunk].slot:
                 with contextlib.suppress(KeyError):
                     self._store.drop(chunk.key(version.slot))
-        self._doubted = {}
+        self._failed = {}
 
-    def _free_spare(self) -> None:
-        """Drops the values in third places, and those that they have replaced."""
-        if not self._spare:
+    def _free_third_places(self) -> None:
+        """Drops places that neither hold needed states nor are for the next step."""
+        if not self._has_third_places:
             return
-        slots = {chunk: (self.now[chunk].slot, self._named.get(chunk), self._free_slot(chunk)) for chunk in self.chunks}
+        now = self.current.items()
+        slots = {chunk: (each.slot, self._durable.get(chunk), self._free_slot(chunk)) for chunk, each in now}
         wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
-            for key in self._store.keys():  # noqa: SIM118  # it is no mapping
+            for key in self._store.keys():  # noqa: SIM118  # the store is no mapping
                 if key not in wanted:
                     self._store.drop(key)
-            self._spare = any(slot == _SLOTS for slot, *_ in slots.values())
+            self._has_third_places = any(slot == _SLOTS for slot, *_ in slots.values())
 
-    def _find(self, records: Records) -> None:
-        """Takes over the values that an earlier program has left. Raises FormatError."""
+    def _adopt(self, records: Records) -> None:
+        """Takes over the places that an earlier program has left. Raises FormatError."""
         both = [record for record in (records.durable, records.newest) if record.content]
         try:
             places = {entry["key"]: entry for record in both for entry in record.content["places"]}
             self._store.adopt(places.values())
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             path = records.newest.path
-            raise FormatError(f"{path}: the record of an optimizer's step names what cannot be: {error}") from error
+            raise FormatError(f"{path}: the record of an optimizer's step names impossible places: {error}") from error
 
     def committed(self) -> dict[str, Any] | None:
-        """Returns ``about`` of the last step that was committed here, perhaps by an earlier program, or None."""
+        """Returns the record of the last step of an earlier program, or None."""
         return None if self._records is None else self._records.newest.content or None
 
     def resume(self) -> None:
-        """Continues with the values of ``committed``, whose chunks are those of now. Raises FormatError."""
+        """Continues with the states of ``committed``, for the chunks added before. Raises FormatError."""
         if self._records is None:
             raise ValueError("states that are not kept cannot be resumed")
         newest, durable = self._records.newest, self._records.durable
@@ -678,7 +679,7 @@ class States:
                 scalars = {
                     each: found
                     for each, one in zip(chunk.slices, described, strict=True)
-                    if (found := read_back(one, chunk.device)) is not None
+                    if (found := scalars_from_json(one, chunk.device)) is not None
                 }
                 if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
                     raise ValueError(f"no place of chunk {chunk.number}")
@@ -687,16 +688,16 @@ class States:
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
         self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
-        self.now, self.stats.steps, self._spare = now, self._about["steps"], True
-        self._named = dict(zip(self.chunks, slots, strict=False))
+        self.current, self.stats.steps, self._has_third_places = now, self._about["steps"], True
+        self._durable = dict(zip(self.chunks, slots, strict=False))
         if newest is durable:
-            self._free_spare()
-        else:  # the program before was killed before it had become durable
+            self._free_third_places()
+        else:  # the earlier program ended before the step was durable
             self._flush = self._flush_of(self._records, now, self._about)
             self._flush[0].start()
 
-    def nameless(self, nbytes: int) -> int:
-        """Returns the descriptor of a new file without a name in the first folder, with its blocks allocated."""
+    def unnamed_file(self, nbytes: int) -> int:
+        """Returns the descriptor of a new file of ``nbytes`` without a name, in the first folder. Raises OSError."""
         fd = self._session.open(0, "state_dict")
         try:
             os.unlink(self._session.path(0, "state_dict"))
@@ -708,15 +709,15 @@ class States:
         return fd
 
     def measure(self) -> OptimizerStats:
-        """Returns what was moved until now, and what is taken."""
+        """Returns the statistics, with the space and memory in use."""
         self.stats.bytes_stored, self.stats.peak_bytes = self._store.bytes_in_use, self._pool.peak
         return self.stats
 
-    def _end(self) -> None:
+    def _make_durable(self) -> None:
         """Makes the last step durable. Raises OSError."""
         self.settle()
-        if self._doubted:
-            if any(version.attempt > (self.ended or -1) for version in self.now.values()):  # not those of one step
+        if self._failed:
+            if any(version.attempt > (self.last_commit or -1) for version in self.current.values()):  # of two steps
                 raise OSError(
                     errno.EIO,
                     f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "
@@ -727,14 +728,14 @@ class States:
             self.settle()
 
     def close(self) -> None:
-        """Removes the files, or leaves kept ones to the next session: the last step is durable then.
+        """Removes the files, or leaves kept ones to the next session, after making the last step durable.
 
-        Further calls do nothing. Raises OSError if it could not be made so; the next session has the step before.
+        Raises OSError if that fails; the next session then finds the step before. Further calls do nothing.
         """
         failure: Exception | None = None
         if not self._session.closed and self._process == os.getpid():
             try:
-                self._end()
+                self._make_durable()
             except Exception as error:
                 failure = error
         self.closed = True

@@ -1,4 +1,4 @@
-"""``swap_gradients``: gradients leave memory as they are produced, and come back for the step."""
+"""``swap_gradients``: gradients leave memory when they are complete, and come back for the step."""
 
 from __future__ import annotations
 
@@ -18,51 +18,49 @@ from torch.utils.weak import WeakIdKeyDictionary
 from nvme_ops import ranks
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 
 aten = torch.ops.aten
 
-_LEAVING = 4  # the share of the budget for gradients that are being written
+_LEAVING = 4  # one in so many parts of the budget is for gradients that are being written
 
 Path = str | os.PathLike[str]
 
 
 class SwappedGradient(SwappedTensor):
-    """The ``grad`` of a parameter, with its values on storage.
+    """The ``grad`` of a parameter, with its values on storage. Autograd and others add to it as to any gradient."""
 
-    Autograd adds to it, and anybody may, as to any other: there is no other state than these values.
-    """
-
-    # Once: nothing is gained by converting it for each use, as a parameter is.
+    # Conversions are done once, as nothing is gained by converting at each use as parameters do.
     lazy: ClassVar[dict[Any, Callable[..., Any]]] = {
         func: made for func, made in SwappedTensor.lazy.items() if func is not aten._to_copy.default
     }
 
     def known_norm(self) -> torch.Tensor:
-        """Returns the norm, and remembers it until the values are changed."""
+        """Returns the 2-norm, which is remembered until the values change."""
         found = self._resident.norm
         if found is None:
             with self._residents.used(self._resident, "backward") as values:
                 found = torch.linalg.vector_norm(values)
-            if not self._resident.is_used():  # by who may change them unseen
+            if not self._resident.is_used():  # else others may change them unnoticed
                 self._resident.norm = found
         return found
 
     def scale_later(self, by: torch.Tensor) -> bool:
-        """Has the values multiplied when they arrive the next time. Returns False where it has to be done at once."""
-        return not self._is_seen() and self._residents.scale(self._resident, by)
+        """Has the values multiplied when they arrive the next time. Returns False if the caller has to do it now."""
+        return not self._is_observed() and self._residents.scale(self._resident, by)
 
     def zero_later(self) -> bool:
-        """Has them be zeros, and reads and writes nothing. Returns False where it has to be done at once."""
-        if self._is_seen():
+        """Makes the values zeros without moving any. Returns False if the caller has to do it now."""
+        if self._is_observed():
             return False
         self._residents.clear(self._resident)
         return True
 
-    def _is_seen(self) -> bool:
-        """Whether somebody has, or is to have, what the values are now."""
+    def _is_observed(self) -> bool:
+        """Returns whether the current values are in use, or are to be copied."""
         return self._resident.is_used() or any(each() is not None for each in self._resident.copies)
 
     def _assign(self, value: torch.Tensor) -> None:
@@ -83,18 +81,18 @@ SwappedGradient.lazy.update({aten.zero_.default: _zero, aten._foreach_zero_.defa
 
 
 class _Leaving(NamedTuple):
-    """A gradient that is being written; its memory is free when that has ended."""
+    """A gradient that is being written from its own memory, which is free when that has ended."""
 
     resident: weakref.ref[Resident]
     nbytes: int
     writing: IoFuture
 
 
-_of: Any = WeakIdKeyDictionary()  # of parameters; not of what equals one, as a usual dictionary would have it
+_owners: Any = WeakIdKeyDictionary()  # SwappedGradients by parameter; an ordinary dictionary would compare values
 
 
 class SwappedGradients:
-    """What ``swap_gradients`` returns; a context manager that closes it at the end."""
+    """Gradients on storage, from ``swap_gradients``; a context manager that closes them at the end."""
 
     def __init__(
         self, residents: Residents, every: Sequence[torch.Tensor], large: Sequence[torch.Tensor], most_leaving: int
@@ -103,14 +101,14 @@ class SwappedGradients:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._parameters = [weakref.ref(each) for each in large]
         self._leaving: deque[_Leaving] = deque()
-        self._alone = _uses_by_autograd()
+        self._uses_if_unshared = _uses_by_autograd()
         self._lock = threading.RLock()
-        self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: to whose gradient it adds now
+        self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: the parameter to whose gradient it adds
         places = [str(number) for number in range(len(large))]
         residents.foresee([(place, "step") for place in places])
         for parameter, place in zip(large, places, strict=True):
             residents.require_room(Resident(place, parameter))
-            _of[parameter] = self
+            _owners[parameter] = self
             self._hooks.append(parameter.register_hook(partial(self._before_accumulate, weakref.ref(parameter))))
             self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(self._after_accumulate, place)))
 
@@ -118,20 +116,20 @@ class SwappedGradients:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Does what ``torch.nn.utils.clip_grad_norm_`` does, to the gradients of all ``params``.
 
-        Of those on storage the norms are known, and they are scaled when they come back: nothing is read for it.
+        The norms of gradients on storage are known, and these are scaled when they come back: nothing is read for it.
 
         Args:
-            max_norm: of all of them together.
-            norm_type: any; 2.0 is the one that is known.
+            max_norm: the largest norm that all gradients together may have.
+            norm_type: any; with one other than 2.0 the gradients are read.
 
         Returns:
-            The norm of all gradients before, a tensor of no dimension.
+            The norm of all gradients before, a tensor without dimensions.
         """
         if norm_type != 2.0:
             return torch.nn.utils.clip_grad_norm_(self._every, max_norm, norm_type)
         grads = [each.grad for each in self._every if each.grad is not None]
         if not grads:
-            return torch.tensor(0.0)  # as torch: where its default is
+            return torch.tensor(0.0)  # on torch's default device, as torch does
         norms = [
             each.known_norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads
         ]
@@ -146,15 +144,15 @@ class SwappedGradients:
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Lets the block find usual tensors in ``grad`` of some parameters, which it may change: fetched once for all.
+        """Puts ordinary tensors in ``grad`` of some parameters, fetched once, for the block to read or change.
 
-        They have to fit the budget at once, and are written again.
+        Together they have to fit in the budget. They are written again afterwards.
         """
         with contextlib.ExitStack() as uses:
             for each in params:
                 grad = each.grad
                 if isinstance(grad, SwappedGradient):
-                    values = uses.enter_context(grad.lent(change=True))  # `data` may be written to unseen
+                    values = uses.enter_context(grad.lent(change=True))  # a write to `data` would go unnoticed
                     uses.callback(_restore_placeholder, each, grad, values)
                     each.grad = values
             yield
@@ -164,15 +162,15 @@ class SwappedGradients:
         return self._residents.stats()
 
     def close(self) -> None:
-        """Removes the files. Gradients that are there are lost, and set to None. Further calls do nothing."""
+        """Removes the files. Gradients on storage are lost, and set to None. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         for reference in self._parameters:
             parameter = reference()
-            if parameter is not None and _of.get(parameter) is self:
+            if parameter is not None and _owners.get(parameter) is self:
                 if isinstance(parameter.grad, SwappedTensor):
                     parameter.grad = None
-                del _of[parameter]
+                del _owners[parameter]
         self._leaving.clear()
         self._residents.close()
 
@@ -182,34 +180,35 @@ class SwappedGradients:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Below
+    # Hooks of autograd
 
     def _before_accumulate(self, parameter: weakref.ref[torch.Tensor], _: object) -> None:
-        """Is called by autograd before it adds to ``grad``, and for ``torch.autograd.grad``, which does not."""
+        """Notes that autograd is about to add to ``grad``. ``torch.autograd.grad`` calls this too, but adds nothing."""
         with self._lock:
             self._adding[threading.get_ident()] = parameter
 
     def _after_accumulate(self, place: str, parameter: torch.Tensor) -> None:
-        """Is called by autograd when it has set ``grad`` or added to it.
+        """Writes a gradient that autograd has set or added to, unless other threads are still adding to it.
 
-        Other threads may be adding to it at this moment, to where ``grad`` was: the last of them replaces it.
+        The last of these threads does it.
         """
         with self._lock:
             self._adding.pop(threading.get_ident(), None)
             if any(each() is parameter for each in self._adding.values()):
                 return
-            alone = all(uses <= most for uses, most in zip(_uses_of_grad(parameter), self._alone, strict=True))
+            uses = zip(_uses_of_grad(parameter), self._uses_if_unshared, strict=True)
+            is_unshared = all(found <= most for found, most in uses)
             grad = parameter.grad
             if isinstance(grad, SwappedGradient):
                 grad.known_norm()  # of values that are in memory now
             # A gradient the program still refers to, or one with a graph, stays in memory.
-            elif grad is not None and type(grad) is torch.Tensor and alone and not grad.requires_grad:
-                self._leave(place, parameter, grad)
-        self._wait_for_some()
+            elif grad is not None and type(grad) is torch.Tensor and is_unshared and not grad.requires_grad:
+                self._write_out(place, parameter, grad)
+        self._limit_leaving()
 
     @torch.no_grad()
-    def _leave(self, place: str, parameter: torch.Tensor, grad: torch.Tensor) -> None:
-        """Writes a gradient from its own memory and replaces ``grad`` by a tensor on storage."""
+    def _write_out(self, place: str, parameter: torch.Tensor, grad: torch.Tensor) -> None:
+        """Starts to write a gradient from its own memory, and replaces ``grad`` by a tensor on storage."""
         if grad.layout != torch.strided:
             raise RuntimeError("swap_gradients does not support sparse gradients")
         if grad.dtype != parameter.dtype:
@@ -223,15 +222,15 @@ class SwappedGradients:
         if writing is not None:
             self._leaving.append(_Leaving(weakref.ref(resident), resident.nbytes, writing))
 
-    def _wait_for_some(self) -> None:
-        """Waits for the oldest that are being written, until these are few. Raises OSError for one that is lost."""
-        waiting = tuple(self._leaving)  # threads add to it
+    def _limit_leaving(self) -> None:
+        """Waits for the oldest writes until the others are within the limit. Raises OSError if a gradient is lost."""
+        waiting = tuple(self._leaving)  # other threads may append
         nbytes = sum(each.nbytes for each in waiting)
         for each in waiting:
             if nbytes <= self._most_leaving:
                 return
-            failure = each.writing.exception()  # if interrupted, it is still in the queue
-            with contextlib.suppress(ValueError):  # another thread has waited as well
+            failure = each.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
+            with contextlib.suppress(ValueError):  # another thread has waited for it, too
                 self._leaving.remove(each)
             nbytes -= each.nbytes
             resident = each.resident()
@@ -248,7 +247,7 @@ def swap_gradients(
     checksums: bool = False,
     handle: aio_handle | None = None,
 ) -> SwappedGradients:
-    """Moves each gradient to storage when it is complete, from where ``NvmeOptimizer`` fetches it for its step.
+    """Moves each gradient to storage when it is complete; ``NvmeOptimizer`` fetches it for its step.
 
         gradients = nvme_ops.offload.swap_gradients(model.parameters(), "/mnt/nvme")
         loss.backward()
@@ -258,24 +257,24 @@ def swap_gradients(
 
     Several backward passes add up, as usual. Meanwhile ``parameter.grad`` is a tensor without memory, which fetches its
     values for each operation and keeps what is written to it: ``GradScaler``, ``torch.nn.utils.clip_grad_norm_`` and
-    other optimizers work, only slower than ``clip_grad_norm_`` here and ``NvmeOptimizer``. A gradient that the program
-    has another reference to, and one of ``create_graph=True``, stay in memory. Where every backward pass is followed
+    other optimizers work, but slower than ``clip_grad_norm_`` here and ``NvmeOptimizer``. A gradient to which the
+    program has another reference, and one of ``create_graph=True``, stay in memory. If every backward pass is followed
     by a step, ``NvmeOptimizer(overlap="backward", free_gradients=True)`` needs no storage for gradients.
 
     Args:
-        params: of a module; after ``swap_params``, if that is used.
-        folder: where the gradients go; several, of one device each, share them by their measured rates.
-        memory_budget: bytes for gradients that are on their way, or a size such as ``"256M"``.
+        params: parameters of a module; those that ``swap_params`` has made, if it is used.
+        folder: where the gradients go; several folders, one on each device, share them by their measured rates.
+        memory_budget: bytes for gradients that are being moved or used, or a size such as ``"256M"``.
         min_bytes: gradients of smaller parameters stay in memory.
         checksums: keep a CRC-32C of each gradient and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
-        MemoryError: three quarters of the budget are smaller than a gradient.
-        ValueError: no parameter that is large enough, gradients that are swapped already, or several ranks: these
-            reduce gradients after the backward pass.
-        TypeError: a ``DTensor``.
-        OSError: what can be wrong with the folder. A backward pass raises ENOSPC when the disk is full.
+        MemoryError: a gradient is larger than three quarters of the budget.
+        ValueError: no parameter is large enough, gradients are swapped already, or there are several ranks, which
+            reduce gradients after they are complete.
+        TypeError: a parameter is a ``DTensor``.
+        OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
     budget, least = budget_of(memory_budget), budget_of(min_bytes)
     if isinstance(params, torch.nn.Module):
@@ -284,7 +283,7 @@ def swap_gradients(
     large = [each for each in every if each.nbytes >= least]
     if not large:
         raise ValueError("there are no parameters that take a gradient, or none of min_bytes or more")
-    if any(each in _of for each in large):
+    if any(each in _owners for each in large):
         raise ValueError("the gradients of these parameters are swapped already")
     if any(hasattr(each, "to_local") for each in large):
         raise TypeError("gradients of a DTensor cannot be swapped")
@@ -303,13 +302,13 @@ def swap_gradients(
 
 
 def several_ranks() -> bool:
-    """Whether this process is one of several that train together."""
+    """Returns whether this process is one of several that train together."""
     me = ranks.distributed()
     return me is not None and me.world_size > 1
 
 
 def require_one_rank(params: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError where gradients are reduced later than each is complete: there is no other hook."""
+    """Raises ValueError if ranks reduce gradients after each is complete, for which torch has no hook."""
     if several_ranks() and not all(hasattr(each, "to_local") for each in params):
         raise ValueError(
             'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
@@ -319,7 +318,7 @@ def require_one_rank(params: Sequence[torch.Tensor]) -> None:
 
 @contextlib.contextmanager
 def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Lets the block compute with a gradient, which is in ``grad`` or on storage; None without one."""
+    """Yields a parameter's gradient in memory, wherever it is, or None if there is none."""
     grad = parameter.grad
     if not isinstance(grad, SwappedTensor):
         yield grad
@@ -328,23 +327,20 @@ def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
         try:
             yield values
         finally:
-            del values  # or the traceback of a failure would keep its memory
+            del values  # the traceback of a failure would keep its memory
 
 
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
-    """Returns how many use ``grad``: in Python, in C++, and its memory."""
-    grad: Any = parameter.grad
-    if not _is_usual(grad):
+    """Returns the reference counts of ``grad``: in Python, in C++ and of its storage; zeros if it is not dense."""
+    grad = parameter.grad
+    if type(grad) is not torch.Tensor or grad.layout != torch.strided:
         return 0, 0, 0
-    return sys.getrefcount(grad), grad._use_count(), torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
-
-
-def _is_usual(tensor: object) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout == torch.strided
+    memory = tensors_over(grad)
+    return sys.getrefcount(grad), grad._use_count(), memory  # type: ignore[attr-defined]
 
 
 def _uses_by_autograd() -> tuple[int, int, int]:
-    """Returns what ``_uses_of_grad`` is in a hook, of a gradient that nobody else has: each torch has its own."""
+    """Returns ``_uses_of_grad`` in a hook for a gradient that nobody else refers to; it depends on torch's version."""
     found: list[tuple[int, int, int]] = []
     sample = torch.ones(1, device="cpu", requires_grad=True)
     sample.register_post_accumulate_grad_hook(lambda each: found.append(_uses_of_grad(each)))

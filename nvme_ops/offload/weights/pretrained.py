@@ -27,10 +27,10 @@ from nvme_ops.storage.publication import open_to_read
 
 Path = str | os.PathLike[str]
 
-_COMPARED = 16 << 20  # bytes of a weight that are compared at once
+_COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: What transformers' ``from_pretrained`` takes to find a model.
-_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
+#: Keywords by which transformers' ``from_pretrained`` finds a model on the Hub.
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
@@ -50,26 +50,26 @@ def from_pretrained(
         model = nvme_ops.offload.from_pretrained("mistralai/Mixtral-8x7B-v0.1", memory_budget="16G")
         model.generate(**inputs)
 
-    Its files are used as they are and where they are: loading reads their headers alone. The model is what
-    transformers' own ``from_pretrained`` returns, in eval mode, with ``stats()`` and ``close()``, and is a context
-    manager. Its weights cannot be trained or changed.
+    The files stay as and where they are; loading reads only their headers. The model is the one that transformers' own
+    ``from_pretrained`` returns, in eval mode, with ``stats()`` and ``close()``, and is a context manager. Its weights
+    cannot be trained or changed.
 
     Args:
-        path: a folder of ``save_pretrained``, or its safetensors files; the configuration lies beside them, unless
+        path: a folder of ``save_pretrained``, or its safetensors files, with the configuration beside them unless
             ``config=`` gives it. Or a name on the Hugging Face Hub, found in its cache or downloaded as transformers
             does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``subfolder``.
-        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
-            comes on top of it, a key-value cache too.
-        device: where it computes; the CPU when None.
-        dtype: what it computes in; that of the files, as transformers chooses it, when None.
-        model_class: of the model; the one that the configuration names when None.
+        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Intermediate results and a
+            key-value cache come on top of it.
+        device: where the model computes; the CPU when None.
+        dtype: in which it computes; that of the files, as transformers chooses it, when None.
+        model_class: the class of the model; the one that the configuration names when None.
         handle: reads the files; one for the whole process when None.
         kwargs: for transformers' ``from_pretrained``, such as ``config`` and ``attn_implementation``.
 
     Raises:
         ImportError: transformers is not installed.
-        FileNotFoundError: no safetensors file, or no configuration.
-        OSError: transformers' own, for a name: no such model, no access, or no connection and not in the cache.
+        FileNotFoundError: there is no safetensors file, or no configuration.
+        OSError: from transformers, for a name: no such model, no access, or no connection and not in the cache.
         FormatError: a file is damaged.
         ValueError: the budget is too small (the message says what is needed), or weights are missing or of another
             shape than the configuration says.
@@ -84,8 +84,8 @@ def from_pretrained(
     target = device_of(device or "cpu")
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
-    name = path if is_name(path) else ""
-    options = {key: kwargs.pop(key) for key in _OPTIONS if key in kwargs}
+    name = path if is_hub_name(path) else ""
+    options = {key: kwargs.pop(key) for key in _HUB_OPTIONS if key in kwargs}
     paths = weight_files(path, kwargs.pop("subfolder", ""), **options)
     folder = os.path.dirname(paths[0])
     config = kwargs.pop("config", None)
@@ -102,20 +102,21 @@ def from_pretrained(
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
-        state = _with_scales(state, dtype if isinstance(dtype, torch.dtype) else _dtype_of(config))
+        dtypes = (dtype, getattr(config, "dtype", None), torch.bfloat16)
+        state = _with_scales(state, next(each for each in dtypes if isinstance(each, torch.dtype)))
         if any(each._scale is not None for each in state.values()):
             config = copy.deepcopy(config)
             if hasattr(config, "quantization_config"):
-                del config.quantization_config  # or transformers would look for kernels of its own
+                del config.quantization_config  # else transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
-            kwargs["experts_implementation"] = "eager"  # which takes the experts that are asked for alone
+            kwargs["experts_implementation"] = "eager"  # it computes with the selected experts alone
         with _Tying():
             model, info = chosen.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
             )
         _require_complete(info, folder)
-        model.name_or_path = model.config.name_or_path = name or folder  # which adapters are saved with
-        with contextlib.suppress(OSError):  # where there is none
+        model.name_or_path = model.config.name_or_path = name or folder  # adapters are saved with this name
+        with contextlib.suppress(OSError):  # there is none
             if model.can_generate():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
         for module in model.modules():
@@ -128,19 +129,19 @@ def from_pretrained(
 
 
 def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: Any) -> list[str]:
-    """Returns the safetensors files of a model, which is downloaded if need be. Raises OSError."""
+    """Returns the safetensors files of a model, downloaded if need be. Raises OSError if there are none."""
     if not isinstance(path, str | os.PathLike):
         return [os.path.abspath(each) for each in path]
-    if is_name(path):
+    if is_hub_name(path):
         folder = _local_folder(str(path), subfolder, **options)
     else:
         folder = os.path.abspath(os.path.join(path, subfolder) if subfolder else path)
     if not os.path.isdir(folder):
-        os.stat(folder)  # says that it does not exist
+        os.stat(folder)  # raises if it does not exist
         return [folder]
     index = os.path.join(folder, _INDEX)
     if os.path.exists(index):
-        return sorted(read_index(index).shards(read_index(index).places))
+        return sorted((found := read_index(index)).shards(found.places))
     single = os.path.join(folder, _FILE)
     if os.path.exists(single):
         return [single]
@@ -149,30 +150,30 @@ def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: An
     )
 
 
-def is_name(path: Any) -> bool:
-    """Returns whether it is no file or folder, and may be a name: ``"org/name"``."""
+def is_hub_name(path: Any) -> bool:
+    """Returns whether a path is no file or folder, but may be a name on the Hub: ``"org/name"``."""
     return isinstance(path, str) and not os.path.exists(path) and _NAME.fullmatch(path) is not None
 
 
 def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
-    """Returns the folder of the cache that has configuration and safetensors files of a model, all of one commit.
+    """Returns the cache folder with configuration and safetensors files of a model on the Hub, all of one commit.
 
     Args:
-        name: of the model: ``"org/name"``.
-        subfolder: of the model's files.
-        options: some of ``_OPTIONS``.
+        name: ``"org/name"``.
+        subfolder: where the model's files are in its repository.
+        options: some of ``_HUB_OPTIONS``.
 
     Raises:
-        OSError: transformers' own: no such model or revision, no access, or no connection and not in the cache.
-        FileNotFoundError: it has no safetensors files.
+        OSError: from transformers: no such model or revision, no access, or no connection and not in the cache.
+        FileNotFoundError: the model has no safetensors files.
     """
     from transformers.utils import cached_file
     from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
 
     options["subfolder"] = subfolder
 
-    def find(file: str, **how: Any) -> str | None:
-        found: str | None = cached_file(name, file, **how, **options)
+    def find(file: str, **more: Any) -> str | None:
+        found: str | None = cached_file(name, file, **more, **options)
         return found
 
     optional = {"_raise_exceptions_for_missing_entries": False}
@@ -192,7 +193,7 @@ def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
 
 
 def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """Joins weights of 8 bits with their scales, which come into memory."""
+    """Joins weights of 8 bits with their scales, which are read; ``dtype`` is that of the expanded weights."""
     scales: dict[str, tuple[str, float]] = {}
     for name, each in state.items():
         module, _, last = name.rpartition(".")
@@ -208,10 +209,10 @@ def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str
 
 
 class _Tying(TorchFunctionMode):
-    """Does what transformers does to weights to tie them, without a window, and without whole weights in memory.
+    """Handles operations by which transformers ties weights: there is no window yet, and weights may be large.
 
-    Where a file has both names of a tied weight the two are compared. The bias beside one of them is padded to its
-    rows, most often by nothing, and put back.
+    If a file has both names of a tied weight, transformers compares the two. It also pads a bias to as many elements as
+    the tied weight has rows, most often by none.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -225,26 +226,21 @@ class _Tying(TorchFunctionMode):
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
-    """Like ``torch.equal``, a part after the other. One with a scale, or transposed, is read as a whole."""
+    """Compares as ``torch.equal`` does, part by part. Weights with a scale or steps are read as a whole."""
     if one.shape != other.shape or one.source is other.source:
         return one.shape == other.shape
     if one.dim() == 0 or not (one.is_plain() and other.is_plain()):
         return torch.equal(one.to_memory(), other.to_memory())
     rows = max(1, _COMPARED * one.shape[0] // max(1, one.nbytes))
     return all(
-        torch.equal(part.to_memory(), its.to_memory())
-        for part, its in zip(_in_parts(one, rows), _in_parts(other, rows), strict=True)
+        torch.equal(part.to_memory(), other_part.to_memory())
+        for part, other_part in zip(_in_parts(one, rows), _in_parts(other, rows), strict=True)
     )
 
 
 def _in_parts(tensor: StoredTensor, rows: int) -> Iterator[StoredTensor]:
     for start in range(0, tensor.shape[0], rows):
         yield tensor.like(tensor.source.rows(start, min(start + rows, tensor.shape[0])))
-
-
-def _dtype_of(config: Any) -> torch.dtype:
-    found = getattr(config, "dtype", None)
-    return found if isinstance(found, torch.dtype) else torch.bfloat16
 
 
 def _class_of(transformers: Any, config: Any) -> Any:
@@ -260,15 +256,13 @@ def _class_of(transformers: Any, config: Any) -> Any:
 
 
 def _require_complete(info: Any, folder: str) -> None:
+    """Raises ValueError if transformers' loading ``info`` has problems."""
     missing = sorted(info["missing_keys"])
-    other = sorted(str(each[0]) for each in info["mismatched_keys"])
-    problems = [
-        *info.get("error_msgs", ()),
-        *(str(each) for each in dict(info.get("conversion_errors") or {}).values()),
-    ]
+    mismatched = sorted(str(each[0]) for each in info["mismatched_keys"])
+    problems = [*info.get("error_msgs", ()), *map(str, dict(info.get("conversion_errors") or {}).values())]
     if missing:
         problems.append(f"weights are missing: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    if other:
-        problems.append(f"weights have another shape than the configuration says: {', '.join(other[:5])}")
+    if mismatched:
+        problems.append(f"weights have another shape than the configuration says: {', '.join(mismatched[:5])}")
     if problems:
         raise ValueError(f"{folder}: {'; '.join(problems)}")

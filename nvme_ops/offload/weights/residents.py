@@ -1,4 +1,4 @@
-"""``Residents``: tensors that live on storage and change; those in memory are the ones that are used next."""
+"""``Residents``: tensors that are kept on storage and change, and are in memory shortly before and while in use."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import size_words
 
-_CHANGING = 2  # tensors that may be changed in turns: a chunk of an optimizer can span two parameters
-_AHEAD = 64 << 20  # bytes that are read ahead, unless a quarter of the budget is more
-_NEVER = 1 << 60  # the place of a tensor with no predicted use
+_CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters
+_AHEAD = 64 << 20  # bytes to read ahead, unless a quarter of the budget is more
+_NEVER = 1 << 60  # the next use of a tensor for which none is predicted
 _numbers = itertools.count()
 
 Phase = Literal["forward", "backward", "step"]
 
 
 class SwapStats(Stats):
-    """What was moved since the tensors went to storage."""
+    """Counts what was moved since the tensors went to storage."""
 
 
 class Resident(Entry):
-    """A tensor on storage, with its values in memory at times.
+    """A tensor on storage, whose values are in memory at times.
 
     Args:
         key: its name in the store.
         like: has its shape, strides, dtype and device; may be on the meta device.
-        device: where its values come to; that of ``like`` when None.
+        device: where its values are used; that of ``like`` when None.
     """
 
     def __init__(self, key: str, like: torch.Tensor, device: torch.device | None = None) -> None:
         super().__init__(like.numel() * like.itemsize)
         self.key, self.shape, self.dtype = key, tuple(like.shape), like.dtype
-        self.place = key  #: in the order of uses, which one that replaces another takes over
+        self.place = key  #: names it in the order of uses; the tensor that replaces it takes this over
         self.stride = dense_strides(like)
         self.device = device or like.device
         self.rewritten = False  #: the last write failed and was started again
-        self.stored = False  #: there are values, on storage or on their way there
-        self.copies: list[weakref.ref[Any]] = []  #: tensors that are to have the values of now, and have not yet
-        self.changes = 0  #: counts those who were given the values to change them
-        self.pickled: dict[Any, Any] = {}  #: copies in memory by ``changes``; references that do not keep them
-        self.scale: torch.Tensor | None = None  #: what the values are multiplied with when they arrive
-        self.norm: torch.Tensor | None = None  #: of the values, where it is known
-        self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: whose values it took, in which version
-        self.is_part = False  #: of the memory of a tensor that was assigned
+        self.stored = False  #: its values are on storage, or being written
+        self.copies: list[weakref.ref[Any]] = []  #: copies to be made of the current values
+        self.changes = 0  #: how often the values were fetched to be changed
+        self.pickled: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled, by ``changes``
+        self.scale: torch.Tensor | None = None  #: a factor that the values get when they arrive
+        self.norm: torch.Tensor | None = None  #: of the values, if known
+        self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: what ``data`` was set to, and its version
+        self.is_part = False  #: whether that tensor was a part of a larger storage
 
-    def require_apart(self, change: bool) -> None:
-        """Raises RuntimeError where a tensor that shares memory with this one in torch would now differ from it."""
+    def require_unaliased(self, change: bool) -> None:
+        """Raises RuntimeError if this and the tensor assigned to it, one memory in torch, would now differ."""
         if self.assigned is None:
             return
         tensor, version = self.assigned[0](), self.assigned[1]
@@ -76,15 +76,14 @@ class Resident(Entry):
             )
 
 
-Use = tuple[str, Phase]  # of the resident at a place
+Use = tuple[str, Phase]  # of the resident at that place
 
 
 class Residents(Residency[Resident]):
     """Fetches tensors into a bounded amount of memory, reads ahead what is used next, and writes back what was changed.
 
-    Memory is made free by releasing what is used last, as far as the order of uses is known: it is that of the last
-    time. Values that somebody still has keep their memory until they are gone. Any thread may call any
-    method.
+    To make room, tensors leave memory whose next use is the furthest, if uses follow each other as they did before.
+    Values keep their memory as long as anybody refers to them. Any thread may call any method.
 
     Args:
         folders: of the session.
@@ -115,38 +114,40 @@ class Residents(Residency[Resident]):
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
         self._nbytes = 0  # of all, in whole pages
-        # In memory, and changed, in this order. A tensor that is neither is in neither.
+        # Entries in memory, and changed ones, in this order; weak, since a parameter may be dropped at any time.
         self._in_memory = weakref.WeakKeyDictionary()
         self._to_write: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
-        self._gone: deque[tuple[str, int]] = deque()  # keys of tensors that nobody has any more, and their bytes
+        self._gone: deque[tuple[str, int]] = deque()  # keys and bytes of tensors that were freed
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
             self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
             self._undo = undo.pop_all()
 
     def foresee(self, uses: Iterable[Use]) -> None:
-        """Gives the order that is likely, again and again, before the first one is seen."""
+        """Sets the likely order of uses, which repeats, for as long as none was seen."""
         self._order = Order(uses, together=True)
 
     def require_room(self, resident: Resident) -> None:
-        """Raises MemoryError if the budget is smaller than a tensor."""
-        if _paged(resident.nbytes) > self._memory.nbytes:
+        """Raises MemoryError if a tensor is larger than the budget."""
+        if _in_pages(resident.nbytes) > self._memory.nbytes:
             raise MemoryError(
                 f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
                 f"of {size_words(self.budget)}"
             )
 
     def add(self, resident: Resident, values: torch.Tensor | None = None) -> None:
-        """Takes a tensor: starts to write its values, which must not change until that has ended, or has zeros.
+        """Adds a tensor, and starts to write its values; these must not change until that has ended.
+
+        Without ``values`` they are zeros.
 
         Raises:
-            MemoryError: the budget is smaller than it.
+            MemoryError: the tensor is larger than the budget.
             OSError: ENOSPC: the disk is full.
         """
         self.require_open()
         self.require_room(resident)
         self._free_gone()
-        nbytes = _paged(resident.nbytes)
+        nbytes = _in_pages(resident.nbytes)
         with self._lock:
             self._all[resident.key] = resident
             self._at[resident.place] = weakref.ref(resident)
@@ -159,9 +160,9 @@ class Residents(Residency[Resident]):
                 self._stats.bytes_written += resident.nbytes
 
     def put(self, place: str, values: torch.Tensor) -> Resident:
-        """Returns a new tensor at a place in the order, as ``add`` takes it.
+        """Adds a new tensor at a place in the order, see ``add``, and returns it.
 
-        What was there leaves storage when nobody has it any more.
+        The tensor it replaces leaves storage when nobody refers to it any more.
         """
         resident = Resident(f"{place}.{next(_numbers)}", values, self.device)
         resident.place = place
@@ -172,7 +173,7 @@ class Residents(Residency[Resident]):
         return resident
 
     def _free_gone(self) -> None:
-        """Frees the space of tensors that nobody has any more."""
+        """Frees the space on storage of tensors that nobody refers to any more."""
         with self._lock:
             while self._gone:
                 key, nbytes = self._gone[0]
@@ -183,7 +184,7 @@ class Residents(Residency[Resident]):
 
     @contextlib.contextmanager
     def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
-        """Lets the block compute with the values, see ``acquire``. What it does ``change`` is written afterwards."""
+        """Yields the values, see ``acquire``. If the block is to ``change`` them, they are written afterwards."""
         values = self.acquire(resident, phase, change=change)
         try:
             yield values
@@ -191,22 +192,22 @@ class Residents(Residency[Resident]):
             del values
             if change:
                 with self._lock:
-                    self._write_some()
+                    self._write_early()
 
     def acquire(self, resident: Resident, phase: Phase, *, change: bool = False) -> torch.Tensor:
-        """Returns the values, which stay in memory as long as somebody has them, and reads ahead what comes next.
+        """Returns the values, in memory as long as anybody refers to them, and reads ahead what is used next.
 
         Raises:
-            OSError: they cannot be read, or others cannot be written to make room.
+            OSError: the values cannot be read, or others cannot be written to make room.
             MemoryError: all memory is in use.
-            ValueError: it was closed.
-            RuntimeError: see ``Resident.require_apart``.
+            ValueError: this was closed.
+            RuntimeError: see ``Resident.require_unaliased``.
         """
-        resident.require_apart(change)
+        resident.require_unaliased(change)
         return self._fetch(resident, (resident.place, phase), change=change)
 
     def scale(self, resident: Resident, by: torch.Tensor) -> bool:
-        """Has values that are on storage multiplied when they arrive. Returns False where those in memory are newer."""
+        """Has stored values multiplied when they arrive. Returns False, doing nothing, if those in memory are newer."""
         with self._lock:
             if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
                 return False
@@ -215,25 +216,25 @@ class Residents(Residency[Resident]):
             return True
 
     def clear(self, resident: Resident) -> None:
-        """Drops the values: they are zeros until others are given, and nothing is read."""
+        """Makes the values zeros, without reading or writing."""
         with self._lock:
             self._discard(resident)
             resident.writing = resident.scale = resident.norm = None
             resident.stored = False
 
     def settle(self) -> None:
-        """Writes all changes and waits for it. Raises OSError; the values then stay in memory."""
+        """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""
         with self._lock:
             found = [*self._all.values(), *self._in_memory]
         for each in found:
-            self.require_written(each)  # which may have begun before the last change
+            self.wait_until_written(each)  # a write may have begun before the last change
             with self._lock:
                 self._write_back(each)
         for each in found:
-            self.require_written(each)
+            self.wait_until_written(each)
 
     def stats(self) -> SwapStats:
-        """What was moved so far."""
+        """Returns what was moved so far."""
         with self._lock:
             moved = vars(self._stats)
             return SwapStats(**{**moved, "bytes_stored": self._store.bytes_in_use, "peak_bytes": self._memory.peak})
@@ -248,7 +249,7 @@ class Residents(Residency[Resident]):
 
     def _prepare(self, entry: Resident) -> None:
         if entry.values is None:
-            self.require_written(entry)
+            self.wait_until_written(entry)
 
     def _note_use(self, use: Use) -> None:
         self._order.use(use)
@@ -261,9 +262,9 @@ class Residents(Residency[Resident]):
 
     def _changes(self, entry: Resident, values: torch.Tensor) -> bool:
         with self._lock:
-            there = entry.values
-            if there is None or there.untyped_storage()._cdata != values.untyped_storage()._cdata:
-                return False  # another thread has released it, since its read failed there
+            current = entry.values
+            if current is None or current.untyped_storage()._cdata != values.untyped_storage()._cdata:
+                return False  # another thread, in which the read failed, has dropped it
             entry.changed, entry.norm = True, None
             entry.changes += 1
             self._to_write.pop(entry, None)
@@ -283,6 +284,7 @@ class Residents(Residency[Resident]):
         return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
 
     def _note_computed(self, entry: Resident) -> None:
+        """Marks the end of a device's work on the values, for users on other streams."""
         if self.device.type != "cpu":
             entry.arrival = Arrival(self.device)
 
@@ -302,14 +304,14 @@ class Residents(Residency[Resident]):
             if resident.writing is not None and not resident.writing.done():
                 continue
             try:
-                self.require_written(resident)
+                self.wait_until_written(resident)
                 if not self._begin(resident, Priority.PREFETCH, number):
                     return
-            except OSError:  # it is tried again on demand
+            except OSError:  # it is retried on demand
                 return
 
     def _victims(self, after: int) -> Iterable[Resident]:
-        """Yields what is used last, as far as that is known, the last first."""
+        """Returns entries whose next use comes after ``after`` others, the furthest first."""
         next_use: dict[str, int] = {}
         for number, (at, _) in enumerate(self._order.ahead()):
             next_use.setdefault(at, number)
@@ -324,62 +326,62 @@ class Residents(Residency[Resident]):
             return False
         if entry.arriving is None:
             self._write_back(entry)
-            if entry.writing is not None and not (entry.writing.done() and self._has_written(entry)):
+            if entry.writing is not None and not (entry.writing.done() and self._end_write(entry)):
                 return False
-            if entry.changed or entry.is_used():  # since what has just ended began
+            if entry.changed or entry.is_used():  # changed since that write began
                 return False
         self._discard(entry)
         return True
 
-    def _write_some(self) -> None:
-        """Starts to write what others were changed after, so that its memory is free in time."""
+    def _write_early(self) -> None:
+        """Starts to write changed tensors, but for the last two, so that their memory is free in time."""
         if self._nbytes <= self._memory.nbytes:
             return
         for each in list(self._to_write)[:-_CHANGING]:
             self._to_write.pop(each, None)
-            with contextlib.suppress(OSError):  # it is tried again when memory is needed, and raised then
+            with contextlib.suppress(OSError):  # it is retried, and raised, when memory is needed
                 self._write_back(each)
 
     def _write_back(self, resident: Resident) -> None:
-        """Starts to write what was changed. What others may be changing just now is written once more later."""
+        """Starts to write values that were changed. If in use, they may change further, and are written again later."""
         if not resident.changed or resident.values is None:
             return
         if resident.writing is not None and not resident.writing.done():
-            return  # it is tried again
+            return  # it is retried later
         try:
             resident.changed = resident.is_used()
             self._to_write.pop(resident, None)
             resident.writing = self._store.put(resident.key, resident.values)
-            resident.stored, resident.scale = True, None  # the values in memory are scaled
+            resident.stored, resident.scale = True, None  # values in memory are scaled already
         except BaseException as error:
             resident.changed = True
             free_frames(error)
             raise
         self._stats.bytes_written += resident.nbytes
 
-    def require_written(self, resident: Resident) -> None:
-        """Waits until what is being written of it is on storage. What failed is written once more from memory.
+    def wait_until_written(self, resident: Resident) -> None:
+        """Waits until a write under way has ended. One that failed is retried once, if the values are in memory.
 
-        Raises OSError. Values in memory then stay there; others are lost, which each use of them raises again.
+        Raises OSError. Values in memory then stay there; others are lost, and each use of them raises this again.
         """
-        while resident.writing is not None and not self._has_written(resident):
+        while resident.writing is not None and not self._end_write(resident):
             pass
 
-    def _has_written(self, resident: Resident) -> bool:
-        """Waits for the write. Returns False if it failed, perhaps long ago, and was begun again.
+    def _end_write(self, resident: Resident) -> bool:
+        """Waits for the write. Returns False if there is another one to wait for, such as the retry of this one.
 
-        Raises what ``require_written`` does.
+        Raises what ``wait_until_written`` does.
         """
         writing = resident.writing
         failure = None if writing is None else writing.exception()
         with self._lock:
             if resident.writing is not writing:  # another thread has handled it
                 return False
-            there = resident.values is not None
-            if failure is None or there:
+            in_memory = resident.values is not None
+            if failure is None or in_memory:
                 resident.changed = resident.changed or failure is not None
                 resident.writing = None
-            resident.rewritten = again = failure is not None and there and not resident.rewritten
+            resident.rewritten = again = failure is not None and in_memory and not resident.rewritten
             if again:
                 self._write_back(resident)
         if failure is not None and not again:
@@ -398,5 +400,5 @@ class Residents(Residency[Resident]):
         )
 
 
-def _paged(nbytes: int) -> int:
+def _in_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE

@@ -1,4 +1,4 @@
-"""``stream_weights``: a model in memory whose weights move to files, from which they are read while it computes."""
+"""``stream_weights``: moves the weights of a model in memory to files, and reads them while it computes."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import parse_size
 
-_AHEAD = 8  # weights that are being written at once
-_LEAST = 1 << 16  # elements of a matrix that is quantized
+_WRITES = 8  # transfers of weights that are being written at once
+_LEAST = 1 << 16  # elements of the smallest matrix that is quantized
 
 Path = str | os.PathLike[str]
 
 
 def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budget") -> int:
-    """Return bytes. Raises ValueError for what is no size, or less than ``least``; ``name`` is of the argument."""
+    """Returns an argument in bytes. Raises ValueError or TypeError if it is no size of at least ``least``."""
     budget = parse_size(memory_budget, zero=True) if isinstance(memory_budget, str) else memory_budget
     if isinstance(budget, bool) or not isinstance(budget, int):
         raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(budget).__name__}")
@@ -53,37 +53,37 @@ def stream_weights(
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
     handle: aio_handle | None = None,
-) -> Any:  # both a StreamedModel and what it was, for which Python has no type
-    """Moves the weights of a model to storage, from where it reads them while it computes, in bounded memory.
+) -> Any:  # a StreamedModel and its class before, for which Python has no type
+    """Moves the weights of a model to storage and reads them, in bounded memory, while it computes.
 
         model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
 
     The same model is returned, in eval mode, with ``stats()`` and ``close()``, and is a context manager. The files are
-    removed when it is closed, at the latest when the program ends. If anything fails the model is as it was.
+    removed when it is closed, at the latest when the program ends. If anything fails, the model is as it was.
 
-    Streamed weights take no gradient. Where most of the parameters, by bytes, take none already, as after
-    ``peft.get_peft_model``, those that do take one stay what they are, in memory and trainable, and the model stays in
-    its mode. A model that is trained as a whole is streamed as a whole.
+    Streamed weights take no gradient. If most of the parameters, by bytes, take none already, as after
+    ``peft.get_peft_model``, the others stay as they are, in memory and trainable, and the model stays in its mode. A
+    model that is trained as a whole is streamed as a whole.
 
     Args:
         model: any module. Its parameters and buffers are in memory, on one device.
-        folder: where the weights go; several, of one device each, share them by their measured rates.
-        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. What the model computes with
-            comes on top of it.
-        device: where it computes; where it is when None.
-        exclude: names of parameters and buffers that stay what they are, in memory, or patterns such as
-            ``"lm_head.*"`` (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied
-            weight stays if any of its names is among them.
-        quantize: ``"int8"`` stores matrices in 8 bits a value with a scale for each row, and expands them when they are
-            used: half the bytes to read of bfloat16, which is what limits a model that waits for storage. The output
-            changes: each value is off by up to 1/254 of the largest of its row. ``stats().quantization_error`` has
-            the relative error. Embeddings, vectors and what is small stay as they are.
+        folder: where the weights go; several folders, one on each device, share them by their measured rates.
+        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Inputs, outputs and
+            intermediate results come on top of it.
+        device: where the model computes; where it is now when None.
+        exclude: names of parameters and buffers that stay as they are, in memory, or patterns such as ``"lm_head.*"``
+            (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied weight stays if any
+            of its names is among them.
+        quantize: ``"int8"`` stores matrices in 8 bits per value with a scale for each row, and expands them when they
+            are used. A model that waits for storage gains, as this is half the bytes of bfloat16. The output changes:
+            each value is off by up to 1/254 of the largest in its row; ``stats().quantization_error`` has the relative
+            error. Embeddings, vectors and small matrices stay as they are.
         handle: moves the weights; one for the whole process when None.
 
     Raises:
         ValueError: the budget is too small (the message says what is needed), the model is on several devices or has no
             weights, it is streamed already, ``exclude`` names nothing, or torch's quantization has packed its weights.
-        OSError: ENOSPC: not enough room in the folder, and what else can be wrong with it.
+        OSError: the folder cannot be used; ENOSPC: it has not enough room.
     """
     if quantize not in (None, "int8"):
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
@@ -120,7 +120,7 @@ def stream_weights(
         try:
             choose: Any = getattr(model, "set_experts_implementation", None)
             if choose is not None:
-                choose("eager")  # which takes the experts that are asked for alone
+                choose("eager")  # it computes with the selected experts alone
             _move(kept, target)
             stream(model, weights, files, budget, target, kept, training)
         except BaseException:
@@ -135,21 +135,21 @@ def stream_weights(
 
 
 def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
-    """Moves tensors, which stay the same objects: an optimizer may have them already."""
+    """Moves tensors in place: an optimizer may refer to these objects already."""
     for each in tensors.values():
         if each.device != device:
             gradient, each.grad = each.grad, None
             moved = each.detach().to(device)
             if torch._has_compatible_shallow_copy_type(each, moved):
                 each.data = moved
-            else:  # as for devices from outside of torch
+            else:  # devices that are not part of torch
                 is_parameter = isinstance(each, torch.nn.Parameter)
                 torch.utils.swap_tensors(each, torch.nn.Parameter(moved, each.requires_grad) if is_parameter else moved)
             each.grad = None if gradient is None else gradient.to(device)
 
 
 def device_of_all(tensors: Iterable[torch.Tensor], they_are: str) -> torch.device:
-    """Returns the device of tensors; the CPU if there are none. ValueError, which ``they_are`` begins, for several."""
+    """Returns the device of tensors, by default the CPU. Raises ValueError, begun by ``they_are``, for several."""
     devices = {each.device for each in tensors}
     if len(devices) > 1:
         raise ValueError(f"{they_are} on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
@@ -157,12 +157,12 @@ def device_of_all(tensors: Iterable[torch.Tensor], they_are: str) -> torch.devic
 
 
 def device_of(device: str | torch.device) -> torch.device:
-    """Returns a device with its number, as tensors have it."""
+    """Returns a device with its index, as tensors have it."""
     return torch.empty(0, device=device).device
 
 
 def _kept(model: torch.nn.Module, exclude: Sequence[str]) -> tuple[dict[int, torch.Tensor], bool]:
-    """Returns the tensors that stay in memory, by their ids, and whether they are there because they are trained."""
+    """Returns the tensors that stay in memory, by id, and whether some of these are trained."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     packed = _packed(model)
     for pattern in exclude:
@@ -185,7 +185,7 @@ def _kept(model: torch.nn.Module, exclude: Sequence[str]) -> tuple[dict[int, tor
             "are the larger part: name in exclude= what is to be trained, or call requires_grad_(False)",
             stacklevel=3,
         )
-    if kept:  # and what lies in the same memory, as it changes with them
+    if kept:  # and tensors in the same memory, which change with them
         memory = {each.untyped_storage()._cdata for each in kept.values()}
         kept |= {id(each): each for _, each in named if each.untyped_storage()._cdata in memory}
     return kept, training
@@ -196,7 +196,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _packed(model: torch.nn.Module) -> list[str]:
-    """Returns the names of weights that are no tensors of their modules, and would stay in memory unnoticed."""
+    """Returns the names of packed weights, which are no tensors of their modules and would stay in memory unnoticed."""
     return [
         f"{name}.{attribute}".removeprefix(".")
         for name, module in model.named_modules()
@@ -206,7 +206,7 @@ def _packed(model: torch.nn.Module) -> list[str]:
 
 
 def _matrices(model: torch.nn.Module) -> set[int]:
-    """The parameters that may be quantized."""
+    """Returns the ids of the parameters that may be quantized."""
     embeddings = {
         id(each)
         for module in model.modules()
@@ -228,16 +228,16 @@ def _write(
     weights: Weights,
     device: torch.device,
 ) -> tuple[dict[int, StoredTensor], float]:
-    """Writes all tensors, in their order; returns them, and the relative error of those that are quantized."""
+    """Writes tensors in their order; returns them as stored ones, by id, and the relative error of quantization."""
     stored: dict[int, StoredTensor] = {}
-    lost = there = 0.0
-    with InFlight(_AHEAD, abandon=True) as in_flight:
+    squared_error = squares = 0.0
+    with InFlight(_WRITES, abandon=True) as in_flight:
         for key, tensor in tensors.items():
             dtype, scale = tensor.dtype, None
             if key in matrices:
                 values, scale = quantized.quantize(tensor)
-                lost += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
-                there += float(tensor.detach().float().pow(2).sum())
+                squared_error += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
+                squares += float(tensor.detach().float().pow(2).sum())
                 tensor = values
             pieces = slabs.allocate(tensor.nbytes)
             transfers: list[IoFuture] = []
@@ -248,23 +248,23 @@ def _write(
             if tensor.is_contiguous() or not is_dense(tensor):
                 source = Source(extents, tensor.dtype, tensor.shape)
                 stored[key] = StoredTensor(weights, source, dtype, device, scale)
-            else:  # in the order of its memory
+            else:  # stored in the order of its memory
                 outline = outline_of(tensor.shape, tensor.stride(), dtype)
                 step = Step(torch.ops.aten.as_strided.default, (outline.shape, outline.stride()), {})
                 source = Source(extents, tensor.dtype, (tensor.numel(),))
                 stored[key] = StoredTensor(weights, source, dtype, device, scale, outline, (step,))
     for file in files:
         file.note_size()
-    return stored, (lost / there) ** 0.5 if there else 0.0
+    return stored, (squared_error / squares) ** 0.5 if squares else 0.0
 
 
 Place = tuple[torch.nn.Module, str, torch.Tensor]
 
 
 def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[Place]:
-    """Puts stored tensors in the places of those in memory, and returns what was there."""
+    """Replaces tensors in memory by stored ones, and returns the places with what was there."""
     before: list[Place] = []
-    made: dict[int, Any] = {}  # tied ones stay tied
+    made: dict[int, Any] = {}  # by id, so that tied ones stay tied
     for module in model.modules():
         places: dict[str, Any]
         for places in (module._parameters, module._buffers):
@@ -272,12 +272,13 @@ def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[Pl
                 if value is not None and id(value) in stored:
                     before.append((module, name, value))
                     put = stored[id(value)]
-                    is_parameter = isinstance(value, torch.nn.Parameter)  # a buffer may be one, too
+                    is_parameter = isinstance(value, torch.nn.Parameter)  # a buffer may be one as well
                     places[name] = made.setdefault(id(value), torch.nn.Parameter(put, False) if is_parameter else put)
     return before
 
 
 def _put_back(before: Sequence[Place]) -> None:
+    """Undoes ``_replace``."""
     for module, name, value in before:
         if name in module._buffers:
             module._buffers[name] = value

@@ -1,4 +1,4 @@
-"""``swap_params``: the parameters of a module live on storage, and are in memory while they are computed with."""
+"""``swap_params``: the parameters of a module are on storage, and in memory while something computes with them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Path = str | os.PathLike[str]
 
 
 class SwappedParams:
-    """What ``swap_params`` returns; a context manager that closes it at the end."""
+    """Parameters on storage, from ``swap_params``; a context manager that closes them at the end."""
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
         self._module, self._residents = module, residents
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor], *, change: bool = False) -> Iterator[list[torch.Tensor]]:
-        """Yields usual tensors with the values of some parameters, in memory for as long as the block takes.
+        """Yields ordinary tensors with the values of some parameters, in memory until the block ends.
 
         Args:
-            params: of the module, swapped or not; all of those that are have to fit the budget at once.
+            params: of the module, swapped or not; those that are swapped have to fit in the budget together.
             change: whether the block writes to them.
         """
         with contextlib.ExitStack() as uses:
@@ -49,14 +49,14 @@ class SwappedParams:
         return self._residents.stats()
 
     def restore(self) -> None:
-        """Brings all parameters back into memory, as usual ones, and closes this. An optimizer is to be made anew."""
-        usual: dict[int, torch.nn.Parameter] = {}
+        """Replaces all parameters by ordinary ones in memory, and closes this. Make a new optimizer afterwards."""
+        restored: dict[int, torch.nn.Parameter] = {}
         for module, name, each in _places(self._module):
             if isinstance(each, SwappedTensor):
-                if id(each) not in usual:
-                    usual[id(each)] = torch.nn.Parameter(each.to_memory(), each.requires_grad)
-                    usual[id(each)].grad = each.grad
-                setattr(module, name, usual[id(each)])
+                if id(each) not in restored:
+                    restored[id(each)] = torch.nn.Parameter(each.to_memory(), each.requires_grad)
+                    restored[id(each)].grad = each.grad
+                setattr(module, name, restored[id(each)])
                 note_replaced([each])
         self.close()
 
@@ -82,37 +82,37 @@ def swap_params(
     checksums: bool = False,
     handle: aio_handle | None = None,
 ) -> SwappedParams:
-    """Moves the parameters of a module to storage, from where each comes when forward or backward computes with it.
+    """Moves the parameters of a module to storage; each is in memory while forward or backward computes with it.
 
         swapped = nvme_ops.offload.swap_params(model, "/mnt/nvme", memory_budget="1G")
         optimizer = nvme_ops.offload.NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", lr=1e-4)
 
-    The module is trained as before. The parameters become others: an optimizer, ``DistributedDataParallel`` and hooks
-    of parameters are to be made afterwards. The order of uses is learned in the first step, and what comes next is read
-    meanwhile. Optimizers and ``torch.nn.init`` change what is on storage; only ``NvmeOptimizer`` does so without all
-    parameters in memory at once.
+    The module is trained as before. Its parameters are replaced by others: make an optimizer,
+    ``DistributedDataParallel`` and hooks of parameters afterwards. The order of uses is learned in the first step; from
+    then on the next parameters are read during computation. Optimizers and ``torch.nn.init`` change the values on
+    storage; only ``NvmeOptimizer`` does so without having all parameters in memory at once.
 
-    Parameters on the meta device, of a module larger than memory, come to be here: one module after the other has
-    memory for its own, and initializes them.
+    A module larger than memory can be made on the meta device: its submodules then get memory for their parameters, and
+    initialize them, one after the other.
 
     Args:
         module: any module; its parameters are on one device, or on the meta device.
-        folder: where the parameters go; several, of one device each, share them by their measured rates.
+        folder: where the parameters go; several folders, one on each device, share them by their measured rates.
         memory_budget: bytes for parameters, or a size such as ``"1G"``; memory of ``device``.
         device: where parameters on the meta device are used; the CPU when None.
         min_bytes: smaller parameters stay in memory, beside the budget.
-        param_init_fn: is called with each module that has parameters or buffers of its own on the meta device, once
-            these have memory; ``reset_parameters`` of the module when None.
+        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, once these
+            have memory; when None, the module's ``reset_parameters`` is called.
         checksums: keep a CRC-32C of each parameter and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
-        MemoryError: the budget is smaller than a parameter.
-        ValueError: parameters on several devices, none that is large enough, or some that are swapped already; a
-            module on the meta device that cannot initialize its parameters.
-        TypeError: a ``DTensor``: swap the parameters of a module that is not sharded.
-        OSError: ENOSPC: not enough room in the folder, and what else can be wrong with it. The module is then as it
-            was, unless it was on the meta device.
+        MemoryError: a parameter is larger than the budget.
+        ValueError: parameters are on several devices or swapped already, none is large enough, or a module on the meta
+            device cannot initialize its parameters.
+        TypeError: a parameter is a ``DTensor``: swap the parameters of a module that is not sharded.
+        OSError: the folder cannot be used; ENOSPC: it has not enough room. The module is then as it was, unless it was
+            on the meta device.
     """
     budget, least = budget_of(memory_budget), budget_of(min_bytes)
     every = list(_places(module))
@@ -139,29 +139,24 @@ def swap_params(
             for key, each in large.items():
                 made[key].grad = each.grad
             residents.settle()
-            _put(every, made)
+            note_replaced(large.values())
+            for owner, name, each in every:
+                if id(each) in made:
+                    setattr(owner, name, made[id(each)])  # not _parameters[name]: an RNN has to notice it
         undo.pop_all()
     return SwappedParams(module, residents)
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
+    """Yields each parameter of a module with its owner and name, a tied one several times."""
     for each in module.modules():
         for name, parameter in list(each._parameters.items()):
             if parameter is not None:
                 yield each, name, parameter
 
 
-def _put(
-    places: Sequence[tuple[torch.nn.Module, str, torch.nn.Parameter]], made: dict[int, torch.nn.Parameter]
-) -> None:
-    note_replaced(each for _, _, each in places if id(each) in made)
-    for module, name, each in places:
-        if id(each) in made:
-            setattr(module, name, made[id(each)])  # as an RNN has to know of it
-
-
 def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | None) -> torch.device:
-    """Returns where the parameters are used. Raises for those that cannot be swapped."""
+    """Returns where the parameters are used. Raises ValueError or TypeError if they cannot be swapped."""
     for each in parameters:
         if isinstance(each, SwappedTensor):
             raise ValueError("the parameters of this module are swapped already")
@@ -182,23 +177,23 @@ def _initialize(
     device: torch.device,
     param_init_fn: Callable[[torch.nn.Module], object] | None,
 ) -> None:
-    """Gives the parameters and buffers of one module after the other memory and values."""
+    """Gives parameters and buffers on the meta device memory and values, one module after the other."""
     buffers: dict[int, torch.Tensor] = {}
     for each in module.modules():
-        concerned = False
+        on_meta = False
         for name, parameter in list(each._parameters.items()):
             if parameter is not None and parameter.is_meta:
-                concerned = True
+                on_meta = True
                 note_replaced([parameter])
                 if id(parameter) not in made:
-                    usual = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = torch.nn.Parameter(usual, parameter.requires_grad)
+                    empty = torch.empty_like(parameter, device=device)
+                    made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
                 setattr(each, name, made[id(parameter)])
         for name, buffer in each._buffers.items():
             if buffer is not None and buffer.is_meta:
-                concerned = True
+                on_meta = True
                 each._buffers[name] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device=device))
-        if not concerned:
+        if not on_meta:
             continue
         reset: Any = getattr(each, "reset_parameters", None)
         if param_init_fn is not None:
@@ -211,27 +206,27 @@ def _initialize(
             )
 
 
-# An optimizer that still has parameters that others have taken the place of would train nothing
+# An optimizer made before its parameters were replaced would train nothing
 
-_replaced: dict[int, weakref.ref[torch.Tensor]] = {}  # by id: those that still exist
-_hooks: list[Any] = []  # of all optimizers, once there is something to look for
+_replaced: dict[int, weakref.ref[torch.Tensor]] = {}  # replaced parameters that still exist, by id
+_hooks: list[Any] = []  # of all optimizers' steps, once a parameter was replaced
 
 
 def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
-    """Has each optimizer raise RuntimeError at its next step if it has any of these parameters, and trains it."""
+    """Makes an optimizer raise RuntimeError at its next step if it is to train any of these parameters."""
     for each in parameters:
         key = id(each)
         _replaced[key] = weakref.ref(each, lambda gone, key=key: _forget(key, gone))  # type: ignore[misc]
     if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_require_present))
+        _hooks.append(register_optimizer_step_pre_hook(_require_current))
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
-    if _replaced.get(key) is gone:  # else another parameter has its id by now
+    if _replaced.get(key) is gone:  # else another parameter has got its id
         del _replaced[key]
 
 
-def _require_present(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _require_current(optimizer: torch.optim.Optimizer, *_: object) -> None:
     if not _replaced:
         return
     for group in optimizer.param_groups:

@@ -167,7 +167,7 @@ class SwappedTensor(OffloadedTensor):
             else:
                 assigned, value = value, value.detach()
             resident = self._residents.put(self._resident.place, value)
-            self._residents.require_written(resident)
+            self._residents.wait_until_written(resident)
             made = SwappedTensor(self._residents, resident)
             if assigned is not None and not assigned.is_inference():
                 made._resident.assigned = weakref.ref(assigned), assigned._version
