@@ -1,4 +1,4 @@
-"""Reads a whole file: a read that returns fewer bytes than requested does not mean its end."""
+"""Reads whole files and writes all bytes: a call that moves fewer bytes than requested is followed by others."""
 
 from __future__ import annotations
 
@@ -26,3 +26,11 @@ def read_whole(fd: int, path: str | None = None) -> bytes:
             parts.append(part)
             wanted -= len(part)
     return b"".join(parts)
+
+
+def write_whole(fd: int, content: bytes, place: int = 0) -> None:
+    """Writes ``content`` to an open file, from byte ``place`` on. Raises OSError, perhaps with a part written."""
+    left = memoryview(content)
+    while left:
+        written = os.pwrite(fd, left, place)
+        left, place = left[written:], place + written

@@ -24,6 +24,7 @@ from nvme_ops.durable import sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.storage import locks
+from nvme_ops.whole import write_whole
 
 _MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the last letter is the version
 _HEAD = struct.Struct("<4sIIQ")
@@ -82,10 +83,8 @@ class Segment:
         place = self.nbytes
         with naming("write of records", self.path):
             for part in (_MAGIC + struct.pack("<I", checksums_of([body], "crc32c")[0]), body):
-                left = memoryview(part)
-                while left:
-                    written = os.pwrite(self._fd, left, place)
-                    left, place = left[written:], place + written
+                write_whole(self._fd, part, place)
+                place += len(part)
         self.nbytes = place
         return len(body) - len(head)
 

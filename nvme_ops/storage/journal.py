@@ -31,7 +31,7 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.striped import Piece
 from nvme_ops.text import parse_json
-from nvme_ops.whole import read_whole
+from nvme_ops.whole import read_whole, write_whole
 
 
 @dataclass(eq=False, slots=True)
@@ -212,10 +212,8 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         try:
-            written = 0
             with naming("write to the index", self._path):
-                while written < len(line):
-                    written += os.pwrite(self._fd, line[written:], self._end + written)
+                write_whole(self._fd, line, self._end)
         except BaseException:
             with contextlib.suppress(OSError):
                 os.ftruncate(self._fd, self._end)

@@ -24,14 +24,14 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.locks import boot_id
 from nvme_ops.storage.publication import replacing
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import parse_json
-from nvme_ops.whole import read_whole
+from nvme_ops.whole import read_whole, write_whole
 
 _MAGIC = "nvme_ops commit 2"
 _SECTOR = 512
@@ -242,12 +242,8 @@ def _checksum(content: bytes) -> int:
 
 
 def _read(path: str) -> Record:
-    """Reads a file. Raises FileNotFoundError, OSError or FormatError."""
-    fd = _open(path)
-    try:
-        content = read_whole(fd)
-    finally:
-        os.close(fd)
+    """Reads a record. Raises FileNotFoundError, OSError or FormatError."""
+    content = _content(path)
     try:
         if not content.strip(b"\0"):
             raise ValueError("it is empty")
@@ -282,21 +278,23 @@ def _open(path: str) -> int:
     return os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
 
 
+def _content(path: str) -> bytes:
+    fd = _open(path)
+    try:
+        return read_whole(fd)
+    finally:
+        os.close(fd)
+
+
 def _put(fd: int, content: bytes, path: str) -> None:
     """Writes the beginning of a file; the first sector is written in one piece."""
-    done = 0
-    try:
-        while done < len(content):
-            done += os.pwrite(fd, content[done:], done)
-    except OSError as error:
-        raise OSError(error.errno, f"write of the record of a step: {error.strerror}", path) from error
+    with naming("write of the record of a step", path):
+        write_whole(fd, content)
 
 
 def _sync(fd: int, path: str) -> None:
-    try:
+    with naming("fdatasync of the record of a step", path):
         os.fdatasync(fd)
-    except OSError as error:
-        raise OSError(error.errno, f"fdatasync of the record of a step: {error.strerror}", path) from error
 
 
 def _replace(path: str, content: bytes, durable: bool) -> None:
@@ -307,13 +305,7 @@ def _replace(path: str, content: bytes, durable: bool) -> None:
 def _journal(session: Session) -> bytes:
     """Returns the journal of the store that an earlier version has kept, or the text in its place."""
     path = session.path(0, "index")
-    if not os.path.lexists(path):
-        return b""
-    fd = _open(path)
-    try:
-        return read_whole(fd)
-    finally:
-        os.close(fd)
+    return _content(path) if os.path.lexists(path) else b""
 
 
 def _earlier(session: Session) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from nvme_ops.offload.optimizer.states import (
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import opened, replacing
 from nvme_ops.text import parse_json
+from nvme_ops.whole import write_whole
 
 _METADATA = "nvme_ops.optimizer"
 
@@ -189,9 +190,7 @@ def to_file(states: States, path: str, record: dict[str, Any], durable: bool, ha
                 return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])
 
             states.copy_out(stored, write)
-        written = 0
-        while written < len(header):
-            written += os.pwrite(file.fd, header[written:], written)
+        write_whole(file.fd, header)
     if durable:
         sync_above(os.path.dirname(os.path.realpath(path)))
     return shared
