@@ -288,7 +288,7 @@ class NvmeOptimizer(torch.optim.Optimizer):
         if budget < LEAST:
             raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
-        self._cached_signature: tuple[int, list[Any]] = (0, [])  # of so many groups
+        self._cached_signature: tuple[int, list[Any]] = (0, [])  # the groups in it, and itself
         self._switches: dict[int, dict[str, bool]] = {}  # by group: what _switches was when room was made
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}

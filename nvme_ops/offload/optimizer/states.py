@@ -356,7 +356,7 @@ class States:
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
         self.closed = False  #: whether ``close`` was called
-        self._durable: dict[Chunk, int | None] = {}  # those that the durable record names
+        self._durable: dict[Chunk, int | None] = {}  # slots that the durable record names
         self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of the last step, and its slots
         self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
         self._failed: dict[Chunk, Version] = {}  # current ones whose flush failed

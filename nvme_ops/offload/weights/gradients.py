@@ -25,7 +25,7 @@ from nvme_ops.offload.weights.swapped import SwappedTensor
 
 aten = torch.ops.aten
 
-_LEAVING = 4  # one in so many parts of the budget is for gradients that are being written
+_LEAVING = 4  # budget / _LEAVING bytes are for gradients that are being written
 
 Path = str | os.PathLike[str]
 

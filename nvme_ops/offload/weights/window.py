@@ -19,7 +19,7 @@ from nvme_ops.storage.joined import joined
 from nvme_ops.tensors import empty
 from nvme_ops.text import size_words
 
-#: An embedding is read as a whole if more than one in so many of its rows is used.
+#: An embedding is read as a whole if more than 1 / MANY_ROWS of its rows are used.
 MANY_ROWS = 4
 
 
