@@ -101,7 +101,7 @@ class OffloadedTensor(torch.Tensor):
 
     @property
     def stored_at(self) -> Hashable:
-        """A key shared by all tensors over the same stored values."""
+        """A key shared by all tensors that in torch would share memory."""
         raise NotImplementedError
 
     def _derived(self: Made, outline: torch.Tensor, *steps: Step) -> Made:

@@ -93,6 +93,26 @@ def test_a_module_is_saved_whole_and_loaded_into_or_refused(name: str, either: A
         require_equal(either, other)
 
 
+def test_views_and_conversions_of_a_weight_are_saved_beside_it(either: Any, plain: Model, folder: Path) -> None:
+    def of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"weight": weight, "turned": weight.t(), "half": weight.to(torch.float16), "rows": weight[3:7]}
+
+    expected = of(plain.first.weight.detach())
+    tensors = {name: each.detach() for name, each in of(either.first.weight).items()}
+    nvme_ops.save(tensors, folder / "a.pt")
+    nvme_ops.save({name: tensors[name] for name in ("weight", "half")}, folder / "a.safetensors")
+    states = [nvme_ops.load(folder / "a.pt"), nvme_ops.load(folder / "a.safetensors")]
+    if isinstance(either.first.weight, StoredTensor):
+        for name, each in tensors.items():
+            either.register_buffer(f"{name}_", each)
+        for model, prefix in ((either, ""), (nn.Sequential(either), "0.")):
+            state = model.state_dict()
+            states.append({name: state[f"{prefix}{name}_"] + 0 for name in expected})
+    for found in states:
+        assert {name: each.dtype for name, each in found.items()} == {name: expected[name].dtype for name in found}
+        assert all(torch.equal(each, expected[name]) for name, each in found.items())
+
+
 def test_a_save_in_the_background_has_the_values_of_the_call(swapped: Any, plain: Model, folder: Path) -> None:
     saving = nvme_ops.save_async(swapped, folder / "a.pt")
     with torch.no_grad():

@@ -93,8 +93,8 @@ class StoredTensor(OffloadedTensor):
 
     @property
     def stored_at(self) -> Hashable:
-        """A key shared by all tensors over the same stored values."""
-        return id(self._source)
+        """A key shared by all tensors that in torch would share memory; a conversion is a copy."""
+        return id(self._source), self._converted
 
     def to_memory(self) -> torch.Tensor:
         """Returns an ordinary tensor with the values, in memory of its own."""
@@ -352,7 +352,7 @@ def _embedding(weight: Any, indices: torch.Tensor, *_: Any, **__: Any) -> Any:
     unique, inverse = torch.unique(indices, return_inverse=True)
     numbers = unique.tolist()
     if not numbers or numbers[0] < 0 or numbers[-1] >= weight.shape[0]:
-        return NotImplemented  # torch raises what is wrong
+        return NotImplemented  # torch then raises the error
     rows = weight._weights.open().rows(weight.source, numbers)
     if rows is None:
         return NotImplemented

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
-_SHARE = 4  # such weights take at most one in so many parts of the budget
+_SHARE = 4  # such weights take at most budget / _SHARE bytes
 
 
 class StreamedModel(torch.nn.Module):
@@ -60,12 +60,12 @@ class StreamedModel(torch.nn.Module):
         """
         found = super().state_dict(*args, **kwargs)
         lazily = args or kwargs.get("destination") is not None or any(each.requires_grad for each in self.parameters())
-        made: dict[int, torch.Tensor] = {}  # tied weights stay tied
+        made: dict[Any, torch.Tensor] = {}  # tied weights stay tied
         for name, value in found.items():
             if isinstance(value, StoredTensor) and not isinstance(value, _Entry):
-                if id(value.source) not in made:
-                    made[id(value.source)] = _Entry.of(value) if lazily else value.to_memory()
-                found[name] = made[id(value.source)]
+                if (place := value.place) not in made:
+                    made[place] = _Entry.of(value) if lazily else value.to_memory()
+                found[name] = made[place]
         return found
 
     def _load_from_state_dict(
@@ -193,7 +193,7 @@ def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
 def places_of(
     model: torch.nn.Module,
 ) -> tuple[dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]], dict[Source, int]]:
-    """Returns the places of each stored tensor, in order, and the experts in each of which some are used alone."""
+    """Returns the places of each stored tensor, in order, and how many experts are packed in those that have any."""
     sliced: dict[Source, int] = {}
     stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = {}
     for module in model.modules():

@@ -95,7 +95,7 @@ class SwappedTensor(OffloadedTensor):
 
     @property
     def stored_at(self) -> Hashable:
-        """A key shared by all tensors over the same stored values."""
+        """A key shared by all tensors that in torch would share memory; a conversion is a copy."""
         return id(self._resident if self._copy is None else self._copy)
 
     @contextlib.contextmanager
