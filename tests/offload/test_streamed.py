@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
 import random
@@ -59,6 +60,15 @@ COPIES: tuple[Callable[[Any], Any], ...] = (
     lambda model: pickle.loads(pickle.dumps(model)),
     saved_by_torch,
 )
+
+
+def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
+    model = streamed(layers(), folder)
+    wanted = model(X)
+    model = copy.copy(model)
+    gc.collect()
+    assert torch.equal(model(X), wanted)
+    model.close()
 
 
 def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:

@@ -102,9 +102,9 @@ class StreamedModel(torch.nn.Module):
         self.__dict__["_nvme_ignored"] = list(names)
 
     def __copy__(self) -> Self:
-        """Returns another model with the same weights, usable until this one is closed."""
+        """Returns another model with the same weights, usable until this one, which it keeps alive, is closed."""
         made = type(self).__new__(type(self))
-        made.__dict__ = dict(self.__dict__)
+        made.__dict__ = {**self.__dict__, "_nvme_original": self}
         return made
 
     def _in_memory(self) -> dict[str, Any]:
