@@ -213,7 +213,7 @@ def _generate(given: argparse.Namespace) -> int:
 
 
 def reached_text(found: Mapping[str, Any]) -> str:
-    """Returns a few lines on what ``Reached.document`` has."""
+    """Returns a few lines on what ``GenerationStats.document`` has."""
 
     def bound(which: str) -> str:
         return "no limit" if found[which] is None else rounded(found[which], 3)

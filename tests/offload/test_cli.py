@@ -19,7 +19,7 @@ import torch
 from nvme_ops.offload import cli, from_pretrained
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
-from nvme_ops.offload.weights.generation import Reached
+from nvme_ops.offload.weights.generation import GenerationStats
 from nvme_ops.text import MIB
 from tests.conftest import REPOSITORY, run_python
 from tests.offload.llama import WORDS, saved_llama, saved_tokenizer
@@ -204,14 +204,14 @@ def test_a_batch_as_a_document(sample: tuple[str, ...], llama: Path, capsys: Cap
 
 def test_what_was_reached_is_compared_with_the_lower_bound() -> None:
     # two sequences, ten steps of 0.5 s: 1 GB at 4 GB/s would take 0.25 s, computing took 4 s of the five
-    found = Reached([[1] * 11] * 2, 1.0, 10, 5.0, 1.0, 1_000_000_000, 1, 2).document(4e9, 88.0)
+    found = GenerationStats([[1] * 11] * 2, 1.0, 10, 5.0, 1.0, 1_000_000_000, 1, 2).document(4e9, 88.0)
     wanted = {"tokens_per_second": 4.0, "bytes_per_step": 1e8, "rate_reached": 2e8, "reading_bound": 80.0,
               "computing_bound": 5.0, "share_of_bound": 0.8, "joules_per_1000_tokens": 4000}  # fmt: skip
     assert {key: found[key] for key in wanted} == pytest.approx(wanted)
     text = cli.reached_text(found).replace(".00", "")
     assert "4 tokens/s, 80 % of what is possible: 80.0 if reading were all, 5 if computing were" in text
     assert "4000 J for 1,000 tokens" in text
-    nothing = Reached([[1, 2]], 1.0, 1, 0.5, 0.0, 0, 1, 2).document(4e9, None)
+    nothing = GenerationStats([[1, 2]], 1.0, 1, 0.5, 0.0, 0, 1, 2).document(4e9, None)
     assert (nothing["reading_bound"], nothing["share_of_bound"]) == (None, pytest.approx(1.0))
     assert "no limit if reading were all" in cli.reached_text(nothing)
 

@@ -14,7 +14,7 @@ from nvme_ops.offload.weights.window import WindowStats
 
 
 @dataclass(frozen=True)
-class Reached:
+class GenerationStats:
     """Measurements of one generation. Each step makes one token for each sequence; the first token is no step."""
 
     tokens: list[list[int]]  #: of each sequence, without the prompt
@@ -90,7 +90,7 @@ def generate(
     *,
     sample: bool = False,
     on_token: Callable[[list[int]], object] = lambda _: None,
-) -> Reached:
+) -> GenerationStats:
     """Generates several sequences at once from one prompt, with a model of ``from_pretrained``.
 
     Args:
@@ -121,7 +121,7 @@ def generate(
         streamer=streamer,
     )
     (first, before), (last, after) = streamer.seen[0], streamer.seen[-1]
-    return Reached(
+    return GenerationStats(
         tokens=found[:, len(prompt) :].tolist(),
         first_token=first - begin,
         steps=len(streamer.seen) - 1,
