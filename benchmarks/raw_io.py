@@ -98,7 +98,7 @@ def mover(handle: Any, task: Task) -> Callable[[torch.Tensor], object]:
 
 def fio_row(task: Task, name: str = fio.NAME, variants: list[fio.Variant] = fio.BEST) -> Row:
     """Returns fio's row over the file of a task."""
-    return fio.row(name, task.pattern, lambda: task.path, task.size, task.set_out, variants)
+    return fio.row(name, task.pattern, lambda: task.path, task.size, task.set_cache, variants)
 
 
 def large_rows(task: Task, deepspeed: bool) -> list[Row]:
@@ -177,12 +177,12 @@ def random_rows(task: Task) -> list[Row]:
             for index in (0, count // 2, count - 1):
                 _compare(memory[index], task.path, offsets[index])
 
-        return Row(name, lambda: timed(read, count), task.set_out, check)
+        return Row(name, lambda: timed(read, count), task.set_cache, check)
 
     shape: list[fio.Variant] = [(fio.RANDOM, "")]
     size = count * PAGE * _FIO_TIMES
     return [
-        fio.row(FIO_RANDOM, "randread", lambda: task.path, size, task.set_out, shape, operations=True),
+        fio.row(FIO_RANDOM, "randread", lambda: task.path, size, task.set_cache, shape, operations=True),
         row("nvme_ops submit_preadv, nvme_ops.empty", nvme_ops.empty(count, PAGE, dtype=torch.uint8)),
         row("nvme_ops submit_preadv, pageable", torch.zeros(count, PAGE, dtype=torch.uint8)),
     ]
@@ -213,8 +213,8 @@ def latency_rows(task: Task) -> list[Row]:
         return median_latency(partial(call, place) for place in places)
 
     return [
-        Row(PYTHON_DIRECT, partial(run, by_python), task.set_out),
-        Row("nvme_ops handle.read, misaligned tensor", partial(run, by_handle), task.set_out, check),
+        Row(PYTHON_DIRECT, partial(run, by_python), task.set_cache),
+        Row("nvme_ops handle.read, misaligned tensor", partial(run, by_handle), task.set_cache, check),
     ]
 
 
@@ -232,7 +232,7 @@ def submit_rows(task: Task) -> list[Row]:
                 )
                 under_way.pop().result()
 
-        return Row(name, lambda: median_latency(calls()), task.set_out)
+        return Row(name, lambda: median_latency(calls()), task.set_cache)
 
     sizes = {"4 KiB": PAGE, "1 MiB": MIB}
     return [row(f"submit_pread of {words}", torch.zeros(size, dtype=torch.uint8)) for words, size in sizes.items()]

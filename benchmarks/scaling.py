@@ -177,7 +177,7 @@ def run_tool(*words: str) -> str:
 
 
 def fio_row(tasks: Sequence[Task], name: str = "") -> Row:
-    paths, before = [task.path for task in tasks], partial(_all, [task.set_out for task in tasks])
+    paths, before = [task.path for task in tasks], partial(_all, [task.set_cache for task in tasks])
     return fio.row(name, tasks[0].pattern, lambda: paths, tasks[0].size, before, fio.variants(_SHAPE))
 
 
@@ -194,7 +194,7 @@ def shared_row(tasks: Sequence[Task], handles: Sequence[nvme_ops.aio_handle]) ->
     def before() -> None:
         for task in tasks:
             _ = task.buffer
-            task.set_out()
+            task.set_cache()
 
     def check() -> None:
         for task in tasks:

@@ -1,4 +1,4 @@
-"""The command ``nvme-bench``: ds_io's flags, with their meaning, and ours; what it runs is in ``run``."""
+"""The command ``nvme-bench``: ds_io's flags, with the same meaning, and more of our own; ``run`` does the work."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
     where("--folder", metavar="DIR", help="a folder for all processes")
-    words = "folders, each with the number of the GPU that its process uses (on the CPU: of the process)"
+    words = "folders, each with the number of the GPU that its process uses (any number on the CPU)"
     where("--folder_to_device_mapping", nargs="+", action="extend", metavar="DIR:N", help=words)
     what = made.add_argument_group("what").add_argument
     words = "engines, listed below, or all"
@@ -117,19 +117,17 @@ def _check(given: Namespace) -> None:
         raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
     wanted = [name for name, each in ENGINES.items() if given.gpu or not each.gpu_only]
     given.engines = wanted if "all" in given.engines else list(dict.fromkeys(given.engines))
-    for flag, needs, there in (
-        ("use_gds", "device cuda", given.gpu),
-        ("cached", "read", not given.write),
-    ):
-        if getattr(given, flag) and not there:
-            raise ValueError(f"--{flag} goes with --{needs}")
+    if given.use_gds and not given.gpu:
+        raise ValueError("--use_gds goes with --device cuda")
+    if given.cached and given.write:
+        raise ValueError("--cached goes with --read")
     check_outputs(given.output, pictures=True)
 
 
 def _places(given: Namespace) -> list[Workplace]:
     if given.folder is not None:
         gpus = max(1, torch.cuda.device_count()) if given.gpu else given.multi_process
-        # as ds_io: process N uses GPU N, as far as there are
+        # as ds_io: process N uses GPU N, or begins again at 0 if there are fewer
         places = [Workplace(given.folder, number % gpus) for number in range(given.multi_process)]
     else:
         if given.multi_process not in (1, len(given.folder_to_device_mapping)):
@@ -155,14 +153,14 @@ def _check_gpus(places: list[Workplace], pageable: bool) -> None:
         raise ValueError("--device cuda: torch.cuda is not available: no GPU, or torch without CUDA")
     if pageable:
         raise ValueError("--pageable is about CPU memory: leave out --device cuda")
-    there = torch.cuda.device_count()
+    count = torch.cuda.device_count()
     for place in places:
-        if place.device >= there:
-            raise ValueError(f"GPU {place.device} of {place.folder}: there are {there}, from 0 on")
+        if place.device >= count:
+            raise ValueError(f"GPU {place.device} of {place.folder}: there are {count}, from 0 on")
 
 
 def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
-    """Returns all combinations of the values of --sweep, and which settings they change."""
+    """Returns all combinations of the values of --sweep, and the names of the settings that differ."""
     axes: dict[str, Sequence[object]] = {}
     for entry in given.sweep:
         name, _, values = entry.partition("=")
@@ -187,7 +185,7 @@ def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
 
 @measuring("nvme-bench")
 def main(words: Sequence[str] | None = None) -> int:
-    """Runs the command; returns 0; 1: wrong data; 2: wrong arguments, folders without space; 130: after Ctrl-C."""
+    """Runs the command; returns 0; 1 for wrong data; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
     words = words or []
     if words and words[0] == "explain":
         return explain.main(words[1:])

@@ -1,4 +1,4 @@
-"""Measures the joules used by parts of the machine: RAPL through powercap, NVML's counter of a GPU.
+"""Measures the joules that parts of the machine use, by RAPL through powercap, and by NVML's counter of a GPU.
 
 The counters cover the whole machine, not a process: other programs are included.
 """
@@ -22,8 +22,8 @@ _PACKAGE = "package-"
 class Meter:
     """Reads all available counters; without any, it opens no file and costs nothing.
 
-    A counter of RAPL wraps around, after hours at a few watts, after a quarter of an hour at hundreds: read the meter
-    at least that often.
+    A counter of RAPL wraps around after hours at a few watts, or a quarter of an hour at hundreds of watts: read the
+    meter more often than that.
 
     Args:
         gpus: torch's numbers of the devices to measure.
@@ -34,7 +34,7 @@ class Meter:
     def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
         found, why_not = _rapl(Path(sysfs))
         self._parts = {part: _of_rapl(*counter) for part, counter in found.items()}
-        self._gone: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail because of these
+        self._ignored: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail by these
         self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
 
     def read(self) -> dict[str, float]:
@@ -44,9 +44,9 @@ class Meter:
         ``total``.
         """
         joules = {}
-        for part, tell in self._parts.items():
-            with contextlib.suppress(*self._gone):
-                joules[part] = tell()
+        for part, read in self._parts.items():
+            with contextlib.suppress(*self._ignored):
+                joules[part] = read()
         return joules
 
     def unavailable(self) -> str:
@@ -59,13 +59,13 @@ class Meter:
             nvml: Any = module or importlib.import_module("pynvml")
         except ImportError:
             return "the GPU's energy needs NVML: pip install nvidia-ml-py"
-        self._gone += (nvml.NVMLError,)
+        self._ignored += (nvml.NVMLError,)
         try:
             nvml.nvmlInit()
             for number in numbers:
-                tell = _of_gpu(nvml, number)
-                tell()  # before Volta there is no counter
-                self._parts[f"gpu-{number}"] = tell
+                read = _of_gpu(nvml, number)
+                read()  # raises before Volta, which has no counter
+                self._parts[f"gpu-{number}"] = read
         except nvml.NVMLError as error:
             return f"NVML: {error}"
         return ""
@@ -77,17 +77,17 @@ def used(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, f
 
 
 def total(joules: Mapping[str, float]) -> float:
-    """Returns the sum without counting twice: packages and their memory are omitted if ``psys`` includes them."""
+    """Returns the sum of all parts, without packages and their memory if ``psys`` includes them."""
     platform = any(part.startswith("psys") for part in joules)
     return sum(value for part, value in joules.items() if not (platform and part.startswith((_PACKAGE, "dram"))))
 
 
 def _rapl(sysfs: Path) -> tuple[dict[str, tuple[Path, int]], str]:
-    """Returns the counters of packages, memory and the whole platform, which includes everything; or why none.
+    """Returns the counters of packages, memory and the whole platform, and why there are none.
 
     A counter is a file of microjoules and the value after which it wraps around.
     """
-    folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # also AMD's; intel-rapl-mmio has the same counters again
+    folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # also AMD's; intel-rapl-mmio repeats them
     if not folders:
         return {}, f"no RAPL in {sysfs / _CLASS} (a virtual machine, or the module intel_rapl_msr is not loaded)"
     found: dict[str, tuple[Path, int]] = {}
@@ -106,7 +106,7 @@ def _rapl(sysfs: Path) -> tuple[dict[str, tuple[Path, int]], str]:
 
 
 def _part(folder: Path) -> str | None:
-    """Returns the part's name, numbered if the kernel does not; None for what is part of another one."""
+    """Returns the part's name, numbered if the kernel does not; None for a part of another part."""
     name = _text(folder / "name")
     if name.startswith((_PACKAGE, "psys")):
         return name
@@ -124,14 +124,14 @@ def _of_rapl(file: Path, most: int) -> Callable[[], float]:
     """Returns a function for joules since this call, from a file of microjoules that wraps around after ``most``."""
     last, counted = int(_text(file)), 0
 
-    def tell() -> float:
+    def read() -> float:
         nonlocal last, counted
         now = int(_text(file))
         counted += now - last if now >= last else most - last + now
         last = now
         return counted / 1e6
 
-    return tell
+    return read
 
 
 def _of_gpu(nvml: Any, number: int) -> Callable[[], float]:

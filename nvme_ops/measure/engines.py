@@ -1,7 +1,7 @@
 """Everything that moves a tensor between a file and memory: one row for each engine, all over one ``Task``.
 
-A new engine is a function ``row(task, name, settings)``, which returns its ``Row`` or raises ``Unavailable`` with what
-to install, and one line of ``ENGINES``.
+A new engine is a function ``row(task, name, settings)``, which returns its ``Row`` or raises ``Unavailable`` that says
+what to install, and one line of ``ENGINES``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BLOCKS, _SECONDS = 512, 1.0  # limits for single blocks: count and seconds
 class Task:
     """A transfer of ``size`` bytes between ``path`` and memory, which all rows of a table share.
 
-    Pickled before its memory is allocated, it does the same in another process.
+    If it is pickled before its memory is allocated, another process can use it.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Task:
     validate: bool = False
     pageable_memory: bool = False  # an ordinary tensor instead of a page-locked one
     use_gds: bool = False
-    more_paths: tuple[str, ...] = ()  # with them each pass takes the next file
+    more_paths: tuple[str, ...] = ()  # if given, each pass takes the next file
     written: int = field(default=0, init=False)  # number of checked writes, to distinguish them
     _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
@@ -60,7 +60,7 @@ class Task:
 
     @functools.cached_property
     def pageable(self) -> torch.Tensor:
-        """An ordinary tensor that has all its pages."""
+        """An ordinary tensor whose pages all exist."""
         return files.filled(torch.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
@@ -92,23 +92,23 @@ class Task:
         """The direction, as fio calls it."""
         return "write" if self.write else "read"
 
-    def set_out(self, path: str = "") -> None:
-        """Makes the same starting point for every pass: the file not in the page cache, or in it."""
+    def set_cache(self, path: str = "") -> None:
+        """Drops the file from the page cache, or reads it into it: the same starting point for every pass."""
         (files.make_warm if self.cached else files.make_cold)(path or self.path)
 
     def finish(self) -> None:
-        """Waits until the device of the tensor is done."""
+        """Waits for the GPU, if there is one."""
         if self.gpu is not None:
             torch.cuda.synchronize(self.gpu)
 
     def mark(self, tensor: torch.Tensor) -> None:
-        """Prepares a pass whose bytes are checked: one that moves nothing must be found out."""
-        if self.write:  # every page, to detect a write that leaves what the last row wrote
+        """Prepares a pass whose bytes are checked, so that one that moves nothing is noticed."""
+        if self.write:  # in every page, to notice a write that leaves what the last row wrote
             self.written += 1
             tensor[::4096] = self.written % 256
         else:
             tensor.zero_()
-        self.set_out()
+        self.set_cache()
 
     def compare(self, tensor: torch.Tensor) -> None:
         """Raises WrongData if the tensor and the file differ."""
@@ -117,19 +117,19 @@ class Task:
 
 
 def locked_tensor(handle: Any, size: int) -> torch.Tensor:
-    """Returns page-locked memory of a handle, this package's or DeepSpeed's, that has all its pages."""
+    """Returns page-locked memory of a handle, this package's or DeepSpeed's, whose pages all exist."""
     return files.filled(handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)))
 
 
 def tensor_row(task: Task, name: str, memory: Memory, move: Move, peer: str = "", past_cache: bool = False) -> Row:
     """Returns a row that moves the whole file from or to one tensor, which ``memory`` makes when first called.
 
-    ``past_cache``: what is in the page cache is read from the device too.
+    ``past_cache``: even cached data are read from the device.
     """
 
     def before() -> None:
         memory()
-        task.set_out()
+        task.set_cache()
 
     def check() -> None:
         tensor = memory()
@@ -151,7 +151,7 @@ def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load
         if path not in task._contents:
             save()
             task._contents[path] = files.tensor_checksum(task.buffer)
-        task.set_out(path)
+        task.set_cache(path)
 
     def check() -> None:
         expected = files.tensor_checksum(task.buffer) if task.write else task._contents[path]
@@ -180,7 +180,7 @@ def _gds(task: Task, name: str, settings: Settings) -> Row:
 
 
 def noting_paths(row: Row, handle: Callable[[], nvme_ops.gds_handle]) -> Row:
-    """Has the note of a row say which ways the handle's transfers took, and why."""
+    """Makes the note of a row say which paths the handle's transfers took, and why."""
     run = row.run
 
     def run_and_note() -> Sample:
@@ -195,12 +195,12 @@ def noting_paths(row: Row, handle: Callable[[], nvme_ops.gds_handle]) -> Row:
 
 
 def path_words(statistics: dict[str, Any]) -> str:
-    """Says which ways a handle took: ``compat (why); transfers: bounce 2, compat 8``."""
+    """Returns the paths that a handle took: ``compat (why); transfers: bounce 2, compat 8``."""
     if statistics["last"] is None:
         return "no tensor on an accelerator was moved"
     words, uses = f"{statistics['last']} ({statistics['why']})", statistics["uses"]
     if len(uses) > 1:
-        words += "; transfers: " + ", ".join(f"{way} {use['transfers']}" for way, use in sorted(uses.items()))
+        words += "; transfers: " + ", ".join(f"{path} {use['transfers']}" for path, use in sorted(uses.items()))
     return words
 
 
@@ -228,7 +228,7 @@ def block_times(task: Task, handle: Any) -> BlockTimes:
     """Times single blocks of the handle's block size at random places of the file, one after the other."""
     block = task.buffer[: handle.get_block_size()]
     start = handle.async_pwrite if task.write else handle.async_pread
-    task.set_out()
+    task.set_cache()
     complete, submit = [], []
     for offset in random_offsets(task.size, block.numel()):
         begin = time.perf_counter()
@@ -255,7 +255,7 @@ def _deepspeed(task: Task, name: str, settings: Settings) -> Row:
     op = load_deepspeed("gds" if task.use_gds else "async_io")
     handle = (op.gds_handle if task.use_gds else op.aio_handle)(**settings.as_json())
     if task.gpu is None and not task.pageable_memory and "buffer" not in vars(task):
-        # recognises only what it locked itself; this process loads no other package
+        # DeepSpeed recognises only memory that it locked itself; no other engine runs in this process
         task.buffer = locked_tensor(handle, task.size)
     return handle_row(task, name, handle, past_cache=True)
 
@@ -275,9 +275,9 @@ def load_deepspeed(op: str = "async_io") -> Any:
 @functools.cache
 def _loaded_deepspeed(op: str) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryFile("w+", errors="replace") as said:
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            with _silenced(said.fileno()):
+            with _silenced(output.fileno()):
                 from deepspeed.ops import op_builder  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
                 logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of wear at the first write
@@ -286,8 +286,8 @@ def _loaded_deepspeed(op: str) -> Any:
         except Exception as error:  # a builder can raise anything
             if isinstance(error, ImportError) and error.name == "deepspeed":
                 return Unavailable("DeepSpeed is not installed: pip install deepspeed")
-            said.seek(0)
-            reason = [line.strip() for line in said if "WARNING" in line] or [f"{type(error).__name__}: {error}"]
+            output.seek(0)
+            reason = [line.strip() for line in output if "WARNING" in line] or [f"{type(error).__name__}: {error}"]
             return Unavailable(f"DeepSpeed's {op} does not load: {reason[-1].splitlines()[0]}")
 
 
@@ -311,18 +311,18 @@ def _silenced(target: int) -> Iterator[None]:
 
 # Other programs
 
-_CACHED = ["--ioengine=psync", "--bs=1M", "--direct=0", "--invalidate=0"]  # a read of what is in memory already
+_CACHED = ["--ioengine=psync", "--bs=1M", "--direct=0", "--invalidate=0"]  # reads cached data
 
 
 def _fio_row(task: Task, name: str, variants: Sequence[fio.Variant], lanes: int = 1) -> Row:
     fio.require()
-    made = fio.row(name, task.pattern, lambda: task.path, task.size, task.set_out, variants, lanes=lanes)
+    made = fio.row(name, task.pattern, lambda: task.path, task.size, task.set_cache, variants, lanes=lanes)
     made.reads = (lambda: task.path) if task.cached else None
     return made
 
 
 def _fio(task: Task, name: str, settings: Settings) -> Row:
-    """The same block size, queue depth and number of lanes, in fio's own memory."""
+    """Returns fio's row with the block size, queue depth and lanes of ``settings``, in fio's own memory."""
     block, depth = f"--bs={settings.block_size}", f"--iodepth={settings.queue_depth}"
     variants = [([*_CACHED, block], "psync")] if task.cached else fio.variants([block, depth])
     made = _fio_row(task, name, variants, settings.intra_op_parallelism)
@@ -332,7 +332,7 @@ def _fio(task: Task, name: str, settings: Settings) -> Row:
 
 
 def _fio_best(task: Task, name: str, _: Settings) -> Row:
-    """4 MiB x 32 in huge pages, or cached files through the page cache, whatever the settings."""
+    """Returns fio's best row, whatever the settings: 4 MiB x 32 in huge pages; cached files by buffered reads."""
     return _fio_row(task, name, [(_CACHED, "")] if task.cached else fio.best(task.size))
 
 
@@ -340,7 +340,7 @@ def _fio_blocks(task: Task, block: str) -> BlockTimes:
     """Measures single random blocks, one after the other, as many and as large as for the handles."""
     limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number_ios={_BLOCKS}"]
     for options, _ in fio.variants([block, *limits]):
-        task.set_out()
+        task.set_cache()
         try:
             return fio.latencies(f"rand{task.pattern}", task.path, task.size, options)
         except RuntimeError as error:
@@ -354,7 +354,7 @@ _GDSIO_FIGURES = re.compile(r"DataSetSize: (\d+)/\d+\(KiB\).*?total_time ([\d.]+
 
 
 def _gdsio(task: Task, name: str, settings: Settings) -> Row:
-    """As many threads as lanes. It calls its transfers ``GPUD`` even where cuFile falls back to its own bounce path."""
+    """Returns gdsio's row, with a thread for each lane. It says ``GPUD`` even where cuFile uses its own bounce path."""
     if task.gpu is None:
         raise Unavailable("moves GPU memory only: --device cuda")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
@@ -362,7 +362,7 @@ def _gdsio(task: Task, name: str, settings: Settings) -> Row:
     program = shutil.which("gdsio", path=os.pathsep.join([os.environ.get("PATH", ""), *places, *_GDSIO_PLACES]))
     if program is None:
         raise Unavailable("gdsio is not installed: apt-get install nvidia-gds")
-    path = f"{task.path}.gdsio" if task.write else task.path  # it writes what it likes
+    path = f"{task.path}.gdsio" if task.write else task.path  # it writes its own pattern
     if task.write:
         files.make_file(path, task.size)
     command = stop.tied([
@@ -380,11 +380,11 @@ def _gdsio(task: Task, name: str, settings: Settings) -> Row:
             raise RuntimeError(f"gdsio: not done after {_GDSIO_LIMIT} s") from None
         return read_gdsio(done.returncode, done.stdout + done.stderr)
 
-    return Row(name, run, task.set_out)
+    return Row(name, run, task.set_cache)
 
 
 def read_gdsio(status: int, output: str) -> Sample:
-    """Parses what gdsio printed into a sample, without CPU time. Raises RuntimeError with its message."""
+    """Parses gdsio's output into a sample, without CPU time. Raises RuntimeError with its message if it failed."""
     found = _GDSIO_FIGURES.search(output)
     if status or found is None:
         words = [line.strip() for line in output.splitlines() if line.strip()]
@@ -392,11 +392,11 @@ def read_gdsio(status: int, output: str) -> Sample:
     return Sample(float(found[2]), int(found[1]) << 10)
 
 
-# Through the page cache. The ``fsync`` that makes it durable is timed too
+# Through the page cache. The ``fsync`` that makes a write durable is timed, too
 
 
 def _python(task: Task, name: str, _: Settings) -> Row:
-    """``ndarray.tofile`` and ``readinto``; GPU memory goes through an ordinary tensor."""
+    """Returns the row of ``ndarray.tofile``, or of ``readinto``; GPU memory goes through an ordinary tensor."""
     if task.write:
         try:
             import numpy  # noqa: F401
@@ -445,7 +445,7 @@ def _safetensors(task: Task, name: str, _: Settings) -> Row:
     def load(path: str) -> torch.Tensor:
         loaded = load_file(path, device=str(task.buffer.device))["tensor"]
         if task.gpu is None:
-            task.buffer.copy_(loaded)  # the file is mapped: only what is touched is read
+            task.buffer.copy_(loaded)  # the file is mapped: only pages that are touched are read
         return loaded
 
     return _file_of_its_own(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
@@ -468,14 +468,14 @@ def _file_of_its_own(task: Task, name: str, suffix: str, save: _Save, load: Call
 
 @dataclass(frozen=True)
 class BenchEngine:
-    """A contender. ``takes``: the settings that affect it."""
+    """A row of ``ENGINES``. ``takes``: the settings that affect it."""
 
     words: str
     row: Callable[[Task, str, Settings], Row]
     takes: tuple[str, ...] = ()
     gpu_only: bool = False
-    own_file: bool = False  # has a file in another format
-    own_process: bool = False  # what it loads may exit, hang, or disturb the others
+    own_file: bool = False  # it uses a file in another format
+    own_process: bool = False  # its code may exit, hang, or disturb the others
 
 
 _ALL = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
@@ -497,7 +497,7 @@ _REFERENCE = BenchEngine("fio at its best", _fio_best)
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine with settings: one row. ``fio.NAME`` is the reference of all, whatever the settings."""
+    """An engine with settings: one row. ``fio.NAME`` as the engine is the reference, whatever the settings."""
 
     engine: str
     settings: Settings
@@ -509,7 +509,7 @@ def make_row(contender: Contender, task: Task) -> Row:
     engine = ENGINES.get(contender.engine, _REFERENCE)
     try:
         return _over_files(task, engine.row(task, contender.name, contender.settings))
-    except (Unavailable, ValueError, RuntimeError, OSError) as error:  # for example settings that it refuses
+    except (Unavailable, ValueError, RuntimeError, OSError) as error:  # settings that it refuses, for example
         return unavailable(contender.name, f"{error}".splitlines()[0])
 
 
@@ -519,7 +519,7 @@ def make_rows(task: Task, contenders: Sequence[Contender]) -> list[Row]:
 
 
 def unavailable(name: str, reason: str) -> Row:
-    """Returns an empty row that says why."""
+    """Returns a row without samples, whose note is ``reason``."""
 
     def give_up() -> None:
         raise Unavailable(reason)
@@ -528,7 +528,7 @@ def unavailable(name: str, reason: str) -> Row:
 
 
 def _over_files(task: Task, row: Row) -> Row:
-    """Makes every pass of ``row`` use the next file, the same ones as the other rows."""
+    """Makes every pass of ``row`` use the next of the task's files; all rows use the same ones."""
     paths = (task.path, *task.more_paths)
     before, passes = row.before, 0
 

@@ -1,6 +1,6 @@
-"""``nvme-bench explain FILE|DIR``: compares what was reached with the ceiling; says what limits, and what to change.
+"""``nvme-bench explain FILE|DIR``: compares the rate reached with the ceiling; says what limits it, and what to change.
 
-Inspects the file, measures rows, has ``judge`` draw conclusions from the rates alone, and formats all as one page.
+It inspects the file and measures rows; ``judge`` draws conclusions from the rates alone; all is shown on one page.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ _EPILOG = """\
 exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
 cannot be used
 """
-_PASS_SECONDS = 0.4  # of a pass, unless the user chooses its size
+_PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
 _LEAST_PASS = 64 * MIB  # a pass moves a smaller file several times
 _MOST_CALLS = 1024
 _TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
-_LEAST_FILE = MIB  # one block of a default handle; below, a call's latency counts and not a rate
-_NOTE = 50  # characters of a row's note
+_LEAST_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
+_NOTE = 50  # the most characters of a row's note
 
 
 def main(words: Sequence[str]) -> int:
@@ -71,8 +71,8 @@ def parser() -> argparse.ArgumentParser:
     made = command_line("nvme-bench explain", _DESCRIPTION, _EPILOG)
     add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
-    words_of_size = "bytes of a pass (default: what the device moves in 0.4 s, 1 GiB at most; of a smaller FILE all)"
-    add("--io_size", type=size, metavar="SIZE", help=words_of_size)
+    words = "bytes of a pass, the whole FILE at most (default: what the device moves in 0.4 s, 1 GiB at most)"
+    add("--io_size", type=size, metavar="SIZE", help=words)
     add("--rounds", type=int, default=3, metavar="N", help="timed passes of each row (default 3)")
     add("--write", action="store_true", help="explain writing too; for a folder")
     add("--device", default="cpu", metavar="cuda:N", help="GPU memory instead of an ordinary tensor")
@@ -123,7 +123,7 @@ def _explain(given: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def _file(given: argparse.Namespace) -> Iterator[str]:
-    """Returns the file to work on: the one that is named, or in a folder one of ours."""
+    """Yields the file to work on: the one that is named, or a new one in the folder."""
     if not _is_folder(given.path):
         yield given.path
         return
@@ -140,7 +140,7 @@ def _file(given: argparse.Namespace) -> Iterator[str]:
 
 
 def _is_folder(path: str) -> bool:
-    """Returns False for a file that can be explained. Raises NotUsable for anything else."""
+    """Returns True for a folder, False for a file that can be explained. Raises NotUsable for anything else."""
     try:
         about = os.stat(path)
         if stat.S_ISDIR(about.st_mode):
@@ -171,7 +171,7 @@ def _require_device(path: str) -> str:
 
 
 def _require_direct(path: str) -> None:
-    """Raises NotUsable for what can be read through the page cache only, OSError for what cannot be read."""
+    """Raises NotUsable for a file without direct I/O, OSError for one that cannot be read."""
     os.close(os.open(path, os.O_RDONLY))
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -190,7 +190,7 @@ def _default_size() -> int:
 
 
 def _in_time(path: str, most: int) -> int:
-    """Returns the bytes of a pass of ``_PASS_SECONDS``, from one short read of a cold file."""
+    """Returns how many bytes a pass of ``_PASS_SECONDS`` moves, by one short read of a cold file; at most ``most``."""
     tensor = files.filled(nvme_ops.empty(min(most, _LEAST_PASS), dtype=torch.uint8))
     rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
     return min(most, max(_LEAST_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
@@ -206,7 +206,7 @@ def _check_memory(size: int) -> None:
 
 
 def _as_found(task: Task, rounds: int) -> str:
-    """Says how much of a file is in the page cache, and its GB/s as it is; reads that bypass it do not change it."""
+    """Returns a line on how much of a file is in the page cache, and how fast it is read as it is."""
     size, cached = os.path.getsize(task.path), files.cached_bytes(task.path)
     words = "nothing of it in the page cache"
     if cached != 0:
@@ -220,16 +220,16 @@ def _as_found(task: Task, rounds: int) -> str:
 
 
 def _cautions(path: str, size: int) -> list[str]:
-    """Says what makes the file look faster than the device."""
+    """Returns lines on what makes the file look faster than the device."""
     about, cached = os.stat(path), files.cached_bytes(path) or 0
-    missing = about.st_size - about.st_blocks * 512  # stat(2) counts so whatever the file system's block
+    missing = about.st_size - about.st_blocks * 512  # stat(2)'s unit, whatever the file system's block
     words = [f"{size_words(missing)} of it are not on the device (holes or compression)"] if missing > 0 else []
     words += [f"{size_words(cached)} of it stay in the page cache: others map them"] if cached > size // 50 else []
     return [f"caution: {each}" for each in words]
 
 
 def _direction(task: Task, meter: Meter, rounds: int, refused: list[tuple[str, str]]) -> tuple[Judgement, list[str]]:
-    """Returns what was concluded of one direction, and its table and findings."""
+    """Measures one direction; returns the judgement, and its table and findings as lines."""
     rows = make_rows(task)
     for row in rows:
         metered(row, meter)
@@ -265,7 +265,7 @@ def _busy(row: Row) -> float | None:
 
 
 def reached(task: Task) -> str:
-    """Returns the row to be explained: a default handle and an ordinary tensor."""
+    """Returns the name of the row to be explained: a default handle and an ordinary tensor."""
     return GPU if task.gpu is not None else KEPT if task.write else NEW
 
 
@@ -273,7 +273,7 @@ def make_rows(task: Task) -> list[Row]:
     """Returns rows over the first ``task.size`` bytes of its file, which is written only if ``task.write``."""
     ordinary = [GPU] if task.gpu is not None else [KEPT] if task.write else [EMPTY, KEPT, NEW]
     moved, best = task.size * calls(task.size), fio.best(task.size)
-    rows = [fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_out, best)]
+    rows = [fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_cache, best)]
     rows += [*(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
     if task.gpu is not None:
         rows.append(_gds_row(task))
@@ -282,15 +282,15 @@ def make_rows(task: Task) -> list[Row]:
 
 
 def _lock(task: Task) -> bool:
-    """Allocates the page-locked tensor; returns False if the system refuses to lock it, which works all the same."""
-    with warnings.catch_warnings(record=True) as said:
+    """Allocates the page-locked tensor; returns False if the system refuses to lock it. It can be used all the same."""
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         task.locked  # noqa: B018  (made when first asked for)
-    return not any("lock" in str(warning.message) for warning in said)
+    return not any("lock" in str(warning.message) for warning in caught)
 
 
 def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
-    """Returns what the system denies a handle that would make it faster, each with the fix."""
+    """Returns what would make a handle faster but the system refuses, each with the fix."""
     host = Host()
     found = []
     if wanted := os.environ.get("NVME_OPS_BACKEND"):
@@ -313,7 +313,7 @@ def calls(size: int) -> int:
 
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
-    """Returns a row that gets its tensor in each call, so that allocating it is part of the pass."""
+    """Returns a row that gets its tensor for each call, so that allocating a new one is part of the pass."""
     start = handle.sync_pwrite if task.write else handle.sync_pread
     memory: Callable[[], torch.Tensor] = {
         LOCKED: lambda: task.locked,
@@ -330,7 +330,7 @@ def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
 
     def before() -> None:
         memory()
-        task.set_out()
+        task.set_cache()
 
     return Row(name, lambda: timed(move, task.size * calls(task.size)), before)
 

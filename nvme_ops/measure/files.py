@@ -1,4 +1,4 @@
-"""The file that a benchmark works on: makes, compares and drops it from the page cache. ``scratch`` has its folder."""
+"""Makes and compares the file that a benchmark works on; drops it from the page cache. ``scratch`` has its folder."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def make_file(path: str, size: int) -> None:
 
 
 def filled(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, full of arbitrary bytes, so that no page of it is still to be made."""
+    """Fills a uint8 tensor with arbitrary bytes, so that all of its pages exist, and returns it."""
     words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
     torch.arange(words.numel(), out=words).mul_(0x5851F42D4C957F2D)  # Knuth's MMIX multiplier
     return tensor
@@ -62,7 +62,7 @@ def filled(tensor: torch.Tensor) -> torch.Tensor:
 def make_cold(path: str) -> None:
     """Writes the file back and drops it from the page cache (which tmpfs cannot do).
 
-    The kernel leaves pages that somebody else looks at: on a busy machine some are dropped only by another try.
+    The kernel keeps pages that are in use: on a busy machine, it drops some only when asked again.
     """
     with open(path, "rb", buffering=0) as file:
         os.fsync(file.fileno())
@@ -94,7 +94,7 @@ def checksum(path: str) -> int:
 
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """The digest of a tensor's bytes, on any device; the same as of a file that holds them."""
+    """Returns the digest of a tensor's bytes, on any device: that of a file with the same content."""
     return zlib.crc32(bytes_of(tensor.cpu()))
 
 
@@ -106,19 +106,19 @@ def _pieces(path: str) -> Iterator[memoryview]:
 
 
 def cached_share(path: str, size: int = 0) -> float | None:
-    """Returns the share, from 0 to 1, of a file's first ``size`` bytes or all; None if unknown."""
+    """Returns the cached share, 0 to 1, of a file's first ``size`` bytes, or of all; None if unknown."""
     size = min(size or os.path.getsize(path), os.path.getsize(path))
-    there = cached_bytes(path, size) if size else None
-    return None if there is None else there / size
+    cached = cached_bytes(path, size) if size else None
+    return None if cached is None else cached / size
 
 
 def handles_read_the_cache() -> bool:
-    """Returns whether handles with default settings read what is in the page cache from there."""
+    """Returns whether handles with default settings read cached data from the page cache."""
     return os.environ.get("NVME_OPS_CACHE") != "direct"
 
 
 def cached_bytes(path: str, size: int = 0) -> int | None:
-    """Returns how much of the first ``size`` bytes, or all, is in the page cache; None if the kernel does not tell."""
+    """Returns how many of a file's first ``size`` bytes, or of all, are cached; None if the kernel does not tell."""
     with open(path, "rb") as file:
         size = size or os.fstat(file.fileno()).st_size
         pages = native().cached_pages(file.fileno(), 0, size)
@@ -128,7 +128,10 @@ def cached_bytes(path: str, size: int = 0) -> int | None:
 
 
 def _mincore(path: str, descriptor: int, size: int) -> int | None:
-    """Asks mincore(2), which claims that all pages are cached if the caller neither owns the file nor may write it."""
+    """Returns the number of cached pages by mincore(2).
+
+    Returns None if the caller neither owns the file nor may write it: mincore then claims that all pages are cached.
+    """
     if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK):
         return None
     libc = ctypes.CDLL(None)
@@ -140,9 +143,7 @@ def _mincore(path: str, descriptor: int, size: int) -> int | None:
     if address in (None, ctypes.c_void_p(-1).value):
         return None
     try:
-        there = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-        if libc.mincore(address, size, there):
-            return None
-        return sum(byte & 1 for byte in there.raw)
+        pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+        return None if libc.mincore(address, size, pages) else sum(byte & 1 for byte in pages.raw)
     finally:
         libc.munmap(address, size)

@@ -20,12 +20,12 @@ _PAGE = 4096
 
 DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
 RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
-Paths = str | Sequence[str]  # of one file, or of several at once
-Variant = tuple[list[str], str]  # options, and what they do without, in words
+Paths = str | Sequence[str]  # one file, or several at once
+Variant = tuple[list[str], str]  # options, and in words what they do without
 
 
 def variants(shape: list[str]) -> list[Variant]:
-    """Returns options for blocks of a shape, in the memory that suits fio best first, then fallbacks."""
+    """Returns fio's options with ``shape`` (block size, depth): those that are fastest first, then fallbacks."""
     return [
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge", "--fixedbufs=1"], ""),
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge"], "without fixedbufs (memlock limit)"),
@@ -42,7 +42,7 @@ BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
 
 
 def best(size: int) -> list[Variant]:
-    """Returns ``BEST`` for a file of that size; one that is smaller than its block has smaller ones."""
+    """Returns ``BEST`` for a file of ``size`` bytes, with smaller blocks if the file is smaller than one."""
     block = min(BLOCK, max(_PAGE, 1 << size.bit_length() - 1))
     return variants([f"--bs={block}", "--iodepth=32"])
 
@@ -66,9 +66,9 @@ def row(
     operations: bool = False,
     shown: Callable[[Sample], Sample] = lambda sample: sample,
 ) -> Row:
-    """Returns fio's row with the first of ``variants`` that runs, until that fails; the note says what it lacks.
+    """Returns a row of fio with the first of ``variants`` that works, as long as it does; the note says what it lacks.
 
-    The rest is as for ``run``. ``shown`` makes of its samples those of the table.
+    ``shown`` turns fio's samples into those of the table; other arguments are as for ``run``.
     """
     made = Row(name, before=before)
     usable: list[Variant] = []
@@ -77,7 +77,7 @@ def row(
         for options, lacks in [*usable, *variants]:
             try:
                 sample = run(pattern, path(), size, options, operations, lanes)
-            except RuntimeError as error:  # also of the last one: another run may have taken the huge pages
+            except RuntimeError as error:  # even one that worked: another run may have taken the huge pages
                 failure = error
                 continue
             usable[:], made.note = [(options, lacks)], lacks
@@ -89,11 +89,11 @@ def row(
 
 
 def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
-    """Runs fio over ``size`` bytes of every ``path`` at once, directly: ``read``, ``write``, ``randread``, ``rw``.
+    """Runs fio with direct I/O over ``size`` bytes of every ``path`` at once.
 
-    ``lanes`` jobs share the bytes of a path.
-
-    Time and CPU are what fio reports for its job, without starting the process and allocating its memory.
+    ``pattern`` is ``read``, ``write``, ``randread`` or ``rw``. ``lanes`` jobs share the bytes of a path. The sample
+    counts bytes or, with ``operations``, requests. Time and CPU are those that fio reports for its job, without
+    starting the process and allocating its memory.
 
     Raises:
         Unavailable: fio is not installed.
@@ -113,7 +113,7 @@ def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTi
 
 
 def execute(options: Sequence[str]) -> tuple[int, str, str]:
-    """Returns exit status, output (JSON) and errors of fio with these options alone. Raises Unavailable."""
+    """Runs fio with these options alone; returns exit status, output (JSON) and errors. Raises Unavailable."""
     command = stop.tied([require(), "--output-format=json", *options])
     with huge_pages("--iomem=mmaphuge" in options):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
@@ -140,7 +140,7 @@ def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: in
 
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
-    """Parses what fio printed into a sample. Raises RuntimeError with fio's message if it failed."""
+    """Parses fio's output into a sample. Raises RuntimeError with fio's message if it failed."""
     job, _ = read_job(status, output, errors)
     sides = job["read"], job["write"]
     seconds = max(side["runtime"] for side in sides) / 1000
@@ -163,7 +163,7 @@ def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dic
     return job, job["write"] if job["write"]["total_ios"] else job["read"]
 
 
-# Huge pages. A process of its own reserves them while fio runs, and restores their number when the pipe to it closes:
+# Huge pages. A separate process reserves them while fio runs, and restores their number when its standard input closes:
 # at the end of the block, and when the run is killed. Only one such process at a time changes the kernel's counter.
 COUNTER = "/proc/sys/vm/nr_hugepages"
 SIZE = 160 * MIB  # fio's best: 32 blocks of 4 MiB, and room to align them
@@ -194,9 +194,9 @@ change(-got)
 
 @contextmanager
 def huge_pages(wanted: bool = True) -> Iterator[None]:
-    """Reserves ``SIZE`` bytes of them for the block, or as many as there is memory for; none without permission.
+    """Reserves ``SIZE`` bytes of huge pages for the block, or as many as there is memory for; none without permission.
 
-    Only while fio runs, so that nothing else in the run takes them.
+    They are reserved only while fio runs, so that nothing else in the run takes them.
     """
     if not wanted or not os.access(COUNTER, os.W_OK):  # not root: those already reserved may suffice
         yield

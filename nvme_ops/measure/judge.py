@@ -1,11 +1,11 @@
-"""What limits a transfer, judged from measured rates alone: no file is opened here.
+"""Judges what limits a transfer from measured rates alone: no file is opened here.
 
-Steps lead from what was reached to the device's ceiling, each the difference between two rows: a new tensor, a kept
-one, page-locked memory, two lanes, the ceiling. A step is a finding if it is beyond the noise of the run.
+Steps lead from what was reached to the device's ceiling: a new tensor, a kept one, page-locked memory, two lanes, the
+ceiling. Each is the difference between two rows, and a finding if it is beyond the noise of the run.
 
-Noise: each rate is divided by the medians of its row and of its round; ``rows.noise`` of what is left gives, with the
-number of rounds, how much the medians of two rows differ by chance. More than ``_SURE`` times that counts, if the
-rounds agree.
+Noise: each rate is divided by the medians of its row and of its round; ``rows.noise`` of the quotients gives, with the
+number of rounds, how much the medians of two rows differ by chance. A difference counts from ``_SURE`` times that on,
+if the rounds agree.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ NEW = "torch.empty, new"
 GPU = "GPU tensor"
 GDS = "GPU tensor, gds_handle"
 
-#: Differences below this are of no use to anybody, however sure.
+#: Differences below this do not matter, however sure they are.
 LEAST = 0.03
 _SURE = 2.5  # standard errors; some eight comparisons are made
-_PLAINLY = 0.95  # of the ceiling; less may be noise
-_BUSY = 0.85  # of a core; a thread that waits less is not waiting for the device
+_AT_CEILING = 0.95  # of it; the verdict on a lower rate is qualified
+_BUSY = 0.85  # of a core; a thread this busy hardly waits for the device
 _WITHOUT_COPY = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
 _TWO_LANES = "aio_handle(intra_op_parallelism=2)"
 
@@ -40,7 +40,7 @@ Rates = Sequence[float | None]  # bytes per second, round by round; None where a
 
 
 def two_lanes(name: str) -> str:
-    """Returns the name of the row that differs from ``name`` in two lanes."""
+    """Returns the name of the row that is as ``name``, but with two lanes."""
     return f"{name}, 2 lanes"
 
 
@@ -58,7 +58,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Finding:
-    """A cause of lost rate. ``share``: of the gap to the ceiling, what the fix alone closes; shares may overlap."""
+    """Why rate is lost. ``share``: how much of the gap to the ceiling the fix alone closes; shares may overlap."""
 
     name: str
     share: float
@@ -87,7 +87,7 @@ def judge(measured: Measured) -> Judgement:
     verdict += rate_words(ceiling)
     if findings:
         verdict += f"; most is lost to: {findings[0].name} ({findings[0].share:.0%} of the gap)"
-    elif reached / ceiling < _PLAINLY:
+    elif reached / ceiling < _AT_CEILING:
         verdict += ", as far as this run can tell"
     return Judgement(verdict, case.ceiling, case.noise, findings)
 
@@ -111,14 +111,14 @@ def _around_median(row: Rates) -> list[float | None]:
 
 
 class _Case:
-    """The rates of one direction against each other."""
+    """Compares the rates of one direction."""
 
     def __init__(self, measured: Measured) -> None:
         self.measured, self.noise = measured, least_difference(measured.rates)
         known = {name: [rate for rate in row if rate is not None] for name, row in measured.rates.items()}
         self.medians = {name: statistics.median(rates) for name, rates in known.items() if rates}
         self.own = two_lanes(LOCKED) if self.faster(two_lanes(LOCKED), LOCKED) else LOCKED
-        # not the fastest of all rows: with many rows one is fastest by chance
+        # not the fastest of all rows, since one of many is fast by chance
         fio = self.medians.get(FIO, 0.0)
         self.ceiling = self.own if self.medians[self.own] > fio * (1 + self.noise) else FIO
 
@@ -135,18 +135,18 @@ class _Case:
     def findings(self) -> list[Finding]:
         """Returns each finding once, those that cost most first."""
         found = [*self._memory(), *self._lanes()]
-        found += self._rest(bool(found))
+        found += self._above_own(bool(found))
         greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}
         return sorted(greatest.values(), key=lambda finding: -finding.share)
 
     def _finding(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> Finding:
-        """Makes a finding; its ``share`` is the time that ``fast`` saves over ``slow``, of the gap to the ceiling."""
+        """Makes a finding; its ``share`` is the time that ``fast`` saves over ``slow``, over the gap to the ceiling."""
         gap = 1 / self.medians[self.measured.reached] - 1 / self.medians[self.ceiling]
         saved = 1 / self.medians[slow] - 1 / self.medians[fast]
         return Finding(name, min(1.0, max(0.0, saved / gap)) if gap > 0 else 0.0, evidence, fix)
 
     def _step(self, name: str, slow: str, fast: str, evidence: str, fix: str) -> list[Finding]:
-        """Makes a finding if ``fast`` is faster; ``evidence`` has placeholders for the two rates."""
+        """Makes a finding if ``fast`` is faster; ``evidence`` has placeholders for the rates of both."""
         if not self.faster(fast, slow):
             return []
         return [self._finding(name, slow, fast, evidence.format(self.words(slow), self.words(fast)), fix)]
@@ -179,7 +179,7 @@ class _Case:
         return "start several transfers at once (async_pread, wait), and see nvme-report on GPUDirect Storage"
 
     def _lanes(self) -> list[Finding]:
-        """Reports what a second lane gains: with page-locked memory, and where a tensor must stay what it is."""
+        """Reports what a second lane gains, with page-locked memory and with the tensor as it is."""
         reached, busy = self.measured.reached, self.measured.busy
         name, evidence = "one lane", "one lane {}, two lanes {}"
         if busy.get(LOCKED, 0.0) >= _BUSY:
@@ -192,8 +192,8 @@ class _Case:
             found += self._step("CPU", reached, two_lanes(reached), evidence, fix)
         return found
 
-    def _rest(self, found: bool) -> list[Finding]:
-        """Reports what even page-locked memory and two lanes do not reach."""
+    def _above_own(self, found: bool) -> list[Finding]:
+        """Reports the gap between the ceiling and the best that page-locked memory and two lanes reach."""
         reached, own, busy = self.measured.reached, self.own, self.measured.busy.get(self.own, 0.0)
         if not self.faster(self.ceiling, own):
             evidence = f"{reached} {self.words(reached)}; no single step is beyond the noise"

@@ -15,7 +15,7 @@ from nvme_ops.report import storage
 
 @functools.cache  # it takes a second
 def processor() -> str:
-    """Returns the processor's name, or its architecture where it has none."""
+    """Returns the processor's name, or its architecture if the name is not known."""
     import cpuinfo
 
     return str(cpuinfo.get_cpu_info().get("brand_raw") or platform.machine())

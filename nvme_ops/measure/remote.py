@@ -1,4 +1,4 @@
-"""Rows that run in a separate process: what they load may exit, hang or change settings without affecting the rest.
+"""Rows that run in a separate process: the code they load may exit, hang or change settings without affecting others.
 
 Several such processes, asked concurrently, stand for several ranks.
 """
@@ -29,7 +29,7 @@ _PATIENCE = 10.0  # seconds for a process to end by itself
 @contextmanager
 def _without_ctrl_c() -> Iterator[None]:
     """Makes processes started in the block ignore Ctrl-C for good."""
-    resource_tracker.ensure_running()  # which would unblock it
+    resource_tracker.ensure_running()  # started later, it would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -38,7 +38,7 @@ def _without_ctrl_c() -> Iterator[None]:
 
 
 class Remote:
-    """Rows that ``make(*arguments)`` makes in a new process when the first is needed: one, or a list."""
+    """A process, started when first needed, and the row or list of rows that ``make(*arguments)`` returns in it."""
 
     def __init__(
         self,
@@ -50,11 +50,11 @@ class Remote:
         self._make, self._arguments, self._variables = make, arguments, variables or {}
         self._limits = [limit, _FIRST_LIMIT]  # the last one applies; the first answer removes it
         self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
-        self._said = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
-        self._over = ""
+        self._output = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
+        self._gone = ""  # why there is no process any more
 
     def row(self, name: str, number: int = 0) -> Row:
-        """Returns the row as the parent sees it, with the note of the row in the process."""
+        """Returns a row of this process that stands for row ``number`` of the other one, and has its note."""
         made = joint_row(name, [self], number)
 
         def blocks() -> Any:
@@ -66,15 +66,15 @@ class Remote:
         return made
 
     def __enter__(self) -> Remote:
-        """Keeps a process until the end of the block, if one is needed."""
+        """Keeps the process, once started, until the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the process; after an exception, as from a signal, without waiting for its work."""
+        """Ends the process; after an exception, such as a signal's, without waiting for its work."""
         self.close(_PATIENCE if kind is None else 0)
 
     def close(self, patience: float = _PATIENCE) -> None:
-        """Ends the process and everything it started, after at most so many seconds for its work."""
+        """Ends the process and everything it started, after at most ``patience`` seconds for its work."""
         if self._running is not None:
             process, pipe = self._running
             pipe.close()
@@ -82,14 +82,14 @@ class Remote:
             if process.is_alive():
                 stop.kill_group(process)
             process.join()
-        self._said.close()
+        self._output.close()
 
     def _start(self) -> Connection:
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
         pipe, theirs = context.Pipe()
-        said = f"/proc/{os.getpid()}/fd/{self._said.fileno()}"
-        process = context.Process(target=_serve, args=(theirs, said, self._make, self._arguments), daemon=True)
-        # only the parent handles Ctrl-C; and the process is recorded before anything can end the run
+        output = f"/proc/{os.getpid()}/fd/{self._output.fileno()}"
+        process = context.Process(target=_serve, args=(theirs, output, self._make, self._arguments), daemon=True)
+        # only the parent handles Ctrl-C, and it knows the process before anything can end the run
         with mock.patch.dict(os.environ, self._variables), stop.deferred(), _without_ctrl_c():
             process.start()
             self._running = process, pipe
@@ -97,9 +97,9 @@ class Remote:
         return pipe
 
     def send(self, number: int, command: str) -> None:
-        """Asks for the row of that number. Raises Unavailable if the process is gone."""
-        if self._over:
-            raise Unavailable(self._over)
+        """Sends a command for row ``number``. Raises Unavailable if the process is gone."""
+        if self._gone:
+            raise Unavailable(self._gone)
         pipe = self._running[1] if self._running else self._start()
         try:
             pipe.send((number, command))
@@ -108,8 +108,8 @@ class Remote:
 
     def receive(self) -> tuple[Any, str]:
         """Returns the answer and the row's note, or raises the row's exception; Unavailable if the process is gone."""
-        if self._over or self._running is None:
-            raise Unavailable(self._over or "nothing was asked")
+        if self._gone or self._running is None:
+            raise Unavailable(self._gone or "nothing was asked")
         pipe = self._running[1]
         try:
             if not pipe.poll(self._limits[-1]):
@@ -132,17 +132,17 @@ class Remote:
                 reason = f"its process ended with status {process.exitcode}"
             if process.is_alive():
                 stop.kill_group(process)
-        words = [line.strip() for line in self._said if line.strip()]
-        self._over = f"{reason} ({words[-1]})" if words else reason
-        raise Unavailable(self._over)
+        words = [line.strip() for line in self._output if line.strip()]
+        self._gone = f"{reason} ({words[-1]})" if words else reason
+        raise Unavailable(self._gone)
 
 
-def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
-    """Does what the parent asks for until it closes the pipe. All output goes to the file ``said``."""
+def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
+    """Runs the parent's commands until it closes the pipe. All output goes to the file ``output``."""
     stop.serve_parent()
-    output = os.open(said, os.O_WRONLY | os.O_APPEND)
+    file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
-        os.dup2(output, descriptor)
+        os.dup2(file, descriptor)
     rows: list[Row] = []
     while True:
         try:
@@ -162,14 +162,14 @@ def _serve(pipe: Connection, said: str, make: Callable[..., Row | list[Row]], ar
 
 
 def _answer(row: Row, command: str) -> Any:
-    """Runs a pass and checks the page cache, as only this process may know the file."""
+    """Runs a command; here, too, is the page cache checked, since only this process may know the file."""
     if command == "blocks" and row.blocks is None:
         return None
     return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()
 
 
 def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
-    """Joins row ``number`` of all these processes, started together, into one row: their sum."""
+    """Returns a row that starts row ``number`` of all processes together, and joins their passes."""
     row = Row(name)
 
     def ask(command: str) -> Any:

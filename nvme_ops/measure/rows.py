@@ -1,4 +1,4 @@
-"""Rows measured in interleaved rounds, and the statistics of all that measures: medians, paired ratios, noise.
+"""Rows that are measured in interleaved rounds, and the statistics of all measurements: medians, paired ratios, noise.
 
 Rates measured minutes apart are never compared: single passes vary by a fifth on shared machines.
 """
@@ -37,13 +37,13 @@ class Sample:
 
     seconds: float
     amount: int  # bytes or operations, as the table says
-    cpu_seconds: float | None = None  # user and system, of all that did the work
+    cpu_seconds: float | None = None  # user and system, of all threads and processes that did the work
     submit_seconds: float | None = None  # until an asynchronous call returned
-    end_to_end: float | None = None  # seconds that the caller waits, with everything around the transfer
+    end_to_end: float | None = None  # seconds that the caller waits, for everything around the transfer, too
     peak_bytes: int | None = None  # of memory, beyond what was held before
     joules: dict[str, float] = field(default_factory=dict)  # by part of the machine, if it has counters
     from_page_cache: float | None = None  # share of what was read; None for writes and direct reads
-    figures: dict[str, float] = field(default_factory=dict)  # what else a benchmark measured, by column
+    figures: dict[str, float] = field(default_factory=dict)  # further figures of a benchmark, by column
 
     @property
     def rate(self) -> float:
@@ -79,13 +79,13 @@ class BlockTimes:
 
     @classmethod
     def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
-        """Makes one from the seconds of each block."""
+        """Returns the percentiles of the seconds of each block."""
         times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
         return cls(len(complete), *times)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Returns the least value that a ``share`` (0 to 1) of all values do not exceed: the nearest-rank method."""
+    """Returns the least value that at least a ``share`` (0 to 1) of all do not exceed: the nearest-rank method."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
@@ -108,9 +108,9 @@ class Row:
     """One contender of a table.
 
     ``run`` does the work once and says how long it took; ``before`` makes the same starting point for all, untimed;
-    ``check`` looks, after the untimed first pass, whether the work was done, and raises WrongData. ``peer`` names
-    the row of the same call by another package. ``reads`` names the file of the next pass, where what lies in the page
-    cache is read from there.
+    ``check``, called after the untimed first pass, raises WrongData if the work was not done. ``peer`` names the row of
+    the same call by another package. ``reads`` returns the file of the next pass if cached data are read from the page
+    cache.
     """
 
     name: str
@@ -119,7 +119,7 @@ class Row:
     check: Callable[[], None] = _nothing
     peer: str = ""
     note: str = ""
-    blocks: Callable[[], BlockTimes | None] | None = None  # single blocks, one after the other, where it makes sense
+    blocks: Callable[[], BlockTimes | None] | None = None  # times single blocks, one after the other, if it can
     samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
     wrong: bool = False  # the check found wrong bytes
     reads: Callable[[], str] | None = None
@@ -136,7 +136,7 @@ class Row:
         self.found = cached_share(self.reads()) if self.reads is not None else None
 
     def measure(self) -> Sample:
-        """Calls ``run``; adds how much of what it read was in the page cache."""
+        """Calls ``run``; adds which share of the file was in the page cache."""
         sample = self.run()
         return replace(sample, from_page_cache=self.found) if sample.from_page_cache is None else sample
 
@@ -144,11 +144,11 @@ class Row:
 def interleave(
     rows: Sequence[Row], rounds: int, progress: Callable[[str], None] = lambda _: None, warmups: int = 1
 ) -> None:
-    """Runs passes over all rows ``rounds`` times, after one that is checked and ``warmups`` that are only untimed.
+    """Runs a timed pass of every row in each of ``rounds``, after ``warmups`` untimed passes and one that is checked.
 
     Each round has another order, so that slow changes of the machine, and what a row leaves behind, affect all of them.
-    A row that fails keeps the reason as its note; the others go on. Afterwards the rows hold samples, and no longer
-    what they worked on. ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none
+    A row that fails keeps the reason as its note; the others go on. Afterwards the rows hold their samples, but not the
+    memory that they used. ``progress`` is called before each pass, ``len(rows) * (1 + rounds)`` times in all if none
     fails.
     """
     able = []
@@ -188,7 +188,7 @@ def in_turn(items: Sequence[Item], number: int) -> list[Item]:
 
 
 class Noted(Protocol):
-    """What can fail and say so."""
+    """Something that keeps the reason of its failure."""
 
     note: str
     wrong: bool
@@ -196,7 +196,7 @@ class Noted(Protocol):
 
 @contextmanager
 def kept_as_note(row: Noted) -> Iterator[None]:
-    """Keeps the reason as the note of ``row`` if the block fails."""
+    """Keeps the reason as the note of ``row`` if the block fails; exceptions that are no failure of a row pass."""
     try:
         yield
     except WrongData as error:
@@ -204,13 +204,13 @@ def kept_as_note(row: Noted) -> Iterator[None]:
     except Unavailable as reason:
         row.note = str(reason)
     except (OSError, RuntimeError, ValueError, EOFError, MemoryError) as error:
-        if (end := _end_behind(error)) is not None:
+        if (end := _exit_behind(error)) is not None:
             raise end from None
         row.note = f"failed: {type(error).__name__}: {error}".splitlines()[0]
 
 
-def _end_behind(error: BaseException) -> BaseException | None:
-    """Returns the end of the program that was under way; torch raises when a signal has ended its workers as well."""
+def _exit_behind(error: BaseException) -> BaseException | None:
+    """Returns the Ctrl-C or exit that led to an error: torch raises if the signal has ended its workers, too."""
     before = error.__context__
     while before is not None and not isinstance(before, KeyboardInterrupt | SystemExit):
         before = before.__context__
@@ -218,13 +218,13 @@ def _end_behind(error: BaseException) -> BaseException | None:
 
 
 def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | None]) -> list[float]:
-    """Returns my rate over the reference's, round by round; omits rounds that lack either."""
+    """Returns the rates of ``mine`` over those of ``reference``, round by round; omits rounds that lack either."""
     pairs = zip(mine, reference, strict=False)
     return [own.rate / other.rate for own, other in pairs if own is not None and other is not None]
 
 
 def cached_share_of(samples: Sequence[Sample | None]) -> float | None:
-    """Returns the share of all bytes that came from the page cache; None for writes and reads that bypass it."""
+    """Returns the share of all bytes that came from the page cache; None for writes and for reads that bypass it."""
     known = [each for each in samples if each is not None and each.from_page_cache is not None]
     cached = sum((each.from_page_cache or 0) * each.amount for each in known)
     return cached / sum(each.amount for each in known) if known else None
@@ -239,14 +239,14 @@ def summed(rows: Sequence[Row]) -> list[Sample | None]:
     return made
 
 
-_SPREAD_OF_MEDIAN = 1.2533  # of n normal values: sqrt(pi / 2) of that of their mean
-_MEDIAN_DIFFERENCE = 0.9539  # of two normal values of spread 1: sqrt(2) * 0.6745
+_SPREAD_OF_MEDIAN = 1.2533  # that of normal values over that of their mean: sqrt(pi / 2)
+_MEDIAN_DIFFERENCE = 0.9539  # between two normal values of spread 1: sqrt(2) * 0.6745
 
 
 def noise(series: Iterable[Sequence[float | None]]) -> float | None:
-    """Returns the standard deviation of a single value of these series; None if no two follow each other.
+    """Returns the standard deviation of a single value of these series; None if no two values follow each other.
 
-    They are logarithms of rates or ratios, round by round. The median of how much each differs from the one before is
+    Values are logarithms of rates or ratios, round by round. The median of how much each differs from the one before is
     robust, and slow changes of the machine do not count.
     """
     pairs = (pair for each in series for pair in itertools.pairwise(each))
@@ -260,9 +260,9 @@ def noise_of_median(one: float, count: int) -> float:
 
 
 def timed(work: Callable[[], object], amount: int) -> Sample:
-    """Calls ``work`` once, with the CPU time of all threads of this process and of children that ended meanwhile.
+    """Calls ``work`` once; counts the CPU time of this process and of children that end meanwhile.
 
-    Its peak memory is that of this process, known only if the kernel can reset the last peak.
+    The peak memory is that of this process, known only if the kernel can reset the previous peak.
     """
     before = forget_peak()
     cpu = _cpu_seconds()
@@ -289,7 +289,7 @@ def peak() -> int:
 
 
 def median_latency(calls: Iterable[Callable[[], object]]) -> Sample:
-    """Returns the median seconds of short calls, as the sample of one; ``latency`` says what of a call counts."""
+    """Returns the median ``latency`` of short calls, as the sample of one call."""
     return Sample(statistics.median(map(latency, calls)), 1)
 
 
@@ -306,7 +306,7 @@ def _cpu_seconds() -> float:
 
 
 def metered(row: Row, meter: Meter) -> None:
-    """Adds the energy to each pass of a row, and the time that its caller waits."""
+    """Adds to each pass of a row its energy, and the time that its caller waits."""
     inner = row.run
 
     def run() -> Sample:

@@ -1,6 +1,6 @@
 """One run of ``nvme-bench``: makes files and processes, measures all rows in interleaved rounds, removes everything.
 
-And what is shown of it, as text and JSON.
+It also shows the result, as text and JSON.
 """
 
 from __future__ import annotations
@@ -93,12 +93,12 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
 
 
 def contenders(options: Namespace) -> list[Contender]:
-    """Returns the rows in order: fio at its best, then each engine with each of the settings that affect it."""
+    """Returns the contenders in order: fio at its best, then each engine with all settings that differ for it."""
     made = [Contender(fio.NAME, options.settings[0], fio.NAME)] if options.reference else []
     for engine in options.engines:
         takes = ENGINES[engine].takes
         swept = [name for name in options.swept if name in takes]
-        # settings without effect have their defaults
+        # settings that do not affect it have their defaults
         same = [Settings(**{name: getattr(settings, name) for name in takes}) for settings in options.settings]
         for settings in dict.fromkeys(same):
             words = [f"{name} {_value(getattr(settings, name))}" for name in swept]
@@ -126,7 +126,7 @@ def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[
     needed = {folder: count * options.size * copies * options.files for folder, count in processes.items()}
     for folder in needed:
         sweep(folder)  # what it removes counts as free space
-    together: Counter[int] = Counter()  # folders of one file system share what is free there
+    together: Counter[int] = Counter()  # folders of one file system share its free space
     for folder, size in needed.items():
         together[device := os.stat(folder).st_dev] += size
         files.require_space(folder, together[device] + 64 * MIB, _SMALLER)
@@ -154,7 +154,7 @@ class _Crew:
 
     def __init__(self, options: Namespace, tasks: list[Task], stack: contextlib.ExitStack) -> None:
         self._options, self._tasks, self._stack = options, tasks, stack
-        self.sums: list[tuple[Row, list[Row]]] = []  # for --scaling: a row, and those that it is the sum of
+        self.sums: list[tuple[Row, list[Row]]] = []  # for --scaling: a row, and those it sums up
         self._remotes: list[Remote] = []
 
     def rows(self) -> list[Row]:
@@ -184,7 +184,7 @@ class _Crew:
         return remote
 
     def _over(self, name: str, remotes: list[Remote], number: int) -> list[Row]:
-        """Returns one row of all processes; with --scaling also of each alone, and of the first 2, 3, ..."""
+        """Returns a row of all processes; with --scaling also rows of each alone, and of the first 2, 3, ..."""
         if len(remotes) == 1:
             return [remotes[0].row(name, number)]
         if not self._options.scaling:
@@ -223,7 +223,7 @@ def _measured(result: BenchResult) -> list[Row]:
 
 
 def verdict(result: BenchResult) -> str:
-    """Returns in one line which row is the fastest, and which others were no slower in some round."""
+    """Returns one line: which row is the fastest, and which others were no slower in some round."""
     table, rows = result.table, _measured(result)
     rates = {row.name: found for row in rows if (found := spread(table.values(row)))}
     if not rows:
@@ -259,7 +259,7 @@ def ds_io_lines(result: BenchResult) -> str:
 
 
 def blocks_rows(blocks: dict[str, Any]) -> list[Cells]:
-    """Returns the latencies of single blocks, of what ``as_document`` has, in words: us by percentile."""
+    """Returns the ``blocks`` of ``as_document`` as cells: microseconds by percentile."""
     rows = []
     for name, times in blocks.items():
         wanted = [(f"p{100 * share:g}", "complete", share, 0) for share in PERCENTILES]

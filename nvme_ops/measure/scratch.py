@@ -1,9 +1,9 @@
 """The folder of a run: its name, how others see that the run is alive, and how it is removed, if need be later.
 
 It is called ``nvme_ops-bench-`` and 16 random digits, and holds an empty file, ``.lock-`` and the kernel's boot id,
-that the run keeps locked (flock) as long as it lives. A run removes its folder at its end; that of a run that was
-killed is removed by the next one in the same place. That takes only what has both names, belongs to the same user and
-can be locked: nothing of a run that is alive, in another container or on another host either.
+that the run keeps locked (flock) as long as it lives. A run removes its folder at its end; if it was killed, the next
+run in the same place does. It removes only a folder that has both names, belongs to the same user and can be locked,
+so never that of a run that is alive, not even in another container or on another host.
 """
 
 from __future__ import annotations
@@ -39,9 +39,7 @@ _alive: dict[str, int] = {}  # this process's folders, each with the descriptor 
 def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
     """Makes a folder in ``folder`` and removes it at the end, however the run ends, with those of killed runs.
 
-    ``needed``: bytes of free space.
-
-    ``smaller``: the flags that reduce this, for the message.
+    ``needed``: bytes of free space. ``smaller``: the flags that reduce them, for the message.
 
     Raises:
         NotUsable: too little space, or nothing can be written there.
@@ -62,7 +60,7 @@ def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") 
 
 
 def sweep(folder: str) -> None:
-    """Removes what killed runs left in ``folder``; silently leaves whatever is not certain to be that."""
+    """Removes what killed runs left in ``folder``; silently leaves anything that could be something else."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
             if _NAME.fullmatch(name):
@@ -91,7 +89,7 @@ def _make(folder: str) -> str:
 
 
 def _remove_if_dead(place: str) -> None:
-    """Removes a folder. Raises OSError if its run is alive, or it must not be removed."""
+    """Removes the folder of a run that is not alive; leaves what could be another's. Raises OSError if it cannot."""
     about = os.lstat(place)
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         return
@@ -110,7 +108,7 @@ def _remove_if_dead(place: str) -> None:
 
 
 def _remove(place: str, lock: str) -> None:
-    """Removes a folder, its lock last, so that the next run can finish what is left after a failure or a kill."""
+    """Removes a folder, its lock last, so that after a failure or a kill the next run can remove the rest."""
     with os.scandir(place) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
@@ -124,31 +122,30 @@ def _remove(place: str, lock: str) -> None:
 def _end(place: str) -> None:
     if place in _alive:
         with contextlib.suppress(OSError), _children_ignored():
-            # renamed first: an operation left pending by an exception may still open its file, or create it
-            # again
+            # renamed first: an operation left pending by an exception could still open or create its file
             unknown = _new_name(os.path.dirname(place))
             os.rename(place, unknown)
             _remove(unknown, _LOCK + boot_id())
         os.close(_alive.pop(place))
 
 
-@contextlib.contextmanager
+@contextmanager
 def _children_ignored() -> Iterator[None]:
-    """While the block runs the end of a child calls no handler: torch's raises for each worker that a signal ended."""
+    """Suspends the handler of SIGCHLD during the block: torch's raises for each worker that a signal has ended."""
     before = signal.getsignal(signal.SIGCHLD)
-    mine = callable(before) and threading.current_thread() is threading.main_thread()
-    if mine:
+    suspend = callable(before) and threading.current_thread() is threading.main_thread()
+    if suspend:
         signal.signal(signal.SIGCHLD, lambda *_: None)
     try:
         yield
     finally:
-        if mine:
+        if suspend:
             signal.signal(signal.SIGCHLD, before)
 
 
 @atexit.register
 def _end_all() -> None:
-    """Removes all folders, for a signal that came before a ``with`` knew its folder, or during another signal."""
+    """Removes all folders, in case a signal came before a ``with`` knew its folder, or during another signal."""
     if _process == os.getpid():
         with stop.deferred():
             for place in list(_alive):
@@ -159,6 +156,6 @@ _process = os.getpid()
 
 
 def _is_local(place: str) -> bool:
-    """Returns whether only this host can have written there: then a lock from an earlier boot is nobody's."""
+    """Returns whether only this host can have written there; then a lock of an earlier boot has no owner."""
     mount = mount_of(Host(), place)
     return mount is not None and mount.kind in _LOCAL

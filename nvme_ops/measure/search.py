@@ -1,7 +1,7 @@
 """Finds the best settings of a handle within a budget, on machines where single passes vary by 20 %.
 
 1. Openings: a few block sizes with few and with many lanes race against the default.
-2. The values of one setting after another race against the best so far, repeatedly until nothing is undecided.
+2. The values of one setting after another race against the best so far, again and again until all are decided.
 3. The final: a duel of the best and the default in passes of full size, until it is clear or the time is over.
 
 docs/tune.md explains the races. Given the measurements, the search is deterministic.
@@ -35,15 +35,15 @@ Rates: TypeAlias = Mapping[str, float]
 LEAST_GAIN = 0.02
 #: Rounds until a median says anything.
 LEAST_ROUNDS = 3
-_UNKNOWN = 0.1  # standard deviation of a round's ratio, as long as no setting was measured twice
+_UNKNOWN = 0.1  # standard deviation assumed for a round's ratio until a setting has been measured twice
 
 
 @dataclass(frozen=True)
 class Duel:
-    """A challenger against a baseline: above 1 it was faster."""
+    """A challenger's rates over a baseline's."""
 
     challenger: Settings
-    ratios: Sequence[float]  # one for each round
+    ratios: Sequence[float]  # one for each round; above 1 the challenger was faster
     noise: float  # standard deviation of ``ratio``
 
     @property
@@ -53,12 +53,12 @@ class Duel:
 
     @property
     def won(self) -> bool:
-        """True when the challenger was faster by more than two standard deviations of the noise."""
+        """Whether the challenger was faster by more than two standard deviations of the noise."""
         return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.noise)
 
     @property
     def clear(self) -> bool:
-        """True when more rounds would hardly change the result."""
+        """Whether more rounds would hardly change the result."""
         return abs(self.ratio - 1) > max(LEAST_GAIN, 4 * self.noise)
 
     @property
@@ -68,7 +68,7 @@ class Duel:
 
 
 class Rounds:
-    """The rates of all rounds so far. Any two settings that were measured in the same rounds can be compared."""
+    """Keeps the rates of all rounds, to compare any two settings that were measured in the same rounds."""
 
     def __init__(self) -> None:
         self._rates: list[dict[Settings, float]] = []
@@ -77,7 +77,7 @@ class Rounds:
         return len(self._rates)
 
     def measure(self, contestants: Sequence[Settings], measure: Callable[[Settings], Rates | None]) -> bool:
-        """Measures each contestant once, in another order each round; returns False if a pass is None."""
+        """Measures each contestant once, in another order each round; returns False once ``measure`` returns None."""
         rates: dict[Settings, float] = {}
         for settings in in_turn(contestants, len(self)):
             taken = measure(settings)
@@ -88,7 +88,7 @@ class Rounds:
         return True
 
     def duels(self, baseline: Settings) -> dict[Settings, Duel]:
-        """Compares every other setting with ``baseline``, over the rounds that had both.
+        """Compares all other settings with ``baseline``, each over the rounds that had both.
 
         The noise is estimated over all of these duels together, from how much each ratio differs from the previous one,
         so that slow changes of the machine do not count.
@@ -111,25 +111,25 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 DIRECTIONS = ("write", "read")
-LEAST_PASS = 32 * MIB  # of a pass: less would mostly measure how it begins and ends
-# How many short ones a budget should hold, and how many full ones. Longer ones are less noisy by as much as there are
-# fewer of them; but more and shorter ones say less of large blocks, which a pass should have many of.
+LEAST_PASS = 32 * MIB  # a shorter pass would mostly measure how it begins and ends
+# How many short and how many full passes should fit into a budget. Fewer and longer passes are as much less noisy as
+# they are fewer; many and short ones say less about large blocks, since a pass should have many blocks.
 _SHORT_PASSES, _FULL_PASSES = 200, 80
 
 
 @dataclass
 class Passes:
-    """Writes and reads ``tensor``, or the first part of it, to and from the start of an existing file.
+    """Writes and reads ``tensor``, or its first part, to and from the start of an existing file.
 
     Call ``calibrate`` first: it fills the file and chooses the sizes of short and full passes.
     """
 
     path: str
     tensor: torch.Tensor  # bytes, on the CPU or on a GPU; a full pass moves no more than all of them
-    make_handle: Callable[..., aio_handle]  # from settings; that is cheap, so every pass has one of its own
+    make_handle: Callable[..., aio_handle]  # from settings; so cheap that every pass has a handle of its own
     directions: Sequence[str] = DIRECTIONS
-    loops: int = 1  # times that a pass is done; the rate is that of all of them
-    #: Of each read, the share that lay in the page cache all the same, where that is known.
+    loops: int = 1  # repetitions in a pass; the rate is that of all together
+    #: The share of each read that was in the page cache all the same, where it is known.
     cached: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -175,7 +175,7 @@ class Passes:
             handle.sync_pread(memory, self.path, 0)
         else:
             handle.sync_pwrite(memory, self.path, 0)
-            if self._buffered:  # else the device has it
+            if self._buffered:  # otherwise it is on the device already
                 sync(self.path)
         return time.perf_counter() - start
 
@@ -193,12 +193,12 @@ def _direct(path: str) -> bool:
 Measure: TypeAlias = Callable[[Settings, bool], Rates]
 
 DEFAULT = Settings()
-#: By how much the rates may fall for a simpler setting. What is known as exactly as this is not measured again.
+#: How much rate a simpler setting may cost. A ratio that is known this exactly is not measured again.
 TIE = 0.01
 #: The share of the budget for the races; the rest is for the final.
 RACE_SHARE = 0.7
 _OPENING_ROUNDS, _ROUNDS = 2, 3  # of a race
-_CERTAIN = 3  # standard deviations below the fastest, and a challenger drops out
+_CERTAIN = 3  # a challenger this many standard deviations below the fastest drops out
 _LEAST_FINAL, _MOST_FINAL = 5, 40  # rounds
 
 
@@ -211,7 +211,7 @@ class Axis:
 
 
 def axes(processors: int) -> list[Axis]:
-    """Returns the settings to try with so many processors. More lanes than processors only add threads."""
+    """Returns the settings to try, with at most as many lanes as ``processors``: more would only add threads."""
     return [
         Axis("block_size", [128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB, 8 * MIB]),
         Axis("queue_depth", [4, 8, 16, 32, 64, 128]),
@@ -227,7 +227,7 @@ def _switch(text: str) -> bool:
     return text.lower() in ("1", "true")
 
 
-#: What can be swept, by ds_nvme_tune's names: the setting, and how a value is read.
+#: What can be swept, by ds_nvme_tune's names: the setting, and the parser of a value.
 SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
     "block_size": ("block_size", size),
     "queue_depth": ("queue_depth", positive),
@@ -239,9 +239,9 @@ SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 def swept(name: str, values: Iterable[object]) -> Axis:
     """Returns the axis of a name in ``SWEPT``, with each value once. Raises ValueError, which says what is wrong."""
-    setting, read = SWEPT[name]
+    setting, parse = SWEPT[name]
     try:
-        return Axis(setting, list(dict.fromkeys(read(str(value)) for value in values)))
+        return Axis(setting, list(dict.fromkeys(parse(str(value)) for value in values)))
     except argparse.ArgumentTypeError as error:
         raise ValueError(f"{name}: {error}") from None
 
@@ -251,23 +251,23 @@ class Outcome:
     """What a search found, or has found so far."""
 
     best: Settings
-    baseline: Settings  # the default, or what is nearest to it where that is not searched
-    challenger: Settings  # the baseline itself where nothing challenges it
+    baseline: Settings  # the default, or if that is not searched the nearest to it
+    challenger: Settings  # the baseline itself if nothing challenges it
     final: Duel | None  # None without challenger, or before there were enough rounds
     axes: Sequence[Axis]
     rates: Mapping[Settings, Rates]  # medians
     passes: Mapping[Settings, int]  # how often each was measured
     races: Mapping[Settings, Duel]  # what was measured in the same races as ``best``, against it
-    complete: bool  # or the time was over before the final was
+    complete: bool  # False if the time was over before the final
 
 
 @dataclass
 class Search:
-    """One search over the combinations of ``axes``; settings that are no axis keep their default."""
+    """Searches the combinations of ``axes``; settings that are no axis keep their default."""
 
     measure: Measure
     axes: Sequence[Axis]
-    spent: Callable[[], float]  # the share of the budget that is gone; once it is 1 nothing begins but the first pass
+    spent: Callable[[], float]  # share of the budget that is used; from 1 on only the first pass may begin
     progress: Callable[[str], None] = lambda _: None  # called with what is done next
 
     def __post_init__(self) -> None:
@@ -278,7 +278,7 @@ class Search:
 
     def find(self) -> Outcome:
         """Runs the search. An exception of ``measure`` ends it; ``outcome`` then returns what is known."""
-        self._pass(False, self._baseline)  # there is always something to tell
+        self._pass(False, self._baseline)  # so that there is always a result
         raced = [self._race(self._openings(), _OPENING_ROUNDS)]
         while any(raced):
             raced = [self._race(self._along(axis), _ROUNDS) for axis in self.axes]
@@ -290,7 +290,7 @@ class Search:
         return self.outcome()
 
     def outcome(self) -> Outcome:
-        """Returns what is known so far. Before a final the best is what the races found."""
+        """Returns what is known so far. Before the final, the best is the winner of the races."""
         final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
         best = self._best if final is None or final.won else self._baseline
         return Outcome(
@@ -335,7 +335,7 @@ class Search:
         return [settings for settings in challengers if settings not in decided]
 
     def _choose(self, challengers: Sequence[Settings]) -> None:
-        """Makes the fastest the best, if it is faster beyond the noise; then the simplest one that is as fast."""
+        """Makes the fastest challenger the best if it is faster beyond the noise, then the simplest that is as fast."""
 
         def at_least(settings: Settings) -> float:
             duel = duels.get(settings)
@@ -350,7 +350,7 @@ class Search:
         self._best = min([self._best, *equal], key=self._cost)
 
     def _cost(self, settings: Settings) -> tuple[int, int, int, int]:
-        """Ranks settings by simplicity: lanes (threads), switches (CPU), distance from default, memory in flight."""
+        """Ranks settings by simplicity: lanes (threads), switches (CPU), difference from default, memory in flight."""
         unlike = sum(getattr(settings, axis.name) != getattr(self._baseline, axis.name) for axis in self.axes)
         switches = settings.single_submit + settings.overlap_events
         return settings.intra_op_parallelism, switches, unlike, settings.block_size * settings.queue_depth

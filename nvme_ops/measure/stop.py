@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)
 def measuring(name: str) -> Callable[[Main], Main]:
     """Decorates the ``main`` of a command that measures: however it ends, its files are removed.
 
-    As ``arguments.command``, and SIGNALS end it too, and a place that cannot be used with status 2.
+    Adds to ``arguments.command``: SIGNALS end it by an ordinary exit, NotUsable with a line and status 2.
     """
 
     def decorated(main: Main) -> Main:
@@ -68,12 +68,12 @@ def leave_on_signals() -> None:
 
 @contextmanager
 def deferred() -> Iterator[None]:
-    """Defers SIGNALS and SIGINT to the end of the block. In the main thread; others never get one."""
-    came: list[int] = []
+    """Defers SIGNALS and SIGINT to the end of the block. Only the main thread gets any."""
+    arrived: list[int] = []
     before = {}
 
     def remember(number: int, _: FrameType | None) -> None:
-        came.append(number)
+        arrived.append(number)
 
     try:
         if threading.current_thread() is threading.main_thread():
@@ -84,14 +84,14 @@ def deferred() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-        for late in came:
+        for late in arrived:
             signal.raise_signal(late)
 
 
 def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
-    """Returns the command as a child that the kernel signals when the thread that starts it ends, even if killed.
+    """Returns a command that runs ``command`` and gets the signal ``end`` when the thread that starts it ends or dies.
 
-    Returns it unchanged without util-linux's setpriv. A ``preexec_fn`` would cost a copy of all page tables.
+    Returns ``command`` without util-linux's setpriv. A ``preexec_fn`` instead would cost a copy of all page tables.
     """
     found = _setpriv()
     return [found, "--pdeathsig", end, "--", *command] if found else list(command)
@@ -107,9 +107,9 @@ def _setpriv() -> str:
 
 
 def serve_parent() -> None:
-    """Ties a process of multiprocessing to its parent, which handles signals from the terminal: it ends with it.
+    """Makes this process of multiprocessing end with its parent, and leaves signals from the terminal to that.
 
-    The process gets a process group of its own, which includes what it starts: ``kill_group`` ends them together.
+    It gets a process group of its own, which includes what it starts: ``kill_group`` ends them together.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.setpgid(0, 0)
@@ -125,7 +125,7 @@ def serve_parent() -> None:
 
 
 def kill_group(process: multiprocessing.process.BaseProcess) -> None:
-    """Kills a process that has called ``serve_parent``, with everything it started; before that call, it alone."""
+    """Kills a process that has called ``serve_parent`` and all that it started; before that call, only itself."""
     if process.pid is None:
         return
     try:

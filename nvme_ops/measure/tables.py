@@ -1,4 +1,4 @@
-"""Tables of rows: as text, as JSON, as a picture; and where a command puts what it found."""
+"""Tables of rows, as text, JSON and pictures; and the outputs of a command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns,
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
 
 FROM_PAGE_CACHE = "from page cache"
-ALONE = "the sum of each alone"  # what rows of several devices are divided by
+ALONE = "the sum of each alone"  # by which rows of several devices are divided
 
 _Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
 
@@ -45,7 +45,7 @@ def _ratio(value: float) -> str:
     return rounded(value, 3)
 
 
-#: What a table can tell beside its unit: of each pass a value, and how its median is written.
+#: The columns that a table can have beside its unit: the value of a pass, and how to show the median.
 COLUMNS: dict[str, _Column] = {
     "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
     "CPU s/GiB": (lambda each: each.cpu_per_gib, "{:.3f}".format),
@@ -69,18 +69,18 @@ class Table:
     unit: str
     rows: list[Row]
     reference: str = ""
-    columns: Sequence[str] = ("CPU s/GiB", FROM_PAGE_CACHE)  # those of COLUMNS that a row has; for rates of bytes
+    columns: Sequence[str] = ("CPU s/GiB", FROM_PAGE_CACHE)  # in COLUMNS; for rates, if a row has values
     peers: str = "DeepSpeed"  # what the rows named by ``Row.peer`` are called together
 
     def values(self, row: Row) -> list[float]:
-        """Returns what the row measured, in the table's unit."""
+        """Returns the row's rates, or times, in the table's unit."""
         taken = [sample for sample in row.samples if sample is not None]
         if self.unit in TIMES:
             return [sample.seconds / TIMES[self.unit] for sample in taken]
         return [sample.rate / RATES[self.unit] for sample in taken]
 
     def against(self, row: Row, name: str) -> list[float]:
-        """Returns the row over the row ``name``, round by round; a ratio of times if the unit is one, else of rates."""
+        """Returns the row over the row ``name``, round by round: ratios of times if the unit is one, else of rates."""
         other: list[Sample | None] = next((each.samples for each in self.rows if each.name == name), [])
         pair = (other, row.samples) if self.unit in TIMES else (row.samples, other)
         return paired_ratios(*pair)
@@ -93,7 +93,7 @@ class Table:
 
 
 def values_of(row: Row, column: str) -> list[float]:
-    """Returns what a row has of a column, pass by pass."""
+    """Returns the values of a row in a column, pass by pass, where there are any."""
     values = (COLUMNS[column][0](sample) for sample in row.samples if sample is not None)
     return [value for value in values if value is not None]
 
@@ -104,7 +104,7 @@ def _spread(values: Sequence[float]) -> dict[str, float] | None:
 
 
 def as_json(table: Table) -> dict[str, Any]:
-    """Returns everything of a table, and each round's figures."""
+    """Returns a table with the figures of each round."""
     columns = table.known_columns()
     return {
         **{name: getattr(table, name) for name in ("group", "title", "unit", "reference", "peers")},
@@ -122,11 +122,11 @@ def as_json(table: Table) -> dict[str, Any]:
     }
 
 
-Cells = dict[str, str]  # of a row, by column
+Cells = dict[str, str]  # a row's text by column
 
 
 def cells(document: Mapping[str, Any]) -> list[Cells]:
-    """Returns the rows of what ``as_json`` gave, in words: medians, with the minimum and maximum in brackets."""
+    """Returns the rows of an ``as_json`` as text: medians, with the minimum and maximum in brackets."""
 
     def ranged(found: Mapping[str, float] | None, digits: int) -> str:
         return with_range(Spread(**found) if found else None, digits)
@@ -146,7 +146,7 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
 
 
 def filled(rows: Iterable[Cells]) -> list[Cells]:
-    """Returns the rows without the columns that none of them fills, but for the first one."""
+    """Returns the rows with the first column and those that any row fills."""
     rows = list(rows)
     first, *names = dict.fromkeys(name for row in rows for name in row) or [""]
     kept = [first, *(name for name in names if any(row.get(name, "-") not in ("", "-") for row in rows))]
@@ -159,7 +159,7 @@ def as_text(table: Table) -> str:
 
 
 def cells_text(rows: Sequence[Cells]) -> str:
-    """Returns a table of words; notes have no heading."""
+    """Returns the rows as aligned text; notes have no heading."""
     head = ["" if name == "note" else name for name in rows[0]] if rows else []
     return columns_text([head, *(list(row.values()) for row in rows)])
 
@@ -202,21 +202,21 @@ def _draw(axis: Any, table: Table, folder: str) -> None:
     axis.invert_yaxis()
     title = f"{table.title}; {os.path.basename(folder.rstrip('/')) or folder}" if folder else table.title
     axis.set_title("\n".join(textwrap.wrap(title, 70)), loc="left", fontsize=10)
-    axis.set_xlabel(f"{table.unit}: median, least and most", fontsize=9)
+    axis.set_xlabel(f"{table.unit}: median, minimum and maximum", fontsize=9)
 
 
-# Where a command puts what it found
+# The outputs of a command
 
 
 def add_outputs(add: Callable[..., Any], kinds: str) -> None:
-    """Adds ``--json`` and ``--output``. ``kinds``: endings of the files that there are, in words."""
+    """Adds ``--json`` and ``--output``. ``kinds``: the endings that a file can have, in words."""
     add("--json", action="store_true", help="JSON on standard output, instead of text")
-    words = f"also to this file, by its ending: {kinds}; may be repeated"
+    words = f"also write this file, by its ending: {kinds}; may be repeated"
     add("--output", action="append", default=[], metavar="FILE", help=words)
 
 
 def check_outputs(files: Sequence[str], pictures: bool = False) -> None:
-    """Raises ValueError if a file cannot be written, before any work is done. Without ``pictures`` there is JSON."""
+    """Raises ValueError if a file cannot be written, before any work is done. Without ``pictures``, only JSON can."""
     for file in files:
         check_output("--output", file)
         ending = os.path.splitext(file)[1].lower()
@@ -250,7 +250,7 @@ def deliver(
 
 
 def show_progress(words: str) -> None:
-    """One line that is written over, on a terminal only."""
+    """Shows a line that the next one overwrites, on a terminal only."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\033[K{words}")
         sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""The command ``nvme-tune``: tunes each device by itself; ds_nvme_tune's flags, with their meaning, and ours."""
+"""The command ``nvme-tune``: tunes each device by itself; ds_nvme_tune's flags, with the same meaning, and ours."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def parser() -> argparse.ArgumentParser:
     add("--sweep_config", metavar="FILE.json", help="the values to try, see below")
     add("--no_read", action="store_true", help="do not measure reads")
     add("--no_write", action="store_true", help="do not measure writes")
-    words = "bytes of a full pass, at most, 32M at least; the search takes shorter ones (default 400M)"
+    words = "the most bytes of a pass, at least 32M; most passes are shorter (default 400M)"
     add("--io_size", type=size, default="400M", metavar="SIZE", help=words)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     add("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
@@ -115,15 +115,15 @@ def parser() -> argparse.ArgumentParser:
     add("--explain", action="store_true", help="show why the best is the best, and how flat the optimum")
     add_outputs(add, ".json")
     add("--no_store", action="store_true", help="do not keep the result for aio_handle.tuned")
-    add("--replace", action="store_true", help="keep the result even where a better founded one is kept already")
+    add("--replace", action="store_true", help="keep the result even if a more reliable one is kept already")
     made.add_argument("--version", action="version", version=f"nvme-tune {__version__}")
     return made
 
 
 def parse(words: Sequence[str] | None) -> Namespace:
-    """Returns the flags and what follows from them, checked: ``axes``, ``directions`` and ``way`` (``identity.WAYS``).
+    """Returns the flags, checked, and what follows from them: ``axes``, ``directions`` and ``way`` (``device.WAYS``).
 
-    Exits with status 2 and a message on wrong ones.
+    Exits with status 2 and a message on wrong arguments.
     """
     made = parser()
     given = made.parse_args(words)
@@ -168,7 +168,7 @@ def _check(given: Namespace) -> None:
 
 
 def _sweep_axes(path: str) -> list[search.Axis]:
-    """Parses a sweep configuration; settings that it omits keep their default. ValueError says what is wrong."""
+    """Parses a sweep configuration; settings that it omits keep their default. Raises ValueError for a wrong one."""
     try:
         found = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
@@ -195,25 +195,25 @@ Say = Callable[[str], None]
 class Tuned:
     """One device and the settings found for it."""
 
-    folders: list[str]  # all that lie on it
+    folders: list[str]  # all given ones on this device
     identity: Identity
     outcome: search.Outcome
     seconds: float
     pass_size: int  # bytes of a full pass
-    from_page_cache: float | None = None  # the share of what was read, the mean of all passes
+    from_page_cache: float | None = None  # the mean share of what the passes read
 
 
 @dataclass
 class TuneResult:
     """What was found, also if Ctrl-C ended it early."""
 
-    options: Namespace  # of ``options.parse``
+    options: Namespace  # of ``parse``
     devices: list[Tuned] = field(default_factory=list)
     interrupted: bool = False
 
     @property
     def best(self) -> Settings:
-        """The settings for all devices at once: those found for each of them if they are the same, or the default."""
+        """The settings for all devices: those found if they are the same for each, else the default."""
         found = {tuned.outcome.best for tuned in self.devices}
         return found.pop() if len(found) == 1 else self.devices[0].outcome.baseline
 
@@ -290,7 +290,7 @@ class _Tuning:
 
 
 def _open_log(folder: str) -> TextIO:
-    """Opens a file for one line of JSON for each pass. Raises NotUsable if it cannot be written."""
+    """Opens a file that gets a line of JSON for each pass. Raises NotUsable if it cannot be written."""
     try:
         os.makedirs(folder, exist_ok=True)
         return open(os.path.join(folder, "passes.jsonl"), "w", encoding="utf-8", buffering=1)
@@ -314,8 +314,8 @@ def _memory(options: Namespace) -> torch.Tensor:
         raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
 
 
-_HASTY = 0.25  # of the earlier run's seconds
-_FLAT = 0.03  # settings that lose no more than this
+_HASTY = 0.25  # of the earlier run's seconds; a shorter run does not replace its result
+_FLAT = 0.03  # loss of rate up to which settings count as equally good
 _ORDER = ("single_submit", "overlap_events", "intra_op_parallelism", "queue_depth", "block_size")  # ds_nvme_tune's
 
 
@@ -407,7 +407,7 @@ def _duel(duel: search.Duel) -> str:
 
 
 def _why(outcome: search.Outcome) -> str:
-    """Compares each setting's values, with the best's other values, over the rounds that measured the best."""
+    """Compares the values of each setting, the others being the best, over the rounds that measured the best."""
     if not outcome.races:
         return "why: too little was measured"
     noise = next(iter(outcome.races.values())).noise_of_a_pass
@@ -437,10 +437,7 @@ def _why(outcome: search.Outcome) -> str:
 
 
 def why_keep(known: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    """Returns why ``known`` is more reliable than ``found``; an empty string if ``found`` may replace it.
-
-    Both come from ``details``.
-    """
+    """Returns why ``known`` is more reliable than ``found`` (both from ``details``); empty if it may be replaced."""
     if (known.get("from_page_cache") or 0) < 0.5 <= (found.get("from_page_cache") or 0):
         return "this run read from the page cache, that one from the device"
     if missing := sorted(_directions(known) - _directions(found)):

@@ -55,11 +55,11 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
     add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
-    words = f"of a data set, about; at least {LEAST_BATCHES} batches, at most {_MOST_SAMPLES:,} samples (default 2G)"
+    words = f"about, of a data set; {LEAST_BATCHES} batches at least, {_MOST_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
-    add("--workers", type=positive, default=2, metavar="N", help="of torch's loaders (default 2)")
-    add("--seconds", type=float, default=2.0, metavar="S", help="of one measurement, at least (default 2)")
-    add("--accelerators", type=positive, metavar="N", help="so many; default: as many as are fed")
+    add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
+    add("--seconds", type=float, default=2.0, metavar="S", help="least duration of a measurement (default 2)")
+    add("--accelerators", type=positive, metavar="N", help="feed N of them (default: find how many can be fed)")
     words = "emulated accelerators take F times as long for a batch (default 1)"
     add("--slower", type=float, default=1.0, metavar="F", help=words)
     add_outputs(add, ".json (every measurement); with --json the tables go to standard error")
@@ -124,7 +124,7 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
 
 
 class _Lines:
-    """The lines of a job's table; the first one is the head."""
+    """The lines of a job's table."""
 
     def __init__(self, found: dict[str, Any], *head: str) -> None:
         self._found, self._head, self._lines = found, head, list[Cells]()
@@ -134,7 +134,7 @@ class _Lines:
 
     @contextlib.contextmanager
     def of(self, name: str) -> Iterator[None]:
-        """Adds a line with the reason if the block fails; the other lines are still measured."""
+        """Adds a line with the reason if the block fails, and goes on."""
         row = Row(name)
         with kept_as_note(row):
             yield
@@ -156,7 +156,7 @@ class _Lines:
 
 def _sizes(job: Job, total: int) -> list[int]:
     count = min(_MOST_SAMPLES, max(LEAST_BATCHES * job.batch, int(total / job.record)))
-    count -= count % job.batch  # a smaller batch would take as long to compute on
+    count -= count % job.batch  # a smaller batch would count as much computing
     chance = random.Random(0)
     least, most = job.record / 8, 2 * job.record
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]

@@ -1,4 +1,4 @@
-"""Emulated accelerators: each computes on a batch for a while, and meanwhile the next one is read."""
+"""Emulated accelerators: while each computes on a batch, the next one is read."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ _MOST = 1 << 14  # accelerators
 
 @dataclass(frozen=True)
 class Fed:
-    """What a number of accelerators got."""
+    """How a number of accelerators were fed."""
 
     accelerators: int
-    utilization: float  #: busy / total, of all, from their first batch on
+    utilization: float  #: their busy time over all of their time, from their first batch on
     samples: int
     nbytes: int
-    seconds: float  #: from the first batch on, until the last one was computed on
+    seconds: float  #: from the first batch until the last one was computed on
     waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, except its first
-    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch until it arrived
+    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch to its arrival
 
     @property
     def rate(self) -> float:
@@ -46,11 +46,11 @@ class Fed:
 
 
 def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> Fed:
-    """Feeds ``accelerators`` from one stream of batches, each of which takes one of them ``compute`` seconds.
+    """Feeds ``accelerators`` from one stream of batches; each batch takes one accelerator ``compute`` seconds.
 
     An accelerator asks for its next batch when it begins to work on one, as with two buffers, and waits if that has not
-    arrived when it is done. Epochs begin cold; the time between two of them is left out. Counts from the first batch
-    on, for ``seconds`` and until each has had four batches.
+    arrived when it is done. Epochs begin cold; the time between two of them does not count. Feeds for ``seconds`` at
+    least, and until each has had four batches.
     """
     clock = _Clock()
     batches = iter(_epochs(reader, clock))
@@ -87,7 +87,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
 
 
 class _Clock:
-    """Time that can be stopped."""
+    """Time that does not count what is left out."""
 
     def __init__(self) -> None:
         self._stopped = 0.0
@@ -119,7 +119,7 @@ def cool(reader: Reader) -> None:
 
 
 def search(measure: Callable[[int], Fed], most: int = _MOST) -> tuple[int, list[Fed]]:
-    """Returns how many accelerators are fed, 0 if not even one, and what was measured on the way, in order."""
+    """Returns how many accelerators can be fed, 0 if not even one, and all that was measured, by their number."""
     found: dict[int, Fed] = {}
 
     def fed(count: int) -> bool:

@@ -22,8 +22,8 @@ from nvme_ops.measure.rows import Unavailable, WrongData
 from nvme_ops.text import MIB, size_words
 
 OURS = "nvme_ops"
-_CONTENT = 16 << 20  # bytes of noise that samples are cut from
-_NUMBER = 8  # bytes at the beginning of a sample that are its number
+_CONTENT = 16 << 20  # bytes of noise, parts of which are the samples
+_NUMBER = 8  # bytes of a sample's number, with which it begins
 _SHARDS = 8
 _FILES, _MOST_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
 LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
@@ -35,14 +35,14 @@ Batches = Iterable[Sequence[Any]]
 
 @dataclass(frozen=True)
 class DataSet:
-    """Samples of one job, in a folder.
+    """The samples of a job.
 
     Args:
-        folder: for the data sets of all readers.
+        folder: where readers write them.
         sizes: bytes of each sample, at least 8.
-        batch: samples.
+        batch: samples of a batch.
         shuffled: read at random.
-        workers: of torch's loaders.
+        workers: processes of torch's loaders.
     """
 
     folder: Path
@@ -56,7 +56,7 @@ class DataSet:
         return random.Random(0).randbytes(_CONTENT)
 
     def sample(self, number: int) -> bytes:
-        """Returns a sample, which begins with its number."""
+        """Returns a sample: its number, and noise."""
         size, place = self.sizes[number] - _NUMBER, number * 4096 % _CONTENT
         noise = self._noise[place : place + size]
         left = size - len(noise)
@@ -68,17 +68,17 @@ class DataSet:
         )
 
     def samples(self) -> Iterator[bytes]:
-        """Yields all of them."""
+        """Returns all samples, in order."""
         return map(self.sample, range(len(self.sizes)))
 
     def is_sample(self, found: Any) -> bool:
-        """Returns whether these are the bytes of a sample."""
+        """Returns whether ``found``, bytes or a tensor, is a sample."""
         content = found if isinstance(found, bytes) else bytes(found.numpy().data)
         number = int.from_bytes(content[:_NUMBER], "little")
         return number < len(self.sizes) and content == self.sample(number)
 
     def part(self, count: int) -> DataSet:
-        """Returns the first samples, in whole batches."""
+        """Returns the first ``count`` samples, in whole batches, at least one."""
         return replace(self, sizes=self.sizes[: count - count % self.batch or self.batch])
 
     @property
@@ -87,7 +87,7 @@ class DataSet:
         return sum(self.sizes)
 
     def path(self, name: str) -> Path:
-        """Returns a new folder."""
+        """Makes a folder; returns its path."""
         made = self.folder / name
         made.mkdir()
         return made
@@ -95,7 +95,7 @@ class DataSet:
 
 @dataclass
 class Reader:
-    """A data set in some format: ``batches`` begins an epoch, ``files`` are to be made cold before it."""
+    """A data set in some format. ``batches`` begins an epoch; ``files`` are dropped from the page cache before it."""
 
     name: str
     data: DataSet
@@ -134,12 +134,12 @@ def _torch_loader(data: DataSet, samples: Any, **more: Any) -> Callable[[], Batc
 
 
 def _without_ctrl_c(_: int) -> None:
-    """Leaves Ctrl-C to the parent, which ends its workers: otherwise they would seem to have failed."""
+    """Leaves Ctrl-C to the parent, which ends its workers; otherwise they would seem to have failed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _require_shared_memory(data: DataSet) -> None:
-    """Raises Unavailable if the batches of torch's workers do not fit: torch would wait for such a batch forever."""
+    """Raises Unavailable if the batches of torch's workers do not fit: torch would wait forever to place one."""
     if not data.workers:
         return
     needed = (_PREFETCHED * data.workers + 1) * data.batch * max(data.sizes)
@@ -164,7 +164,7 @@ def _collated(samples: list[Any]) -> Any:
 
 
 class _Samples(torch.utils.data.Dataset[Any]):
-    """Each of them is what ``read`` returns for one of ``places``."""
+    """A dataset whose samples are what ``read`` returns for each of ``places``."""
 
     def __init__(self, places: Sequence[Any], read: Callable[[Any], Any]) -> None:
         self._places, self._read = places, read
@@ -189,7 +189,7 @@ def plain(data: DataSet) -> Reader:
 def _first_tensor(path: Path) -> Any:
     from safetensors.torch import load_file
 
-    return load_file(path)["sample"].clone()  # it maps the file: what is not used is not read
+    return load_file(path)["sample"].clone()  # load_file maps the file: only what is used is read
 
 
 def safetensors(data: DataSet) -> Reader:
@@ -226,7 +226,7 @@ def memmap(data: DataSet) -> Reader:
 
 
 def webdataset(data: DataSet) -> Reader:
-    """Tars, shuffled as webdataset does: the order of the shards, and a buffer of samples."""
+    """Tars, read by webdataset and shuffled its way: the order of the shards, and a buffer of samples."""
     wds = _needed("webdataset", "webdataset")
     folder = data.path("webdataset")
     for shard in range(min(_SHARDS, len(data.sizes))):
@@ -292,7 +292,7 @@ def made(name: str, data: DataSet) -> Reader:
 
 
 def checked(reader: Reader) -> Iterator[Sequence[Any]]:
-    """Yields the batches of an epoch, and raises WrongData if one of them differs from what was written."""
+    """Yields the batches of an epoch. Raises WrongData if the first or last sample of one is not as it was written."""
     seen = 0
     for batch in reader.batches():
         if not reader.data.is_sample(batch[0]) or not reader.data.is_sample(batch[len(batch) - 1]):

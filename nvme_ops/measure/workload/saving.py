@@ -1,4 +1,4 @@
-"""The jobs that write: how long they keep an accelerator from computing, with this package and written by hand."""
+"""The jobs that write: how long they keep an accelerator from computing, with this package and with plain torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Write = Callable[[], object]
 
 
 class Way(NamedTuple):
-    """What writes once, and what is done before each write, untimed."""
+    """A function that writes once, and one that is called before each write, untimed."""
 
     write: Write
     before: Write = lambda: None
@@ -45,7 +45,7 @@ def _by_torch(model: dict[str, torch.Tensor], path: Path) -> None:
 
 @contextmanager
 def _checkpoint_in_the_background(folder: Path, nbytes: int) -> Iterator[Way]:
-    """Waits for the previous save, as a program must that has memory for one copy."""
+    """Waits for the previous save, as a program with memory for a single copy must."""
     under_way: list[Future[None]] = []
 
     def save(model: dict[str, torch.Tensor], path: Path) -> None:
@@ -86,7 +86,7 @@ def _log_file(folder: Path, job: Writing) -> Iterator[Way]:
 
 @contextmanager
 def _swapped(folder: Path, nbytes: int) -> Iterator[Way]:
-    """Reads the next layer, and writes the last one, while one is computed on."""
+    """Writes a layer after computing on it, and reads the next one ahead."""
     layers = _layers(nbytes)
     with Session(folder, name="layers") as session, TensorStore(session) as store:
         for number, layer in enumerate(layers):
@@ -125,12 +125,12 @@ def _swapped_by_torch(folder: Path, nbytes: int) -> Iterator[Way]:
 
 
 def _layers(nbytes: int) -> list[torch.Tensor]:
-    """Returns the states of layers; a turn of ``nbytes`` reads one and writes one."""
+    """Returns the states of three layers; to read one and write one moves ``nbytes``."""
     return [torch.full((max(1, nbytes // 8),), float(number)) for number in range(3)]
 
 
 def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], AbstractContextManager[Way]]]:
-    """Returns context managers of the ways to write, by name."""
+    """Returns the ways to write, by name, as context managers."""
     if job.name == "inference-log":
         return {
             "nvme_ops.data.AsyncLog": lambda: _log(folder, job),
@@ -149,7 +149,7 @@ def ways(job: Writing, folder: Path, nbytes: int) -> dict[str, Callable[[], Abst
 
 
 def measured(make: Callable[[], AbstractContextManager[Way]], nbytes: int, compute: float, seconds: float) -> Fed:
-    """Computes and writes by turns, at least four times and for ``seconds``; keeps no memory for the next way."""
+    """Computes and writes by turns, at least four times and for ``seconds``."""
     waits: list[float] = []
     with make() as way:
         way.write()  # the first one pays for files and memory

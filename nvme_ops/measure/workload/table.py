@@ -1,4 +1,4 @@
-"""The jobs: record and batch sizes, and the time that an accelerator computes for a batch, each with its source."""
+"""The jobs: sizes of records and batches, and how long an accelerator computes on a batch, each with its source."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Job:
     """What one accelerator asks of storage.
 
     Args:
-        record: bytes of a sample.
-        spread: standard deviation of that.
-        batch: samples.
+        record: mean bytes of a sample.
+        spread: standard deviation of these bytes.
+        batch: samples of a batch.
         compute: seconds for a batch.
-        source: of these figures.
+        source: where these figures are from.
         shuffled: read at random; else in order.
     """
 
