@@ -8,8 +8,8 @@
 
 Configurations and programs stay as they are: wherever DeepSpeed loads the op ``async_io``, ``gds`` or ``pin_memory``,
 for its swappers of parameters and optimizer states, FastFileWriter, ``ds_io`` or ``ds_nvme_tune``, it gets the op of
-this package. Nothing of DeepSpeed's is compiled for them. ``NVME_OPS_DEEPSPEED=1`` installs it where nvme_ops is
-imported. A program that does not import nvme_ops, and all that it starts, has it by
+this package, and compiles none of its own. ``NVME_OPS_DEEPSPEED=1`` calls ``install`` when nvme_ops is imported. A
+program that does not import nvme_ops, and all processes that it starts, get the ops by
 
     python -m nvme_ops.integrations.deepspeed ds_nvme_tune --nvme_dir /mnt/nvme
 """
@@ -31,23 +31,22 @@ from nvme_ops import op_builder
 _MODULE = "deepspeed.ops.op_builder"
 _BUILDERS = ("AsyncIOBuilder", "GDSBuilder", "PinMemoryBuilder")
 
-#: Releases whose calls of the ops are known: from the first one to before the second.
+#: The first release that is supported, and the first one after it that is not.
 _KNOWN = ((0, 14), (0, 20))
 
-_replaced: list[tuple[type, str, Callable[..., Any], Any]] = []  # class, method, ours, and its own or None
+_replaced: list[tuple[type, str, Callable[..., Any], Any]] = []  # class, method, ours, and its own or _NONE
 _NONE = object()
 
 
 def install() -> None:
     """Makes DeepSpeed use the ops of this package from now on. Further calls do nothing.
 
-    What is replaced are the methods ``load`` and ``is_compatible`` of the builders that DeepSpeed has for the
-    accelerator at hand, and ``_set_dtype`` of ``zero.Init``, which would round parameters in float32.
-    Handles that it has made before stay as they are.
+    It replaces the methods ``load`` and ``is_compatible`` of DeepSpeed's builders for the accelerator at hand, and
+    ``_set_dtype`` of ``zero.Init``, which may round parameters in float32. Existing handles stay as they are.
 
     Raises:
         ModuleNotFoundError: DeepSpeed is not installed.
-        RuntimeError: an unsupported version of DeepSpeed; nothing is changed.
+        RuntimeError: its version is not supported; nothing is changed.
     """
     if _replaced:
         return
@@ -61,17 +60,17 @@ def install() -> None:
         theirs, ours = getattr(builders, name, None), getattr(op_builder, name)
         if not isinstance(theirs, type) or theirs.__name__ != name:  # the accelerator has no such op
             continue
-        for method, function in (("load", _loader(ours)), ("is_compatible", _asker(ours))):
+        for method, function in (("load", _loader(ours)), ("is_compatible", _probe(ours))):
             _replaced.append((theirs, method, function, theirs.__dict__.get(method, _NONE)))
             setattr(theirs, method, function)
     _keep_dtypes()
 
 
 def _keep_dtypes() -> None:
-    """Lets ZeRO-3 keep parameters on NVMe in the dtype that it is given.
+    """Makes ZeRO-3 keep parameters on NVMe in the dtype that it is given.
 
-    ``_set_dtype`` computes ``dtype or float16 if fp16 is supported else bfloat16``, which Python takes for ``(dtype or
-    float16) if ...``: where there is no fp16, as on most CPUs, parameters in float32 are rounded to bfloat16.
+    ``_set_dtype`` computes ``dtype or float16 if fp16 is supported else bfloat16``, which Python parses as ``(dtype or
+    float16) if ...``: without fp16, as on most CPUs, it rounds parameters in float32 to bfloat16.
     """
     classes = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     theirs = getattr(classes, "InsertPostInitMethodToModuleSubClasses", None)
@@ -108,20 +107,23 @@ def _loader(ours: Any) -> Callable[..., Any]:
     return load
 
 
-def _asker(ours: Any) -> Callable[..., Any]:
+def _probe(ours: Any) -> Callable[..., Any]:
     def is_compatible(_self: Any, verbose: bool = False) -> bool:
-        """Tells whether the op of nvme_ops can be built here; with ``verbose`` why not."""
+        """Returns whether the op of nvme_ops can be built here; with ``verbose``, prints why not."""
         return bool(ours().is_compatible()) or bool(ours().is_compatible(verbose=verbose))
 
     return is_compatible
 
 
 def main(words: Sequence[str]) -> NoReturn:
-    """Becomes a program, such as ``ds_io``, with ``install`` in all of its Python processes.
+    """Replaces this process by a program, such as ``ds_io``, with ``install`` in all of its Python processes.
 
     Args:
-        words: a file or a program of this environment, and its arguments. Those in Python run with this Python,
-            whatever their first line says; others, such as shell scripts, as they are.
+        words: a file, or a program of this environment, and its arguments. A program in Python runs with this Python,
+            whatever its first line says; any other, such as a shell script, as it is.
+
+    Raises:
+        SystemExit: there is no such program, or it cannot run.
     """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     found = words[0] if os.path.isfile(words[0]) else shutil.which(words[0], path=path)

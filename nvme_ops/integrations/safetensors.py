@@ -37,11 +37,11 @@ class safe_open:  # noqa: N801  (safetensors' name)
         framework: ``"pt"``, or ``"np"`` for NumPy's arrays; others are refused.
         device: where the tensors go.
         backend: accepted, as by safetensors, and ignored: the handle reads the file.
-        handle: whose settings the transfers use; one for the whole process when None.
+        handle: moves the bytes; one for the whole process when None.
 
     Raises:
         ValueError: another framework.
-        FormatError: (a ValueError) the file is damaged, or no such file.
+        FormatError: (a ValueError) the file is damaged, or not a safetensors file.
         OSError: it cannot be opened.
     """
 
@@ -78,12 +78,12 @@ class safe_open:  # noqa: N801  (safetensors' name)
         return sorted(self._header.entries, key=lambda name: self._header.entries[name].start)
 
     def metadata(self) -> dict[str, str] | None:
-        """Returns the strings in the header except those for ``verify``; None if there are none."""
+        """Returns the strings in the header except those of nvme_ops for ``verify``; None if there are none."""
         found = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
         return found or None
 
     def get_tensor(self, name: str) -> Any:
-        """Reads a tensor, or array. Raises KeyError for a name that the file lacks."""
+        """Reads a tensor or array. Raises KeyError for an unknown name, OSError or EOFError if reading fails."""
         return self.get_slice(name)[...]
 
     def get_tensors(self) -> dict[str, Any]:
@@ -91,13 +91,13 @@ class safe_open:  # noqa: N801  (safetensors' name)
         return {name: self.get_tensor(name) for name in self.offset_keys()}
 
     def get_slice(self, name: str) -> TensorSlice:
-        """Returns a tensor that is read, in part, when it is indexed. Raises KeyError for an unknown name."""
+        """Returns a tensor that is read, whole or in part, when it is indexed. Raises KeyError for an unknown name."""
         if name not in self._header.entries:
             raise missing_error(self._path, [name])
         return TensorSlice(self, name)
 
     def close(self) -> None:
-        """Closes the file. Further calls do nothing. Slices of it cannot be read any more."""
+        """Closes the file. Further calls do nothing. Its slices cannot be read any more."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
@@ -120,7 +120,7 @@ class safe_open:  # noqa: N801  (safetensors' name)
 
 
 class TensorSlice:
-    """A tensor in a file, indexed like a tensor. Along the first dimension only the part needed is read."""
+    """A tensor in a file, indexed like a tensor. Only the rows that are needed (of the first dimension) are read."""
 
     def __init__(self, file: safe_open, name: str) -> None:
         self._file = file
@@ -136,7 +136,7 @@ class TensorSlice:
         return self._entry.dtype
 
     def __getitem__(self, index: Any) -> Any:
-        """Reads a new, contiguous tensor or array. IndexError as in torch; TypeError for a dtype that NumPy lacks."""
+        """Reads a new, contiguous tensor or array. Raises IndexError; TypeError for a dtype that NumPy lacks."""
         found = self._read(index)
         return found.numpy() if self._file._numpy else found
 

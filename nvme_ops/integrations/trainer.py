@@ -1,11 +1,11 @@
-"""``use_nvme``: a ``Trainer`` of transformers or TRL with what its training needs on storage, by one line.
+"""``use_nvme``: keeps on storage what a ``Trainer`` of transformers or TRL needs in training, by one line.
 
     trainer = Trainer(model=model, args=TrainingArguments(optim="adamw_torch", ...), train_dataset=texts)
     use_nvme(trainer, "/mnt/nvme")
     trainer.train()
 
-The optimizer that the arguments choose has its states there, as ``NvmeOptimizer`` keeps them, and so does autograd what
-it saves in forward, by ``save_on_nvme``. Everything else is the trainer's own, and so are the bits that it ends with.
+The states of the optimizer that the arguments choose are there, as ``NvmeOptimizer`` keeps them, and the tensors that
+autograd saves in forward, by ``save_on_nvme``. Everything else is the trainer's own; the results are the same bits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _METHODS = (
     "_save_optimizer_and_scheduler",
     "_load_optimizer_and_scheduler",
 )
-_FILES = ("optimizer.pt", "scheduler.pt")  # of a checkpoint
+_FILES = ("optimizer.pt", "scheduler.pt")  # in a checkpoint
 
 
 def use_nvme(
@@ -47,23 +47,23 @@ def use_nvme(
     activations_budget: int | str | None = "256M",
     checkpoints: bool = True,
 ) -> NvmeTraining:
-    """Has a trainer keep optimizer states and activations on storage from now on, whenever it trains.
+    """Makes a trainer keep optimizer states and activations on storage whenever it trains from now on.
 
     Every line that it logs meanwhile says what was moved until then: ``nvme_optimizer_bytes_read``,
-    ``nvme_optimizer_bytes_written``, and the same of ``nvme_activations``. Their files are removed when ``train``
+    ``nvme_optimizer_bytes_written``, and the same for ``nvme_activations``. The files are removed when ``train``
     returns or raises, and ``trainer.optimizer`` is then what it was before. Within ``with use_nvme(...):`` they are
     removed at the end of the block instead: a second ``train`` there continues with the optimizer's states.
 
     Args:
         trainer: transformers' ``Trainer`` or a subclass, such as TRL's ``SFTTrainer``.
-        folder: where they go; several, of one device each, share them. Each rank has its own files in it.
+        folder: where they go; several, each on a device of its own, share them. Each rank has its own files.
         optimizer_budget: bytes of memory, or a size, for optimizer states; None leaves all of them in memory.
         activations_budget: the same for tensors that autograd saves, on the device where they are.
         checkpoints: also write checkpoints through nvme_ops: what ``save_pretrained`` of a model writes, and
-            ``optimizer.pt``. They are the same kind of files, for any ``Trainer`` to resume.
+            ``optimizer.pt``. The files are of the same kind, so any ``Trainer`` can resume from them.
 
     Returns:
-        What ends it, by ``close()`` or a ``with`` block; not needed if the trainer trains once.
+        An object whose ``close()`` or ``with`` block ends it; not needed if the trainer trains once.
 
     Raises:
         TypeError: no ``Trainer``; an optimizer that is not elementwise. ``train`` raises that, too.
@@ -95,7 +95,7 @@ def use_nvme(
 
 
 class NvmeTraining:
-    """What ``use_nvme`` has done to a trainer, until ``close``."""
+    """Replaces methods of a trainer until ``close``."""
 
     def __init__(
         self, trainer: Any, folder: Path | Sequence[Path], optimizer: int | None, activations: int | None, files: bool
@@ -103,9 +103,9 @@ class NvmeTraining:
         self._trainer, self._folder, self._checkpoints = trainer, folder, files
         self._optimizer_budget, self._activations_budget = optimizer, activations
         self._optimizer: NvmeOptimizer | None = None
-        self._given: Any = None  # the trainer's optimizer before there was this one
+        self._given: Any = None  # the trainer's optimizer before that
         self._saving: save_on_nvme | None = None
-        self._undo: contextlib.ExitStack | None = None  # while there is something on storage
+        self._undo: contextlib.ExitStack | None = None  # from _begin to _end
         self._in_block = self._ended = False
         self._before = {name: vars(trainer).get(name) for name in _METHODS}
         for name in _METHODS:
@@ -120,7 +120,7 @@ class NvmeTraining:
         self.close()
 
     def close(self) -> None:
-        """Removes the files and leaves the trainer as it was. Further calls do nothing."""
+        """Removes the files and restores the trainer. Further calls do nothing."""
         if getattr(self._trainer, "nvme_training", None) is not self:
             return
         try:
@@ -134,10 +134,10 @@ class NvmeTraining:
         finally:
             self._end()
 
-    # In the place of the trainer's methods: each gets the method that it replaces as ``own``
+    # Replacements of the trainer's methods; ``own`` is the method that is replaced
 
     def _on_train(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Trains, and removes the files."""
+        """Trains; then removes the files, unless a block does."""
         resumes = args[0] if args else kwargs.get("resume_from_checkpoint")
         if self._ended and not resumes and self._trainer.model_init is None:
             raise RuntimeError(
@@ -154,12 +154,12 @@ class NvmeTraining:
                 self._end()
 
     def _on_create_optimizer(self, own: Any, *args: Any, **kwargs: Any) -> Any:
-        """Makes the trainer's own optimizer, and from that, which has no states yet, one with states on storage."""
+        """Makes the trainer's own optimizer and, since that has no states yet, one like it with states on storage."""
         trainer, given = self._trainer, self._trainer.optimizer
         made = own(*args, **kwargs)
         if self._undo is None or self._optimizer_budget is None or _inner(made) is self._optimizer:
             return made
-        trainer.optimizer = given  # should it be refused
+        trainer.optimizer = given  # in case the new one is refused
         _require_movable(trainer, made)
         if not isinstance(_inner(made), NvmeOptimizer):
             self._close_optimizer()
@@ -172,13 +172,13 @@ class NvmeTraining:
 
     @contextlib.contextmanager
     def _on_compute_loss_context_manager(self, own: Any) -> Iterator[None]:
-        """Moves what autograd saves in it: in forward, not what checkpointed blocks compute again in backward."""
+        """Moves what autograd saves in forward, but not what checkpointed blocks compute again in backward."""
         saving = self._saving if torch.is_grad_enabled() else None
         with own(), saving or contextlib.nullcontext():
             yield
 
     def _on_log(self, own: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Logs what was moved, too, but not as metrics of an evaluation, which might be added up."""
+        """Logs what was moved, too, but does not leave it in ``logs``: metrics of an evaluation may be added up."""
         used = {"optimizer": _of_nvme(self._trainer), "activations": self._saving}
         moved = {
             f"nvme_{name}_bytes_{way}": getattr(each.stats(), f"bytes_{way}")
@@ -205,7 +205,7 @@ class NvmeTraining:
             _as_base(self._trainer, own, write, output_dir)
 
     def _on_load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
-        """Moves the states chunk by chunk; the trainer loads all, and each of several ranks to its device."""
+        """Loads the states chunk by chunk; the trainer would load all at once, each rank to its device."""
         found = _of_nvme(self._trainer)
         files = [os.path.join(checkpoint, name) for name in _FILES] if checkpoint else []
 
@@ -218,7 +218,7 @@ class NvmeTraining:
         else:
             _as_base(self._trainer, own, read, checkpoint)
 
-    # What is on storage
+    # Storage
 
     def _begin(self) -> None:
         with contextlib.ExitStack() as undo:
@@ -234,7 +234,7 @@ class NvmeTraining:
         known = inspect.signature(type(made)).parameters
         options: dict[str, Any] = {name: value for name, value in made.defaults.items() if name in known}
         groups = [dict(group) for group in made.param_groups]  # schedulers write to them
-        options["memory_budget"], options["master_weights"] = self._optimizer_budget, False  # as the trainer's own
+        options["memory_budget"], options["master_weights"] = self._optimizer_budget, False  # nor has its own
         return NvmeOptimizer(groups, type(made), self._folder, **options)
 
     def _close_optimizer(self) -> None:
@@ -255,7 +255,7 @@ def _after(name: str) -> str:
 
 
 def _as_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any) -> None:
-    """Calls ``ours`` in the place of Trainer's method: where a subclass has one of its own, when that calls it."""
+    """Calls ``ours`` instead of Trainer's method; if a subclass overrides that, when its method calls it."""
     theirs = getattr(own, "__func__", None)
     name = getattr(theirs, "__name__", "")
     base = next((each for each in reversed(type(trainer).__mro__) if name in vars(each)), None)
@@ -271,7 +271,7 @@ def _as_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any)
 
 
 def _offloading(arguments: Any) -> str:
-    """Returns the argument that moves activations elsewhere, if there is one."""
+    """Returns the argument that moves activations elsewhere; empty if there is none."""
     if getattr(arguments, "activation_offloading", False):
         return "activation_offloading=True"
     for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
@@ -281,18 +281,18 @@ def _offloading(arguments: Any) -> str:
 
 
 def _inner(optimizer: Any) -> Any:
-    """Returns the optimizer that accelerate's wraps."""
+    """Returns the optimizer inside accelerate's wrapper, if it has one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _of_nvme(trainer: Any) -> NvmeOptimizer | None:
-    """Returns the trainer's optimizer, if its states are on storage: by ``use_nvme``, or one that the user chose."""
+    """Returns the trainer's optimizer if it is an ``NvmeOptimizer``, made by ``use_nvme`` or by the user."""
     found = _inner(trainer.optimizer)
     return found if isinstance(found, NvmeOptimizer) else None
 
 
 def _require_movable(trainer: Any, optimizer: Any) -> None:
-    """Raises an error for an optimizer that cannot be moved, or that would train to other values."""
+    """Raises TypeError or ValueError for an optimizer that cannot be moved, or that would train to other values."""
     inner = _inner(optimizer)
     if isinstance(inner, NvmeOptimizer):
         if inner._overlap and (trainer.args.max_grad_norm or trainer.args.gradient_accumulation_steps > 1):

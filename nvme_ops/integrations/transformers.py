@@ -7,7 +7,7 @@
     model.save_pretrained("other")
     fast_transformers.uninstall()
 
-What is loaded and saved is the same, by the same calls; only safetensors files are concerned.
+The calls, and what they load and save, stay the same; only reading and writing safetensors files changes.
 
     trainer = Trainer(..., optimizer_cls_and_kwargs=fast_transformers.nvme_optimizer(
         torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4))
@@ -46,7 +46,7 @@ def install() -> None:
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
-        RuntimeError: an unsupported version of transformers; nothing is changed.
+        RuntimeError: its version is not supported; nothing is changed.
     """
     version = importlib.import_module("transformers").__version__
     module = importlib.import_module(_MODULE)
@@ -68,7 +68,7 @@ def uninstall() -> None:
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Has the block what ``install`` does; afterwards it is as it was before."""
+    """Calls ``install`` for the block; afterwards all is as it was before."""
     before = bool(_before)
     install()
     try:
@@ -83,9 +83,9 @@ def nvme_optimizer(
     folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
     **options: Any,
 ) -> tuple[type[NvmeOptimizer], dict[str, Any]]:
-    """Returns what ``Trainer`` takes as ``optimizer_cls_and_kwargs`` to train with an ``NvmeOptimizer``.
+    """Returns the ``optimizer_cls_and_kwargs`` with which a ``Trainer`` trains by an ``NvmeOptimizer``.
 
-    Arguments are those of ``NvmeOptimizer``; the trainer adds the parameters.
+    The arguments are those of ``NvmeOptimizer``; the trainer adds the parameters.
     """
 
     class Chosen(NvmeOptimizer):

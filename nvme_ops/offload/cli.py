@@ -1,4 +1,4 @@
-"""The command ``nvme-offload``: what a model larger than memory will do, and what it does."""
+"""The command ``nvme-offload``: plans for models larger than memory, and generates text with them."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ examples:
   nvme-offload generate Llama-70B --memory 16G --prompt "Storage is"
   nvme-offload generate Llama-70B --memory 16G --ids 1,2,3 --batch 16 --json
 
-Plan measures the storage and the computer for some seconds; it reads a part of
-the model and changes nothing.
+The command plan measures storage and computing for some seconds; it reads a
+part of the model and changes nothing.
 
 exit status: 0; 2 for wrong arguments and models that cannot be used; 130 after
 Ctrl-C
@@ -62,29 +62,29 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--version", action="version", version=f"nvme-offload {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
-    words = "what to expect of a model with so much memory: speed, batch sizes, what limits it"
+    words = "what to expect of a model with limited memory: speed, batch sizes, what limits it"
     command = _command(commands, "plan", words)
     command.add_argument("--memory", type=size_argument, required=True, help="for weights, such as 16G")
-    command.add_argument("--folder", metavar="DIR", help="on the storage that is meant (that of MODEL)")
-    command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="(1 4 16 64)")
+    command.add_argument("--folder", metavar="DIR", help="on the storage to plan for (that of MODEL)")
+    command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="sizes (1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
     command.add_argument("--new-tokens", type=positive, default=128, metavar="N", help="after the prompt (128)")
     command.add_argument(
         "--train", action="store_true",
-        help="what to expect of training by AdamW, in --memory in all, of sequences of --prompt-length tokens",
+        help="what to expect of training by AdamW on sequences of --prompt-length tokens; --memory is for everything",
     )  # fmt: skip
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
-    command.add_argument("--watts", type=_amount, metavar="X", help="what the machine takes (measured where it can be)")
+    command.add_argument("--watts", type=_amount, metavar="X", help="power of the machine (measured if possible)")
     command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
 
-    words = "generate text, and compare what was reached with what storage and computing allow"
+    words = "generate text, and compare its speed with what storage and computing allow"
     command = _command(commands, "generate", words)
     given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help="what to go on with")
-    given.add_argument("--ids", type=_ids, metavar="1,2,3", help="the same as ids of tokens, without a tokenizer")
+    given.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    given.add_argument("--ids", type=_ids, metavar="1,2,3", help="the prompt as ids of tokens, without a tokenizer")
     command.add_argument("--memory", type=size_argument, default=4 << 30, help="for weights (4G)")
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
-    command.add_argument("--batch", type=positive, default=1, metavar="N", help="the prompt so many times at once (1)")
+    command.add_argument("--batch", type=positive, default=1, metavar="N", help="copies of the prompt at once (1)")
     command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
     command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
     return made
@@ -95,7 +95,7 @@ def main(words: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     given = parser().parse_args(words)
     try:
-        _calm_transformers()
+        _silence_transformers()
         return {"plan": _plan, "generate": _generate}[given.command](given)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
         say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
@@ -105,7 +105,7 @@ def main(words: Sequence[str] | None = None) -> int:
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     made: argparse.ArgumentParser = commands.add_parser(name, help=words, description=words, allow_abbrev=False)
     made.add_argument(
-        "model", metavar="MODEL", help="a folder of save_pretrained, a safetensors file in one, or org/name"
+        "model", metavar="MODEL", help="a folder that save_pretrained wrote, a safetensors file in one, or org/name"
     )
     made.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
@@ -164,7 +164,7 @@ def _inference(
 
 @contextlib.contextmanager
 def _timing(about: Mapping[str, Any]) -> Iterator[None]:
-    """Raises ValueError for models whose layers are built in another way than those that are known here."""
+    """Raises ValueError if the block fails because the layers of the model are built in an unknown way."""
     try:
         yield
     except (AttributeError, TypeError, LookupError) as error:
@@ -213,7 +213,7 @@ def _generate(given: argparse.Namespace) -> int:
 
 
 def reached_text(found: Mapping[str, Any]) -> str:
-    """Returns a few lines on what ``GenerationStats.document`` has."""
+    """Returns a ``GenerationStats.document`` as a few lines of text."""
 
     def bound(which: str) -> str:
         return "no limit" if found[which] is None else rounded(found[which], 3)
@@ -233,25 +233,25 @@ def reached_text(found: Mapping[str, Any]) -> str:
 
 
 class _Energy:
-    """Joules of the machine from now on, where it has counters that may be read."""
+    """Counts the joules of the machine from now on, if it has counters that can be read."""
 
     def __init__(self, device: torch.device) -> None:
         self._meter = Meter([] if device.type == "cpu" else [device.index or 0])
         self._before, self._begin = self._meter.read(), time.perf_counter()
 
     def joules(self) -> float | None:
-        """Returns them; None without counters."""
+        """Returns the joules so far; None without counters."""
         spent = used(self._before, self._meter.read())
         return total(spent) if spent else None
 
     def watts(self) -> float | None:
-        """Returns their mean rate; None without counters."""
+        """Returns the mean power so far; None without counters."""
         joules = self.joules()
         return None if joules is None else joules / (time.perf_counter() - self._begin)
 
 
 class _Text:
-    """Prints text as it grows, or ids of tokens where there is no tokenizer."""
+    """Prints text as it grows, or ids of tokens if there is no tokenizer."""
 
     def __init__(self, tokenizer: Any, silent: bool) -> None:
         self._tokenizer, self._silent = tokenizer, silent
@@ -259,13 +259,13 @@ class _Text:
         self._shown = ""
 
     def add(self, token: int) -> None:
-        """Prints what this token makes certain: a character may be of several."""
+        """Adds a token; prints the text so far unless its last character is incomplete: it may take several tokens."""
         self._tokens.append(token)
         if not (text := self._text()).endswith("\N{REPLACEMENT CHARACTER}"):
             self._print(text)
 
     def end(self) -> None:
-        """Prints what is left."""
+        """Prints the rest."""
         self._print(self._text() + "\n")
 
     def _text(self) -> str:
@@ -294,8 +294,8 @@ def _tokenizer(model: str, folder: str) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _calm_transformers() -> None:
-    """Keeps its warnings and its progress bars from the output. Raises ImportError where it is missing."""
+def _silence_transformers() -> None:
+    """Turns off transformers' warnings and progress bars. Raises ImportError if it is not installed."""
     try:
         import transformers
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""What was learned about a device: shared by the handles of a process, kept for the next process."""
+"""``Dictionary``: what was learned about a device, shared by the handles of a process and kept for the next one."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tool = tuple[int, int, int, bool, bool, int]
 
 @dataclass(frozen=True)
 class Tried:
-    """A tool and what was found about it."""
+    """A way to move bytes, and its cost."""
 
     block_size: int
     queue_depth: int
@@ -58,14 +58,14 @@ class Learned:
     """What is known about one class of transfers."""
 
     op: str  #: ``read`` or ``write``
-    most_bytes: int | None  #: of a transfer; the least is a quarter, except in the first class. None: more than 256 MiB
+    most_bytes: int | None  #: of a transfer; over a quarter of it, except in the first class. None: more than 256 MiB
     place: str  #: of the tensor: ``pageable``, ``aligned``, ``pinned`` (or in huge pages), ``device``
     cached: bool  #: the page cache had most of the bytes
     concurrency: str  #: ``waited``: nothing else in flight, the caller waits; ``alone``: it does not; ``crowd``
     tools: tuple[Tried, ...]  #: the handle's own settings first
-    chosen: int  #: index of the one in use
-    exploring: bool  #: the others are being tried
-    explorations: int  #: begun in this process
+    chosen: int  #: index of the tool in use
+    exploring: bool  #: other tools are being tried
+    explorations: int  #: number begun in this process
     transfers: int
 
     def __str__(self) -> str:
@@ -96,15 +96,15 @@ class Dictionary:
         self._why_not_kept = ""
 
     def of(self, module: Any) -> Any:
-        """Returns the native ``Experience`` for an engine of that module; when new, with what is stored."""
+        """Returns the native ``Experience`` for engines of this module; a new one has what is stored."""
         name = module.__name__.rpartition(".")[2]
         if name not in self._experiences:
             made = module.Experience(self._first, self._lanes, self._fixed, name == "gds", self._frozen)
             for entry in store.load(self._identity, SECTION, _check) or []:
                 if entry["op"] == name:
-                    with contextlib.suppress(TypeError, ValueError, OverflowError):  # numbers that no version wrote
+                    with contextlib.suppress(TypeError, ValueError, OverflowError):  # impossible numbers
                         made.restore(tuple(entry["class"]), *(entry[part] for part in _PARTS))
-            self._experiences.setdefault(name, made)  # another thread's may be there by now
+            self._experiences.setdefault(name, made)  # another thread may have been faster
             self._saved = _findings(self._explored())
         return self._experiences[name]
 
@@ -113,9 +113,9 @@ class Dictionary:
         return [_learned(*entry) for made in self._experiences.values() for entry in made.entries()]
 
     def save(self) -> None:
-        """Keeps what was found since the last time; what others kept about other classes stays. Never raises.
+        """Stores what was found since the last time; what others stored about other classes stays. Never raises.
 
-        If a save is under way, in another thread or interrupted by the freeing of a handle, it goes on to this one.
+        If a save is under way, in another thread or in this one (freeing a handle saves), that one does this, too.
         """
         _to_be_saved.append(self)
         while _to_be_saved and _saving.acquire(blocking=False):
@@ -137,13 +137,13 @@ class Dictionary:
                 settled = [entry for entry, exploring, _ in explored if not exploring]
                 entries = again + (stored if store.sound(stored, _check) else []) + settled
                 document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MOST_KEPT:]
-        except (OSError, RuntimeError) as error:  # the program can do without
+        except (OSError, RuntimeError) as error:  # the program does not depend on it
             self._why_not_kept = str(error)
         else:
             self._saved, self._why_not_kept = findings, ""
 
     def _explored(self) -> list[Explored]:
-        """Returns what is to be kept. Of what is explored again the tool in use is known, but not the costs."""
+        """Returns what to store. For a class that is explored again, this is the tool in use, without costs."""
         found = []
         for name, made in self._experiences.items():
             for fields, tools, costs, chosen, usual, exploring, explorations, transfers in made.entries():
@@ -167,13 +167,13 @@ class Dictionary:
         return f"frozen: as kept in {path}" if kept else f"frozen: nothing is kept for this device in {path}"
 
 
-#: A class as it is kept, whether it is explored again, and how many explorations of it have ended.
+#: A class as it is stored, whether it is explored again, and how many explorations of it have ended.
 Explored = tuple[dict[str, Any], bool, int]
 _PARTS = ("tools", "costs", "chosen", "usual", "transfers")
 
 
 def _findings(explored: list[Explored]) -> list[Any]:
-    """Returns what changes with every result worth keeping: an exploration that ended, a usual cost."""
+    """Returns a value that differs after each result worth storing: an exploration that ended, a usual cost."""
     return [(entry["op"], entry["class"], ended, entry["usual"] > 0) for entry, _, ended in explored]
 
 
@@ -201,20 +201,20 @@ def _tried(tool: Tool, cost: float) -> Tried:
     return Tried(block_size, queue_depth, lanes, in_place, bounce, _CACHES[cache], cost or None)
 
 
-#: By process, so that a forked child has its own; and by all that affects what is learned.
+#: By process, so that a forked child has its own, and by everything that affects what is learned.
 _dictionaries: dict[tuple[Any, ...], Dictionary] = {}
 
 
 def dictionary_of(identity: Identity, settings: Mapping[str, Any], given: Mapping[str, Any]) -> Dictionary | None:
-    """Returns what handles with these settings learn in, making it if there is none; None if they are not to learn.
+    """Returns the dictionary of handles with these settings, made if necessary; None if they are not to learn.
 
     Args:
-        identity: of the device.
-        settings: of the handle, under the names of its arguments.
-        given: those that the user gave, which are not changed.
+        identity: the device.
+        settings: the handle's, under the names of its arguments.
+        given: the arguments that the user gave; these are not changed.
 
     Raises:
-        ValueError: an unknown value of ``NVME_OPS_ADAPTIVE``.
+        ValueError: ``NVME_OPS_ADAPTIVE`` has an unknown value.
     """
     mode = os.environ.get(MODE) or "learn"
     if mode not in _MODES:
@@ -235,7 +235,7 @@ def dictionary_of(identity: Identity, settings: Mapping[str, Any], given: Mappin
 
 
 def forget() -> None:
-    """Makes new handles begin anew, except for what is kept in files; existing ones retain what they know."""
+    """Makes new handles start with what is in files only; existing ones retain what they know."""
     _dictionaries.clear()
 
 
@@ -260,7 +260,7 @@ os.register_at_fork(after_in_child=_start_anew)
 
 
 def _check(classes: list[dict[str, Any]]) -> None:
-    """Raises ValueError, LookupError or TypeError unless this is what ``save`` writes."""
+    """Raises ValueError, LookupError or TypeError unless ``classes`` is what ``save`` writes."""
     for entry in classes:
         limits = (2, _CLASSES, len(_PLACES), 2, len(_CONCURRENCY))
         tools, costs, chosen, usual, transfers = (entry[part] for part in _PARTS)
@@ -275,5 +275,5 @@ def _check(classes: list[dict[str, Any]]) -> None:
 
 
 def _key(entry: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Returns what distinguishes classes: those of other settings have other tools."""
+    """Returns what identifies a class; with other settings, it has other tools."""
     return entry["op"], tuple(entry["class"]), tuple(map(tuple, entry["tools"]))

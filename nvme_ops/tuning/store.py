@@ -23,9 +23,9 @@ from nvme_ops.storage.device import Identity, identify
 from nvme_ops.storage.publication import content_of, publish
 from nvme_ops.text import parse_json
 
-#: Of the files; those of another one are ignored. Also a new one where the engine comes to move bytes in other ways.
+#: Version of the files; others are ignored. It also changes when the engine moves bytes in another way.
 FORMAT = 2
-_PATIENCE = 50  # tenths of a second for which a process waits for others that save
+_PATIENCE = 50  # tenths of a second that a process waits for others to save
 _MOST = 16 << 20  # bytes of a file
 _DAMAGE = ValueError, LookupError, TypeError, AttributeError, OverflowError
 
@@ -48,13 +48,13 @@ def path_of(identity: Identity) -> Path:
 
 
 def load(identity: Identity, section: str, check: Callable[[Any], object]) -> Any:
-    """Returns a section of what is kept for this device, kernel and way; None if there is none.
+    """Returns a section of the file for this device, kernel and way; None if there is none.
 
-    ``check`` raises ValueError, LookupError, TypeError, AttributeError or OverflowError unless it is what was stored.
+    ``check`` raises ValueError, LookupError, TypeError, AttributeError or OverflowError for a damaged section.
 
     Warns:
-        RuntimeWarning: the file is damaged or of another format; it is ignored, and the next result replaces it. Or
-            other users can write to it.
+        RuntimeWarning: the file is ignored: it is damaged or of another format (the next result replaces it), or other
+            users can write to it.
     """
     try:
         path = path_of(identity)
@@ -65,14 +65,14 @@ def load(identity: Identity, section: str, check: Callable[[Any], object]) -> An
     if found is not None and not problem:
         problem = _problem(check, found)
     if problem:
-        warnings.warn(f"{path} is ignored: {problem}", RuntimeWarning, stacklevel=1)  # one place: it is shown once
+        warnings.warn(f"{path} is ignored: {problem}", RuntimeWarning, stacklevel=1)  # one place, so it is shown once
     return None if problem else found
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
-    """Returns the file's content, and why it is ignored: then it is empty."""
+    """Returns the file's content, or an empty one and why the file is ignored."""
     try:
-        if not path.is_file():  # a pipe would be waited for
+        if not path.is_file():  # a pipe would block
             return {}, ""
         if loose := trust.why_not(path):
             return {}, f"others could change it: {loose}"
@@ -100,10 +100,10 @@ def _damage(error: Exception) -> str:
 
 @contextmanager
 def changing(identity: Identity) -> Iterator[dict[str, Any]]:
-    """Lets one process at a time change what is kept for a device; yields it, and writes it as the block ends.
+    """Yields the content of a device's file to be changed, and replaces the file at the end of the block.
 
-    A damaged file is empty. Others do not wait for longer than seconds. The file is replaced as a whole. Raises
-    OSError, also if others can write to the folder, and RuntimeError without a home folder.
+    One process at a time does so; after waiting for 5 seconds another one goes ahead. A damaged file counts as empty.
+    Raises OSError, also if others can write to the folder, and RuntimeError without a home folder.
     """
     path = path_of(identity)
     make_folder(os.fspath(path.parent), mode=0o755)
@@ -121,19 +121,19 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
 
 
 def sound(found: Any, check: Callable[[Any], object]) -> bool:
-    """Returns whether a section that ``changing`` gave is there and what was stored."""
+    """Returns whether a section in what ``changing`` yields is present and undamaged."""
     return found is not None and not _problem(check, found)
 
 
 def keep(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
-    """Keeps settings, and whatever else is worth it, as the section ``tuned``; raises as ``changing``."""
+    """Stores settings and what else was found as the section ``tuned``; returns the file. Raises as ``changing``."""
     with changing(identity) as document:
         document["tuned"] = {**found, "aio": settings.as_json()}
     return path_of(identity)
 
 
 def settings_of(tuned: Any) -> Settings:
-    """Returns the settings of a section ``tuned``. Raises ValueError, LookupError or TypeError if any is wrong."""
+    """Returns the settings in a section ``tuned``. Raises ValueError, LookupError or TypeError if one is invalid."""
     values = tuned["aio"]
     types = {name: type(value) for name, value in Settings().as_json().items()}
     if {name: type(value) for name, value in values.items()} != types or any(
@@ -146,7 +146,7 @@ def settings_of(tuned: Any) -> Settings:
 def arguments(path: str | os.PathLike[str], way: str, backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of a handle: those given, and for the others what ``nvme-tune`` found, if anything.
 
-    One lane is the default, which is automatic. Raises FileNotFoundError if the folder of ``path`` is missing.
+    One lane, the default, is left to the engine. Raises FileNotFoundError if the folder of ``path`` is missing.
     """
     given = {name: value for name, value in given.items() if value is not None}
     tuned = load(identify(path, way, backend), "tuned", settings_of)

@@ -1,4 +1,4 @@
-"""Imports nvme_ops when Python starts, for ``NVME_OPS_DEEPSPEED``; and the ``sitecustomize`` that this one hides."""
+"""Imports nvme_ops when Python starts, for ``NVME_OPS_DEEPSPEED``, and the ``sitecustomize`` that this file hides."""
 
 import contextlib
 import os
@@ -6,7 +6,7 @@ import sys
 
 
 def start() -> None:
-    """Does so; Python has imported this file as ``sitecustomize``."""
+    """Imports both; Python has imported this file as ``sitecustomize``."""
     folder = os.path.dirname(__file__)
     this, before = sys.modules.pop("sitecustomize"), list(sys.path)
     sys.path[:] = [entry for entry in before if entry != folder]
@@ -15,8 +15,8 @@ def start() -> None:
     sys.path[:] = before
     sys.modules.setdefault("sitecustomize", this)
     root = os.path.dirname(os.path.dirname(os.path.dirname(folder)))
-    sys.path.append(root)  # of a checkout that is not installed
-    with contextlib.suppress(ImportError):  # another Python, that a script starts
+    sys.path.append(root)  # for a checkout that is not installed
+    with contextlib.suppress(ImportError):  # in another Python, which a script may start
         import nvme_ops  # noqa: F401
     sys.path.remove(root)
 

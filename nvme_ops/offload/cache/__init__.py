@@ -1,1 +1,1 @@
-"""Keys and values of a generation that may be larger than memory."""
+"""A cache of keys and values that may be larger than memory."""

@@ -26,7 +26,7 @@ from nvme_ops.offload.weights.stream_weights import budget_of
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """Keys and values of one layer of a model, as transformers' ``DynamicLayer`` has them."""
+    """Keys and values of one layer of a model, with the interface of transformers' ``DynamicLayer``."""
 
     is_croppable = True
     is_sliding = False
@@ -40,17 +40,17 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
-        """True once the shape of the keys and values is known."""
+        """Whether the shape of the keys and values is known."""
         return self._paged.started
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The keys, ``[batch, heads, tokens, width]``; None before the first. Reads them."""
+        """The keys, ``[batch, heads, tokens, width]``, read if necessary; None before the first."""
         return self._half(0)
 
     @property
     def values(self) -> torch.Tensor | None:  # type: ignore[override]
-        """The values, ``[batch, heads, tokens, width]``; None before the first. Reads them."""
+        """The values, ``[batch, heads, tokens, width]``, read if necessary; None before the first."""
         return self._half(1)
 
     def _half(self, half: int) -> torch.Tensor | None:
@@ -63,20 +63,20 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Takes the shape and dtype of the keys and values."""
+        """Takes the shapes and dtypes of the keys and values, ``[batch, heads, tokens, width]``."""
         self._pager.use(self._paged)
         self._paged.start(key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens; returns all keys and values that attention sees. Reads of the next layers go on meanwhile.
+        """Adds tokens; returns all keys and values that attention sees. Starts to read the next layers.
 
         Raises:
-            MemoryError: the layer at work does not fit the budget; the message says what is needed.
-            OSError: ENOSPC: the disk is full, and what else the files fail with.
-            RuntimeError: gradients are asked for.
-            ValueError: the cache is closed.
+            MemoryError: the layer in use does not fit the budget; the message says how much is needed.
+            OSError: the disk is full (ENOSPC), or a file cannot be read or written.
+            RuntimeError: gradients are required.
+            ValueError: the cache is closed, or the shape is not that of the tokens before.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("NvmeCache is for inference: run the model under torch.no_grad()")
@@ -87,11 +87,11 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return found
 
     def get_seq_length(self) -> int:
-        """Returns the tokens seen so far."""
+        """Returns the number of tokens seen so far."""
         return self._paged.tokens
 
     def get_max_length(self) -> int:
-        """Returns the size of the window, or -1."""
+        """Returns the size of the window in tokens, or -1 without one."""
         return -1 if self._window is None else self._window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -117,7 +117,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._paged.reset()
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Reorders the batch. What is in the files is not written again, unless the batch changes its size."""
+        """Reorders the batch. Tokens in the files are not written again, unless the size of the batch changes."""
         self._pager.require_open()
         if self._paged.tokens:
             with torch.no_grad():
@@ -132,10 +132,10 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.reorder_cache(torch.arange(self._paged.batch, device="cpu")[indices.to("cpu")])
 
     def offload(self) -> None:
-        """Does nothing: the cache decides itself."""
+        """Does nothing: the cache itself decides what leaves memory."""
 
     def prefetch(self) -> None:
-        """Does nothing: the cache decides itself."""
+        """Does nothing: the cache itself reads ahead."""
 
 
 class NvmeCache(DynamicCache):
@@ -146,13 +146,13 @@ class NvmeCache(DynamicCache):
 
     It is used like transformers' ``DynamicCache``, with any implementation of attention. As many layers as fit stay in
     memory; the others are read while those before them compute. The files are removed when the cache is closed or
-    gone, at the latest when the program ends. One thread at a time.
+    gone, at the latest when the program ends. One thread at a time may use it.
 
     Args:
-        folder: where it goes; several, of one device each, share the layers by their measured rates.
-        memory_budget: bytes of host memory for keys and values, those of the layer at work included, or a size such as
+        folder: where files go; several, each on a device of its own, share the layers by their measured rates.
+        memory_budget: bytes of host memory for keys and values, those of the layer in use included, or a size such as
             ``"4G"``.
-        config: of the model. Layers with a sliding window then keep no more than the window, and layers with a
+        config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
 
@@ -179,18 +179,14 @@ class NvmeCache(DynamicCache):
             return
         numbers = itertools.count()
 
-        def another() -> NvmeLayer:
-            return NvmeLayer(pager, next(numbers))
-
-        replicated: Any = another
-        Cache.__init__(self, layer_class_to_replicate=replicated)
+        Cache.__init__(self, layer_class_to_replicate=lambda: NvmeLayer(pager, next(numbers)))  # type: ignore[arg-type]
 
     def stats(self) -> CacheStats:
-        """Returns the bytes written and read since the cache was made, and what it holds."""
+        """Returns the bytes written and read since the cache was made, and those that it holds."""
         return self._pager.stats()
 
     def close(self) -> None:
-        """Removes the files and gives the memory back. Further calls do nothing; the cache cannot be used any more."""
+        """Removes the files and releases the memory. The cache cannot be used any more. Further calls do nothing."""
         self._pager.close()
 
     def __enter__(self) -> NvmeCache:
@@ -218,7 +214,7 @@ class NvmeCache(DynamicCache):
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns the class of each layer, None for ``NvmeLayer``, and its arguments. ValueError for an unsupported one."""
+    """Returns each layer's class, None for ``NvmeLayer``, and arguments. Raises ValueError for an unsupported one."""
     found: list[tuple[Any, dict[str, Any]]] = []
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):

@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from nvme_ops.offload.cache.pager import Pager
 
 _CHUNK = 1 << 20  # bytes that are reordered at once
-_AHEAD = 8 << 20  # bytes of keys, at most, that are given room beyond what is written
+_AHEAD = 8 << 20  # bytes of keys for which an extent has room beyond what is written, at most
 
-#: The bytes of keys and of values in memory, ``[rows, bytes]`` each, and the token that the rows begin with.
+#: The bytes of keys and of values in memory, ``[rows, bytes]`` each, and the token at which the rows begin.
 Memory = tuple[Sequence[torch.Tensor], int]
 
 
 class _Half(NamedTuple):
-    """Either the keys or the values."""
+    """The shape of the keys, or of the values."""
 
     heads: int
     width: int
     dtype: torch.dtype
-    rows: int  # heads of the whole batch
+    rows: int  # heads in the whole batch
 
     @property
     def row_bytes(self) -> int:
@@ -48,8 +48,8 @@ class _Half(NamedTuple):
         return self.rows * self.row_bytes
 
 
-class _Turned(NamedTuple):
-    """Tokens whose batch has been reordered since they were written: row ``rows[i]`` of the file is row i now."""
+class _Reordered(NamedTuple):
+    """Tokens whose batch has been reordered since they were written: row ``rows[i]`` in the file is row i now."""
 
     first: int
     last: int
@@ -57,71 +57,71 @@ class _Turned(NamedTuple):
 
 
 class PagedLayer:
-    """Keys and values of a layer, laid out as attention reads them fastest: each head's tokens in a row, with room.
+    """Keys and values of a layer, laid out as attention reads them fastest: the tokens of a head together, and room.
 
-    A page is a number of tokens, such that those of one row are pages of memory and of a file. Full pages are written
+    A page is a number of tokens, such that in each row they fill pages of memory and of a file. Full pages are written
     at most once, the first time that their memory is needed for something else; the tokens of the last, incomplete
-    page stay in memory. A reordered batch is not written again: its order is applied to what is read.
+    page, the tail, stay in memory. A reordered batch is not written again: its order is applied to what is read.
 
     Args:
         pager: has the memory and the files.
-        number: of the layer, for messages.
-        window: how many tokens attention sees at most, the current one included; None: all.
+        number: the layer's, for messages.
+        window: the most tokens that attention sees, the current one included; None: all.
     """
 
     def __init__(self, pager: Pager, number: int, window: int | None = None) -> None:
         self._pager, self.number, self._window = pager, number, window
-        self.recording = False  # keep tokens that have left the window, for a ``crop`` to come
+        self.recording = False  # keep tokens that have left the window, for a later ``crop``
         self.tail_bytes = 0
         self.batch = 0
         self._tail: torch.Tensor | None = None
-        self._forget()
+        self._clear()
 
-    def _forget(self) -> None:
+    def _clear(self) -> None:
         self.tokens = 0
-        self._first = 0  # before which no token is needed any more
-        self._written = 0  # tokens up to this one are in the files; a multiple of a page
-        self._turned: list[_Turned] = []
+        self._first = 0  # earlier tokens are not needed any more
+        self._written = 0  # tokens before this one are in the files; a multiple of a page
+        self._reordered: list[_Reordered] = []
         self._files: Segments | None = None
         self._memory: torch.Tensor | None = None
-        self._base = self._capacity = 0  # the first token in memory, and tokens that it has room for
-        self._arriving = False  # what is in the files, up to token ``_read_end``
+        self._base = self._capacity = 0  # the first token in memory, and how many there is room for
+        self._arriving = False  # tokens in the files are being read, up to ``_read_end``
         self._read_end = 0
         self._reads: list[IoFuture] = []
 
-    # What it has
+    # State
 
     @property
     def started(self) -> bool:
-        """True once the shape of the keys and values is known."""
+        """Whether the shape of the keys and values is known."""
         return self.batch > 0
 
     @property
     def resident(self) -> bool:
-        """True when all that is needed is in memory, or on its way there."""
+        """Whether all needed tokens are in memory, or being read."""
         return self._memory is not None
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of the memory that it has, beside that of its last page."""
+        """Bytes of its memory, without the tail."""
         return 0 if self._memory is None else self._memory.nbytes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys and values that are needed."""
+        """Bytes of the keys and values of the needed tokens."""
         return (self.tokens - self._first) * self._token_bytes if self.started else 0
 
     @property
     def bytes_stored(self) -> int:
-        """Bytes of them that are in the files."""
+        """Bytes of keys and values that are in the files."""
         return self._files.nbytes if self._files else 0
 
     def memory_needed(self, more: int) -> int:
-        """Returns the bytes of memory that all of it and ``more`` tokens take."""
-        return self._pages(self.tokens + more - self._down(self._first)) * self._token_bytes
+        """Returns the bytes of memory that all needed and ``more`` tokens take."""
+        return self._page_ceil(self.tokens + more - self._page_floor(self._first)) * self._token_bytes
 
     def start(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Takes shapes and dtypes from the first keys and values, ``[batch, heads, tokens, width]``."""
+        """Takes shapes and dtypes from keys and values, ``[batch, heads, tokens, width]``. Raises as ``append``."""
         self.device = keys.device
         self._shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
         try:
@@ -145,12 +145,12 @@ class PagedLayer:
     # Use
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds tokens; returns the keys and values that attention sees, as views of the memory on the CPU.
+        """Adds tokens; returns the keys and values that attention sees: on the CPU views, elsewhere copies.
 
         Raises:
             MemoryError: they do not fit the budget.
-            OSError: the disk is full, a read or a write has failed. The layer is as it was.
-            ValueError: another shape or dtype than before.
+            OSError: the disk is full, or a read or a write failed. The layer is as it was.
+            ValueError: the shape is not that of the tokens before.
         """
         if not self.started:
             self.start(keys, values)
@@ -177,7 +177,7 @@ class PagedLayer:
         return self._view(half, self._first)
 
     def _make_room(self, more: int) -> None:
-        """Brings the whole layer into memory, with room for ``more`` tokens."""
+        """Brings all needed tokens into memory, with room for ``more``. Raises as ``append`` does."""
         if self._memory is None:
             self.load(self._pager.lease(max(1, self.memory_needed(more)), self), Priority.DEMAND)
         self.arrive()
@@ -186,22 +186,21 @@ class PagedLayer:
         nbytes = self.memory_needed(more)
         try:
             memory = self._pager.lease(nbytes, self)
-        except MemoryError:  # not beside the old memory
+        except MemoryError:  # there is no room beside the old memory
             self.evict()
             self.load(self._pager.lease(nbytes, self), Priority.DEMAND)
             self.arrive()
             return
-        base = self._down(self._first)
+        base = self._page_floor(self._first)
         old = [self._typed(half)[:, :, base - self._base : self.tokens - self._base] for half in (0, 1)]
         self._place(memory, base)
         for half, source in enumerate(old):
             self._typed(half)[:, :, : source.shape[2]].copy_(source)
-        if self._written < base:  # tokens in neither place are never asked for
-            self._written = base
+        self._written = max(self._written, base)  # earlier tokens are not needed
 
     def load(self, memory: torch.Tensor, priority: Priority) -> None:
-        """Starts to read all of it into ``memory``."""
-        self._place(memory, self._down(self._first))
+        """Starts to read all needed tokens into ``memory``. Raises OSError."""
+        self._place(memory, self._page_floor(self._first))
         self._arriving, self._read_end = True, min(self._written, self.tokens)
         try:
             if self._files is not None:
@@ -219,7 +218,7 @@ class PagedLayer:
                 )
 
     def arrive(self) -> None:
-        """Waits for what is being read. Raises OSError or EOFError, after which it can be read again."""
+        """Waits for the reads of ``load``. Raises OSError or EOFError; then it can be loaded again."""
         if not self._arriving:
             return
         self._arriving = False
@@ -230,17 +229,17 @@ class PagedLayer:
             raise
         finally:
             self._reads = []
-        for first, last, rows in self._turned:
-            self._turn(max(first, self._base), min(last, self._read_end), rows)
-        self._cut(self._down(self.tokens))
+        for first, last, rows in self._reordered:
+            self._reorder_tokens(max(first, self._base), min(last, self._read_end), rows)
+        self._cut(self._page_floor(self.tokens))
 
     def evict(self) -> bool:
-        """Gives its memory back, writing the full pages that are in no file. Returns whether writes are under way.
+        """Releases its memory, writing full pages that are not in the files. Returns whether writes may be under way.
 
-        Raises OSError when the disk is full: the layer is as it was.
+        Raises OSError if the disk is full, or a read or a write failed; the layer is then as it was.
         """
         self.arrive()
-        begin, end = max(self._written, self._down(self._first)), self._down(self.tokens)
+        begin, end = max(self._written, self._page_floor(self._first)), self._page_floor(self.tokens)
         if begin < end and (files := self._files) is not None:
             self._pager.moved.bytes_written += files.write(begin, end, self._in_memory())
         self._written = max(self._written, begin, end)
@@ -259,12 +258,12 @@ class PagedLayer:
     # Changes
 
     def crop(self, tokens: int) -> None:
-        """Forgets all tokens but the first so many. Reads and writes nothing.
+        """Forgets all but the first ``tokens`` tokens. Reads and writes nothing.
 
-        Raises RuntimeError where tokens that come back into the window were forgotten.
+        Raises RuntimeError if tokens that would be in the window again have been forgotten.
         """
         first = 0 if self._window is None else max(0, tokens - self._window + 1)
-        if self._down(first) < self._down(self._first):
+        if self._page_floor(first) < self._page_floor(self._first):
             raise RuntimeError(
                 f"layer {self.number} has forgotten the tokens before its window of {self._window}: "
                 "call activate_past_recording() before what is to be undone"
@@ -272,37 +271,37 @@ class PagedLayer:
         self.arrive()
         self.tokens = tokens
         if self._memory is not None:
-            self._cut(self._down(tokens))
+            self._cut(self._page_floor(tokens))
         self._leave_window()
 
     def reorder(self, rows: torch.Tensor) -> None:
-        """Makes row ``rows[i]`` of the batch its row i. ``rows`` is on the CPU. Writes nothing if the batch stays."""
+        """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays."""
         if not self.tokens or torch.equal(rows, torch.arange(self.batch, device="cpu")):
             return
         if len(rows) != self.batch:
             self._select(rows)
             return
         self.arrive()
-        turned: list[_Turned] = []
+        found: list[_Reordered] = []
         at = 0
-        for first, last, before in [*self._turned, _Turned(self._written, self._written, rows)]:
-            parts = [_Turned(at, first, rows), _Turned(first, last, before[rows])]
+        for first, last, before in [*self._reordered, _Reordered(self._written, self._written, rows)]:
+            parts = [_Reordered(at, first, rows), _Reordered(first, last, before[rows])]
             for each in parts:
                 if each.first == each.last:
                     continue
-                if turned and turned[-1].last == each.first and torch.equal(turned[-1].rows, each.rows):
-                    turned[-1] = _Turned(turned[-1].first, each.last, each.rows)
+                if found and found[-1].last == each.first and torch.equal(found[-1].rows, each.rows):
+                    found[-1] = _Reordered(found[-1].first, each.last, each.rows)
                 else:
-                    turned.append(each)
+                    found.append(each)
             at = last
-        self._turned = turned
+        self._reordered = found
         if self._memory is not None:
-            self._turn(self._base, self.tokens, rows)
+            self._reorder_tokens(self._base, self.tokens, rows)
         elif self._tail is not None:
-            self._turn_memory(self._tail, self._page, 0, self.tokens - self._written, rows)
+            self._reorder_memory(self._tail, self._page, 0, self.tokens - self._written, rows)
 
     def _select(self, rows: torch.Tensor) -> None:
-        """As ``reorder``, for another batch size: into new memory."""
+        """Reorders into new memory, for another size of the batch."""
         self._make_room(0)
         old = [self._typed(half)[:, :, self._first - self._base : self.tokens - self._base] for half in (0, 1)]
         before = self.batch
@@ -317,9 +316,9 @@ class PagedLayer:
         if self._files is not None:
             self._files.cut(0)
         self._files = self._new_files()
-        self._turned = []
+        self._reordered = []
         self._tail = tail
-        self._place(memory, self._down(self._first))
+        self._place(memory, self._page_floor(self._first))
         self._written = self._base
         for half, source in enumerate(old):
             target = self._typed(half)[:, :, self._first - self._base : self.tokens - self._base]
@@ -328,21 +327,21 @@ class PagedLayer:
                 target[:, :, begin : begin + step].copy_(part)
 
     def reset(self) -> None:
-        """Forgets everything, its shape included."""
+        """Forgets everything, including its shape."""
         for transfer in self._reads:
             transfer.exception()
         if self._files is not None:
             self._files.cut(0)
-        self._forget()
+        self._clear()
         self.batch = self.tail_bytes = 0
         self._tail = None
 
     # Below
 
-    def _down(self, tokens: int) -> int:
+    def _page_floor(self, tokens: int) -> int:
         return tokens // self._page * self._page
 
-    def _pages(self, tokens: int) -> int:
+    def _page_ceil(self, tokens: int) -> int:
         return -(-tokens // self._page) * self._page
 
     def _place(self, memory: torch.Tensor, base: int) -> None:
@@ -357,7 +356,7 @@ class PagedLayer:
         return halves, self._base
 
     def _part(self, half: int, memory: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Returns the bytes of the keys or the values in memory with room for ``capacity`` tokens."""
+        """Returns the bytes of the keys or the values in memory that has room for ``capacity`` tokens."""
         begin = half * capacity * self._halves[0].nbytes
         return memory[begin : begin + capacity * self._halves[half].nbytes]
 
@@ -381,11 +380,11 @@ class PagedLayer:
         """Returns how many tokens are reordered at once."""
         return max(1, _CHUNK // max(1, self._halves[half].nbytes))
 
-    def _turn(self, first: int, last: int, rows: torch.Tensor) -> None:
-        """Reorders the batch of some tokens in memory."""
-        self._turn_memory(self._present(), self._capacity, first - self._base, last - self._base, rows)
+    def _reorder_tokens(self, first: int, last: int, rows: torch.Tensor) -> None:
+        """Reorders the batch of tokens ``first`` to ``last`` in memory."""
+        self._reorder_memory(self._present(), self._capacity, first - self._base, last - self._base, rows)
 
-    def _turn_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
+    def _reorder_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
         for half in (0, 1):
             tokens = self._typed(half, memory, capacity)
             for at in range(begin, end, step := self._chunk(half)):
@@ -396,23 +395,23 @@ class PagedLayer:
         if self._window is None:
             return
         self._first = max(self._first, self.tokens - self._window + 1)
-        gone = self._down(self._first)
-        self._turned = [each for each in self._turned if each.last > gone]
+        gone = self._page_floor(self._first)
+        self._reordered = [each for each in self._reordered if each.last > gone]
         if self._files is not None:
             self._files.drop(gone)
 
     def _cut(self, tokens: int) -> None:
-        """Forgets what the files have from token ``tokens`` on, which is in memory."""
+        """Forgets the part of the files from token ``tokens`` on, which is in memory."""
         if tokens < self._written:
             self._written = tokens
-            self._turned = [
-                _Turned(first, min(last, tokens), rows) for first, last, rows in self._turned if first < tokens
+            self._reordered = [
+                _Reordered(first, min(last, tokens), rows) for first, last, rows in self._reordered if first < tokens
             ]
             if self._files is not None:
                 self._files.cut(tokens)
 
 
-# The part of it that is in files
+# The part in files
 
 
 @dataclass
@@ -422,7 +421,7 @@ class _Segment:
     first: int
     capacity: int  # tokens
     used: int  # tokens that are written
-    pieces: tuple[list[Piece], list[Piece]]  # of the keys and of the values
+    pieces: tuple[list[Piece], list[Piece]]  # for the keys and for the values
 
     @property
     def stop(self) -> int:
@@ -433,24 +432,24 @@ class Segments:
     """Writes tokens in their order, in few and large extents, and reads any range of them.
 
     Args:
-        slabs: have the files.
-        number: of the layer, for messages.
-        rows: of the keys and of the values: how many there are, and bytes of one token in each.
+        slabs: where the tokens go.
+        number: the layer's, for messages.
+        rows: for the keys and for the values, the number of rows and the bytes of one token in each.
     """
 
     def __init__(self, slabs: StripedSlabs, number: int, rows: Sequence[tuple[int, int]]) -> None:
         self._slabs, self._number, self._rows = slabs, number, rows
-        self._sizes = [count * size for count, size in rows]  # of one token in all rows
+        self._sizes = [count * size for count, size in rows]  # bytes of one token in all rows
         self._segments: list[_Segment] = []
         self.writes: list[IoFuture] = []  #: those that may be under way
 
     @property
     def nbytes(self) -> int:
-        """Bytes written that are still wanted."""
+        """Bytes of the tokens in the files."""
         return sum(segment.used for segment in self._segments) * sum(self._sizes)
 
     def read(self, begin: int, end: int, memory: Memory, transfers: list[IoFuture], priority: Priority) -> int:
-        """Starts to read tokens, adding to ``transfers``; returns bytes. Raises OSError if a write of them failed."""
+        """Starts reads, which it adds to ``transfers``; returns their bytes. Raises OSError if a write has failed."""
         self.settle()
         tokens = 0
         for segment in self._segments:
@@ -461,9 +460,9 @@ class Segments:
         return tokens * sum(self._sizes)
 
     def write(self, begin: int, end: int, memory: Memory) -> int:
-        """Starts to write tokens behind those that are there; returns bytes.
+        """Starts to write tokens after those in the files; returns their bytes.
 
-        Raises OSError when the disk is full, and writes nothing.
+        Raises OSError if the disk is full, and then writes nothing, or if an earlier write has failed.
         """
         self.settle()
         parts: list[tuple[_Segment, int, int]] = []
@@ -483,7 +482,7 @@ class Segments:
         return (end - begin) * sum(self._sizes)
 
     def cut(self, tokens: int) -> None:
-        """Forgets tokens from this one on; their space is used again."""
+        """Forgets tokens from ``tokens`` on; their space is used again."""
         for transfer in self.writes:
             transfer.exception()
         while self._segments and self._segments[-1].first >= tokens:
@@ -493,14 +492,14 @@ class Segments:
             last.used = min(last.used, tokens - last.first)
 
     def drop(self, tokens: int) -> None:
-        """Forgets what is before this token, segment by segment, unless it is being written."""
+        """Forgets tokens before ``tokens`` in whole segments, unless writes are under way."""
         while self._segments and self._segments[0].first + self._segments[0].capacity <= tokens:
             if not all(transfer.done() for transfer in self.writes):
                 return
             self._free(self._segments.pop(0))
 
     def settle(self) -> None:
-        """Waits for writes. Raises OSError for one that failed: those tokens are lost."""
+        """Waits for the writes. Raises OSError if one failed: its tokens are lost."""
         for transfer in self.writes:
             if (failure := transfer.exception()) is not None:
                 if not hasattr(failure, "__notes__"):
@@ -509,7 +508,7 @@ class Segments:
         self.writes.clear()
 
     def _allocate(self, first: int, tokens: int) -> _Segment:
-        """Allocates room for ``tokens`` tokens, and for some to come where there is more."""
+        """Allocates room for ``tokens`` tokens, and for later ones if there is more room."""
         ahead = min(first // 2, _AHEAD // max(1, self._sizes[0])) // tokens * tokens
         if ahead > tokens:
             with contextlib.suppress(OSError):
@@ -557,7 +556,7 @@ class Segments:
 
 
 def _within(pieces: Sequence[Piece], begin: int, end: int) -> Iterator[Piece]:
-    """Yields where some bytes of a tensor are, as pieces of a tensor of these bytes alone."""
+    """Yields the pieces with the bytes from ``begin`` to ``end``, as those of a tensor that has only these bytes."""
     for folder, first, nbytes, extent in pieces:
         low, high = max(begin, first), min(end, first + nbytes)
         if low < high:

@@ -1,4 +1,4 @@
-"""Which layers of a cache are in memory: chosen by the order in which they are used, and read ahead in it."""
+"""``Pager``: decides which layers of a cache are in memory, and reads ahead in the order in which they are used."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import size_words
 
-_PAGES = 512  # of which a budget has at least so many, unless they would be smaller than a request should be
+_PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
 _GOLDEN = 0.6180339887498949
-_SLOTS = 2  # memory that layers pass through: one computes while the next arrives
+_SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
 @dataclass
 class CacheStats(Stats):
     """What a cache has moved since it was made, and what it has now.
 
-    Each token's keys and values are written at most once, but for ``crop``.
+    The keys and values of each token are written at most once, except after ``crop``.
     """
 
-    bytes_cached: int = 0  #: of keys and values, wherever they are
+    bytes_cached: int = 0  #: keys and values, in memory or in files
 
 
 class Pager(Closeable):
     """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
 
     Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they
-    compute, and each set of them contains the smaller ones: as the context grows layers leave it one by one, and no
+    compute. A smaller set of them is part of each larger one: as the context grows, layers leave it one by one, and no
     layer is written before it leaves.
 
     Args:
-        folders: of the files; each on a device of its own.
+        folders: where the files are, each on a device of its own.
         budget: bytes of memory.
         handle: moves the bytes.
     """
@@ -63,9 +63,9 @@ class Pager(Closeable):
         self.page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
-        self._current = -1  # the place of the layer at work
+        self._current = -1  # the place of the layer in use
         self._cycled = False  # whether all layers are known
-        self._leaving: list[tuple[Sequence[IoFuture], int]] = []  # memory that is free when its writes have ended
+        self._leaving: list[tuple[Sequence[IoFuture], int]] = []  # writes, and bytes of memory that they will free
         self._pool: Pool | None = None
         self.moved = CacheStats()  #: counted by the layers, too
         with contextlib.ExitStack() as undo:
@@ -78,30 +78,30 @@ class Pager(Closeable):
             self._session.lend("", self)
             undo.pop_all()
 
-    # What layers ask for
+    # Called by layers
 
     def lease(self, nbytes: int, layer: PagedLayer) -> torch.Tensor:
-        """Returns memory for a layer; others make room for it. Raises MemoryError."""
+        """Returns memory for a layer, evicting others for it. Raises MemoryError, or OSError if none can be written."""
         begin = time.perf_counter()
         failed: dict[PagedLayer, OSError] = {}
         try:
             while charge_of(nbytes) <= self.budget:
-                if (found := self._try(nbytes, layer)) is not None:
+                if (found := self._try_lease(nbytes, layer)) is not None:
                     return found
                 if self._leaving:
                     for transfer in self._leaving[0][0]:
                         transfer.exception()
-                    self._left()
+                    self._drop_left()
                 elif victims := [each for each in self._by_worth() if each is not layer and each not in failed]:
                     try:
                         self._evict(victims[0])
-                    except OSError as error:  # another one may be in the files already
+                    except OSError as error:  # another layer may be in the files already
                         failed[victims[0]] = error
                 elif failed:
                     raise next(iter(failed.values()))
                 else:
                     gc.collect()
-                    if (found := self._try(nbytes, layer)) is not None:
+                    if (found := self._try_lease(nbytes, layer)) is not None:
                         return found
                     break
         finally:
@@ -109,7 +109,7 @@ class Pager(Closeable):
         raise self._too_little(nbytes, layer)
 
     def wait(self, transfers: Iterable[IoFuture]) -> None:
-        """Waits for all of them. Raises the first failure."""
+        """Waits for all transfers. Raises the first failure."""
         begin = time.perf_counter()
         failures = [each.exception() for each in transfers]
         self.moved.seconds_waited += time.perf_counter() - begin
@@ -117,10 +117,10 @@ class Pager(Closeable):
             if failure is not None:
                 raise failure
 
-    # What the cache asks for
+    # Called by the cache
 
     def use(self, layer: PagedLayer) -> None:
-        """Notes that this layer is at work from now on, until another one is."""
+        """Notes that this layer is in use until another one is. Raises ValueError if the cache is closed."""
         self.require_open()
         if layer not in self._layers:
             self._layers.append(layer)
@@ -130,14 +130,14 @@ class Pager(Closeable):
         self._current = place
 
     def ahead(self, more: int) -> None:
-        """Reads what comes next; each layer is about to grow by ``more`` tokens. A failed read is retried on demand."""
+        """Reads the next layers, each with room for ``more`` tokens. A read that fails is retried on demand."""
         if self._cycled:
             self._choose(more)
         with contextlib.suppress(OSError):
             self._read_ahead(more)
 
     def stats(self) -> CacheStats:
-        """What was moved so far."""
+        """Returns what was moved so far, and what the cache has now."""
         return CacheStats(
             **{
                 **vars(self.moved),
@@ -148,7 +148,7 @@ class Pager(Closeable):
         )
 
     def close(self) -> None:
-        """Waits for transfers, removes the files and gives the memory back. Further calls do nothing."""
+        """Waits for transfers, removes the files and releases the memory. Further calls do nothing."""
         if self._closed or self._process != os.getpid():
             return
         self._closed = True
@@ -161,7 +161,7 @@ class Pager(Closeable):
             self._leaving.clear()
 
     def leave_to_parent(self) -> None:
-        """Closes descriptors in a forked child, which would keep the space of removed files."""
+        """Closes descriptors in a forked child, since they would keep the space of removed files."""
         self.slabs.close_descriptors()
 
     # Below
@@ -176,15 +176,15 @@ class Pager(Closeable):
             if not self._cycled and layer in self._layers[: self._current]:
                 break
             nbytes = layer.memory_needed(more)
-            memory = self._room(nbytes, wanted)
+            memory = self._try_lease(nbytes, layer) if self._make_room(nbytes, wanted) else None
             if memory is None:
                 return
             layer.load(memory, Priority.PREFETCH)
             wanted.add(layer)
-        if not self._cycled:  # another layer may follow, of the same size
+        if not self._cycled:  # a new layer of the same size may follow
             self._make_room(current.memory_needed(0), {current})
 
-    def _try(self, nbytes: int, layer: PagedLayer) -> torch.Tensor | None:
+    def _try_lease(self, nbytes: int, layer: PagedLayer) -> torch.Tensor | None:
         if self._pool is None:
             self._pool = Pool(self.budget, pinned=layer.device.type != "cpu")
         try:
@@ -198,7 +198,7 @@ class Pager(Closeable):
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         return self.budget - self._pool.bytes_in_use
 
-    def _left(self) -> None:
+    def _drop_left(self) -> None:
         self._leaving = [each for each in self._leaving if not all(transfer.done() for transfer in each[0])]
 
     def _evict(self, layer: PagedLayer) -> None:
@@ -207,8 +207,8 @@ class Pager(Closeable):
             self._leaving.append((list(layer.writes), charge_of(nbytes)))
 
     def _make_room(self, nbytes: int, wanted: set[PagedLayer]) -> bool:
-        """Evicts layers that are not wanted soon; returns whether there is room now. Some may come later."""
-        self._left()
+        """Evicts layers that are not ``wanted``; returns whether there is room now: writes may have to end first."""
+        self._drop_left()
         charge = charge_of(max(1, nbytes))
         while self._free() + sum(each for _, each in self._leaving) < charge:
             found = [each for each in self._by_worth() if each not in wanted and each not in self._kept]
@@ -217,11 +217,8 @@ class Pager(Closeable):
             self._evict(found[0])
         return self._free() >= charge
 
-    def _room(self, nbytes: int, wanted: set[PagedLayer]) -> torch.Tensor | None:
-        return self._try(nbytes, next(iter(wanted))) if self._make_room(nbytes, wanted) else None
-
     def _by_worth(self) -> list[PagedLayer]:
-        """Returns the layers in memory, the first to leave first."""
+        """Returns the layers in memory, in the order in which they are to leave it."""
         count = len(self._layers)
 
         def worth(place: int) -> tuple[bool, float]:
@@ -264,5 +261,5 @@ class Pager(Closeable):
 
 
 def _worth(place: int) -> float:
-    """Orders layers so that any number of the first ones is spread evenly, whatever their count."""
+    """Returns the rank of a layer such that those above any rank are spread evenly, however many layers there are."""
     return place * _GOLDEN % 1

@@ -1,1 +1,1 @@
-"""What a model larger than memory will do on this machine, and what it does."""
+"""Plans for a model larger than memory: what is to be expected of it on this machine."""

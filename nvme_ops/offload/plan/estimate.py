@@ -1,10 +1,10 @@
-"""What a model will take on a machine, in inference and in training, from its sizes and a few rates.
+"""Estimates the time and memory of a model on a machine, in inference and training, from its sizes and a few rates.
 
-Nothing is timed here. A step computes and moves bytes at once, and takes the longer of the two times. In inference it
-reads the weights that do not stay in memory; so does the first token after a prompt, and from a cold start all of the
-model is read once. In training it moves states, parameters or activations, beside the backward pass.
+Nothing is timed here. A step computes and moves bytes at the same time, and takes the longer of the two times. In
+inference, a step and the first token after a prompt read the weights that do not stay in memory; a cold start reads
+all of the model once. In training, a step moves states, parameters or activations.
 
-A plan is a document for programs: bytes, seconds, tokens per second. The text for people is made of it.
+A plan is a document for programs: bytes, seconds, tokens per second. The text for people is made from it.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from nvme_ops.offload.order import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
 from nvme_ops.text import columns_text, rate_words, rounded, size_words
 
-_AS_FAST = 1.1  # times the shortest step: what counts as no longer than it
+_AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
 _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
-_MASTER = 4  # and a float32 copy of one in fewer bits
+_MASTER = 4  # and the float32 copy of a parameter that has fewer bits
 _DAY = 86400  # seconds
 _TERABYTE = 1e12
-_BUDGET_SHARE = 8  # the memory divided by this, each for parameters, states and activations that pass through
-_AT_WORK = 2  # times what a layer keeps, while it computes: gradients are added
+_BUDGET_SHARE = 8  # parameters, states and activations that pass through each get the memory divided by this
+_AT_WORK = 2  # a layer in the backward pass has this many times what it keeps: gradients are added
 
 
 def seconds_words(seconds: float) -> str:
@@ -34,7 +34,7 @@ def seconds_words(seconds: float) -> str:
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> str:
-    """Returns a table of columns: of each its heading, and its cells."""
+    """Returns a table as text; ``columns`` has the cells below each heading."""
     return columns_text([list(columns), *zip(*columns.values(), strict=True)])
 
 
@@ -43,27 +43,27 @@ def _table(columns: Mapping[str, Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Streamed:
-    """A weight that is read when it is used, or one of ``experts`` of which each token uses ``used``."""
+    """A weight that is read when it is used, or that of one of ``experts`` experts, ``used`` of which a token uses."""
 
     nbytes: int
     experts: int = 1
     used: int = 1
 
     def uses(self, tokens: int) -> float:
-        """How likely a step of so many tokens uses it, if all experts are as likely."""
+        """Returns the probability that a step of ``tokens`` tokens uses it, if all experts are equally likely."""
         return 1 - (1 - self.used / self.experts) ** tokens
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of a model and of what it computes with."""
+    """Bytes of a model and of the memory that it computes in."""
 
     model: int  #: all weights
-    memory: int  #: in which streamed weights stay or pass through
+    memory: int  #: for streamed weights, which stay there or pass through
     streamed: tuple[Streamed, ...]  #: in the order of use
-    tables: tuple[tuple[int, int], ...] = ()  #: rows of embeddings and bytes of a row, of which one a token is read
+    tables: tuple[tuple[int, int], ...] = ()  #: rows and bytes of a row of each embedding; a token reads one row
     cache: int = 0  #: keys and values of one token
-    working: int = 0  #: other results, while the prompt is read, for each of its tokens
+    working: int = 0  #: other results, for each token of the prompt, while it is read
     logits: int = 0  #: for each sequence
 
     @property
@@ -73,18 +73,18 @@ class Sizes:
         return max(0, self.model - of_tables - sum(each.nbytes for each in self.streamed))
 
     def beside(self, batch: int, prompt_length: int, new_tokens: int) -> int:
-        """Bytes of memory beside the weights, about."""
+        """Returns about how many bytes of memory are needed beside the weights."""
         return batch * ((prompt_length + new_tokens) * self.cache + prompt_length * self.working + self.logits)
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Bytes per second, and bytes of memory that are free."""
+    """Bytes per second, and bytes of free memory."""
 
     storage: float
-    device_free: int  #: where it computes
+    device_free: int  #: where the model computes
     host_free: int
-    to_device: float | None = None  #: from host memory; None where the model computes in that
+    to_device: float | None = None  #: from host memory; None if the model computes there
 
 
 @dataclass(frozen=True)
@@ -97,32 +97,32 @@ class Computing:
 
 @dataclass(frozen=True)
 class Placement:
-    """What is expected with the weights in one place."""
+    """What to expect with the weights in one kind of memory."""
 
     bytes_per_step: int
     reading: float  #: seconds of a step
     computing: float  #: seconds of a step
     first_token: float  #: seconds after a prompt, once the model runs
     first_token_cold: float  #: the same with nothing in memory
-    fits: bool  #: in the memory that is free
-    bound: str  #: what limits it: ``"reading"`` or ``"computing"``
+    fits: bool  #: into free memory
+    bound: str  #: what limits a step: ``"reading"`` or ``"computing"``
     tokens_per_second: float  #: of all sequences of the batch
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """What is expected of one batch size."""
+    """What to expect of one batch size."""
 
     batch: int
     cache_bytes: int  #: at the end, for all sequences
-    beside_bytes: int  #: memory beside the weights, that of the cache included
+    beside_bytes: int  #: memory beside the weights, including the cache
     nvme: Placement
     no_offload: Placement
-    cpu_memory: Placement | None = None  #: None where the model computes in that
+    cpu_memory: Placement | None = None  #: None if the model computes there
 
 
 def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
-    """Returns the bytes that a step of so many tokens reads, and those of streamed weights that stay in memory."""
+    """Returns the bytes that a step of ``tokens`` tokens reads, and those of streamed weights that stay in memory."""
     weights = [(number, each.uses(tokens), each.nbytes) for number, each in enumerate(sizes.streamed)]
     kept = what_stays([weight for weight in weights if weight[1] > 0], sizes.memory)
     read = sum(uses * nbytes for number, uses, nbytes in weights if number not in kept)
@@ -133,13 +133,13 @@ def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
 def estimate(
     sizes: Sizes, rates: Rates, computing: Computing, batch: int, prompt_length: int, new_tokens: int
 ) -> Estimate:
-    """Returns what is expected of ``batch`` sequences at once."""
+    """Returns what to expect of ``batch`` sequences at once."""
     read, read_by_prompt = (step_bytes(sizes, tokens)[0] for tokens in (batch, batch * prompt_length))
     beside = sizes.beside(batch, prompt_length, new_tokens)
     load = sizes.model / rates.storage
 
     def placement(rate: float, cold: float, fits: bool) -> Placement:
-        """With the weights where they are read from at this rate: infinite where they are used."""
+        """Returns what to expect of weights read at ``rate`` bytes per second: infinite if they are in place."""
         reading = read / rate
         return Placement(
             bytes_per_step=read if math.isfinite(rate) else 0,
@@ -168,7 +168,7 @@ def estimate(
 
 
 def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
-    """Returns the best batch sizes online and offline; None where no batch fits into memory."""
+    """Returns the best batch sizes for online and for offline use; None and None if no batch fits into memory."""
     usable = {each.batch: each.nvme for each in estimates if each.nvme.fits}
     if not usable:
         return None, None
@@ -190,13 +190,13 @@ def inference_plan(
     """Returns the plan of several batch sizes.
 
     Args:
-        about: the model.
-        sizes: of the model.
-        rates: of the machine.
-        estimates: of the batch sizes.
+        about: describes the model.
+        sizes: those of the model.
+        rates: those of the machine.
+        estimates: one for each batch size.
         left_out: batch sizes that do not fit into memory.
         memory: bytes for weights.
-        price_per_hour: of the machine.
+        price_per_hour: of the machine, in any currency.
         watts: of the machine.
     """
     online, offline = best(estimates)
@@ -290,13 +290,13 @@ def _tokens(placement: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """Sizes of a model, and what a token of a training step takes with all of it in memory."""
+    """The sizes of a model in training, and its seconds for each token with all of it in memory."""
 
     parameters: int  #: elements
     itemsize: int  #: bytes of each
     largest: int  #: bytes of the largest parameter
-    activations: int  #: bytes for each token that autograd keeps for the backward pass
-    of_layer: int  #: bytes of these for each token, in the layer that keeps most
+    activations: int  #: bytes that autograd keeps for the backward pass, for each token
+    of_layer: int  #: those of the layer that keeps most
     seconds: float  #: for each token, forward and backward
 
     @property
@@ -312,7 +312,7 @@ class TrainedModel:
 
 @dataclass(frozen=True)
 class TrainingWay:
-    """A step of one batch size, with the states, or more, in memory or on storage."""
+    """A step of one batch size, with states, parameters and activations in memory or on storage."""
 
     name: str
     memory: int  #: bytes needed
@@ -320,7 +320,7 @@ class TrainingWay:
     written: int
     seconds: float  #: of a step
     fits: bool
-    largest_batch: int  #: that fits in memory and on the disk; 0 for none
+    largest_batch: int  #: that fits into memory and on storage; 0 for none
 
 
 def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, length: int) -> list[TrainingWay]:
@@ -328,10 +328,10 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
 
     Args:
         model: trained by AdamW.
-        memory: bytes for all of it.
-        rate: bytes per second that storage reads and writes at the same time, together.
+        memory: bytes for everything.
+        rate: bytes per second of storage, reading and writing at the same time, together.
         free: free bytes of storage.
-        batch: sequences.
+        batch: number of sequences.
         length: tokens of each.
     """
     computing = model.seconds * batch * length
@@ -354,7 +354,7 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
         taken, stored = needed(batch)
         moved = stored - written
         seconds = max(computing, (read + written + 2 * moved) / rate)
-        # a sequence takes at least a byte of either, so that no larger batch fits
+        # a sequence takes at least a byte of one of them, so that no larger batch fits
         largest = bisect.bisect_left(range(1, memory + free + 2), True, key=lambda count: not fits(count))
         return TrainingWay(name, taken, read + moved, stored, seconds, fits(batch), largest)
 

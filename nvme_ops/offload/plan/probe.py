@@ -1,4 +1,4 @@
-"""What a plan needs to know of a model and a machine: its sizes, and rates and times that are measured in seconds.
+"""Finds out what a plan needs to know: the sizes of a model, and rates and times that take some seconds to measure.
 
 Computing is timed with a few layers on random weights in memory, which stand for all of them.
 """
@@ -31,16 +31,16 @@ from nvme_ops.storage.session import Session
 from nvme_ops.text import MIB, size_words
 
 _PIECE, _IN_FLIGHT = 16 * MIB, 4
-_SECONDS = 0.5  # of a measurement
+_SECONDS = 0.5  # duration of a measurement
 _SCRATCH = 256 * MIB
-_WEIGHTS = 256 * MIB  # of the layers that are timed: more than caches hold
+_WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches hold
 _VOCABULARY, _LEAST_VOCABULARY = 1 << 15, 1 << 10
-_TOKENS = 256  # of a prompt that is timed
+_TOKENS = 256  # the most of a prompt that are timed
 _MOST_STEPS = 9
 
 
 def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
-    """Returns the sizes of a model that ``from_pretrained`` has made, and what describes it."""
+    """Returns the sizes of a model that ``from_pretrained`` has made, and a description of it."""
     text = decoder_config(model)
     stored, sliced = places_of(model)
     others = {id(each): each for each in [*model.parameters(), *model.buffers()] if stored_in(each) is None}
@@ -76,12 +76,12 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
 
 
 def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rates:
-    """Measures the rates at which weights come from storage, and from host memory to an accelerator.
+    """Measures the rates of weights from storage, and from host memory to an accelerator.
 
     Args:
-        files: of the model, which are read.
-        folder: on the storage to measure, where a file is written unless the model is there; None: the model's.
-        device: where it computes.
+        files: those of the model, which are read.
+        folder: on the storage to measure: a file is written there unless the model is there, too. None: the model's.
+        device: where the model computes.
 
     Raises:
         OSError: the folder cannot be written, or has no room.
@@ -102,7 +102,8 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
 def read_rate(files: Sequence[str], cached: bool = False) -> float:
     """Returns the bytes per second of large reads all over these files, which leave the page cache as it is.
 
-    ``cached``: what is in the page cache is read from there, as it is while a model runs; else all from the device.
+    ``cached``: cached data are read from the page cache, as while a model runs; otherwise all is read from the device.
+    Raises FormatError if the files are empty, and OSError.
     """
     pieces = [
         (path, start, min(_PIECE, size - start))
@@ -121,7 +122,7 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
 
 
 def mixed_rate(folder: str) -> float:
-    """Returns the bytes per second that are read and written at once in a folder, together."""
+    """Returns the bytes per second that are read and written in a folder, at the same time, together."""
     with _scratch(folder) as path, aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
         submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
         places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
@@ -130,7 +131,7 @@ def mixed_rate(folder: str) -> float:
 
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
-    """Lets the block use a file in a folder, which is removed then."""
+    """Yields the path of a new file in a folder, which is removed after the block."""
     with Session(folder, name="plan") as session:
         path = session.path(0, "scratch")
         os.close(session.open(0, "scratch"))
@@ -142,7 +143,7 @@ def _scratch(folder: str) -> Iterator[str]:
 
 
 def _buffers() -> Iterator[torch.Tensor]:
-    """Returns buffers without end, of which one more than may be in flight differ. All of their pages are there."""
+    """Yields one buffer more than may be in flight, over and over again. All of their pages exist."""
     return itertools.cycle([nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)])
 
 
@@ -150,7 +151,7 @@ _Submit = Callable[[torch.Tensor, str, int], IoFuture]
 
 
 def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, str, int]]) -> float:
-    """Returns the bytes per second that the transfers move: as many as are submitted in ``_SECONDS``."""
+    """Submits transfers for ``_SECONDS``; returns the bytes per second that they move."""
     moved, begin = 0, time.perf_counter()
     for submit, memory, path, start in transfers:
         in_flight.add(submit(memory, path, start))
@@ -168,13 +169,13 @@ def _copy_rate(device: torch.device) -> float:
 
 
 class Layers:
-    """Some layers of a model on random weights in memory, to time all of them.
+    """A few layers of a model on random weights in memory, whose times give that of all layers.
 
     Args:
-        model: that is meant; its configuration alone is used.
-        memory: bytes that the weights of the layers take at most, if not one takes more.
+        model: only its configuration and the sizes of its layers are used.
+        memory: the most bytes that the weights of the few layers take; a single layer may take more.
         device: where they compute.
-        free: bytes of its memory of which one layer takes a half at most.
+        free: free bytes of the device, half of which a single layer may take.
 
     Raises:
         ValueError: one layer takes more memory than there is, or the model has no list of its layers.
@@ -208,13 +209,13 @@ class Layers:
         self._cache_name = "cache" if "cache" in accepted else "past_key_values"  # before transformers 5.24
 
     def cache_bytes(self) -> int:
-        """Returns the bytes of keys and values that a token has in all layers."""
+        """Returns the bytes of the keys and values of a token in all layers."""
         cache = self._forward(1, 1)
         mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         return int(mine * self._all // self._count)
 
     def computing(self, batch: int, prompt_length: int, context: int) -> Computing:
-        """Times a step of ``batch`` sequences of ``context`` tokens each, and a prompt."""
+        """Times a step of ``batch`` sequences of ``context`` tokens each, and a prompt of ``prompt_length`` tokens."""
         one = self._forward(batch, 1)
         cache = self._new_cache()
         for number, layer in enumerate(one.layers):
@@ -228,9 +229,9 @@ class Layers:
         return Computing(step, prompt)
 
     def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
-        """Times training steps on sequences of ``length`` tokens, for all of the model's ``parameters``."""
+        """Times training steps on sequences of ``length`` tokens, to describe a model with all of ``parameters``."""
         length = min(length, _TOKENS)
-        saved = {True: 0, False: 0}  # in the layers, and after them
+        saved = {True: 0, False: 0}  # bytes saved inside the layers, and after them
         weights = {each.untyped_storage().data_ptr() for each in self._model.parameters()}
         seen = set(weights)
 
@@ -258,7 +259,7 @@ class Layers:
         finally:
             self._model.eval()
         share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
-        layers_more, after_more = self._all / self._count, self._vocabulary / self._rows  # times what was measured
+        layers_more, after_more = self._all / self._count, self._vocabulary / self._rows  # of the model
         after = saved[False] * after_more
         return TrainedModel(
             parameters=sum(each.numel() for each in parameters),
@@ -272,7 +273,11 @@ class Layers:
     def _seconds(
         self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0
     ) -> float:
-        """Times a forward: all layers, with so many times the tokens, and what follows on the last of each sequence."""
+        """Returns the seconds of a forward pass of all of the model, from a timed one of the few layers.
+
+        ``more_tokens`` and ``more_sequences``: how many times the timed tokens and sequences it has; only the last
+        token of each sequence goes through what follows the layers.
+        """
         total = _timed(lambda: self._forward(batch, length, cache), self._device)
         after = (total - self._in_layers) * self._vocabulary / self._rows
         return float(self._in_layers * self._all / self._count * more_tokens + after * more_sequences)
@@ -302,11 +307,11 @@ def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:
     for module in model.modules():
         if isinstance(module, torch.nn.ModuleList) and len(module) == count:
             return module
-    raise ValueError(f"{type(model).__name__} has no list of {count} layers, of which some could be timed")
+    raise ValueError(f"{type(model).__name__} has no list of {count} layers: none can be timed")
 
 
 def _shortened(config: Any, layers: int, count: int, vocabulary: int) -> Any:
-    """Returns a configuration of the same model with fewer layers and tokens."""
+    """Returns a copy of the configuration with ``count`` layers and ``vocabulary`` tokens."""
     made = copy.deepcopy(config)
     for each in {id(part): part for part in (made, made.get_text_config(decoder=True))}.values():
         for name, value in vars(each).items():
@@ -331,7 +336,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _least(seconds: Callable[[], float]) -> float:
-    """Returns the shortest of several times: what other programs do on the machine makes the others longer."""
+    """Returns the shortest of several times: other programs on the machine make times longer, never shorter."""
     seconds()
     begin, found = time.perf_counter(), [seconds()]
     while len(found) < _MOST_STEPS and time.perf_counter() - begin < _SECONDS:
