@@ -76,7 +76,7 @@ class SampleIndex:
     def __post_init__(self) -> None:
         self._bounds = [*(file.first for file in self.files), self.records]
         if min(self.counts(), default=0) < 0 or self._bounds[0] != 0:
-            raise FormatError(f"{self.path}: the index names its files in no possible order")
+            raise FormatError(f"{self.path}: the index lists its files in an impossible order")
         places = [(file.first, file.start, file.nbytes) for file in self.files]
         self._places = torch.tensor(places, dtype=torch.int64, device="cpu").view(-1, 3)
 

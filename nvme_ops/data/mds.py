@@ -80,7 +80,7 @@ def _name_of(shard: dict[str, Any], folder: str) -> str:
 def _places(shard: str, count: int) -> Found:
     with opened(shard) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise FormatError(f"{shard}: is no file")
+            raise FormatError(f"{shard}: is no regular file")
         size, wanted = os.fstat(fd).st_size, (count + 2) * _WORD
         with open(fd, "rb", closefd=False) as file:
             head = file.read(wanted) if wanted <= size else b""

@@ -506,7 +506,7 @@ class DataFiles:
     def _check(self, number: int, status: os.stat_result, fd: int = -1) -> None:
         file, path = self._index.files[number], self.paths[number]
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no file", path)
+            raise OSError(errno.EINVAL, "is no regular file", path)
         if status.st_size != file.nbytes:
             raise FormatError(
                 f"{path}: has {status.st_size} bytes, and {file.nbytes} by the index: it was cut off or replaced"

@@ -109,7 +109,7 @@ class NvmeTraining:
         self._in_block = self._ended = False
         self._before = {name: vars(trainer).get(name) for name in _METHODS}
         for name in _METHODS:
-            setattr(trainer, name, functools.partial(getattr(self, f"_on{_after(name)}"), getattr(trainer, name)))
+            setattr(trainer, name, functools.partial(getattr(self, f"_on_{name.strip('_')}"), getattr(trainer, name)))
         trainer.nvme_training = self
 
     def __enter__(self) -> NvmeTraining:
@@ -248,10 +248,6 @@ class NvmeTraining:
         undo, self._undo, self._saving = self._undo, None, None
         if undo is not None:
             undo.close()
-
-
-def _after(name: str) -> str:
-    return name if name.startswith("_") else f"_{name}"
 
 
 def _as_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any) -> None:

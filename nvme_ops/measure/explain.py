@@ -146,7 +146,7 @@ def _is_folder(path: str) -> bool:
         if stat.S_ISDIR(about.st_mode):
             return True
         if not stat.S_ISREG(about.st_mode):
-            raise files.NotUsable(f"{path} is no file: name a file, or a folder on the device")
+            raise files.NotUsable(f"{path} is no regular file: name a file, or a folder on the device")
         _require_device(path)
         if about.st_size < _LEAST_FILE:
             words = f"{size_words(about.st_size)}, less than a block of {size_words(_LEAST_FILE)}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from nvme_ops.measure.energy import Meter, used
 from nvme_ops.measure.files import cached_share
@@ -187,15 +187,8 @@ def in_turn(items: Sequence[Item], number: int) -> list[Item]:
     return order[::-1] if count % 2 and number // count % 2 else order
 
 
-class Noted(Protocol):
-    """Something that keeps the reason of its failure."""
-
-    note: str
-    wrong: bool
-
-
 @contextmanager
-def kept_as_note(row: Noted) -> Iterator[None]:
+def kept_as_note(row: Row) -> Iterator[None]:
     """Keeps the reason as the note of ``row`` if the block fails; exceptions that are no failure of a row pass."""
     try:
         yield

@@ -179,8 +179,8 @@ def test_what_cannot_be_explained_is_refused(
     os.mkfifo(tmp_path / "pipe")
     assert "No such file or directory" in refused(tmp_path / "none")
     assert "less than a block of 1 MiB" in refused(folder / "small")
-    assert "is no file" in refused("/dev/null")
-    assert "is no file" in refused(tmp_path / "pipe")
+    assert "is no regular file" in refused("/dev/null")
+    assert "is no regular file" in refused(tmp_path / "pipe")
     assert "of free space are needed" in refused(folder, "--io_size", "1000T")
     monkeypatch.setattr(explain, "free_memory", lambda: 4 * MIB)
     for place in (file, folder):

@@ -268,7 +268,7 @@ def another_store(path: Path) -> None:
         (lambda path: cut(path, -4096), FormatError, "samples-.*: has .* it was cut off or replaced"),
         (lambda path: path.unlink(), FileNotFoundError, "samples-"),
         (another_store, FormatError, "belongs to another store"),
-        (pipe_at, OSError, "is no file"),
+        (pipe_at, OSError, "is no regular file"),
     ],
 )
 def test_data_files_that_are_not_those_of_the_index(
@@ -336,7 +336,7 @@ def lie(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
         *[({"files": [{"name": name, "nbytes": 0, "first": 0}]}, "damaged") for name in (5, "\ud800", "a\0")],
         (lambda header: header["files"][0].update(start=4096), "does not begin with its first record"),
         (lambda header: header["files"][0].update(start=-1), "an impossible size"),
-        (lambda header: header["files"].reverse(), "files in no possible order"),
+        (lambda header: header["files"].reverse(), "files in an impossible order"),
         (lambda header: header["sections"]["checksums"].update(offset=1 << 40), "was cut off within section"),
         (lambda header: header["sections"]["checksums"].update(offset=-4096), "was cut off within section"),
     ],
