@@ -1,6 +1,6 @@
-"""Files replaced atomically, folders owned by a session, extents of a file, and tensors by key on top of them.
+"""Replaces files atomically, manages folders for a session, and stores tensors by key in extents of files.
 
-``device`` tells what lies under a path.
+``device`` identifies the storage under a path.
 
 from nvme_ops.storage import Session, TensorStore
 with Session("/mnt/nvme", name="optimizer") as session:

@@ -1,4 +1,4 @@
-"""What lies under a path: its mount, the disks behind that, and an identity by what they are, not where they are.
+"""Finds what lies under a path: its mount, the disks behind that, and an identity made of what these are.
 
 Disks are found through partitions, device mapper, md and loop devices.
 """
@@ -28,7 +28,7 @@ MEMORY = {"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"}
 
 @dataclass(frozen=True)
 class Mount:
-    """One line of mountinfo."""
+    """One line of ``/proc/self/mountinfo``."""
 
     point: str
     kind: str  # ext4, xfs, nfs4, ...
@@ -62,7 +62,7 @@ def _mount_in(line: str) -> Mount | None:
 
 
 def _unescape(text: str) -> str:
-    """Decodes blanks and the like in paths, written as a backslash and three octal digits."""
+    """Decodes spaces and the like in paths, written as a backslash and three octal digits."""
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
@@ -77,26 +77,26 @@ class Device:
     name: str  # nvme0n1, sda, vda
     kind: str  # nvme, ssd, rotational, virtio, loop, network, memory
     model: str
-    logical_block: int  # bytes; 512 where the device does not say
+    logical_block: int  # bytes; 512 if the device does not say
     rotational: bool
-    stack: tuple[str, ...]  # the devices passed on the way down, the file system's own first
+    stack: tuple[str, ...]  # names of the devices from the file system's own down to this one
 
 
 def devices(host: Host, number: int) -> list[Device]:
-    """Returns the physical devices behind a device number (``st_dev``); none where sysfs has none (tmpfs, NFS)."""
+    """Returns the physical devices behind a device number (``st_dev``); none if sysfs has none (tmpfs, NFS)."""
     return _descend(host, _folder(host, number), (), _MOST_LEVELS)
 
 
 def devices_under(host: Host, path: str, mount: Mount | None) -> list[Device]:
-    """Returns the physical devices under the file system of ``path``, mounted as ``mount``; as ``devices``."""
+    """Returns the physical devices under the file system of ``path``, which is mounted as ``mount``; perhaps none."""
     found = devices(host, os.stat(path).st_dev)
     if found or mount is None:
         return found
     upper = next((option[9:] for option in mount.options if option.startswith("upperdir=")), "")
-    if os.path.exists(upper):  # overlay: writes go there. In a container the path is meaningless
+    if os.path.exists(upper):  # an overlay writes there. Inside a container the path does not exist
         return devices(host, os.stat(upper).st_dev)
     if mount.source.startswith("/dev/") and os.path.exists(mount.source):
-        return devices(host, os.stat(mount.source).st_rdev)  # btrfs and others report a number of their own
+        return devices(host, os.stat(mount.source).st_rdev)  # st_dev of btrfs and others is not the device's number
     return []
 
 
@@ -160,23 +160,23 @@ def _kind(disk: Path, rotational: bool) -> str:
     place = str(disk)
     if "/session" in place:  # iSCSI hosts appear as .../session1/target...
         return "network"
-    if "/virtio" in place:  # reports rotational whatever the host has
+    if "/virtio" in place:  # virtio reports "rotational" whatever the host has
         return "virtio"
     return "rotational" if rotational else "ssd"
 
 
-#: Between storage and CPU memory, GPU memory through page-locked memory, GPU memory through cuFile.
+#: Where data move from or to: CPU memory, GPU memory through page-locked memory, GPU memory through cuFile.
 WAYS = ("cpu", "gpu", "gds")
-BARE = "none"  # the file system of a path that is a block device itself
+BARE = "none"  # stands for the file system where the path is a block device
 _GET_UUID = 0x80111500  # FS_IOC_GETFSUUID = _IOR(0x15, 0, struct fsuuid2), linux/fs.h since 6.9
 _UUID_ANSWER = 17  # bytes: the length, and room for 16
-# The first that a disk has. The World Wide Identifier of NVMe and SCSI disks holds vendor, model and serial number.
+# Files of a disk in sysfs, the first of which identifies it. A World Wide Identifier has vendor, model, serial number.
 _NAMES = ("wwid", "device/wwid", "device/serial", "serial", "loop/backing_file")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """What tuned settings hold for. Two folders on one file system have the same."""
+    """Identifies the storage and machine for which tuned settings hold; equal for folders on one file system."""
 
     disks: tuple[str, ...]  # kind, model, serial number and size of each disk; empty for memory and networks
     file_system: str  # ext4, xfs, nfs4, ...
@@ -189,19 +189,19 @@ class Identity:
 
     @property
     def key(self) -> str:
-        """A name for files: as good as unique."""
+        """A practically unique name for files."""
         return hashlib.sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:20]
 
     def words(self) -> str:
-        """For a reader."""
+        """Returns a short description for people."""
         return f"{self.file_system} on {' and '.join(self.disks) or self.file_system_id or 'memory'}"
 
 
 def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | None = None) -> Identity:
-    """The device of a file or folder, or of where it would be: in a folder that exists.
+    """Identifies the storage of a file or folder, or of the folder in which it would be created.
 
     Raises:
-        FileNotFoundError: that folder is missing, and is named.
+        FileNotFoundError: that folder does not exist; the error names it.
     """
     host, place, folder = host or Host(), nearest(path), os.path.dirname(os.path.abspath(path))
     if not os.path.exists(path) and place != folder:
@@ -216,21 +216,21 @@ def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | 
             mount = None
         found, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
         number = _file_system_id(place, mount)
-    disks = tuple(sorted(_named(host, device) for device in found))
+    disks = tuple(sorted(_described(host, device) for device in found))
     processors, gpu = len(os.sched_getaffinity(0)), _gpu() if way != "cpu" else ""
     return Identity(disks, kind, number, os.uname().release, processors, way, backend, gpu)
 
 
 def nearest(path: str | os.PathLike[str]) -> str:
-    """The path itself where it exists, else its nearest parent that does."""
+    """Returns the path itself if it exists, else its nearest parent that does."""
     place = os.path.abspath(os.fspath(path))
     while not os.path.exists(place) and place != "/":
         place = os.path.dirname(place)
     return place
 
 
-def _named(host: Host, device: Device) -> str:
-    """Names of devices (nvme0n1, sda) change from one start to the next: only where there is nothing better."""
+def _described(host: Host, device: Device) -> str:
+    """Describes a disk by kind, model, id and size; its name (sda), which may change at boot, only replaces the id."""
     folder = Path("/sys/block", device.name)
     serial = next((text for name in _NAMES if (text := host.read_or(str(folder / name)))), device.name)
     sectors = host.read_or(str(folder / "size"), "0")
@@ -248,9 +248,9 @@ def _file_system_id(place: str, mount: Mount | None) -> str:
 
 
 def _uuid(place: str) -> str:
-    """The file system's own UUID; empty where kernel or file system do not tell."""
+    """Returns the file system's own UUID; empty if the kernel or the file system does not provide it."""
     answer = bytearray(_UUID_ANSWER)
-    with contextlib.suppress(OSError):  # also for what may not be opened: a socket, or somebody else's
+    with contextlib.suppress(OSError):  # also for what cannot be opened: a socket, or somebody else's file
         descriptor = os.open(place, os.O_RDONLY | os.O_NONBLOCK)
         try:
             fcntl.ioctl(descriptor, _GET_UUID, answer)

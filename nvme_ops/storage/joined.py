@@ -1,4 +1,4 @@
-"""Several transfers as one, with something to be done when all have ended; checksums of what is written, then read."""
+"""Joins several transfers into one operation, with an action at its end; keeps and compares checksums."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ Finish = Callable[..., object]
 
 
 class JoinedOperation:
-    """Stands where a future has its native operation.
+    """Takes the place of a future's native operation.
 
-    A failure that nobody asks for is reported through ``sys.unraisablehook``, as a native operation's is.
+    A failure that is never retrieved is reported through ``sys.unraisablehook``, like that of a native operation.
 
     Args:
-        transfers: that it consists of, perhaps none.
-        finish: is called once, by the thread that first learns that all have ended, with the first failure or None. The
-            operation fails with what it raises. When Ctrl-C interrupts it, it is called again by the next who asks.
-        arguments: for ``finish``, behind the failure.
+        transfers: the transfers that it consists of, perhaps none.
+        finish: called once, by the first thread that learns that all have ended, with the first failure or None. What
+            it raises is the operation's failure. If Ctrl-C interrupts it, the next thread to learn calls it again.
+        arguments: passed to ``finish`` after the failure.
     """
 
     def __init__(self, transfers: list[IoFuture], finish: Finish, *arguments: object) -> None:
@@ -44,29 +44,29 @@ class JoinedOperation:
         self._lock = threading.RLock()
         self._process = os.getpid()
         self._ended = False
-        self._ender: int | None = None  # the thread that is at the end of it
+        self._ender: int | None = None  # the thread that is in ``_end``
         self._failure: BaseException | None = None
         self._bytes = 0
-        self.asked = False  # whether somebody knows how it has ended
+        self.retrieved = False  # whether a caller knows, or does not care, how it ended
 
     def done(self) -> bool:
-        """Whether all have ended. A forked child learns no more than what its parent knew when it was forked."""
+        """Returns whether all have ended; in a forked child, whether its parent knew so when it forked."""
         if self._ended or self._process != os.getpid():
             return self._ended
-        for transfer in self._transfers.copy():  # another thread may clear them at any moment: then all have ended
+        for transfer in self._transfers.copy():  # another thread clears them when all have ended
             if not transfer.done():
                 return False
         self._end()
         return self._ended
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits for all; False when ``seconds`` passed first. Raises RuntimeError in a forked child."""
+        """Waits for all; returns False if ``seconds`` passed first. Raises RuntimeError in a forked child."""
         if seconds is not None and math.isnan(seconds):
             raise ValueError("timeout must be a number of seconds, not nan")
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self._ended:
             if self._process != os.getpid():
-                raise RuntimeError("this transfer is the parent's: a forked child cannot wait for it")
+                raise RuntimeError("this transfer belongs to the parent process: a forked child cannot wait for it")
             for transfer in self._transfers.copy():
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
@@ -74,27 +74,27 @@ class JoinedOperation:
                 except TimeoutError:
                     return False
             self._end()
-            if self._ender == threading.get_ident():  # asked by what is called at the end: it cannot wait for itself
+            if self._ender == threading.get_ident():  # called from ``finish``, which cannot wait for itself
                 return False
         return True
 
     def request_cancel(self) -> None:
-        """Asks for nothing more of them to be begun."""
-        self.asked = True  # whoever asks for it knows of it
+        """Requests that nothing more of the transfers be begun."""
+        self.retrieved = True  # the caller expects it to fail
         for transfer in self._transfers.copy():
             transfer.request_cancel()
 
     def exception(self) -> BaseException | None:
-        """Once done: the first failure, with all in its attribute ``failures`` where there are several."""
-        self.asked = True
+        """Returns, once done, the first failure or None; of several, its attribute ``failures`` has all."""
+        self.retrieved = True
         return self._failure
 
     def bytes(self) -> int:
-        """Once done: bytes moved in all."""
+        """Returns, once done, the total of bytes moved."""
         return self._bytes
 
     def add_callback(self, callable: Callable[[], object]) -> None:
-        """Calls it once when all have ended, on the thread kept for callbacks; at once where they have already."""
+        """Calls ``callable`` once when all have ended, on the thread for callbacks; at once if they already have."""
         transfers = self._transfers.copy()
         left = len(transfers) or 1
         lock = threading.Lock()
@@ -126,13 +126,13 @@ class JoinedOperation:
                     failure = failure or error
                 self._failure, self._bytes = failure, moved
                 self._ended = True
-                self._finish, self._arguments = None, ()  # and the memory that they hold
-                self._transfers.clear()  # the same
+                self._finish, self._arguments = None, ()  # these hold memory
+                self._transfers.clear()
             finally:
                 self._ender = None
 
     def _outcome(self) -> tuple[BaseException | None, int]:
-        """The first failure, or None, and the bytes moved."""
+        """Returns the first failure, or None, and the bytes moved."""
         failures: list[BaseException] = []
         moved = 0
         for transfer in self._transfers:
@@ -141,30 +141,30 @@ class JoinedOperation:
             else:
                 moved += transfer.result()
         if len(failures) > 1:
-            failures[0].failures = failures  # type: ignore[attr-defined]  # as of aio_handle.wait
+            failures[0].failures = failures  # type: ignore[attr-defined]  # as aio_handle.wait does
         return failures[0] if failures else self.trouble, moved
 
     def __del__(self) -> None:
-        """Tells of a failure that nobody has asked for."""
-        failure = getattr(self, "_failure", None)  # it may never have been made
-        if failure is not None and not self.asked and self._process == os.getpid():
-            raise failure  # which Python hands to the hook
+        """Reports a failure that was never retrieved."""
+        failure = getattr(self, "_failure", None)  # __init__ may not have come to its end
+        if failure is not None and not self.retrieved and self._process == os.getpid():
+            raise failure  # Python passes it to the hook
 
 
 def as_operation(joined: JoinedOperation) -> Operation:
-    """For ``IoFuture``, which looks at no more than what is above."""
+    """Casts for ``IoFuture``, which uses no more than the methods above."""
     return cast("Operation", joined)
 
 
 def joined(transfers: list[IoFuture]) -> IoFuture:
-    """Returns one future for several transfers, which has ended when all have, with the first failure."""
+    """Returns one future that is done when all transfers are, with the first failure."""
     if len(transfers) == 1:
         return transfers[0]
     return IoFuture(as_operation(JoinedOperation(list(transfers), lambda _: None)))
 
 
 class StoredBytes(Protocol):
-    """Where bytes are on storage, and their CRC-32C if that is kept."""
+    """Bytes on storage, with their CRC-32C if that is kept."""
 
     pieces: list[Piece]
     checksum: int | None
@@ -179,7 +179,7 @@ def write(
     *,
     checksum: bool,
 ) -> None:
-    """Starts to write a contiguous tensor, and computes its ``checksum`` while that is on its way."""
+    """Starts to write a contiguous tensor, and computes its ``checksum`` meanwhile."""
     slabs.move(stored.pieces, memory, transfers, write=True, priority=priority)
     if checksum:
         stored.checksum = checksums_anywhere([memory])[0]
@@ -188,6 +188,6 @@ def write(
 def compare(
     failure: BaseException | None, slabs: StripedSlabs, stored: StoredBytes, memory: torch.Tensor, names: list[str]
 ) -> None:
-    """Ends a read: raises ChecksumError, with these names, for other bytes than those that were written."""
+    """Raises ChecksumError with these names if a read has not failed and ``memory`` differs from what was written."""
     if failure is None and stored.checksum is not None and checksums_anywhere([memory])[0] != stored.checksum:
         raise ChecksumError(slabs.paths[stored.pieces[0].folder] if stored.pieces else "", names)

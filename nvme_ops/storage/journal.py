@@ -1,9 +1,9 @@
-"""The journal of a kept store: a line for each change, in a file beside the slabs.
+"""Keeps the journal of a kept store: a line for each change, in a file beside the slabs.
 
-A line consists of a CRC-32 and the JSON object that it covers. Some are marks: what the first ``bytes`` of the file
-name is on the device, and what follows was written before the machine was started again. Once it was, perhaps after a
-power failure, what follows the last mark is void: it may name what never got there. Marks also have the version of the
-format; without one it is 1.
+A line consists of a CRC-32 and the JSON object that it covers. Some are marks. A mark says that everything named in the
+first ``bytes`` bytes of the file is on the device, and since which start of the machine the lines after it count. After
+another start, perhaps because of a power failure, the lines after the last mark are void: what they name may never have
+reached the device. Marks also have the version of the format; without one it is 1.
 """
 
 from __future__ import annotations
@@ -36,52 +36,52 @@ from nvme_ops.whole import read_whole, write_whole
 
 @dataclass(eq=False, slots=True)
 class Value:
-    """A tensor that is stored, or on its way."""
+    """A tensor that is stored or being written."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     pieces: list[Piece]
     checksum: int | None = None
-    readers: list[IoFuture] = field(default_factory=list)  # transfers alone: what they fill may go before
-    retired: bool = False  # nobody finds it any more
-    released: bool = False  # its extents are free
+    readers: list[IoFuture] = field(default_factory=list)  # reads in flight, without the tensors that they fill
+    retired: bool = False  # replaced or dropped
+    released: bool = False  # its extents were freed
     nbytes: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.nbytes = sum(piece.nbytes for piece in self.pieces)
 
     def busy(self) -> bool:
-        """Whether it is being read."""
+        """Returns whether it is being read."""
         self.readers = [reader for reader in self.readers if not reader.done()]
         return bool(self.readers)
 
 
 VERSION = 1
-_LINES = 4096  # lines beyond twice the number of values that may pile up before the file is rewritten
+_LINES = 4096  # lines, beyond two for each value, from which on the file is rewritten
 
 
 class Journal:
-    """The journal of a store. An incomplete last line is ignored: its writer was killed."""
+    """Reads and writes the journal of a store. An incomplete last line, whose writer was killed, is ignored."""
 
     def __init__(self, session: Session, name: str) -> None:
         self._path = session.path(0, name)
         self._fd = session.open(0, name)
         self._end = self._lines = 0
         self._boot = boot_id()
-        self._boot_marked: str | None = None  # in the last mark
-        self._covered = 0  # bytes up to the end of the last mark of all before it
-        self._rewritten = 0  # times
+        self._boot_marked: str | None = None  # the start of the machine in the last mark
+        self._covered = 0  # where the last mark ends, if it covers all lines before it, else 0
+        self._rewritten = 0  # how often
         self._doubtful = False  # a sync failed: the kernel does not try again
-        #: Whether it has lines that no mark covers, which count while the machine runs.
+        #: Whether there are lines that no mark covers, which count until the machine is restarted.
         self.is_ahead = False
 
     def load(self) -> dict[str, Value]:
-        """Returns the values that the last line of each key gives, and cuts off what is void.
+        """Returns the value in the last line of each key, and cuts off void lines.
 
         Raises:
-            FormatError: a line is damaged that is not void.
-            OSError: what is void could not be cut off.
+            FormatError: a line that is not void is damaged.
+            OSError: void lines could not be cut off.
         """
         content = read_whole(self._fd, self._path)
         lines = content.splitlines(keepends=True)
@@ -94,7 +94,7 @@ class Journal:
         covers = bool(marks) and marks[-1][1] + len(lines[-1]) == whole  # the last line is a mark, of all before it
         self._boot_marked = marks[-1][0] if marks else None
         restarted = self._boot_marked not in (None, self._boot)
-        end = _end_of_the_durable(lines, marks) if restarted else whole
+        end = _durable_end(lines, marks) if restarted else whole
         if covers and end == marks[-1][1]:
             end = whole
         found: dict[str, Value] = {}
@@ -124,23 +124,26 @@ class Journal:
 
     def damaged(self, error: Exception) -> FormatError:
         """Returns the error to raise when the index names impossible extents."""
-        return FormatError(f"{self._path}: the index names extents that cannot be: {error}")
+        return FormatError(f"{self._path}: the index names impossible extents: {error}")
 
     def record(self, key: str, value: Value | None) -> None:
-        """Records a new value of the key, or that it has none any more."""
+        """Records a new value of the key, or with None that it has no value any more."""
         if self._fd < 0:
             raise ValueError("the store is closed")
         line = _line(key, value)
-        if self._boot_marked != self._boot:  # all before is durable
+        if self._boot_marked != self._boot:  # everything before is durable
             line = _mark_of(self._boot, self._end) + line
         self._write(line)
         self._boot_marked = self._boot
 
     def sync(self, fd: int) -> None:
-        """Makes the journal durable that ``mark`` has opened. Raises OSError; ``mark`` then writes it anew."""
+        """Makes the journal durable, and closes ``fd``, which ``mark`` returned.
+
+        Raises OSError; the next ``mark`` then rewrites the journal.
+        """
         try:
             sync(fd, self._path)
-        except BaseException:  # an interrupted one may fail yet
+        except BaseException:  # an interrupted one may still fail
             self._doubtful = True
             raise
         finally:
@@ -151,15 +154,14 @@ class Journal:
         return self._lines > 2 * len(values) + _LINES
 
     def place(self) -> tuple[int, int]:
-        """Returns what ``mark`` is to be given, if what was recorded by now is on the device then."""
+        """Returns the present position, for ``mark`` once what was recorded so far is on the device."""
         return self._rewritten, self._end
 
     def mark(self, place: tuple[int, int], values: Mapping[str, Value], durable: Mapping[str, Value]) -> int:
-        """Notes that the values in ``durable``, those of the time of ``place``, are on the device.
+        """Records that the values in ``durable``, which the store had at ``place``, are on the device.
 
-        Returns a descriptor for ``sync``, which another thread's ``compact`` does not close.
-
-        Raises OSError, also if what a ``sync`` that failed did not make durable cannot be written anew.
+        Returns a descriptor for ``sync``, which another thread's ``compact`` does not close. Raises OSError, also if,
+        after a failed ``sync``, the journal cannot be rewritten.
         """
         rewritten, end = place
         if self._doubtful or rewritten != self._rewritten:
@@ -174,7 +176,7 @@ class Journal:
             return os.dup(self._fd)
 
     def compact(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
-        """Rewrites the journal with one line for each value. If that fails the old one, which says the same, stays.
+        """Rewrites the journal with one line for each value. If that fails, the old one stays, which says the same.
 
         ``durable``: the values that are on the device.
         """
@@ -202,7 +204,7 @@ class Journal:
         before = self._rewritten
         self.compact(values, durable)
         if self._rewritten == before:
-            raise OSError(errno.EIO, "the journal could not be made durable, nor written anew", self._path)
+            raise OSError(errno.EIO, "the journal could neither be made durable nor rewritten", self._path)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
@@ -223,7 +225,7 @@ class Journal:
 
 
 def entry_of(key: str, value: Value | None) -> dict[str, Any]:
-    """Returns what a line says, as JSON has it."""
+    """Returns the JSON object of the key's line."""
     if value is None:
         return {"key": key}
     return {
@@ -236,8 +238,8 @@ def entry_of(key: str, value: Value | None) -> dict[str, Any]:
     }
 
 
-def _end_of_the_durable(lines: list[bytes], marks: list[tuple[str, int, int]]) -> int:
-    """Returns the bytes that the last mark covers; those of the mark before, if it and not all of these got there."""
+def _durable_end(lines: list[bytes], marks: list[tuple[str, int, int]]) -> int:
+    """Returns how many bytes the last mark covers, or the mark before, if some of the former did not become durable."""
     end = marks[-1][1]
     if len(marks) > 1:
         begins = itertools.accumulate(map(len, lines), initial=0)
@@ -252,7 +254,7 @@ def _mark_of(boot: str, nbytes: int) -> bytes:
 
 
 def _mark_in(line: bytes) -> tuple[str, int, int] | None:
-    """Returns what a mark says: the start of the machine, bytes, and version; None for any other line."""
+    """Returns what a mark says: start of the machine, bytes and version; None for any other line."""
     if not line.startswith(b'{"mark": ', 9) or not _is_whole(line):
         return None
     with contextlib.suppress(ValueError, KeyError, TypeError, OverflowError):
@@ -291,7 +293,7 @@ def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
     value = Value(dtype, tuple(entry["shape"]), tuple(entry["stride"]), pieces, entry["checksum"])
     numbers = [*value.shape, *value.stride, *(number for piece in pieces for number in (*piece[:3], *piece.extent))]
     if not all(type(number) is int and 0 <= number < 1 << 63 for number in numbers):
-        raise ValueError("a number that cannot be")
+        raise ValueError("a number is out of range")
     if value.checksum is not None and type(value.checksum) is not int:
         raise ValueError(f"its checksum is {value.checksum!r}")
     end = 0
@@ -310,24 +312,24 @@ def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
 
 
 class Unsynced:
-    """Changes of a store; used with its lock held.
+    """Tracks what has changed in a store since its last sync; used with the store's lock held.
 
     Args:
-        kept: a power failure brings back what the last sync has made durable: until the next one, the extents of such
-            a value are not free, though it was replaced or dropped.
+        kept: after a power failure the store has the values of the last sync; so until the next sync, their extents are
+            not freed, even if they were replaced or dropped.
     """
 
     def __init__(self, kept: bool) -> None:
         self._kept = kept
-        self.durable: dict[str, Value] = {}  #: what a power failure would bring back
+        self.durable: dict[str, Value] = {}  #: what would be left after a power failure
         self._changed: set[str] = set()  # keys put or dropped since the last sync
         self._doubtful: set[str] = set()  # keys put before a sync that failed
-        self._held: list[Value] = []
-        self._syncing: dict[str, Value | None] | None = None  # what has changed before the sync that is under way
-        self._held_before: list[Value] = []
+        self._held: list[Value] = []  # retired values whose extents must stay until the next sync
+        self._syncing: dict[str, Value | None] | None = None  # the changes that the present sync makes durable
+        self._held_before: list[Value] = []  # those held when it began
 
     def put(self, key: str) -> None:
-        """Notes that the key has a new value, or none."""
+        """Records that the key has a new value, or none."""
         self._changed.add(key)
         self._doubtful.discard(key)
 
@@ -339,35 +341,35 @@ class Unsynced:
         return held
 
     def begin(self, values: Mapping[str, Value]) -> None:
-        """Begins a sync of ``values``. One of the three below ends it."""
+        """Begins a sync of ``values``, which ``failed`` or ``ended`` ends."""
         self._syncing = {key: values.get(key) for key in self._changed}
         self._changed = set()
         self._held_before, self._held = self._held, []
 
     def flushed(self) -> None:
-        """Notes that the values are on the device, unless a sync before has failed."""
+        """Records that the values are on the device. Not to be called after a sync that failed."""
         for key, value in (self._syncing or {}).items():
             self.durable.pop(key, None)
             if value is not None:
                 self.durable[key] = value
 
     def failed(self) -> None:
-        """Ends a sync that has failed: what was put before it may be lost."""
+        """Ends a sync that failed: what was put before it may be lost."""
         self._doubtful |= {key for key, value in (self._syncing or {}).items() if value is not None} - self._changed
         self._undo()
 
     def ended(self, path: str) -> list[Value]:
-        """Ends a sync; returns what need not stay any more.
+        """Ends a sync; returns values whose extents may now be freed.
 
-        Raises OSError if an earlier one has failed and what was put before it was neither put again nor dropped.
+        Raises OSError if an earlier sync failed and what was put before it was neither put again nor dropped.
         """
         if self._doubtful:
             self._undo()
             shown = ", ".join(map(repr, sorted(self._doubtful)[:5]))
             raise OSError(
                 errno.EIO,
-                f"a sync has failed: {len(self._doubtful)} tensors put before it may be lost, and are to be put "
-                f"again or dropped: {shown}{' ...' if len(self._doubtful) > 5 else ''}",
+                f"a sync has failed: {len(self._doubtful)} tensors put before it may be lost, and must be put again or "
+                f"dropped: {shown}{' ...' if len(self._doubtful) > 5 else ''}",
                 path,
             )
         released, self._held_before, self._syncing = self._held_before, [], None
@@ -375,7 +377,7 @@ class Unsynced:
 
     @property
     def certain(self) -> bool:
-        """False where a sync has failed, and what was put before it may be lost."""
+        """False if a sync has failed, so that what was put before it may be lost."""
         return not self._doubtful
 
     @property

@@ -1,8 +1,8 @@
-"""File locks between processes, in files beside what they protect.
+"""Locks between processes, held on files beside what they protect.
 
 The kernel releases a lock (``flock``) when its process ends, however that happens. Where the file system has no locks,
-only one process at a time may save a checkpoint of several files. What its writer has locked is ``abandoned`` once that
-is gone.
+only one process at a time may save a checkpoint of several files. A temporary file is locked by its writer, and
+``abandoned`` once the writer is gone.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from io import FileIO
 from pathlib import Path
 
 SUFFIX = ".nvme_ops-lock"
-_PATIENCE = 10.0  # seconds of waiting before a message says what for
+_PATIENCE = 10.0  # seconds of waiting before a warning says for what
 _WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
 @contextmanager
 def locked(path: str) -> Iterator[None]:
-    """Lets one process, and one thread of it, at a time into the block for the ``path`` of a checkpoint."""
+    """Lets one thread of one process at a time into the block for the ``path`` of a checkpoint."""
     lock = Lock(path)
     try:
         yield
@@ -33,13 +33,13 @@ def locked(path: str) -> Iterator[None]:
         try:
             lock.release()
         finally:
-            lock.release()  # which a signal handler may have ended by what it raised
+            lock.release()  # again: an exception from a signal handler may have ended the first call
 
 
 class Lock:
-    """A lock, held from construction on. Its file exists while somebody holds it, or was killed while holding it.
+    """A lock for a path, held from construction on. Its file exists while it is held, and after its holder was killed.
 
-    Raises OSError if the file can neither be made nor opened.
+    Raises OSError if the file can neither be created nor opened.
     """
 
     _file: FileIO | None = None
@@ -51,7 +51,7 @@ class Lock:
         self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
 
     def release(self) -> None:
-        """Releases the lock. Further calls do nothing. In a forked child only closes it: the lock is the parent's."""
+        """Releases the lock. Further calls do nothing. In a forked child only closes its file: the parent holds it."""
         file = self._file
         if file is None or file.closed:
             return
@@ -60,7 +60,7 @@ class Lock:
                 if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
                     os.unlink(self.path)
             with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_UN)  # a child that was forked meanwhile has it open too
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked child has it open, too
         file.close()
 
     def __del__(self) -> None:
@@ -68,14 +68,14 @@ class Lock:
 
 
 def hold(path: str, opening: Callable[[str], FileIO], lock: Callable[[int], object]) -> FileIO:
-    """Opens and locks a file, again and again until what is locked is what has the name.
+    """Opens and locks a file, repeatedly until the locked file is the one at ``path``.
 
-    Whoever held it before may have removed it, or put another one in its place.
+    A previous holder may have removed it, or put another one in its place.
 
     Args:
-        path: of the file.
+        path: the file.
         opening: opens it, as an object that is closed with its last reference.
-        lock: locks what is open; returns after an attempt, successful or not, or raises.
+        lock: tries to lock the descriptor; returns whether it has, or raises.
     """
     while True:
         file = opening(path)
@@ -98,7 +98,7 @@ def _open(path: str) -> FileIO:
         file = FileIO(os.open(path, os.O_RDONLY | flags))  # another user's lock
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file.close()
-        raise OSError(errno.EINVAL, "is no file: it should be the lock of a save", path)
+        raise OSError(errno.EINVAL, "is not a regular file: it should be the lock of a save", path)
     return file
 
 
@@ -124,18 +124,18 @@ def _wait_for(fd: int, path: str) -> bool:
 
 
 def is_at(path: str, fd: int, follow: bool = False) -> bool:
-    """Whether what is open still has this name; ``follow``: or what the link of this name points to."""
+    """Returns whether the open file is still the one at ``path``; ``follow``: or what a link there points to."""
     try:
-        there = os.stat(path, follow_symlinks=follow)
+        present = os.stat(path, follow_symlinks=follow)
     except FileNotFoundError:
         return False
-    return os.path.samestat(there, os.fstat(fd))
+    return os.path.samestat(present, os.fstat(fd))
 
 
 def take(fd: int, kind: int = fcntl.LOCK_EX, patient: bool = False) -> bool:
-    """Locks what is open; False where somebody else has it. A file system without locks gives it to everybody.
+    """Tries to lock an open file; returns False if somebody else has it locked, True if there are no locks here.
 
-    ``patient``: others may have it for a moment, in which they look at it.
+    ``patient``: tries for 0.1 s, since others may lock it for a moment to look at it.
     """
     for _ in range(100 if patient else 1):
         try:
@@ -149,15 +149,15 @@ def take(fd: int, kind: int = fcntl.LOCK_EX, patient: bool = False) -> bool:
     return False
 
 
-def give_back(fd: int) -> None:
-    """Unlocks and closes what is open: a child that was forked meanwhile has it open too, perhaps for long."""
+def release(fd: int) -> None:
+    """Unlocks and closes a file. Closing alone is not enough: a child forked meanwhile has it open, too."""
     with suppress(OSError):  # a file system without locks
         fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
 def files(folder: str) -> list[str]:
-    """The files of locks in a folder, held or not."""
+    """Returns the lock files in a folder, held or not."""
     return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(SUFFIX)]
 
 
@@ -180,11 +180,11 @@ def abandoned(path: str) -> Iterator[None]:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield
     finally:
-        give_back(fd)
+        release(fd)
 
 
 def boot_id() -> str:
-    """Another one after each start of the machine, the same in all containers; empty where the kernel does not tell."""
+    """Returns an id that changes with each start of the machine and is the same in all containers; "" if unknown."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return ""

@@ -1,9 +1,9 @@
 """Publishes files: at any moment, and after a power failure, readers find all of the old or all of the new.
 
-``replacing`` does so for one file. A ``Publication`` consists of several and a manifest that names them. The order is
-always the same: the files, each flushed; the manifest that names them, flushed; the folder that names the manifest.
-What no manifest names, because a writer was killed or a newer one was published, is removed by the next writer, unless
-a reader has a ``ReadLease`` on the manifest that names it.
+``replacing`` does so for one file. A ``Publication`` consists of several files and a manifest that names them. The
+order is always the same: the files, each flushed; the manifest that names them, flushed; the folder that names the
+manifest. Files that the manifest does not name, because their writer was killed or a newer manifest was published, are
+removed by the next writer, unless a reader has a ``ReadLease`` on an older manifest that names them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nvme_ops.whole import read_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
-_REPLACED = ".replaced-"  # behind the name of a manifest, before a number
+_REPLACED = ".replaced-"  # after the name of a manifest, before a number
 _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 _HIDDEN = re.compile(rf"{_TEMPORARY.pattern}|\..*{re.escape(_SPARE)}", re.DOTALL)
 
@@ -50,19 +50,19 @@ def replacing(
     """Yields a new file beside ``target``, which is renamed over it at the end of the block.
 
     ``durable``: its data and its name are on the device before the block is left (``fdatasync``, rename, ``fsync`` of
-    the folder). When the block raises, the new file is removed and ``target`` is unchanged. Files left by a killed
+    the folder). If the block raises, the new file is removed and ``target`` is unchanged. Files left by a killed
     process are removed by the next replacement in that folder. Symbolic links are followed: the file they point to is
-    replaced; without ``follow`` the link is. An existing target's mode is kept. The blocks of a large one are freed in
-    the background. A device or a pipe is not replaced: all bytes are copied to it at the end of the block. A child that
-    is forked in the block replaces and removes nothing.
+    replaced; without ``follow``, the link itself. An existing target's mode is kept; the blocks of a large one are
+    freed in the background. A device or a pipe is not replaced: all bytes are copied to it at the end of the block. A
+    child that is forked in the block replaces and removes nothing.
 
     ``recycle``: the replaced file is kept under a hidden name, and the next such replacement is written over it, which
     allocates no new blocks. The block must then write every byte and truncate the file to its length.
 
     Raises:
         IsADirectoryError: ``target`` is a folder.
-        OSError: the folder cannot be written, is full, or an I/O error; ``filename`` names the target.
-        RuntimeError: a forked child came to the end of the block.
+        OSError: the folder cannot be written, the disk is full, or an I/O error; ``filename`` names the target.
+        RuntimeError: a forked child reached the end of the block.
     """
     path, process = os.path.realpath(os.fspath(target)), os.getpid()
     if not follow:
@@ -81,20 +81,20 @@ def replacing(
     fd, folder_fd, temporary = -1, -1, ""
     try:
         try:
-            if durable:  # before anything is replaced: this may fail
+            if durable:  # opened before anything is replaced, as this may fail
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder)
             unlink.require_room(folder)
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             if recycle and durable and os.path.lexists(spare):
-                sync(folder_fd, path, "fsync")  # who replaced it may have been killed: it may still be what was saved
+                sync(folder_fd, path, "fsync")  # its writer may have been killed before this: then it is still needed
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
-                os.fchmod(fd, mode)  # what the umask took away
+                os.fchmod(fd, mode)  # undoes the umask
             yield Replacement(path, temporary, fd)
             if process != os.getpid():
-                raise RuntimeError(f"{path}: only the parent process, which began to write it, can replace it")
+                raise RuntimeError(f"{path}: only the parent process, which began to write the file, can replace it")
             if durable:
                 sync(fd, path)
             kept = recycle and _keep(path, spare)
@@ -102,14 +102,14 @@ def replacing(
                 os.rename(temporary, path)
             temporary = ""
             with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)  # for those that already read it
+                fcntl.flock(fd, fcntl.LOCK_UN)  # readers may already wait for it
             if not kept:
                 _remove_spare(spare)
             if durable:
                 try:
                     sync(folder_fd, path, "fsync")
                 except BaseException:
-                    _remove_spare(spare)  # which may be what the name means after a power failure
+                    _remove_spare(spare)  # after a power failure, the name may still mean this file
                     raise
         finally:
             if temporary and process == os.getpid():
@@ -131,7 +131,7 @@ def replacing(
 
 
 def publish(path: str, content: bytes, durable: bool = True, mode: int | None = None) -> None:
-    """Replaces a file by one with this content, and perhaps another ``mode``. Raises as ``replacing``."""
+    """Replaces a file by one with this content and, if given, this ``mode``. Raises as ``replacing``."""
     with replacing(path, durable) as file:
         if mode is not None:
             os.fchmod(file.fd, mode)
@@ -141,13 +141,13 @@ def publish(path: str, content: bytes, durable: bool = True, mode: int | None = 
 
 
 class Publication:
-    """Several files and the manifest that names them, which readers find together.
+    """Publishes several files together, through a manifest that names them.
 
-    Publications of one manifest take turns, in all processes and threads, from here to ``end``.
+    Publications of one manifest take turns, in all processes and threads, from construction to ``end``.
     Write new files beside those that the present manifest names, then ``publish`` a new one, then ``sweep``.
 
     Args:
-        manifest: its path. A link stays one: the file it points to is replaced.
+        manifest: its path. A symbolic link stays one: the file it points to is replaced.
         durable: each step is on the device before the next one begins.
     """
 
@@ -157,31 +157,31 @@ class Publication:
         self._lock = locks.Lock(os.path.realpath(manifest))
 
     def publish(self, content: bytes, leases: bool = False) -> None:
-        """Replaces the manifest; with ``leases`` the old one stays for ``leased``, under another name."""
+        """Replaces the manifest; with ``leases``, keeps the old one under another name, for ``leased``."""
         if leases:
-            with suppress(OSError):  # there is none, or the file system has no hard links
+            with suppress(OSError):  # there is no old one, or the file system has no hard links
                 os.link(self.manifest, f"{self.manifest}{_REPLACED}{os.urandom(8).hex()}")
         publish(self.manifest, content, self.durable)
 
     def leased(self, names_in: Callable[[str, int], Iterable[str]]) -> set[str]:
-        """Returns what readers of replaced manifests may need. Removes those manifests that nobody reads.
+        """Returns the files that readers of replaced manifests may need. Removes replaced manifests that nobody reads.
 
-        ``names_in``: returns the files that a manifest names, given its path and a descriptor.
+        ``names_in`` returns the files that a manifest names, given its path and a descriptor.
         """
         found: set[str] = set()
-        beginning = f"{os.path.basename(self.manifest)}{_REPLACED}"
+        prefix = f"{os.path.basename(self.manifest)}{_REPLACED}"
         for name in os.listdir(self.folder):
-            if name.startswith(beginning):
+            if name.startswith(prefix):
                 path = os.path.join(self.folder, name)
                 with suppress(OSError, FormatError), opened(path) as fd:
-                    if locks.take(fd):  # nobody reads it, or there are no locks here
+                    if locks.take(fd):  # nobody reads it, or the file system has no locks
                         os.unlink(path)
                     else:
                         found.update(names_in(path, fd))
         return found
 
     def sweep(self, names: Iterable[str], kept: Collection[str]) -> None:
-        """Removes those of the files in the manifest's folder that are not to be kept, as far as that is possible."""
+        """Removes those of the files ``names`` in the manifest's folder that are not in ``kept``; ignores errors."""
         for name in names:
             if name not in kept:
                 with suppress(OSError):
@@ -198,11 +198,11 @@ class Publication:
         try:
             self.end()
         finally:
-            self.end()  # which a signal handler may have ended by what it raised
+            self.end()  # again: an exception from a signal handler may have ended the first call
 
 
 class ReadLease:
-    """A manifest that is being read, until ``end`` or until the object is freed: what it names is kept meanwhile."""
+    """A manifest that is being read, until ``end`` or until this object is freed; the files it names are kept."""
 
     def __init__(self, path: str) -> None:
         self._process = os.getpid()
@@ -213,10 +213,10 @@ class ReadLease:
         return self._file.fileno()
 
     def end(self) -> None:
-        """Ends it. Further calls do nothing."""
+        """Ends the lease. Further calls do nothing."""
         if not self._file.closed and self._process == os.getpid():
             with suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # children of a fork have it open too
+                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: forked children have it open, too
         self._file.close()
 
     def __del__(self) -> None:
@@ -235,7 +235,7 @@ def _share(fd: int) -> bool:
 
 
 def _is_ours(error: OSError, path: str, folder: str) -> bool:
-    """Returns whether ``error`` is about the target, and not about another file that the caller used in the block."""
+    """Returns whether ``error`` is about the target, not about another file that the caller used in the block."""
     name = error.filename
     if name is None or name in (path, folder):
         return True
@@ -245,7 +245,7 @@ def _is_ours(error: OSError, path: str, folder: str) -> bool:
 def open_to_read(path: str) -> int:
     """Opens a file; returns the descriptor.
 
-    Raises OSError, also for a pipe, a socket or a terminal, whose reader would wait for its other end.
+    Raises OSError, also for a pipe, a socket or a terminal, where a reader would wait for the other end.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     mode = os.fstat(fd).st_mode
@@ -259,11 +259,11 @@ def open_to_read(path: str) -> int:
 def opened(path: str) -> Iterator[int]:
     """Opens a file for reading, and keeps ``recycle`` from writing over it in the block. Raises as ``open_to_read``.
 
-    An OSError of the block that names no file is about this one.
+    An OSError from the block that names no file is given the name of this one.
     """
     fd = open_to_read(path)
     try:
-        locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save has it for the moment after the file got its name
+        locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
         with naming("read", path):
             yield fd
     finally:
@@ -271,9 +271,9 @@ def opened(path: str) -> Iterator[int]:
 
 
 def content_of(path: str, most: int) -> bytes:
-    """Returns what a small file has.
+    """Returns the content of a small file.
 
-    Raises FormatError for one of more than ``most`` bytes, which may have no blocks; else as ``open_to_read``.
+    Raises FormatError if it is larger than ``most`` bytes, as a sparse file easily is; else as ``open_to_read``.
     """
     fd = open_to_read(path)
     try:
@@ -297,7 +297,7 @@ def _mode(path: str) -> int | None:
 
 
 def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tuple[int, str]:
-    """Creates and locks a temporary file, never with more permissions than ``mode``; reuses ``spare`` where possible.
+    """Creates and locks a temporary file, never with more permissions than ``mode``; reuses ``spare`` if possible.
 
     The lock shows that the writer is alive; the kernel releases it when the process dies.
     """
@@ -330,7 +330,7 @@ def _take(spare: str, path: str, mode: int) -> int:
     taken = False
     try:
         status = os.fstat(fd)
-        # whoever may read it may have it open
+        # another user who may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             os.fchmod(fd, mode)
@@ -338,7 +338,7 @@ def _take(spare: str, path: str, mode: int) -> int:
             taken = os.path.samestat(os.fstat(fd), os.lstat(path))
             if taken:
                 return fd
-            os.unlink(path)  # another process has put its own there this moment: a second name of what is saved
+            os.unlink(path)  # another process has just put its spare there: a second name of a checkpoint
     except OSError:
         pass
     finally:
@@ -348,13 +348,13 @@ def _take(spare: str, path: str, mode: int) -> int:
 
 
 def _is_spare(status: os.stat_result) -> bool:
-    """Returns whether it is a file of this user with no other name."""
+    """Returns whether it is a regular file of this user with no other name."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
 
 
 def _keep(path: str, spare: str) -> bool:
     """Gives the file that is about to be replaced a second name; returns whether it could."""
-    with suppress(OSError):  # there is none, or the file system has no links
+    with suppress(OSError):  # there is no file, or the file system has no hard links
         if _is_spare(os.lstat(path)):
             _remove_spare(spare)
             os.link(path, spare, follow_symlinks=False)
@@ -368,7 +368,7 @@ def _remove_spare(spare: str) -> None:
 
 
 def _lock(fd: int) -> bool:
-    """Locks a new file; returns False if another process has already taken it for abandoned."""
+    """Locks a new file; returns False if another process has taken it for abandoned already."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -391,23 +391,23 @@ def remove_litter(folder: str) -> None:
 
 
 def hidden(folder: str, names: re.Pattern[str] = _HIDDEN) -> list[str]:
-    """Returns the temporary files in a folder, those in use included, and those that are kept to be written over."""
+    """Returns the temporary files in a folder, also those in use, and the files that ``recycle`` keeps."""
     with suppress(OSError), os.scandir(folder) as entries:
         return [entry.path for entry in entries if names.fullmatch(entry.name)]
     return []
 
 
 class FileState:
-    """Recognises a file by device, inode, size, and the times of its last modification and change.
+    """Recognises a file by device, inode, size, modification time (mtime) and change time (ctime).
 
-    Whoever writes to a file can put its modification time back, as ``rsync --inplace -t`` does, but not the time of its
-    change. That, however, also tells of what leaves the bytes as they are: a link more or less (a file that is open
-    stays what it was when another takes its name), another owner or mode, another name. Where one of these explains
-    a new time of change, the file is held to be the same. An explanation is asked for, not proven.
+    A program that writes to a file can put its mtime back, as ``rsync --inplace -t`` does, but not its ctime. But ctime
+    also changes with things that leave the bytes alone: a hard link is added or removed (as when another file takes the
+    name of an open one), or owner, mode or name change. If one of these explains a new ctime, the file is taken to be
+    the same, although its bytes may have changed as well.
 
     Args:
-        status: of the file as it is first seen.
-        fd: an open descriptor of it, if there is one.
+        status: the file's status when it is first seen.
+        fd: an open descriptor of the file, if there is one.
     """
 
     def __init__(self, status: os.stat_result, fd: int = -1) -> None:
@@ -415,7 +415,7 @@ class FileState:
         self._attributes, self._name = _attributes(status), _name(fd)
 
     def holds(self, status: os.stat_result, fd: int = -1) -> bool:
-        """Returns whether it is the same file with the same bytes."""
+        """Returns whether ``status`` is that of the same file with, presumably, the same bytes."""
         if _file(status) != self._file:
             return False
         name = _name(fd) if status.st_ctime_ns != self._change or not self._name else self._name
@@ -436,7 +436,7 @@ def _attributes(status: os.stat_result) -> tuple[int, ...]:
 
 
 def _name(fd: int) -> str:
-    """Returns the name that an open file has now; empty where nothing tells."""
+    """Returns the present name of an open file; empty if unknown."""
     with contextlib.suppress(OSError):
         return os.readlink(f"/proc/self/fd/{fd}") if fd >= 0 else ""
     return ""

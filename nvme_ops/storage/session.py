@@ -1,8 +1,8 @@
 """``Session``: a private folder in each of several places, for as long as a program needs it.
 
-In every place there is a folder named ``.nvme_ops-`` and a hash, which only this user can read. Its file ``owner`` says
-whose session it is and what is in it, and is locked by the process that has the session. A session whose lock nobody
-holds was left by a crash; the next session in that place removes it.
+In every place the session has a folder named ``.nvme_ops-`` and a hash, which only this user can read. Its file
+``owner`` says whose session it is and what it contains, and is locked by the process that has the session. A session
+whose lock nobody holds was left by a crash; the next session in that place removes it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from nvme_ops.whole import read_whole
 
 OWNER = "owner"
 MAGIC = "nvme_ops session"
-VERSION = 1  # of the file and of what it describes; without one it is 1
-_CHANGING = ("magic", "pid", "boot", "machine")
-_MOST = 1 << 20  # bytes of the file
-_SECTOR = 512  # bytes that a device writes whole or not at all
-_BEGINNING = 86400  # seconds for which an empty owner file may belong to a session that is starting
+VERSION = 1  # of the owner file and of what it describes; a file without one has version 1
+_CHANGING = ("magic", "pid", "boot", "machine")  # keys that every program writes anew
+_MOST = 1 << 20  # bytes of the owner file
+_SECTOR = 512  # bytes that a device writes wholly or not at all
+_STARTING = 86400  # seconds for which an empty owner file may belong to a session that is starting
 
 
 def open_owner(path: str, create: bool = False) -> int:
-    """Opens the file ``owner``. Raises OSError for a symbolic link, FileNotFoundError where there is none."""
+    """Opens the file ``owner``. Raises OSError for a symbolic link, FileNotFoundError if there is no file."""
     return os.open(
         path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_CREAT if create else 0), 0o600
     )
 
 
 def read_owner(fd: int) -> dict[str, object] | None:
-    """Returns what the file says: an empty dict before the first write, None for other content, or a later version."""
+    """Returns what the file says: an empty dict before the first write, None for other content or a later version."""
     if os.fstat(fd).st_size > _MOST:
         return None
     content = read_whole(fd)
@@ -63,10 +63,10 @@ def read_owner(fd: int) -> dict[str, object] | None:
 
 
 def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> None:
-    """Overwrites the file in one ``pwrite``: a process that is killed leaves the old content or the new.
+    """Overwrites the file in one ``pwrite``, so that a process that is killed leaves the old content or the new.
 
-    So does a power failure: what changes from one program to the next lies in the first sector, and what the files
-    belong to behind it. ``durable``: the content is on the device when this returns.
+    So does a power failure: what every program writes anew lies in the first sector, and what describes the session
+    after it. ``durable``: the content is on the device when this returns.
     """
     changing = {key: owner[key] for key in _CHANGING if key in owner}
     lasting = {key: value for key, value in owner.items() if key not in changing}
@@ -83,13 +83,13 @@ def write_owner(fd: int, owner: dict[str, object], durable: bool = False) -> Non
 def is_dead(owner: dict[str, object], lock: int) -> bool:
     """Returns whether the owner is gone, for a caller that has taken the lock.
 
-    Where the file system has locks, having it is enough; elsewhere the process must be gone or the machine restarted.
+    Where the file system has locks, holding it is enough; elsewhere the process must be gone or the machine restarted.
     """
     with contextlib.suppress(OSError):
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         return True
     if not owner:
-        return time.time() - os.fstat(lock).st_mtime > _BEGINNING
+        return time.time() - os.fstat(lock).st_mtime > _STARTING
     pid = owner.get("pid")
     if pid is None:  # closed
         return True
@@ -111,7 +111,7 @@ _FILE = re.compile(r"[0-9a-f]{32}")
 
 
 class _User(Protocol):
-    """What has files of a session open: a store."""
+    """A user of a session's files, such as a store."""
 
     def close(self) -> None:
         """Finishes its transfers and closes the files."""
@@ -124,7 +124,7 @@ class Session:
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
-        folders: if several, each on a device of its own. Each is made where it is missing, in a folder that exists.
+        folders: one folder, or several on different devices. A missing one is created if its parent exists.
             ``{rank}``, ``{local_rank}`` and ``{hostname}`` in a name are replaced by this process's.
         name: what the session is for; any text.
         reuse: leave the content for the next session of this name with the same folders, which takes it over. Only one
@@ -132,10 +132,10 @@ class Session:
         fingerprint: identifies the content, for example a model and its version. Content with another one is removed.
 
     Raises:
-        ValueError: no folder.
-        NotADirectoryError, FileNotFoundError, PermissionError: a place that is no folder, or cannot be written.
+        ValueError: no folder is given.
+        NotADirectoryError, FileNotFoundError, PermissionError: one is not a folder, or cannot be created or written.
         BlockingIOError: another process has this kept session; the message names the process.
-        FileExistsError: a file that is not a session's has the name of a kept session's lock.
+        FileExistsError: the owner file of a kept session is damaged, or belongs to something else.
         FileNotFoundError: a kept session with this fingerprint has parts elsewhere, perhaps on a disk that is not
             mounted. It is left as it is.
     """
@@ -156,7 +156,7 @@ class Session:
         given = list(map(expanded, [folders] if isinstance(folders, str | os.PathLike) else folders))
         if not given:
             raise ValueError("a session needs at least one folder")
-        _open_sessions.add(self)  # before there is a lock, which a forked child would inherit
+        _open_sessions.add(self)  # before it has a lock, which a forked child would inherit
         try:
             for folder in given:
                 self._places.append(_Place.open(folder, name, reuse))
@@ -169,7 +169,7 @@ class Session:
                 self._begin_anew()
             for number, place in enumerate(self._places):
                 write_owner(place.lock, self._owner(number), durable=reuse)
-            if reuse:  # also what was found: its program may have been killed before it did this
+            if reuse:  # also if found, since its program may have been killed before it did this
                 self.sync()
                 for folder in given:
                     sync_folder(folder)
@@ -189,7 +189,7 @@ class Session:
         )
 
     def _require_whole(self) -> None:
-        """Raises FileNotFoundError if to begin anew would delete a part whose other parts are elsewhere."""
+        """Raises FileNotFoundError if beginning anew would delete a part of a session with other parts elsewhere."""
         if any(place.before.get("place", 0) is None for place in self._places):  # it was being emptied
             return
         for place in self._places:
@@ -207,7 +207,7 @@ class Session:
                 )
 
     def _begin_anew(self) -> None:
-        """Empties the folders. Killed at any point, it leaves nothing that the next session takes for complete."""
+        """Empties the folders. If killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
             write_owner(place.lock, {**self._owner(number), "place": None}, durable=self.reuse)
         for place in self._places:
@@ -244,22 +244,23 @@ class Session:
         return os.path.join(self._places[index].path, _hash(name, 16))
 
     def open(self, index: int, name: str) -> int:
-        """Opens the file ``name`` for reading and writing, creating it if there is none; returns the descriptor.
+        """Opens the file ``name`` for reading and writing, creating it if necessary; returns the descriptor.
 
         Raises:
             ValueError: the session is closed.
-            OSError: among others when the name is a symbolic link or a folder, or the session's folder was removed.
-            PermissionError: in a forked child, or when the file has another owner or a second name elsewhere.
+            OSError: for example, the name is a symbolic link or a folder, or the session's folder was removed.
+            PermissionError: in a forked child, or if the file has another owner or a second name elsewhere.
         """
         path = self.path(index, name)
         if self._process != os.getpid():
-            raise PermissionError(errno.EPERM, "the session is the parent's: a forked child makes its own", path)
+            message = "the session belongs to the parent process: a forked child must make its own"
+            raise PermissionError(errno.EPERM, message, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
             return fd
         os.close(fd)
-        raise PermissionError(errno.EPERM, "is not a file of this session's alone", path)
+        raise PermissionError(errno.EPERM, "is not a file that belongs to this session alone", path)
 
     def sync(self) -> None:
         """Makes the names of the files in all folders durable. Raises OSError."""
@@ -267,7 +268,7 @@ class Session:
             sync_folder(place.path)
 
     def lend(self, name: str, user: _User) -> None:
-        """Registers ``user`` as having the files of this name open; ``close`` closes it first.
+        """Registers ``user`` as using the files of this name; ``close`` closes it first.
 
         Raises ValueError if they are open already, or the session is closed.
         """
@@ -287,13 +288,13 @@ class Session:
     def close(self) -> None:
         """Removes the folders, or leaves kept content to the next session. Further calls do nothing.
 
-        Closes the stores in it first; raises what they raise once everything is closed. A forked child removes nothing.
+        Closes its stores first, and raises what they raise once everything is closed. A forked child removes nothing.
         """
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._close_places)
+        with contextlib.ExitStack() as stack:  # calls the last one first
+            stack.callback(self._close_places)
             if self._process == os.getpid():
                 for user in list(self._users.values()):
-                    last_first.callback(user.close)
+                    stack.callback(user.close)
 
     def _close_places(self) -> None:
         with self._lock:
@@ -301,7 +302,7 @@ class Session:
         try:
             for place in places:
                 place.close(remove=not self.reuse)
-        except BaseException:  # Ctrl-C: the next call goes on with it
+        except BaseException:  # Ctrl-C: the next call continues
             self._places = places
             raise
 
@@ -312,7 +313,7 @@ class Session:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_places", None):  # at the very end of Python a closed one could not even look
+        if getattr(self, "_places", None):  # a closed one does nothing: at Python's end its modules may be gone
             self.close()
 
     def __repr__(self) -> str:
@@ -347,26 +348,25 @@ class _Place:
             try:
                 if not locks.take(lock, patient=True):
                     raise _in_use(name, lock, path)
-                if not locks.is_at(owner, lock):  # the same, a moment later
-                    locks.give_back(lock)
+                if not locks.is_at(owner, lock):  # another process did so a moment later
+                    locks.release(lock)
                     continue
                 before = read_owner(lock)
                 if before is None and os.listdir(path) == [OWNER]:
-                    before = {}  # it was being made when the power failed
+                    before = {}  # the power failed while it was being written
                 if before is None:
-                    words = "is not the file of a session, was damaged, or is of a later version"
-                    raise FileExistsError(errno.EEXIST, words, owner)
-                if not before and reuse and any(_files(path)):  # which a session that is just starting has none of
-                    raise FileExistsError(
-                        errno.EEXIST, "is empty, though the files beside it may have what was kept: remove these", owner
-                    )
+                    message = "is not the owner file of a session, is damaged, or is of a later version"
+                    raise FileExistsError(errno.EEXIST, message, owner)
+                if not before and reuse and any(_files(path)):  # a session that is just starting has none
+                    message = "is empty, although the files beside it may hold what was kept: remove these"
+                    raise FileExistsError(errno.EEXIST, message, owner)
                 if before and not is_dead(before, lock):
                     raise _in_use(name, lock, path)
                 remove_litter(path)
                 return cls(path, lock, before)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    locks.give_back(lock)
+                    locks.release(lock)
                 raise
 
     def close(self, remove: bool) -> None:
@@ -379,10 +379,10 @@ class _Place:
             elif owner := read_owner(self.lock):
                 write_owner(self.lock, {**owner, "pid": None})
         lock, self.lock = self.lock, -1
-        locks.give_back(lock)
+        locks.release(lock)
 
     def leave_to_parent(self) -> None:
-        """Closes the descriptor of the lock in a forked child: the lock must end with the parent."""
+        """Closes the descriptor of the lock, in a forked child, since the lock must end with the parent."""
         lock, self.lock = self.lock, -1
         if lock >= 0:
             with contextlib.suppress(OSError):
@@ -402,7 +402,7 @@ def _require_ours(path: str) -> None:
     """Raises PermissionError unless this user owns the folder and nobody else may write to it."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise PermissionError(errno.EPERM, "is not a folder of this user's that nobody else may write to", path)
+        raise PermissionError(errno.EPERM, "is not a folder that belongs to this user and only they may write to", path)
 
 
 def _remove_abandoned(parent: str) -> None:
@@ -423,16 +423,16 @@ def _remove_if_abandoned(path: str) -> None:
         return
     try:
         if locks.take(lock):
-            owner = read_owner(lock)  # not before: what was about to be kept then, may be kept now
+            owner = read_owner(lock)  # not before the lock: its process may have changed it until then
             kept = _KEPT.fullmatch(os.path.basename(path)) and any(_files(path)) if not owner else owner.get("keep")
             if owner is not None and not kept and is_dead(owner, lock):
                 _remove(path)
     finally:
-        locks.give_back(lock)
+        locks.release(lock)
 
 
 def _remove(path: str) -> None:
-    """Removes the session's files, then the folder, unless it holds anything else."""
+    """Removes the session's files, then the folder, unless it contains anything else."""
     _remove_files(path)
     if not any(entry != OWNER for entry in os.listdir(path)):
         os.unlink(os.path.join(path, OWNER))

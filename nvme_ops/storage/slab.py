@@ -1,4 +1,4 @@
-"""``Slab``: allocates extents in one preallocated file, which other files may share where the file system can."""
+"""Allocates extents in one preallocated file; other files may share their blocks where the file system can do that."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ class Slab:
     is written. All methods are thread-safe.
 
     Args:
-        fd: a file open for writing, used by the slab alone and closed by the caller. What it contains becomes one hole.
+        fd: a file open for writing, used by the slab alone and closed by the caller. Its present content is free space.
         path: the name in error messages.
-        step: bytes by which the file grows at least, if the disk has that much room.
+        step: the least bytes by which the file grows, if the disk has that much room.
     """
 
     def __init__(self, fd: int, path: str, step: int = SLAB_STEP) -> None:
         self._fd, self._path, self._step = fd, path, max(PAGE, -(-step // PAGE) * PAGE)
         self._lock = threading.RLock()
         self._size, self._in_use = os.fstat(fd).st_size // PAGE * PAGE, 0
-        self._used: dict[int, int] = {}  # what is handed out: where each begins, and its size
+        self._used: dict[int, int] = {}  # allocated extents: start -> bytes
         self._holes = Holes()
         self._punched = self._size > 0  # some holes may have no blocks
         if self._size:
@@ -72,7 +72,7 @@ class Slab:
 
         Raises:
             OSError: the file cannot grow, for example ENOSPC; nothing has changed.
-            ValueError: less than one byte.
+            ValueError: ``nbytes`` is less than 1.
         """
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
@@ -93,7 +93,7 @@ class Slab:
             return Extent(start, nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Frees an extent, which no transfer may use any more.
+        """Frees an extent, which no transfer may be using.
 
         Raises ValueError unless it is exactly an extent in use.
         """
@@ -167,7 +167,7 @@ class Slab:
         return tail, self._size - tail
 
     def _punch(self, start: int, nbytes: int) -> None:
-        """Frees the blocks of a hole that may lack some of them anyway."""
+        """Frees the blocks of a hole, if holes may lack blocks anyway."""
         if self._punched and nbytes:
             with contextlib.suppress(OSError):
                 self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, nbytes)
@@ -195,12 +195,12 @@ _CANNOT = {errno.EOPNOTSUPP, errno.ENOTTY, errno.EXDEV, errno.EINVAL, errno.ENOS
 
 
 def share(source: int, start: int, nbytes: int, target: int, place: int) -> bool:
-    """Has ``nbytes`` of ``source`` from byte ``start`` on in ``target`` from ``place`` on, without copying them.
+    """Makes ``target``, from ``place`` on, share ``nbytes`` of ``source`` from byte ``start`` on, without a copy.
 
-    Returns False where that cannot be: on most file systems, between two, or for places within a block.
+    Returns False if that is impossible: on most file systems, between two of them, or for parts of blocks.
 
     Raises:
-        OSError: ENOSPC, EIO: what else can be wrong.
+        OSError: any other failure, such as ENOSPC or EIO.
     """
     try:
         fcntl.ioctl(target, _FICLONERANGE, struct.pack("qQQQ", source, start, nbytes, place))

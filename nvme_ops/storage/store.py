@@ -1,4 +1,4 @@
-"""``TensorStore``: tensors by key, on the devices of a session, in flight as the program likes."""
+"""``TensorStore``: stores tensors by key on the devices of a session, asynchronously."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class StoreFuture(IoFuture):
-    """The result of ``put`` and ``get``: bytes moved. ``tensor`` is what was, or will be, filled or stored."""
+    """What ``put`` and ``get`` return: its result is the bytes moved, ``tensor`` the one that is stored or filled."""
 
     __slots__ = ("tensor",)
 
@@ -39,7 +39,7 @@ class StoreFuture(IoFuture):
 
 
 def require_dense(tensor: Any) -> None:
-    """Raises TypeError for what is no tensor with memory of its own kind."""
+    """Raises TypeError unless ``tensor`` is a strided, unquantized tensor with memory."""
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"a dense torch.Tensor is needed, not {type(tensor).__name__}")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
@@ -47,9 +47,9 @@ def require_dense(tensor: Any) -> None:
 
 
 def to_store(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of the bytes to store: the tensor itself or its memory where it is dense, else a copy.
+    """Returns a contiguous tensor of the bytes to store: the tensor itself, or its memory if it is dense, or a copy.
 
-    Raises TypeError as above.
+    Raises TypeError as ``require_dense``.
     """
     require_dense(tensor)
     if is_plain(tensor):
@@ -62,13 +62,13 @@ def to_store(tensor: torch.Tensor) -> torch.Tensor:
     return dense_bytes(tensor)
 
 
-_LOST = 0.1  # seconds until a claim that ended without a word is noticed
+_RECHECK = 0.1  # seconds until a claim that ended without notifying anyone is noticed
 
 
 class Claim:
-    """What a thread has claimed, for a ``with`` block.
+    """A thread's claim to something, for a ``with`` block.
 
-    It ends with the block; where Ctrl-C comes before the block or at its very end, with the frames that it ends.
+    It ends with the block. If Ctrl-C interrupts just before the block or at its very end, it ends once it is freed.
     """
 
     def __init__(self, claims: Claims, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
@@ -83,9 +83,10 @@ class Claim:
 
 
 class Claims:
-    """Things that one thread at a time claims, until ``close``, which waits for those that are claimed.
+    """Lets one thread at a time claim a thing, until ``close``, which waits until no claims are left.
 
-    What the calling thread itself still claims is not waited for: it does so in a signal handler, or after Ctrl-C.
+    A thread's own claims do not make it wait: they are those of the code that a signal handler interrupts, or were left
+    by Ctrl-C.
 
     Args:
         lock: held only briefly, also by users of this class.
@@ -93,14 +94,14 @@ class Claims:
 
     def __init__(self, lock: threading.RLock) -> None:
         self._lock, self._changed = lock, threading.Condition(lock)
-        self._claimed: dict[Hashable, weakref.ref[Claim]] = {}  # a claim lives as long as whoever made it has it
+        self._claimed: dict[Hashable, weakref.ref[Claim]] = {}  # weak, so that a claim ends with its thread's frames
         self._closed = False
 
     def take(self, thing: Hashable) -> Claim:
-        """Claims a thing once no other thread does. Raises ValueError once closed."""
+        """Claims a thing once no other thread claims it. Raises ValueError after ``close``."""
         with self._lock:
             while self._is_anothers(self._claimed.get(thing)) and not self._closed:
-                self._changed.wait(_LOST)
+                self._changed.wait(_RECHECK)
             if self._closed:
                 raise ValueError("the store is closed")
             claim = Claim(self, thing, self._claimed.get(thing))
@@ -108,7 +109,7 @@ class Claims:
             return claim
 
     def close(self) -> bool:
-        """Refuses new claims, and waits until none is left. Returns False from the second call on."""
+        """Refuses new claims, and waits until other threads have none left. Returns False from the second call on."""
         with self._lock:
             if self._closed:
                 return False
@@ -116,14 +117,14 @@ class Claims:
             self._changed.notify_all()
             try:
                 while any(map(self._is_anothers, self._claimed.values())):
-                    self._changed.wait(_LOST)
+                    self._changed.wait(_RECHECK)
             except BaseException:  # Ctrl-C
                 self._closed = False
                 raise
             return True
 
     def _end(self, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
-        """The next thread may take it, unless this one had claimed it before."""
+        """Ends a claim; an earlier one of the same thread is in force again."""
         with self._lock:
             if before is not None and before() is not None:
                 self._claimed[thing] = before
@@ -137,31 +138,32 @@ class Claims:
 
 
 _SLAB, _INDEX = "slab", "index"
-_MEASURE, _SYNC, _TRIM = object(), object(), object()  # what a thread is busy with
-_MANY, _MUCH = 256, 16 << 20  # writes under way, and their bytes, from which on a call looks which have ended
+_MEASURE, _SYNC, _TRIM = object(), object(), object()  # activities that a thread can claim
+_MANY, _MUCH = 256, 16 << 20  # writes in flight, and their bytes, from which on a call checks which have ended
 
 
 class TensorStore:
-    """Tensors by key, in one preallocated file for each folder of a session.
+    """Stores tensors by key, in one preallocated file for each folder of a session.
 
-    Large tensors are divided among the folders by their devices' rates. Any dtype, shape and dense layout, on any
-    device: what comes back has the strides of what was stored. Any thread may call any method. What was put is found by
-    ``get`` as soon as ``put`` has returned; ``get`` waits for a ``put`` of its key that is under way.
+    Large tensors are divided among the folders by their devices' rates. Tensors may have any dtype, shape and dense
+    layout, on any device; ``get`` restores their strides. All methods are thread-safe. ``get`` finds a tensor as soon
+    as ``put`` has returned, and waits for a ``put`` of its key that is in flight.
 
     Args:
-        session: has the folders. Where it is kept, what was put and waited for is there in the next session, also when
-            this process is killed; once the machine was started again, what was at the last ``sync`` or ``close``.
-        pool: has the memory of what ``get`` returns without ``out``; without one there is no bound.
-        checksums: keep a CRC-32C of each tensor and compare it when it comes back.
-        handle: moves the bytes; with several folders there is one more like it for each.
+        session: provides the folders. If it is kept (``reuse=True``), the next session has all that was put and waited
+            for, even if this process is killed; after a restart of the machine, all as of the last ``sync`` or
+            ``close``.
+        pool: provides the memory of tensors that ``get`` returns without ``out``; without one there is no bound.
+        checksums: keep a CRC-32C of each tensor and compare it when the tensor is read.
+        handle: moves the bytes; with several folders, each further one gets a copy of it.
         weights: the rates of the folders' devices, in any unit; measured at the first ``put`` when None.
-        name: tells apart the stores of one session.
-        journal: in a session that is kept, note where each tensor is. Without that nothing is found again but what
-            ``adopt`` is told, and a tensor is overwritten in its place as in any session.
+        name: distinguishes the stores of one session.
+        journal: in a kept session, record where each tensor is. Without it nothing is found again except what ``adopt``
+            is given, and tensors are overwritten in place as in other sessions.
 
     Raises:
         ValueError: wrong weights, a closed session, or one that has an open store of this name.
-        FormatError: what a session has kept was damaged; the message names the file.
+        FormatError: what a kept session contains is damaged; the message names the file.
     """
 
     def __init__(
@@ -178,14 +180,14 @@ class TensorStore:
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
         self._process = os.getpid()
         self._lock = threading.RLock()
-        self._claims = Claims(self._lock)  # of keys, and of what else a thread is busy with
+        self._claims = Claims(self._lock)  # to keys and activities
         self._values: dict[str, Value] = {}
         self._writing: dict[str, JoinedOperation] = {}
-        self._bytes_written = 0  # by these
+        self._bytes_written = 0  # by those in flight
         self._failed: list[JoinedOperation] = []  # for ``wait`` to raise
-        self._retired: list[Value] = []
+        self._retired: list[Value] = []  # replaced or dropped; their extents are freed once nobody reads them
         self._journal: Journal | None = None
-        self._named = False  # the names of the files are durable
+        self._named = False  # whether the names of the files are durable
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
             undo.callback(session.take_back, name, self)
@@ -201,12 +203,12 @@ class TensorStore:
                     raise self._journal.damaged(error) from error
             self._unsynced = Unsynced(kept=self._journal is not None)
             self._unsynced.durable = dict(self._values)
-            if self._journal and self._journal.is_ahead:  # of what a power failure would bring back
+            if self._journal and self._journal.is_ahead:  # of what would be left after a power failure
                 self._slabs.sync()
                 self._journal.sync(self._journal.mark(self._journal.place(), self._values, self._values))
             self._undo = undo.pop_all()
 
-    # What users call
+    # Public methods
 
     def put(
         self,
@@ -221,14 +223,13 @@ class TensorStore:
         Args:
             key: a name.
             tensor: dense, on any device. One that is not plain in memory is copied first.
-            atomic: the value that the key has stays until the new one is complete, whatever happens.
-                Otherwise a value of the same size is overwritten in its place, and lost when that fails. In a session
-                that is kept nothing is overwritten.
+            atomic: keep the key's old value until the new one is complete, whatever happens. Otherwise a value of the
+                same size is overwritten in place, and lost if that fails. In a kept session nothing is overwritten.
             priority: of the writes.
 
         Raises:
-            OSError: ENOSPC: the disk is full; nothing was written and the value that the key had is still there.
-            TypeError: not a dense tensor, or a key that is no str.
+            OSError: ENOSPC: the disk is full; nothing was written and the key keeps its old value.
+            TypeError: ``tensor`` is not a dense tensor, or ``key`` is not a str.
             ValueError: the store is closed.
         """
         if not isinstance(key, str):
@@ -249,22 +250,22 @@ class TensorStore:
             operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
                 write(self._slabs, value, source, transfers, priority, checksum=self._checksums)
-            except BaseException:  # some of it may be on its way
-                operation.asked = True
-                operation.trouble = RuntimeError("the put has raised")  # what it raised would keep its callers' frames
+            except BaseException:  # some transfers may be in flight
+                operation.retrieved = True
+                operation.trouble = RuntimeError("put() failed")  # the exception itself would keep its callers' frames
                 raise
             finally:
                 with self._lock:
                     self._writing[key] = operation
                     self._bytes_written += value.nbytes
                 if operation.trouble is not None:
-                    operation.add_callback(lambda: None)  # it ends with what is on its way, and keeps nothing then
+                    operation.add_callback(lambda: None)  # ends it with the transfers in flight, so that it is freed
             return StoreFuture(as_operation(operation), tensor)
 
     def _finish_put(
         self, failure: BaseException | None, key: str, value: Value, old: Value | None, in_place: bool
     ) -> None:
-        """Takes note of what became of it. Interrupted at any point, it can be called again."""
+        """Records the outcome of a ``put``. If interrupted at any point, it can be called again."""
         with self._lock:
             error: Exception | None = None
             if failure is None:
@@ -273,18 +274,18 @@ class TensorStore:
                 except Exception as trouble:
                     error = trouble
             if failure is not None or error is not None:
-                if in_place and self._values.get(key) is old:  # overwritten in part
+                if in_place and self._values.get(key) is old:  # overwritten, at least in part
                     del self._values[key]
                 self._release(value)
                 mine = [self._writing[key]] if key in self._writing else []
-                self._failed = [each for each in [*self._failed, *mine] if not each.asked]
+                self._failed = [each for each in [*self._failed, *mine] if not each.retrieved]
             if self._writing.pop(key, None) is not None:
                 self._bytes_written -= value.nbytes
         if error is not None:
             raise error
 
     def _record(self, key: str, value: Value, old: Value | None) -> None:
-        """The key has this value from now on; ``old`` can go."""
+        """Gives the key this value and retires ``old``."""
         if self._journal:
             self._journal.record(key, value)
         self._values[key] = value
@@ -299,15 +300,15 @@ class TensorStore:
 
         Args:
             key: a name.
-            out: of the same dtype and shape, on any device. In host memory when None, of the pool's where there is one:
-                then this call waits while its budget is spent.
+            out: a tensor of the same dtype and shape, on any device. When None, one in host memory is made; if there is
+                a pool, from its memory, for which this call then waits while the pool's budget is spent.
             priority: of the reads.
 
         Raises:
-            KeyError: nothing was put under it.
+            KeyError: nothing is stored under this key.
             ValueError: ``out`` has another dtype or shape, or elements that share memory; or the store is closed.
             TypeError: ``out`` is not a dense tensor.
-            MemoryError: more than the pool's budget.
+            MemoryError: the tensor is larger than the pool's budget.
             ChecksumError: from the future: the bytes are not those that were put.
         """
         if out is not None:
@@ -330,9 +331,9 @@ class TensorStore:
                 if fits or (memory is not None and memory.numel() == value.nbytes):
                     return self._read(key, value, out, fits, memory, priority)
                 wanted = value.nbytes
-            memory = None  # goes back first
+            memory = None  # released before more is taken
             if self._pool is not None and wanted:
-                memory = self._pool.lease(wanted).tensor  # for which others may wait at this key meanwhile
+                memory = self._pool.lease(wanted).tensor  # may wait; the key is not claimed meanwhile
             else:
                 memory = empty(wanted, dtype=torch.uint8)
 
@@ -345,7 +346,7 @@ class TensorStore:
         memory: torch.Tensor | None,
         priority: Priority,
     ) -> StoreFuture:
-        """Into ``out`` where it ``fits`` the value's layout, else into ``memory`` and perhaps from there."""
+        """Starts to read into ``out`` if it ``fits`` the value's layout, else into other memory, to be copied."""
         if out is not None and fits:
             target, source = out, out if out.is_contiguous() else dense_bytes(out)
         elif memory is not None and value.nbytes:
@@ -357,13 +358,13 @@ class TensorStore:
         try:
             self._slabs.move(value.pieces, source, transfers, write=False, priority=priority)
         finally:
-            with self._lock:  # whatever happens, their extents are not used again before they have ended
+            with self._lock:  # whatever happens, the extents are not reused before the reads have ended
                 value.busy()
                 value.readers += transfers
 
         if out is None or fits:
             out = None
-            if value.checksum is None and len(transfers) == 1:  # nothing is left to be done at the end
+            if value.checksum is None and len(transfers) == 1:  # nothing to do at the end
                 return StoreFuture(transfers[0]._operation, target)
         operation = JoinedOperation(transfers, self._finish_get, key, value, source, target, out)
         return StoreFuture(as_operation(operation), target if out is None else out)
@@ -377,21 +378,21 @@ class TensorStore:
         target: torch.Tensor,
         out: torch.Tensor | None,
     ) -> None:
-        """Compares the checksum of what has arrived, and copies it to ``out``."""
+        """Compares the checksum of what was read, and copies it to ``out``."""
         compare(failure, self._slabs, value, source, [key])
         if failure is None and out is not None:
             copy(out.detach(), target)
 
     def share(self, key: str, target: int, place: int) -> bool:
-        """Has the bytes of ``key`` in an open file from byte ``place`` on, by reference.
+        """Makes an open file, ``target``, share the bytes of ``key`` from byte ``place`` on, by reference.
 
-        The file system copies a block only when either is written to.
+        The file system copies a block only when one of the two files is written to.
 
         Returns:
-            False where the file system cannot, or the bytes do not fill its blocks. Some may then be in the file.
+            False if the file system cannot, or the bytes do not fill its blocks. Some may then be in the file.
 
         Raises:
-            KeyError: nothing was put under it.
+            KeyError: nothing is stored under this key.
             OSError: ENOSPC, EIO.
         """
         with self._claim(key):
@@ -400,7 +401,7 @@ class TensorStore:
             return self._slabs.share(value.pieces, target, place)
 
     def drop(self, key: str) -> None:
-        """Forgets the tensor; its space is used again when its reads have ended. Raises KeyError."""
+        """Removes the tensor; its space is reused once its reads have ended. Raises KeyError."""
         with self._claim(key), self._lock:
             value = self._values[key]
             if self._journal:
@@ -422,24 +423,27 @@ class TensorStore:
         return iter(self.keys())
 
     def keys(self) -> list[str]:
-        """What was put and not dropped, those whose first value is under way included."""
+        """Returns the keys that were put and not dropped, also those whose first value is still being written."""
         self._require_own()
         with self._lock:
             return list({**self._values, **self._writing})
 
     def described(self, keys: Iterable[str]) -> list[dict[str, Any]]:
-        """Returns where the tensors of these keys are, as JSON has it. Raises KeyError."""
+        """Returns where the tensors of these keys are, as JSON objects for ``adopt``. Raises KeyError."""
         with self._lock:
             return [entry_of(key, self._values[key]) for key in keys]
 
     def adopt(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Has what an earlier store has ``described``, and nothing else. Raises as ``value_in`` and ``reserve`` do."""
+        """Takes over the tensors that an earlier store ``described``, and no others.
+
+        Raises ValueError, LookupError, TypeError, AttributeError or OverflowError for impossible entries.
+        """
         values = {key: value for key, value in map(value_in, entries) if value is not None}
         self._slabs.reserve(piece for value in values.values() for piece in value.pieces)
         self._values = values
 
     def wait(self) -> None:
-        """Waits for all that is under way. Raises the first failure of a ``put`` that nobody has asked for."""
+        """Waits for everything in flight. Raises the first failure of a ``put`` that was not retrieved."""
         self._require_own()
         with self._lock:
             writers = list(self._writing.values())
@@ -452,18 +456,18 @@ class TensorStore:
             failed, self._failed = self._failed, []
         found: list[BaseException] = []
         for each in failed:
-            each.wait(None)  # another thread may be at its end
-            if not each.asked and (failure := each.exception()) is not None:
+            each.wait(None)  # another thread may still be ending it
+            if not each.retrieved and (failure := each.exception()) is not None:
                 found.append(failure)
         if found:
             raise found[0]
 
     def sync(self) -> None:
-        """``wait``, then makes all of it durable, and in a session that is kept what finding it again takes.
+        """Calls ``wait``, then makes everything durable; in a kept session, also the record of where it is.
 
         Raises:
-            OSError: a device failed. What was put since the last sync may then be lost, though it can be read now:
-                each further call raises until it was put again, or dropped.
+            OSError: a device failed. What was put since the last sync may then be lost, although it can be read now:
+                every further call raises until it has been put again or dropped.
         """
         self.wait()
         with self._claims.take(_SYNC):
@@ -488,7 +492,7 @@ class TensorStore:
                 self._retired += self._unsynced.ended(self._slabs.paths[0])
 
     def trim(self) -> None:
-        """Gives the space of what was dropped back to the file systems."""
+        """Returns the space of dropped tensors to the file systems."""
         self._require_own()
         self._reclaim()
         with self._claims.take(_TRIM):
@@ -496,13 +500,13 @@ class TensorStore:
 
     @property
     def bytes_in_use(self) -> int:
-        """Bytes of the slabs that hold tensors."""
+        """Bytes of the slabs that are allocated to tensors."""
         self._require_own()
         self._reclaim()
         return self._slabs.bytes_in_use
 
     def close(self) -> None:
-        """Waits for what is under way and closes the files, which are the session's to remove. Once or more."""
+        """Waits for what is in flight and closes the files; the session removes them. Further calls do nothing."""
         if self._process != os.getpid() or not self._claims.close():
             return
         try:
@@ -519,8 +523,8 @@ class TensorStore:
                 self._undo.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: closes what would keep the space of removed files."""
-        if hasattr(self, "_slabs"):  # else it was being made
+        """Closes, in a forked child, descriptors that would keep the space of removed files."""
+        if hasattr(self, "_slabs"):  # otherwise the fork came during __init__
             self._slabs.close_descriptors()
         if self._journal:
             self._journal.close()
@@ -531,14 +535,14 @@ class TensorStore:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # Below
+    # Internals
 
     def _require_own(self) -> None:
         if self._process != os.getpid():
-            raise RuntimeError("this store is the parent's: a forked child makes one of its own")
+            raise RuntimeError("this store belongs to the parent process: a forked child must make its own")
 
     def _claim(self, key: str) -> Claim:
-        """Waits until nobody else is at the key and nothing of it is being written; its failure is its future's."""
+        """Claims the key once no other thread does and no ``put`` of it is in flight; does not raise its failure."""
         self._require_own()
         self._collect()
         while True:
@@ -552,7 +556,7 @@ class TensorStore:
             operation.wait(None)
 
     def _collect(self) -> None:
-        """Takes note of writes that have ended, the oldest first, whether or not their futures were asked."""
+        """Ends the oldest writes that are complete, even if nobody asks their futures."""
         if len(self._writing) < _MANY and self._bytes_written < _MUCH:
             return
         with self._lock:
@@ -562,13 +566,13 @@ class TensorStore:
                 break
 
     def _measure(self) -> None:
-        """The first who comes measures the devices; the others wait for that, and nobody has a lock meanwhile."""
+        """Measures the devices once, without holding the lock; other threads wait for that."""
         if not self._slabs.is_measured:
             with self._claims.take(_MEASURE):
                 self._slabs.measure()
 
     def _reclaim(self) -> None:
-        """Frees the extents of what was replaced or dropped, and is not being read any more."""
+        """Frees the extents of values that were replaced or dropped and are no longer being read."""
         if not self._retired:
             return
         with self._lock:

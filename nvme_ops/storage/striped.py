@@ -1,7 +1,4 @@
-"""``StripedSlabs``: a slab in each folder of a session, among which the bytes of tensors are divided.
-
-So that all their devices are busy for the same time.
-"""
+"""Divides the bytes of tensors among the folders of a session, so that all devices are busy equally long."""
 
 from __future__ import annotations
 
@@ -31,8 +28,8 @@ if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
 
-_SECONDS = 0.2  # spent on measuring one device
-_MOST = 64 << 20  # bytes of it
+_SECONDS = 0.2  # for which one device is measured
+_MOST = 64 << 20  # bytes of the file used for that
 
 
 class Part(NamedTuple):
@@ -56,15 +53,15 @@ class Striping:
             raise ValueError(f"weights must be positive numbers, one for each folder: {list(weights)}")
         total = sum(weights)
         self.weights = [weight / total for weight in weights]
-        self._given = [0.0] * len(weights)  # load of each folder: its bytes over its weight
+        self._loads = [0.0] * len(weights)  # of each folder: bytes given to it over its weight
 
     def parts(self, nbytes: int) -> list[Part]:
         """Returns where the bytes of one tensor go, in order."""
         if len(self.weights) == 1:
             return [Part(0, 0, nbytes)]
         if nbytes < 2 * STRIPE:
-            folder = min(range(len(self.weights)), key=lambda index: self._given[index] + nbytes / self.weights[index])
-            self._give(folder, nbytes)
+            folder = min(range(len(self.weights)), key=lambda index: self._loads[index] + nbytes / self.weights[index])
+            self._add_load(folder, nbytes)
             return [Part(folder, 0, nbytes)]
         found, begin, share = [], 0, 0.0
         for folder, weight in enumerate(self.weights):
@@ -72,18 +69,18 @@ class Striping:
             end = nbytes if folder == len(self.weights) - 1 else min(nbytes, round(nbytes * share / PAGE) * PAGE)
             if end > begin:
                 found.append(Part(folder, begin, end - begin))
-                self._give(folder, end - begin)
+                self._add_load(folder, end - begin)
                 begin = end
         return found
 
-    def _give(self, folder: int, nbytes: int) -> None:
-        self._given[folder] += nbytes / self.weights[folder]
-        least = min(self._given)
-        self._given = [given - least for given in self._given]
+    def _add_load(self, folder: int, nbytes: int) -> None:
+        self._loads[folder] += nbytes / self.weights[folder]
+        least = min(self._loads)
+        self._loads = [load - least for load in self._loads]
 
 
 def measured(handles: Sequence[aio_handle], slabs: Sequence[Slab], fds: Sequence[int]) -> list[float]:
-    """Measures bytes per second of each device, by alternating writes and reads for a fraction of a second.
+    """Measures each device's bytes per second by alternating writes and reads for a fraction of a second.
 
     Returns equal rates if a disk has no room for the measurement.
     """
@@ -101,7 +98,7 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
     extent = slab.allocate(_MOST)
     try:
         moved, begin = 0, time.perf_counter()
-        with InFlight(0) as in_flight:  # waits even when interrupted: the extent is freed afterwards
+        with InFlight(0) as in_flight:  # waits even when interrupted, since the extent is freed afterwards
             for place in range(extent.start, extent.end, STRIPE):
                 in_flight.add(handle.submit_pwrite(block, fd, place))
                 in_flight.add(handle.submit_pread(block, fd, place))
@@ -115,7 +112,7 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
 
 
 class Piece(NamedTuple):
-    """Bytes of a tensor from ``begin`` on, and the extent that has them in the slab of a folder."""
+    """``nbytes`` of a tensor from byte ``begin`` on, and the extent with them in the slab of this folder."""
 
     folder: int
     begin: int
@@ -127,10 +124,10 @@ class StripedSlabs:
     """Allocates extents for tensors in several files, and moves their bytes.
 
     Args:
-        session: has the folders.
-        name: of the file in each folder.
+        session: provides the folders.
+        name: the name of the slab's file in each folder.
         handle: used for the first folder; each other folder gets a copy of it.
-        weights: the rates of the folders' devices, in any unit; None until ``measure`` is called.
+        weights: the rates of the folders' devices, in any unit; when None, call ``measure`` before ``allocate``.
     """
 
     def __init__(self, session: Session, name: str, handle: aio_handle, weights: Sequence[float] | None) -> None:
@@ -146,7 +143,7 @@ class StripedSlabs:
         try:
             for number in range(count):
                 self._fds.append(session.open(number, name))
-                self._files.append(native().OpenFile(self._fds[-1], True))  # extents are whole pages
+                self._files.append(native().OpenFile(self._fds[-1], True))  # True: extents are whole pages
             self._slabs = [Slab(fd, path) for fd, path in zip(self._fds, self.paths, strict=True)]
         except BaseException:
             self.close()
@@ -158,11 +155,11 @@ class StripedSlabs:
         return self._striping is not None
 
     def measure(self) -> None:
-        """Takes a fraction of a second for each folder. One thread at a time."""
+        """Measures the devices unless their rates are known: a fraction of a second each. Not thread-safe."""
         self._striping = self._striping or Striping(measured(self.handles, self._slabs, self._fds))
 
     def allocate(self, nbytes: int) -> list[Piece]:
-        """Returns extents for a tensor. Raises OSError without allocating any. Not thread-safe."""
+        """Allocates extents for a tensor. Raises OSError, having allocated none. Not thread-safe."""
         pieces: list[Piece] = []
         try:
             for folder, begin, size in self._striping.parts(nbytes) if self._striping and nbytes else ():
@@ -222,7 +219,7 @@ class StripedSlabs:
             transfers.append(submit(tensors, self._files[folder], starts, priority=priority))
 
     def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:
-        """Has a tensor's bytes in an open file from ``place`` on, without copying them; False where that cannot be."""
+        """Makes an open file share a tensor's bytes from byte ``place`` on; returns False if that is impossible."""
         return all(
             share(self._fds[folder], extent.start, nbytes, target, place + begin)
             for folder, begin, nbytes, extent in pieces
@@ -250,7 +247,7 @@ class StripedSlabs:
         self.close_descriptors()
 
     def close_descriptors(self) -> None:
-        """Closes the descriptors only, as in a forked child: the transfers are its parent's."""
+        """Closes only the descriptors, for a forked child: the transfers are its parent's."""
         fds, self._fds = self._fds, []
         for fd in fds:
             with contextlib.suppress(OSError):

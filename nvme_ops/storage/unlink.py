@@ -20,7 +20,7 @@ _under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
 
 @contextmanager
 def later(path: str) -> Iterator[None]:
-    """Lets the block unlink or replace the file; its data blocks are freed in the background afterwards."""
+    """Lets a ``with`` statement unlink or replace the file; its blocks are freed in the background afterwards."""
     fd, size = -1, 0
     with suppress(OSError):
         status = os.lstat(path)
@@ -40,7 +40,7 @@ def unlink(path: str) -> None:
 
 
 def require_room(folder: str) -> None:
-    """Waits for blocks that are being freed, if free space is short: the next file is likely to be as large."""
+    """Waits for blocks that are being freed if space is short, since the next file is likely to be as large."""
     space = os.statvfs(folder)
     if space.f_bavail * space.f_frsize < 2 * sum(_under_way.copy().values()):
         wait()
@@ -49,7 +49,7 @@ def require_room(folder: str) -> None:
 def wait() -> None:
     """Waits until the blocks of all files unlinked so far are free.
 
-    Not by ``Thread.join``: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for ended.
+    ``Thread.join`` would not do: before Python 3.13 it takes a thread for ended once Ctrl-C has interrupted the join.
     """
     with _changed:
         mine = list(_under_way)
@@ -58,12 +58,12 @@ def wait() -> None:
 
 
 def _close_by_thread(fd: int, size: int) -> None:
-    owned = [fd]  # whoever takes it out closes it
+    owned = [fd]  # whoever pops it closes it
     thread = threading.Thread(target=lambda: _close(owned, thread), name="nvme_ops.storage.unlink", daemon=False)
     try:
         with _changed:
             _under_way[thread] = size
-        if sys.is_finalizing():  # a new thread would never begin, and ``start`` wait for that for ever
+        if sys.is_finalizing():  # a new thread would never begin, and ``start`` would wait for it forever
             raise RuntimeError
         thread.start()
     except BaseException as error:
@@ -80,11 +80,11 @@ def _close(owned: list[int], thread: threading.Thread) -> None:
         _changed.notify_all()
 
 
-def _start_anew() -> None:
+def _reset_in_child() -> None:
     global _changed
     _changed = threading.Condition()
     _under_way.clear()
 
 
-# A child of a fork would hold the files too, as long as it lives.
-os.register_at_fork(before=wait, after_in_child=_start_anew)
+# A forked child would keep the files open, and so their blocks, for as long as it lives.
+os.register_at_fork(before=wait, after_in_child=_reset_in_child)

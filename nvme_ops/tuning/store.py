@@ -117,7 +117,7 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
         document.update(format=FORMAT, identity=asdict(identity))
         publish(os.fspath(path), (json.dumps(document, indent=2) + "\n").encode(), mode=0o600)
     finally:
-        locks.give_back(lock)
+        locks.release(lock)
 
 
 def sound(found: Any, check: Callable[[Any], object]) -> bool:

@@ -136,7 +136,7 @@ def test_a_forked_child_ends_nothing(folder: Path) -> None:
 
     def child() -> None:
         assert not operation.done()
-        with pytest.raises(RuntimeError, match="the parent's"):
+        with pytest.raises(RuntimeError, match="the parent process"):
             operation.wait(None)
         assert ended == []
 

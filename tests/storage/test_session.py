@@ -147,7 +147,9 @@ def test_what_is_planted_under_a_name_of_ours_is_refused(folder: Path, kind: str
             "folder": path.mkdir,
         }[kind]
         make()
-        with pytest.raises(OSError, match=r"not a file of this session's alone|directory|symbolic") as caught:
+        with pytest.raises(
+            OSError, match=r"not a file that belongs to this session alone|directory|symbolic"
+        ) as caught:
             session.open(0, "data")
         assert caught.value.filename == str(path)
     assert victim.read_text() == "mine"
@@ -168,7 +170,9 @@ def test_a_folder_of_others_is_left_alone_and_refused(folder: Path, others: str)
     with kept(folder) as session:
         path = Path(session.folders[0])
     give_away(path)
-    with pytest.raises(PermissionError, match="not a folder of this user's that nobody else may write to") as caught:
+    with pytest.raises(
+        PermissionError, match="not a folder that this user owns and nobody else may write to"
+    ) as caught:
         kept(folder)
     assert caught.value.filename == str(path)
 
@@ -187,8 +191,8 @@ def test_an_owner_that_is_a_link_is_not_followed(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [(each, "not the file of a session") for each in (b"\x00\xff", b"[]", b'{"magic": "another program"}', b"{")]
-    + [(b"", "may have what was kept"), (b"\0" * 400, "may have what was kept")],
+    [(each, "not the owner file") for each in (b"\x00\xff", b"[]", b'{"magic": "another program"}', b"{")]
+    + [(b"", "may hold what was kept"), (b"\0" * 400, "may hold what was kept")],
 )
 def test_an_owner_that_was_lost_or_is_no_session_s_is_no_licence_to_delete(
     folder: Path, content: bytes, words: str
@@ -325,7 +329,7 @@ def test_a_forked_child_neither_removes_nor_keeps_the_lock(folder: Path) -> None
     path = write(session)
 
     def child() -> None:
-        with pytest.raises(PermissionError, match="the parent's"):
+        with pytest.raises(PermissionError, match="the parent process"):
             session.open(0, "data")
         other = os.open("/dev/null", os.O_RDONLY)  # perhaps of the number that the lock had
         in_child(lambda: os.fstat(other) and None)
