@@ -1,6 +1,6 @@
-"""What the formats of several capabilities have in common.
+"""Parses and describes the file formats that several capabilities use.
 
 ``safetensors_format`` is the header of a safetensors file, ``sharded_index`` the list of several files that belong
-together, ``integrity`` the checksums in both. ``torch_zip`` is the container of ``torch.save``,
-``torch_pickle`` reads the pickle in it, and ``contents`` is how any of them tells what it holds.
+together, ``integrity`` the checksums in both. ``torch_zip`` is the archive of ``torch.save``, ``torch_pickle`` reads
+the pickle in it, and ``contents`` describes what any of them contains.
 """

@@ -1,15 +1,15 @@
-"""What a checkpoint holds, tensor by tensor, as every format tells it."""
+"""Describes what a checkpoint contains, tensor by tensor, in the same form for every format."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-_PICKLE = "pickle"  # in the place of a dtype
+_PICKLE = "pickle"  # in place of a dtype
 
 
 @dataclass(frozen=True)
 class Item:
-    """A tensor, or in a format that stores no tensors but their memory, a storage."""
+    """A tensor, or a storage in formats that store those."""
 
     name: str
     dtype: str
@@ -17,7 +17,7 @@ class Item:
     path: str
     start: int  # of its bytes in the file
     end: int
-    checksum: tuple[str, int] | None = None  # kind and value, where the file keeps one
+    checksum: tuple[str, int] | None = None  # kind and value, if the file has one
 
     @property
     def bytes(self) -> int:
@@ -32,11 +32,11 @@ class Contents:
     format: str
     items: list[Item]
     metadata: dict[str, str] = field(default_factory=dict)
-    damaged: list[str] = field(default_factory=list)  # what is known to be, without a look at the data
+    damaged: list[str] = field(default_factory=list)  # names of what is known to be damaged before data are read
 
     @property
     def tensors(self) -> list[Item]:
-        """Without the pickles that some formats keep beside them."""
+        """The items that are not pickles."""
         return [item for item in self.items if item.dtype != _PICKLE]
 
     @property

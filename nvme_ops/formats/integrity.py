@@ -1,4 +1,4 @@
-"""Checksums of tensors, kept in a file where other readers ignore them."""
+"""Stores checksums of tensors in files, where other readers ignore them, and compares them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.memory.pieces import CHECKSUM, checksums_anywhere
 
-#: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, and as
-#: many for the JSON of the header, in which these are zeros then. In the metadata of an index: those for its JSON.
+#: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, then
+#: eight for the JSON of the header, computed with zeros in their place. In those of an index: eight for its JSON.
 KEY = "nvme_ops.crc32c"
-#: In the metadata of an index and of its shards: the save that they are of. In an index also the checksums of the
-#: headers of its shards, by their names.
+#: ``SAVE``, in the metadata of an index and of its shards: the id of their save. ``SHARDS``, in those of an index: the
+#: checksums of the headers of its shards, by file name.
 SAVE, SHARDS = "nvme_ops.save", "nvme_ops.shards"
-#: All of them: what these mean for one file they do not for another that gets its metadata.
+#: All of these keys. They must not be copied with the metadata to another file.
 OURS = (KEY, SAVE, SHARDS)
-#: Stand for the JSON of a file among the names of tensors.
+#: What damaged JSON is called where names of damaged tensors are listed.
 HEADER, INDEX = "header", "index"
 _DIGITS = 8
 _BEGIN = f'"{KEY}":"'.encode()  # in JSON
@@ -29,24 +29,24 @@ _BEGIN = f'"{KEY}":"'.encode()  # in JSON
 
 @dataclass(frozen=True)
 class ShardEntry:
-    """What an index says about one of its shards; None where it says nothing."""
+    """What an index says about one of its shards; None for what it does not say."""
 
-    index: str  # its path
+    index: str  # path of the index
     save: str | None
-    header: str | None  # the checksum of the shard's
-    checked: bool  # whether the index has a checksum itself
+    header: str | None  # checksum of the shard's header
+    checked: bool  # whether the index itself has a checksum
 
     def require(self, path: str, metadata: Mapping[str, str], verify: bool) -> None:
-        """Raises AnotherSaveError, and with ``verify`` ChecksumError, unless a shard's ``metadata`` match."""
+        """Raises AnotherSaveError, or with ``verify`` ChecksumError, unless a shard's ``metadata`` match."""
         wrong = self.wrong(path, metadata)
         if verify and wrong is not None:
             raise ChecksumError(self.index if wrong == INDEX else path, [wrong])
 
     def wrong(self, path: str, metadata: Mapping[str, str]) -> str | None:
-        """Returns ``INDEX`` or ``HEADER`` if that is not as it was saved. Raises AnotherSaveError."""
+        """Returns ``INDEX`` or ``HEADER`` if that is not what was saved, else None. Raises AnotherSaveError."""
         save = metadata.get(SAVE)
         if None not in (save, self.save) and save != self.save:
-            raise AnotherSaveError(f"{path}: is of another save than its index, {self.index}")
+            raise AnotherSaveError(f"{path}: belongs to another save than its index, {self.index}")
         if save is not None and (self.save is None or (KEY in metadata and not self.checked)):
             return INDEX
         if self.save is not None and (save is None or self.header not in (None, metadata.get(KEY, "")[-_DIGITS:])):
@@ -55,20 +55,20 @@ class ShardEntry:
 
 
 def placeholder(count: int) -> str:
-    """Returns text as long as the checksums of so many tensors and of the header will be."""
+    """Returns text as long as the checksums of ``count`` tensors and of the header will be."""
     return "0" * _DIGITS * (count + 1)
 
 
 def sealed(text: bytes, checksums: Sequence[int]) -> tuple[bytes, str | None]:
-    """Replaces the ``placeholder`` in JSON, which has no spaces after colons, by these checksums and the JSON's own.
+    """Replaces the ``placeholder`` in JSON without spaces after colons by these checksums and the JSON's own.
 
-    Returns the JSON, and its own checksum, which an index keeps for its shards; None without a placeholder.
+    Returns the JSON and its own checksum, which an index keeps for its shards; None if there is no placeholder.
     """
     start = text.find(_BEGIN)
     if start < 0:
         return text, None
     start += len(_BEGIN)
-    own = start + _DIGITS * len(checksums)  # zeros, while it is computed
+    own = start + _DIGITS * len(checksums)  # where the JSON's own is: zeros while it is computed
     text = text[:start] + (f"%0{_DIGITS}x" * len(checksums) % tuple(checksums)).encode() + text[own:]
     seal = f"{checksums_of([text], CHECKSUM)[0]:0{_DIGITS}x}"
     return text[:own] + seal.encode() + text[own + _DIGITS :], seal
@@ -98,7 +98,7 @@ def recorded(header: Header, path: str) -> dict[str, int] | None:
         values = [int(text[start : start + _DIGITS], 16) for start in range(0, len(text), _DIGITS)]
     except ValueError:
         raise FormatError(
-            f"{path}: __metadata__: {KEY} does not fit the {len(header.entries)} tensors: another program wrote it"
+            f"{path}: __metadata__: {KEY} does not match the {len(header.entries)} tensors: another program wrote it"
         ) from None
     return dict(zip(header.entries, values[:-1], strict=True))
 

@@ -1,4 +1,4 @@
-"""Refusing a file, and what one is that was taken for another: its first bytes say so, and often what to do."""
+"""Refuses a file; if its first bytes show what it really is, says so, and often what to do."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 
 from nvme_ops.errors import FormatError
 
-_HEAD = 64  # bytes of a file's beginning that are looked at
+_HEAD = 64  # bytes at the beginning of a file that are looked at
 _BEGINNINGS = {
     b"version https://git-lfs": "is a pointer of Git LFS, not the file that it stands for: git lfs pull fetches that",
     b"PK\x03\x04": "is a zip archive, as torch.save writes: give it a name that ends in .pt",
@@ -21,7 +21,7 @@ _BEGINNINGS = {
 
 
 def refuse(path: str, reason: str, head: bytes | int = b"") -> NoReturn:
-    """Raises FormatError with the reason, or with what the file is by its ``head``: first bytes, or a descriptor."""
+    """Raises FormatError with what the file is by its ``head`` (first bytes, or a descriptor), else with the reason."""
     head = os.pread(head, _HEAD, 0) if isinstance(head, int) else head
     raise FormatError(f"{path}: {_mistaken(head) or reason}") from None
 

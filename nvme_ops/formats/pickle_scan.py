@@ -1,11 +1,12 @@
-"""``scan``: whether a pickle may be given to Python's reader, which trusts every number in it."""
+"""Scans a pickle before it is given to Python's reader, which trusts every number in it."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
 
-# What follows the code: so many bytes; the number of an object; bytes, and before them how many; or two lines.
+# What follows an opcode: this many bytes; the number of an object, of this many bytes; or a count of bytes, itself of
+# this many bytes, and then those. Two lines follow GLOBAL.
 _FOLLOWED = {
     pickle.BININT1: 1, pickle.BINGET: 1, pickle.BINPUT: 1, pickle.PROTO: 1, pickle.BININT2: 2, pickle.BININT: 4,
     pickle.LONG_BINGET: 4, pickle.BINFLOAT: 8,
@@ -17,11 +18,11 @@ _STOP, _LINES = pickle.STOP[0], pickle.GLOBAL[0]
 
 
 def scan(content: bytes, codes: Iterable[bytes]) -> str:
-    """Returns why a pickle is refused; empty where it has these codes alone and needs no more memory than its size."""
+    """Returns why a pickle is refused; empty if it has only these opcodes and takes no more memory than its size."""
     allowed = {code[0] for code in codes}
     numbered, counted = ({code[0]: size for code, size in each.items()} for each in (_NUMBERED, _COUNTED))
     place, end, largest = 0, len(content), 0
-    if end > _BYTE:  # which no number of one byte reaches
+    if end > _BYTE:  # no number of one byte can be larger than that
         del numbered[pickle.BINPUT[0]]
     steps = {code: 1 + _FOLLOWED.get(bytes([code]), 0) for code in allowed - {*numbered, *counted, _STOP, _LINES}}
     while place < end:
@@ -34,7 +35,7 @@ def scan(content: bytes, codes: Iterable[bytes]) -> str:
             return f"code {code} is not allowed"
         place += 1
         if code in numbered:
-            # Python's reader has a table as long as the largest of these. Pickles that were optimized skip some.
+            # Python's reader makes a table as long as the largest number. Optimized pickles skip numbers.
             largest = max(largest, int.from_bytes(content[place : place + numbered[code]], "little"))
             place += numbered[code]
         elif code in counted:

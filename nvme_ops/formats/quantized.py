@@ -1,4 +1,4 @@
-"""Stored values that are not the computed ones: of another dtype, or of 8 bits and multiplied with a scale."""
+"""Converts between tensors and what is stored of them: another dtype, or values of 8 bits with a scale."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from typing import Protocol
 import torch
 
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_MOST = 127  # of int8, and its negative
+_MOST = 127  # the values are within -127 and 127
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32
 
-#: How files name the scale of a weight, and what it is multiplied with: compressed-tensors and static FP8; FP8 in
-#: blocks as of DeepSeek-V3, whose "inverse" is what the weight is multiplied with; bitsandbytes' LLM.int8().
+#: How files name the scale of a weight, and the factor to apply to it: compressed-tensors and static FP8; FP8 in blocks
+#: as in DeepSeek-V3, whose "inverse" scale is the one to multiply by; bitsandbytes' LLM.int8().
 SCALES = {"weight_scale": 1.0, "weight_scale_inv": 1.0, "SCB": 1 / _MOST}
 
 
 def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a tensor as int8, and the scale of each row: its largest absolute value over 127, in float32.
 
-    Each value is off by at most half the scale of its row. A row that is not finite cannot be quantized: ValueError.
+    Each value is off by at most half the scale of its row. Raises ValueError for values that are not finite.
     """
     largest = tensor.detach().abs().amax(dim=-1, keepdim=True).float()
     if not bool(largest.isfinite().all()):
@@ -32,28 +32,28 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class WeightFormat(Protocol):
-    """How what is stored of a tensor makes the values that are computed with."""
+    """Computes the values of a tensor from what is stored of it."""
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fills ``out``, which has the tensor's shape and dtype, with what its stored ``parts`` make."""
+        """Fills ``out``, which has the tensor's shape and dtype, from its stored ``parts``."""
 
 
 class Cast(WeightFormat):
-    """The values, in another dtype."""
+    """Stored as values in another dtype."""
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """See ``WeightFormat.expand``: of one part, the values."""
+        """Fills ``out`` from one part, the values."""
         out.copy_(parts[0])
 
 
 class Scaled(WeightFormat):
-    """Values of 8 bits and their scale; they are multiplied in float32.
+    """Stored as values of 8 bits and their scale; they are multiplied in float32.
 
-    The scale is one number, or as the values with 1 where it is shared, or one number for each block of a matrix.
+    The scale is one number, one for each row, one for each block of a matrix, or of a shape that broadcasts.
     """
 
     def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """See ``WeightFormat.expand``: of two parts, the values and the scale."""
+        """Fills ``out`` from two parts, the values and the scale."""
         values, scale = parts[0], parts[1].to(out.device)
         if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
             scale = scale.view(-1, *(1,) * (values.dim() - 1))
@@ -67,7 +67,7 @@ class Scaled(WeightFormat):
 
 
 def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``values`` times ``scale``, in new memory, see ``Scaled``."""
+    """Returns ``values`` times ``scale`` in new memory; ``Scaled`` says which scales there are."""
     made = torch.empty(values.shape, dtype=dtype, device=values.device)
     Scaled().expand((values, scale), made)
     return made
@@ -78,7 +78,7 @@ def _broadcasts(scale: torch.Tensor, values: torch.Tensor) -> bool:
 
 
 def _parts(tensor: torch.Tensor) -> list[slice]:
-    """Rows of the first dimension, as many as are worked at together."""
+    """Returns slices of the first dimension that have about ``_CHUNK`` elements each."""
     rows = tensor.shape[0]
     step = max(1, _CHUNK * rows // max(1, tensor.numel()))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

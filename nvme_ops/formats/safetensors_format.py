@@ -1,8 +1,8 @@
-"""Parses the header of a safetensors file: https://github.com/huggingface/safetensors#format. Reads no tensor.
+"""Parses the header of a safetensors file: https://github.com/huggingface/safetensors#format. Reads no tensors.
 
-Eight bytes give the length of a JSON object that names each tensor's dtype, shape and place; the tensors follow without
-gaps. It accepts and refuses the same files as safetensors' own reader, except for several tensors of one name, of which
-that takes the last, and for tensors described by an array.
+Eight bytes give the length of a JSON object with each tensor's dtype, shape and place; the tensors follow without gaps.
+This parser accepts and refuses the same files as safetensors' own, with two exceptions, which it refuses: several
+tensors of one name, of which that one takes the last, and tensors described by an array.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FIELDS = ("dtype", "shape", "data_offsets")
-_DEEPEST = 127  # nesting that safetensors' reader accepts, the header itself included
+_DEEPEST = 127  # levels of nesting that safetensors' reader accepts, including the header itself
 _LONE_SURROGATE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 
 
 class TensorEntry(NamedTuple):
-    """One tensor in a file: its bytes are ``start`` to ``end``, counted from the start of the file."""
+    """One tensor in a file: its bytes are from ``start`` to ``end``, counted from the beginning of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,10 +58,10 @@ class TensorEntry(NamedTuple):
     end: int
 
     def in_torch(self, path: str, name: str) -> tuple[torch.dtype, tuple[int, ...]]:
-        """Returns torch's dtype and shape. Two values of F4 make one element, along the last dimension.
+        """Returns torch's dtype and shape. Two values of F4 along the last dimension make one element.
 
         Raises:
-            FormatError: naming the file and the tensor, which torch cannot represent.
+            FormatError: torch cannot represent the tensor, which the message names, with the file.
         """
         if self.dtype not in DTYPES:
             refuse(path, f"tensor {name!r}: torch {torch.__version__} has no dtype for {self.dtype}")
@@ -71,7 +71,7 @@ class TensorEntry(NamedTuple):
                 refuse(path, f"tensor {name!r}: shape {list(shape)} of F4 has no even last dimension, as torch needs")
             shape = (*shape[:-1], shape[-1] // 2)
         if max(shape, default=0) >= 2**63:
-            refuse(path, f"tensor {name!r}: shape {list(shape)} is beyond torch's")
+            refuse(path, f"tensor {name!r}: shape {list(shape)} is larger than torch supports")
         return DTYPES[self.dtype], shape
 
 
@@ -81,18 +81,18 @@ class Header:
 
     entries: dict[str, TensorEntry]
     metadata: dict[str, str] = field(default_factory=dict)
-    text: bytes = field(default=b"", repr=False)  # the JSON, with the spaces behind it
+    text: bytes = field(default=b"", repr=False)  # the JSON, with the spaces after it
 
 
 def read(fd: int, path: str) -> Header:
-    """Reads the header of an open file. Raises FormatError with the file and the field that is wrong."""
+    """Reads the header of an open file. Raises FormatError, which names the file and the field that is wrong."""
     return decode(*read_text(fd, path), path)
 
 
 def read_text(fd: int, path: str) -> tuple[bytes, int]:
-    """Reads the JSON text and the size of an open file.
+    """Reads the JSON text and the size of an open file. Raises FormatError.
 
-    Allocates nothing by a number that the file's size contradicts. Raises FormatError.
+    Never allocates memory for a number that the file's size contradicts.
     """
     size = os.fstat(fd).st_size
     with naming("read of the header", path):
@@ -120,7 +120,7 @@ def decode(text: bytes, size: int, path: str) -> Header:
     metadata, entries = _read_plainly(text, start, path) or _read_strictly(text, start, path)
     position = start
     for entry in entries.values():
-        if entry.start != position:  # not in the order of their data, or worse
+        if entry.start != position:  # not in the order of their data, or overlapping, or with gaps
             entries = dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
             position = _end(entries, start, path)
             break
@@ -145,18 +145,18 @@ def _end(ordered: Mapping[str, TensorEntry], start: int, path: str) -> int:
 
 _Described = tuple[dict[str, str], dict[str, TensorEntry]]
 
-# How this package and safetensors write a tensor. Other forms are as valid, but take longer to parse.
+# How this package and safetensors write an entry. Other forms are valid, too, but take longer to parse.
 _METADATA = '{"__metadata__":'
 _PLAIN = re.compile(
     r'"([^"\\\x00-\x1f]*)":\{"dtype":"(\w+)","shape":\[((?:\d{1,10}(?:,\d{1,10})*)?)\],'
     r'"data_offsets":\[(0|[1-9]\d{0,18}),(0|[1-9]\d{0,18})\]\}([,}])',
     re.ASCII,
 )
-_BETWEEN = len('"":{"dtype":"","shape":[],"data_offsets":[,]}')  # constant characters of each tensor
+_BETWEEN = len('"":{"dtype":"","shape":[],"data_offsets":[,]}')  # constant characters of each entry
 
 
 def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
-    """Parses a header of the usual form, fast; returns None for any other, or a wrong one."""
+    """Parses a header of the usual form, fast; returns None for any other, including invalid ones."""
     try:
         decoded = text.decode("utf-8").rstrip(" \t\r\n")
     except UnicodeDecodeError:
@@ -175,7 +175,7 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
     columns = list(zip(*found, strict=True))
     written = sum(map(len, itertools.chain.from_iterable(columns)))
     if written + len(found) * _BETWEEN != len(decoded) - place:
-        return None  # there is something else in between
+        return None  # there is something else between the entries
     names, dtypes, dimensions, first, last, after = columns
     known = {key: _kind(*key) for key in set(zip(dtypes, dimensions, strict=True))}
     kinds = [known[key] for key in zip(dtypes, dimensions, strict=True)]
@@ -190,7 +190,7 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
 
 
 def _kind(dtype: str, dimensions: str) -> tuple[tuple[int, ...], int] | None:
-    """Returns the shape and bytes of a tensor, if its description has the usual form."""
+    """Returns the shape and bytes of a tensor if its description has the usual form, else None."""
     shape = tuple(map(int, filter(None, dimensions.split(","))))
     if dtype not in _BITS or ",".join(map(str, shape)) != dimensions:
         return None
@@ -210,7 +210,7 @@ def _read_strictly(text: bytes, start: int, path: str) -> _Described:
 
 
 class _Object(dict[str, Any]):
-    """A JSON object. A repeated name has its last value, as with other readers."""
+    """A JSON object. A repeated name has its last value, as in other readers."""
 
     def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
         super().__init__(pairs)

@@ -1,4 +1,4 @@
-"""The index of a sharded checkpoint: which file holds each tensor."""
+"""Reads and writes the index of a sharded checkpoint, which says in which file each tensor is."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import publication
 
-# Files that a folder of save_pretrained may hold, in the order in which transformers looks for them.
+# Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
 _IN_FOLDERS = (
     "model.safetensors",
     "model.safetensors.index.json",
@@ -33,12 +33,12 @@ class ShardedIndex:
     path: str
     places: dict[str, str]  # the file of each tensor, in the folder of the index
     metadata: dict[str, str]
-    fits: bool | None = None  # whether its checksum matches; None if it has none
-    save: str | None = None  # id of its save
+    fits: bool | None = None  # whether the index matches its checksum; None if it has none
+    save: str | None = None  # the id of its save
     headers: Mapping[str, str] = field(default_factory=dict)  # checksums of its shards' headers
 
     def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
-        """Returns the paths of the shards that hold these tensors, each with their names."""
+        """Returns the paths of the shards that have these tensors, each with the names of its tensors."""
         found: dict[str, list[str]] = {}
         for name in names:
             found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
@@ -52,7 +52,7 @@ class ShardedIndex:
 
 
 def read_index(path: str) -> ShardedIndex:
-    """Parses an index. Raises FormatError with what is wrong with it."""
+    """Parses an index. Raises FormatError, which says what is wrong, and OSError."""
     content = publication.content_of(path, MOST_HEADER)
     document = _parse(content, path)
     places = document.get("weight_map")
@@ -62,23 +62,23 @@ def read_index(path: str) -> ShardedIndex:
         if not isinstance(file_name, str):
             refuse(path, f"weight_map: the file of {name!r} is {file_name!r}, not a name")
         parts = file_name.split("/")
-        if not file_name or "\0" in file_name or not _can_be(file_name) or os.path.isabs(file_name) or ".." in parts:
+        if not file_name or "\0" in file_name or not _encodes(file_name) or os.path.isabs(file_name) or ".." in parts:
             refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, does not lie in the folder of the index")
         if not file_name.endswith(_SHARDS):
-            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is in no format that is known here")
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is not in a known format")
     metadata = document.get("metadata", {})
     if not isinstance(metadata, dict):
         refuse(path, "metadata is not an object")
     headers = metadata.pop(integrity.SHARDS, {})
-    words = {key: str(value) for key, value in metadata.items()}
-    fits = None if integrity.KEY not in words else not integrity.differs(content, words)
-    words.pop(integrity.KEY, None)
-    save = words.pop(integrity.SAVE, None)
-    return ShardedIndex(path, places, words, fits, save, headers if isinstance(headers, dict) else {})
+    texts = {key: str(value) for key, value in metadata.items()}
+    fits = None if integrity.KEY not in texts else not integrity.differs(content, texts)
+    texts.pop(integrity.KEY, None)
+    save = texts.pop(integrity.SAVE, None)
+    return ShardedIndex(path, places, texts, fits, save, headers if isinstance(headers, dict) else {})
 
 
-def _can_be(name: str) -> bool:
-    """Returns whether a file can have the name: half a surrogate pair has no bytes."""
+def _encodes(name: str) -> bool:
+    """Returns whether the name can be encoded as bytes: half a surrogate pair cannot."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -107,7 +107,7 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
 
 
 def resolved(path: str) -> str:
-    """Returns the path of the index; for a folder, that of the first possible one that exists."""
+    """Returns the path; for a folder, that of the first file or index of ``_IN_FOLDERS`` that exists in it."""
     if not os.path.isdir(path):
         return path
     for name in _IN_FOLDERS:
@@ -120,7 +120,7 @@ def resolved(path: str) -> str:
 
 
 def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
-    """Returns names for new shards that no index of this folder has used, so that no reader confuses them."""
+    """Returns names for new shards that the present index does not use, so that no reader confuses them."""
     try:
         old: Iterable[str] = read_index(os.path.join(folder, index)).places.values()
     except FileNotFoundError:

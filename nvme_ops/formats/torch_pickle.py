@@ -15,7 +15,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.pickle_scan import scan
 
-#: What torch's own reader takes with weights_only; anything else ends the reading.
+#: The opcodes that torch's own reader accepts with weights_only.
 CODES = (
     pickle.APPEND, pickle.APPENDS, pickle.BINFLOAT, pickle.BINGET, pickle.BININT, pickle.BININT1, pickle.BININT2,
     pickle.BINPERSID, pickle.BINPUT, pickle.BINUNICODE, pickle.BUILD, pickle.EMPTY_DICT, pickle.EMPTY_LIST,
@@ -26,8 +26,8 @@ CODES = (
 )  # fmt: skip
 
 
-class Storage(NamedTuple):  # which a pickle cannot change
-    """A storage that the pickle refers to; its bytes are the record ``data/key``."""
+class Storage(NamedTuple):  # a tuple, which a pickle cannot change
+    """A storage that the pickle refers to; its bytes are in the record ``data/key``."""
 
     key: str
     dtype: torch.dtype
@@ -75,22 +75,22 @@ class Described:
 
 @dataclass
 class Other:
-    """A tensor that is no plain view of one storage: sparse, quantized, nested, of a subclass."""
+    """A tensor that is not a plain view of one storage: sparse, quantized, nested, or of a subclass."""
 
     storages: list[Storage]
 
 
 class Call:
-    """What stands for a call: of what, with what, and what was to be put into the result. Nothing is called.
+    """Records a call instead of making it: the function, its arguments, and what was to be put into the result.
 
-    Every name in a pickle is a class derived from this. C's reader takes no other for ``NEWOBJ``, and finds nothing to
-    change in one.
+    Every name in a pickle becomes a class derived from this, since Python's reader in C accepts only classes for
+    ``NEWOBJ``. A pickle can change nothing in such a class.
     """
 
-    path: ClassVar[str]  # of what was to be called
+    path: ClassVar[str]  # the name of what was to be called
 
     def __new__(cls, *arguments: Any) -> Call:
-        """Makes a note of the arguments."""
+        """Records the arguments."""
         call = super().__new__(cls)
         call.arguments = arguments
         call.items = {}
@@ -114,30 +114,30 @@ class Call:
         self.elements.extend(elements)
 
 
-_DEEPEST = 2000  # levels: what Python can pickle has fewer
-_LONG_NAME = 256  # characters; such are not kept
+_DEEPEST = 2000  # levels of nesting, more than Python can pickle
+_LONG_NAME = 256  # characters; classes for longer names are not cached
 
 
-@functools.lru_cache(maxsize=256)  # torch's own are few
+@functools.lru_cache(maxsize=256)  # torch's own names are fewer
 def _named(path: str) -> type[Call]:
     return type("Call", (Call,), {"path": path})
 
 
 def path_of(named: Any) -> str:
-    """What a name in the pickle stands for, ``torch.float32``; empty for anything else."""
+    """Returns what a name in the pickle stands for, such as ``torch.float32``; empty for anything else."""
     return named.path if isinstance(named, type) and issubclass(named, Call) else ""
 
 
 def dtype_of_storage(name: str) -> torch.dtype:
-    """What a class of storages holds, by its name. Raises KeyError where there is no such class."""
+    """Returns the dtype of a class of storages, by its name. Raises KeyError if there is no such class."""
     dtype: torch.dtype = torch.uint8 if name == "UntypedStorage" else torch.serialization.StorageType(name).dtype
     return dtype
 
 
 class Unpickler(pickle.Unpickler):
-    """Python's reader in C, for a pickle that was scanned: for its codes, and for what would make it take memory.
+    """Python's reader in C, for a pickle that is scanned first, for its opcodes and for what would cost memory.
 
-    Raises NotReadError where it has others than ``codes``, ends too early, or numbers more objects than it has.
+    Raises NotReadError if it has other opcodes than ``codes``, ends too early, or numbers more objects than it has.
     """
 
     def __init__(self, content: bytes, codes: Iterable[bytes] = CODES) -> None:
@@ -147,7 +147,7 @@ class Unpickler(pickle.Unpickler):
 
 
 class NotReadError(Exception):
-    """A pickle that is not read, and why."""
+    """A pickle is not read; the message says why."""
 
 
 class _TorchUnpickler(Unpickler):
@@ -162,7 +162,7 @@ class _TorchUnpickler(Unpickler):
 
     def persistent_load(self, identity: Any, /) -> Storage:
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
-            refuse(self._path, f"data.pkl: {identity!r} is no storage")
+            refuse(self._path, f"data.pkl: {identity!r} is not a storage")
         _, kind, key, location, count = identity
         if not (isinstance(key, str) and isinstance(location, str) and type(count) is int and count >= 0):
             refuse(self._path, f"data.pkl: storage {key!r} at {location!r} has {count!r} elements")
@@ -170,15 +170,15 @@ class _TorchUnpickler(Unpickler):
         try:
             dtype = dtype_of_storage(name)
         except KeyError:
-            refuse(self._path, f"data.pkl: {name!r} is no type of storage")
+            refuse(self._path, f"data.pkl: {name!r} is not a type of storage")
         return self.storages.setdefault(key, Storage(key, dtype, location, count * dtype.itemsize))
 
 
 def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
-    """Parses a pickle into a tree of containers, numbers, strings and recorded calls, and its storages in order.
+    """Parses a pickle. Returns a tree of containers, numbers, strings and recorded calls, and its storages in order.
 
     Raises:
-        FormatError: not a pickle, or one that weights_only would refuse.
+        FormatError: ``content`` is not a pickle, or one that weights_only would refuse.
     """
     try:
         reader = _TorchUnpickler(content, path)
@@ -187,7 +187,7 @@ def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
         raise
     except NotReadError as error:
         refuse(path, f"data.pkl: {error}")
-    except Exception as error:  # whatever damaged bytes make of an interpreter
+    except Exception as error:  # a damaged pickle can raise anything
         refuse(path, f"data.pkl: {type(error).__name__}: {error}")
     return root, list(reader.storages.values())
 
@@ -211,7 +211,7 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
         seen.add(id(node))
         try:
             for key, child in reversed(_children(node)):
-                # Names as long as any nesting is deep would take time and memory that grow with its square.
+                # Names that grow with the nesting would take time and memory in proportion to its square.
                 longer = name if depth >= _DEEPEST else f"{name}.{key}" if name else str(key)
                 waiting.append((longer, child, depth + 1))
         except RecursionError:
@@ -229,7 +229,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
 
 
 def tensor(call: Any, name: str, path: str) -> Described | Other | None:
-    """What the pickle says of a tensor, if ``call`` makes one. Raises as ``tensors``."""
+    """Returns what the pickle says of a tensor if ``call`` makes one, else None. Raises as ``tensors``."""
     if not isinstance(call, Call):
         return None
     module, _, function = call.path.rpartition(".")
@@ -251,7 +251,7 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
         if len(call.arguments) < least:
             raise ValueError(f"{len(call.arguments)} arguments")
         return _described(call.arguments, dtype_place, metadata_place)
-    except (ValueError, RecursionError) as error:  # of a message with what is nested deeply
+    except (ValueError, RecursionError) as error:  # the latter from the message of the former, if deeply nested
         refuse(path, f"data.pkl: tensor {name!r}: {error}")
 
 
@@ -292,7 +292,7 @@ def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_pla
 
 
 def _storages(call: Call) -> list[Storage]:
-    """Yields all storages mentioned anywhere in the tree."""
+    """Returns all storages that appear anywhere in the tree."""
     found: dict[str, Storage] = {}
     waiting: list[Any] = [call]
     seen = set()

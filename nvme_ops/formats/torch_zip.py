@@ -1,8 +1,8 @@
-"""The container of ``torch.save``: a zip file whose records are stored, not compressed, all below one folder.
+"""Reads and lays out the archive of ``torch.save``: a zip file whose records are stored, not compressed, in one folder.
 
-torch calls the folder the archive's name; names of records are without it here. What is written is laid out here, since
-``zipfile`` writes the directory only of records whose bytes have passed through it. What is read is parsed by
-``zipfile``, and then checked; the offsets of the data, which it does not tell, stand in the records' headers.
+torch calls the folder the archive's name; here, names of records do not include it. Archives to be written are laid out
+here, since ``zipfile`` writes the directory only of records whose bytes have passed through it. Archives to be read are
+parsed by ``zipfile``, then checked; the offsets of the data, which it does not report, are found by records' headers.
 
 https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 """
@@ -28,13 +28,13 @@ from nvme_ops.tensors import bytes_of, pool_buffer
 
 #: The folder in archives written here; torch names it after the file.
 FOLDER = b"archive/"
-#: The record of the object but for its storages.
+#: The record with the pickle of the object, without its storages.
 PICKLE = "data.pkl"
-#: Beside it: how the storages' bytes are to be read, and the version of torch's format.
+#: The records beside it: the byte order of the storages, and the version of torch's format.
 AROUND = {"byteorder": sys.byteorder.encode(), "version": b"3\n"}
-#: The checksum that a zip file has of each record.
+#: The kind of checksum that a zip file has for each record.
 CHECKSUM = "crc32"
-#: Where the checksum stands in a record's header, and in its entry of the directory.
+#: Where the checksum is in a record's header, and in its entry in the directory.
 LOCAL_CHECKSUM, CENTRAL_CHECKSUM = 14, 16
 
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -43,10 +43,10 @@ _END, _END64, _LOCATOR = struct.Struct("<4s4H2IH"), struct.Struct("<4sQ2H2I4Q"),
 _LOCAL_MARK = b"PK\3\4"
 _ENCRYPTED, _UTF8 = 0x1, 0x800  # flags
 _NEEDS, _NEEDS_64 = 20, 45  # format version needed to extract, times ten
-_DATE = 0x21  # 1980-01-01: equal objects make equal files
+_DATE = 0x21  # 1980-01-01, so that equal objects make equal files
 _FIELD, _FIELD_64 = struct.Struct("<2sH"), struct.Struct("<2H2Q")
-_PADDING, _ZIP64 = b"FB", 1  # ids of extra fields: that with which torch pads, and that for large numbers
-_MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF  # from these on a number is kept in a field of zip64
+_PADDING, _ZIP64 = b"FB", 1  # ids of extra fields: torch's padding, and large numbers
+_MOST_32, _MOST_16 = 0xFFFFFFFF, 0xFFFF  # a number that is not below these is in a field of zip64
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ class ZipRecord:
         return _LOCAL.pack(_LOCAL_MARK, *numbers) + self.name + extra + _FIELD.pack(_PADDING, padding) + bytes(padding)
 
     def around(self, crc: int) -> list[tuple[int, bytes]]:
-        """Notes the checksum of the data; returns the header and its place."""
+        """Sets the checksum of the data; returns the header's place and bytes, for ``Framed``."""
         self.crc = crc
         return [(self.header, self.local())]
 
@@ -84,7 +84,7 @@ def lay_out(records: Iterable[ZipRecord], base: int = 0) -> int:
     position = 0
     for record in records:
         record.header = position
-        # torch's own alignment; of large ones, so that storage and memory exchange pages without a copy
+        # as torch aligns; large ones to a page, so that storage and memory exchange pages without a copy
         alignment = PAGE if record.size >= LARGE else ALIGNMENT
         extra = _FIELD.size + (_FIELD_64.size if record.size >= _MOST_32 else 0)
         least = base + position + _LOCAL.size + len(record.name) + extra
@@ -94,7 +94,7 @@ def lay_out(records: Iterable[ZipRecord], base: int = 0) -> int:
 
 
 def directory(records: Sequence[ZipRecord], position: int) -> bytes:
-    """Returns what follows the last record, from ``position`` on."""
+    """Returns the zip directory, which follows the last record, at ``position``."""
     entries = []
     for record in records:
         name, size, header, extra = record.name, record.size, record.header, b""
@@ -115,7 +115,7 @@ def directory(records: Sequence[ZipRecord], position: int) -> bytes:
 
 
 class ZipEntry(NamedTuple):
-    """What the directory says about one record: its header is at ``header``, and all of it ends before ``limit``."""
+    """What the directory says about one record, from its header at ``header`` to ``limit`` at most."""
 
     name: bytes
     method: int
@@ -128,20 +128,20 @@ class ZipEntry(NamedTuple):
 
 @dataclass
 class Archive:
-    """An open container with its records by name, in the directory's order; offsets are those in the file."""
+    """An open archive with its records by name, in the directory's order; offsets are those in the file."""
 
     fd: int
     path: str
     handle: aio_handle
     records: dict[str, ZipEntry]
-    starts: dict[str, int] = field(default_factory=dict)  # of the data, as far as they are known
-    verified: bool = False  # each content is compared with its checksum when it is read, however often
+    starts: dict[str, int] = field(default_factory=dict)  # of the data, as far as known
+    verified: bool = False  # whether ``content`` compares checksums
 
     def locate(self, names: Iterable[str]) -> None:
         """Reads the headers of these records to learn the ``starts`` of their data.
 
         Raises:
-            FormatError: no such record, an invalid header, or data that overlap what follows.
+            FormatError: there is no such record, its header is invalid, or its data overlap what follows.
         """
         unknown = {self._entry(name).header: name for name in names if name not in self.starts}
         spans: list[list[int]] = []
@@ -164,7 +164,7 @@ class Archive:
         return self.records[name]
 
     def learn(self, names: Iterable[str], memories: Iterable[tuple[int, torch.Tensor]]) -> None:
-        """Does the same with parts of the file that were read already: byte tensors with their offsets."""
+        """Does what ``locate`` does, from parts of the file that were read already: offsets and byte tensors."""
         unknown = sorted((self.records[name].header, name) for name in names if name not in self.starts)
         number = 0
         for begin, memory in memories:
@@ -176,7 +176,7 @@ class Archive:
                 mark, *_, name_length, extra_length = _LOCAL.unpack_from(content, place)
                 found = bytes(content[place + _LOCAL.size : place + _LOCAL.size + len(record.name)])
                 if mark != _LOCAL_MARK or name_length != len(record.name) or found != record.name:
-                    refuse(self.path, f"record {name!r}: there is no header of it at byte {record.header}")
+                    refuse(self.path, f"record {name!r}: its header is not at byte {record.header}")
                 start = record.header + _LOCAL.size + name_length + extra_length
                 if start + record.stored > record.limit:
                     what = f"its bytes reach beyond {record.limit}, where something else begins"
@@ -184,7 +184,7 @@ class Archive:
                 self.starts[name] = start
 
     def content(self, name: str) -> bytes:
-        """Reads a whole record. Raises as ``locate``, and ChecksumError where contents are ``verified``."""
+        """Reads a whole record. Raises as ``locate``, and ChecksumError if contents are ``verified``."""
         self.locate([name])
         size = self.records[name].size
         if size == 0:
@@ -199,33 +199,33 @@ class Archive:
 
 
 def is_zip(fd: int) -> bool:
-    """Returns whether these first bytes are a zip file's, as torch decides."""
+    """Returns whether an open file begins like a zip file, which is how torch decides."""
     return os.pread(fd, 4, 0) == _LOCAL_MARK
 
 
 def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: int | None = None) -> Archive:
-    """Reads the directory of the archive that an open file is, or has from ``begin`` to ``end``.
+    """Reads the directory of an archive: an open file, or its bytes from ``begin`` to ``end``.
 
-    Allocates nothing by a number that the size contradicts.
+    Never allocates memory for a number that the size contradicts.
 
     Raises:
-        FormatError: with the file and what is wrong.
+        FormatError: the archive is damaged or not supported; the message says how.
     """
     part = _Part(fd, begin, os.fstat(fd).st_size if end is None else end)
     try:
         with zipfile.ZipFile(part) as archive:
             infos, limit = archive.infolist(), begin + archive.start_dir
-    except Exception as error:  # zipfile raises many kinds
+    except Exception as error:  # zipfile raises errors of many types
         if isinstance(error, OSError) and error.errno:
             raise
-        refuse(path, f"no zip directory, or a damaged one: the file was cut short, or is no zip file: {error}")
+        refuse(path, f"no zip directory, or a damaged one: the file was cut short, or is not a zip file: {error}")
     entries = []
     for info in infos:
         name = info.orig_filename.encode("utf-8" if info.flag_bits & _UTF8 else "cp437")
         if info.flag_bits & _ENCRYPTED:
             refuse(path, f"record {info.filename!r} is encrypted")
         if info.compress_type == zipfile.ZIP_STORED and info.compress_size != info.file_size:
-            what = f"{info.file_size} bytes are said to be stored in {info.compress_size}"
+            what = f"the directory says that {info.file_size} bytes are stored in {info.compress_size}"
             refuse(path, f"record {info.filename!r}: {what}")
         numbers = info.compress_type, info.compress_size, info.file_size, info.CRC, begin + info.header_offset
         entries.append(ZipEntry(name, *numbers, limit=0))
@@ -233,7 +233,7 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
 
 
 class _Part:
-    """A part of a file as a file object, as far as ``zipfile`` needs it. Reads no more than there is."""
+    """A part of a file as a file object with the methods that ``zipfile`` needs."""
 
     def __init__(self, fd: int, begin: int, end: int) -> None:
         self._fd, self._begin, self._end, self._place = fd, begin, end, begin
@@ -241,7 +241,7 @@ class _Part:
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
         if base + offset < self._begin:
-            raise OSError("before the begin")
+            raise OSError("before the beginning")
         self._place = base + offset
         return self.tell()
 
@@ -259,7 +259,7 @@ class _Part:
 
 
 def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> dict[str, ZipEntry]:
-    """Returns the records by name without the folder, after checking that none overlaps the next or the directory."""
+    """Returns the records by their names in the folder, with limits. Refuses overlaps and names used twice."""
     if not entries:
         refuse(path, "the zip directory has no entries")
     folder = entries[0].name.partition(b"/")[0] + b"/"

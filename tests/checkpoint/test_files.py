@@ -521,7 +521,7 @@ def test_a_shard_of_another_save_is_an_error(saves: tuple[Path, Path]) -> None:
     one, other = saves
     (other / SHARD).rename(one / SHARD)
     for into in (None, {"a": torch.zeros(3).long(), "b": torch.zeros(3).long()}):
-        with pytest.raises(ValueError, match=rf"{SHARD}: is of another save"):
+        with pytest.raises(ValueError, match=rf"{SHARD}: belongs to another save"):
             nvme_ops.load(one, into=into)
 
 
