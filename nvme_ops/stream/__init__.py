@@ -1,7 +1,7 @@
-"""The stream of an ``nvme_ops.File``: reads and writes of any size, moved in blocks while the program goes on.
+"""Reads and writes of any size through an ``nvme_ops.File``, moved in blocks while the program continues.
 
-``Stream`` has the position and the lock. What is written gathers in ``memory.blocks``, and what will be read is fetched
-into them, at most 16 MiB each.
+``Stream`` has the position and the lock. Written data are collected in blocks (``memory.blocks``), and data to be read
+are fetched into them ahead, at most 16 MiB each.
 """
 
 from nvme_ops.stream.stream import Stream as Stream

@@ -1,4 +1,4 @@
-"""``Stream``: the position in a file, and what is between the program and the file."""
+"""``Stream``: the position in a file, and the buffers between the program and the file."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def _in_turn(method: Method) -> Method:
-    """One thread at a time. A lock that is taken and released in C: no signal comes between that and its block."""
+    """Lets one thread at a time call the method. The lock works in C, so no signal comes between it and its block."""
 
     @functools.wraps(method)
     def call(stream: Stream, *arguments: Any) -> Any:
-        if stream._turn._is_owned():  # type: ignore[attr-defined]  # then the program would wait for itself
-            raise RuntimeError("a file was used by a signal handler or finalizer while it was at work")
+        if stream._turn._is_owned():  # type: ignore[attr-defined]  # the thread would wait for itself
+            raise RuntimeError("a file was used by a signal handler or finalizer while a call on it was in progress")
         with stream._turn:
             stream._follow()
             return method(stream, *arguments)
@@ -38,31 +38,31 @@ def _in_turn(method: Method) -> Method:
 
 
 class Stream:
-    """Reads and writes at a position. Threads take turns; a forked child has none of what its parent has written.
+    """Reads and writes at a position. Threads take turns; a forked child has none of its parent's buffered data.
 
     Args:
         handle: moves the blocks.
-        fd: of the file, which stays open as long as the stream.
-        file: the same, kept open for the handle.
-        mode: of the file. What it does not allow must not be called.
+        fd: a descriptor of the file, which must stay open as long as the stream.
+        file: the same file, open for the handle.
+        mode: the mode of the file. Methods that it does not allow must not be called.
     """
 
     def __init__(self, handle: aio_handle, fd: int, file: OpenFile, mode: str) -> None:
         self._handle, self._fd, self._file, self._mode = handle, fd, file, mode
         self._position = self._size() if mode == "a" else 0
-        self._left_at: int | None = None  # where the descriptor's own position was left for others, if ever
-        self.start_anew()
+        self._left_at: int | None = None  # where ``give_way`` left the descriptor's own position, if it was called
+        self.reset()
         _all.add(self)
 
-    def start_anew(self) -> None:
-        """As in a forked child, before anything else happens there."""
+    def reset(self) -> None:
+        """Starts without buffers and with a new lock, as a forked child must."""
         self._turn = threading.RLock()
         self._behind: WriteBehind | None = None
         self._ahead: ReadAhead | None = None
 
     @_in_turn
     def write(self, data: memoryview) -> None:
-        """Writes at the position, or at the end of a file to append to; moves it."""
+        """Writes at the position, or at the end of the file in mode ``"a"``, and moves the position."""
         if self._ahead is not None:
             self._ahead.drop()
         if self._behind is None:
@@ -75,7 +75,7 @@ class Stream:
 
     @_in_turn
     def read_into(self, data: memoryview) -> int:
-        """Fills ``data`` from the position on, unless the file ends before; returns how much."""
+        """Fills ``data`` from the position on, as far as the file goes; returns the number of bytes."""
         return self._read_into(data)
 
     def _read_into(self, data: memoryview) -> int:
@@ -85,7 +85,7 @@ class Stream:
 
     @_in_turn
     def read(self, count: int) -> bytes:
-        """``count`` bytes, or what there is, from the position on."""
+        """Returns ``count`` bytes from the position on, or fewer at the end of the file."""
         found = self._reader().read(count, self._position)
         if found is not None:
             self._position += len(found)
@@ -98,12 +98,12 @@ class Stream:
 
     @_in_turn
     def peek(self, count: int) -> bytes:
-        """Some of the bytes that will be read next."""
+        """Returns some of the bytes that will be read next, without moving the position."""
         return self._reader().peek(count, self._position)
 
     @_in_turn
     def seek(self, offset: int, whence: int) -> int:
-        """Moves the position; what was written is in the file then, unless the position stays."""
+        """Moves the position and returns it. Flushes first, unless the position stays the same."""
         if whence == io.SEEK_END:
             self._flush()
         bases = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size()}
@@ -119,29 +119,28 @@ class Stream:
 
     @_in_turn
     def tell(self) -> int:
-        """The position."""
+        """Returns the position."""
         return self._position
 
     @_in_turn
     def flush(self) -> None:
-        """Returns when what was written is in the file. Raises what went wrong."""
+        """Waits until everything written is in the file. Raises the error of a write that failed."""
         self._flush()
 
     @_in_turn
     def give_way(self) -> None:
-        """``flush``; what was read ahead is read again."""
+        """Flushes, drops what was read ahead, and moves the descriptor's position here, for users of the descriptor."""
         self._flush()
         if self._ahead is not None:
             self._ahead.drop()
         with contextlib.suppress(OSError):  # a device that has no position
-            # for who goes on by the descriptor, as torch may
             self._left_at = os.lseek(self._fd, self._position, os.SEEK_SET)
 
     @_in_turn
     def close(self) -> None:
-        """Writes what there is and gives all memory back. Raises what went wrong, if nobody was told.
+        """Writes what is buffered and frees all memory. Raises the error of a write that failed, unless raised before.
 
-        One that is interrupted changes nothing: then ``open`` stays true, and the next one goes on.
+        If interrupted, it leaves ``open`` true, and the next call continues.
         """
         try:
             if self._behind is not None:
@@ -155,11 +154,11 @@ class Stream:
 
     @property
     def open(self) -> bool:
-        """Whether something is still in memory, or under way."""
+        """Whether anything is still in memory or in flight."""
         return self._behind is not None or self._ahead is not None
 
     def _follow(self) -> None:
-        """Goes on where somebody who used the descriptor after a ``give_way`` has left off."""
+        """Continues where a user of the descriptor has moved its position since ``give_way``."""
         if self._left_at is None or not (self._behind is None or self._behind.empty):
             return
         here = os.lseek(self._fd, 0, os.SEEK_CUR)
@@ -190,16 +189,16 @@ _written: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
 def _forked() -> None:
-    """The child has none of its parent's threads, which may have held what they cannot release there."""
+    """Resets all streams: other threads of the parent, which the child lacks, may have held their locks."""
     for stream in list(_all):
-        stream.start_anew()
+        stream.reset()
 
 
 os.register_at_fork(after_in_child=_forked)
 
 
 def _at_exit(stream: Stream) -> None:
-    if not _written:  # registered last, it runs before what ends the threads that move the data
+    if not _written:  # registered last, so that it runs before the threads that move the data are ended
         atexit.unregister(_flush_all)
         atexit.register(_flush_all)
     _written.add(stream)
