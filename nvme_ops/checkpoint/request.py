@@ -45,8 +45,13 @@ class Request:
 
 def missing_error(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
     """Returns the error for tensors that the file at ``path`` lacks. ``why`` ends the message."""
-    shown = ", ".join(map(repr, names[:5])) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-    return MissingTensorError(f"{path} has no tensor {shown}{why}")
+    return MissingTensorError(f"{path} has no tensor {listed(names)}{why}")
+
+
+def listed(names: Iterable[object]) -> str:
+    """Returns the first five names and the number of others, for a message."""
+    shown = [repr(name) for name in names]
+    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
 
 
 class Targets:

@@ -1,1 +1,1 @@
-"""``nvme-checkpoint``: checkpoints of all formats listed, verified, compared and converted without loading them."""
+"""Lists, verifies, compares and converts checkpoints of all formats without loading them: ``nvme-checkpoint``."""

@@ -137,7 +137,7 @@ def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> 
 def _clean(given: argparse.Namespace) -> int:
     found = {path: os.path.getsize(path) for folder in given.folders for path in leftovers(folder)}
     for path in found if not given.dry_run else ():
-        with suppress(FileNotFoundError):  # a save that has ended meanwhile
+        with suppress(FileNotFoundError):  # another process removed it meanwhile
             os.unlink(path)
     if given.json:
         print(json.dumps({"removed": not given.dry_run, "files": found}, indent=2))
@@ -170,7 +170,7 @@ def _diff(given: argparse.Namespace) -> int:
 
 
 def _convert(given: argparse.Namespace) -> int:
-    from nvme_ops.inspection.convert import convert  # which takes a while
+    from nvme_ops.inspection.convert import convert  # slow to import
 
     done = convert(
         given.source,

@@ -1,4 +1,4 @@
-"""What a checkpoint contains, tensor by tensor, without loading it: to list, verify and compare."""
+"""Lists, verifies and compares what checkpoints contain, tensor by tensor, without loading them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nvme_ops.formats.safetensors_format import DTYPES
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.storage.publication import opened
 
-OnProgress = Callable[[int], None]  # how many bytes more were read
+OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 
 
 @dataclass
@@ -26,8 +26,8 @@ class Difference:
 
     only_first: list[str] = field(default_factory=list)
     only_second: list[str] = field(default_factory=list)
-    described: list[str] = field(default_factory=list)  # differences of dtype or shape, in words
-    values: list[str] = field(default_factory=list)  # other bytes
+    described: list[str] = field(default_factory=list)  # texts that name a tensor and its two dtypes and shapes
+    values: list[str] = field(default_factory=list)  # names of tensors whose bytes differ
 
     def __bool__(self) -> bool:
         """Returns whether there is any difference."""
@@ -35,10 +35,10 @@ class Difference:
 
 
 def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
-    """Lists what is in a file, an index, a folder, or the folder of a DCP checkpoint. Raises as ``load`` does."""
+    """Lists the contents of a file, an index, a folder, or a DCP checkpoint. Raises as ``load`` does."""
     name = os.fspath(path)
     if format is None and os.path.exists(os.path.join(name, ".metadata")):
-        from nvme_ops.checkpoint.dcp import contents as of_dcp  # which takes a while
+        from nvme_ops.checkpoint.dcp import contents as of_dcp  # slow to import
 
         return of_dcp.contents(name)
     found: Contents = format_of(name, format).contents(name)
@@ -46,7 +46,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
 
 
 def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
-    """Returns the names of tensors whose bytes do not match their checksums. Tensors without one are skipped."""
+    """Returns the names of what is damaged: bytes that do not match their checksums. Skips tensors without one."""
     wrong = list(found.damaged)
     for path, items in itertools.groupby(found.items, lambda item: item.path):
         with opened(path) as fd:
@@ -66,10 +66,10 @@ def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[s
 def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda _: None) -> Difference:
     """Compares names, dtypes, shapes and bytes, also across formats. ``on_progress`` counts the bytes of one side.
 
-    Raises ValueError for one that is DCP's and one that is not: in DCP's each tensor's bytes are in an archive.
+    Raises ValueError if only one is a DCP checkpoint, in which each tensor's bytes are an archive.
     """
     if (first.format == "dcp") != (second.format == "dcp"):
-        raise ValueError("a DCP checkpoint can be compared with another one only: convert it by dcp_to_torch_save")
+        raise ValueError("a DCP checkpoint can only be compared with another one: convert it by dcp_to_torch_save")
     result = Difference()
     alike = first.format == second.format
     ours, theirs = (first.items, second.items) if alike else (first.tensors, second.tensors)

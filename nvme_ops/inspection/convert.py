@@ -1,4 +1,4 @@
-"""``nvme-checkpoint convert``: the tensors of a checkpoint in another format, piece by piece."""
+"""Converts the tensors of a checkpoint to another format, piece by piece: ``nvme-checkpoint convert``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 from nvme_ops.checkpoint import FORMATS, torch_load
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.plan import format_of, plan_for
+from nvme_ops.checkpoint.request import listed
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
@@ -31,20 +32,20 @@ from nvme_ops.offload.weights.window import Window
 from nvme_ops.storage import locks
 from nvme_ops.storage.publication import open_to_read
 
-#: Bytes of the window that is read through, unless a tensor with gaps or transposed has more.
+#: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
 
-OnProgress = Callable[[int], None]  # how many bytes more were read
+OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 
 
 @dataclass
 class Converted:
-    """What was written."""
+    """Describes the checkpoint that was written."""
 
     path: str  # the file, or the index
     tensors: int
     bytes: int
-    tied: dict[str, str] = field(default_factory=dict)  # names that are not stored, and those that have their values
+    tied: dict[str, str] = field(default_factory=dict)  # names that are not stored -> names that have their values
 
 
 def convert(
@@ -60,26 +61,26 @@ def convert(
 ) -> Converted:
     """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
 
-    Of tensors with several names safetensors files have one; the others are in the metadata, as ``nvme_ops.save`` of a
-    module leaves them. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other tensors than
-    dense ones are loaded as a whole.
+    safetensors files store a tensor with several names under one of them; the other names are in the metadata, as when
+    ``nvme_ops.save`` saves a module. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other
+    tensors than dense ones are loaded as a whole.
 
     Args:
-        source: a file of safetensors or of ``torch.save``, an index, or a folder with one.
-        target: as the path of ``nvme_ops.save``: its ending chooses the format.
-        key: the entry that has the tensors, where a file of ``torch.save`` has more: ``"model"``, or ``"a.b"``.
-        format: of the target, instead of what its name implies.
+        source: a file of safetensors or of ``torch.save``, an index, or a folder with one of these.
+        target: a path as for ``nvme_ops.save``: its suffix chooses the format.
+        key: the entry with the tensors, if a file of ``torch.save`` has others: ``"model"``, or ``"a.b"``.
+        format: the format of the target, instead of the one that its name implies.
         max_shard_size: as in ``nvme_ops.save``.
         checksums: as in ``nvme_ops.save``.
         verify: first compare the checksums that the source has, so that damaged bytes get no new ones.
-        on_progress: makes a context that shows the progress, of the bytes in all.
+        on_progress: given the total of bytes, returns a context manager that yields an ``OnProgress``.
 
     Raises:
-        OSError: of the source, or of the target.
+        OSError: the source cannot be read, or the target cannot be written.
         FormatError: the source is damaged.
         ChecksumError: some of its tensors do not match their checksums.
-        ValueError: the target is the source; the source has what is no tensor, or no such entry; something that the
-            format of the target cannot hold.
+        ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
+            that the format of the target cannot store.
     """
     if verify:
         _require_undamaged(resolved(source))
@@ -94,7 +95,7 @@ def convert(
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
-                raise ValueError(f"{each} is what is converted: name another target")
+                raise ValueError(f"{each} is part of the source: name another target")
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
         weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
@@ -108,7 +109,7 @@ def convert(
 
 def _require_undamaged(path: str) -> None:
     files = [path]
-    if path.endswith(".index.json") and not path.endswith(FORMATS["sharded"][1][0]):  # of files of torch
+    if path.endswith(".index.json") and not path.endswith(FORMATS["sharded"][1][0]):  # of torch.save's files
         index = read_index(path)
         files = list(index.shards(index.places))
     for each in files:
@@ -117,13 +118,13 @@ def _require_undamaged(path: str) -> None:
         except ValueError:
             if each.endswith((".safetensors", ".index.json")):
                 raise
-            continue  # compressed, and verified when it is loaded as a whole; or older, without checksums
+            continue  # compressed, so verified when it is loaded as a whole; or older, without checksums
         if wrong := damaged(found):
             raise ChecksumError(each, wrong)
 
 
 def _replaced(path: str) -> list[str]:
-    """Returns the files that are gone when ``path`` is written: for an index, the shards and the one file before it."""
+    """Returns the files that writing ``path`` replaces or removes; for an index also its shards, and a single file."""
     suffix = FORMATS["sharded"][1][0]
     if not path.endswith(suffix):
         return [path]
@@ -134,7 +135,7 @@ def _replaced(path: str) -> list[str]:
 
 
 class _Counted(Weights):
-    """Says how much was read."""
+    """Reports how many bytes are read."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,23 +147,23 @@ class _Counted(Weights):
             self._seen.add(source)
             self.on_progress(source.nbytes)
         values = super().fetch(source)
-        for extent in source.extents:  # as they were when reading began, and still are now that it has ended
+        for extent in source.extents:  # only now, after the read, does this cover all of it
             extent.file.require_unchanged()
         return values
 
 
 class _Reader:
-    """Opens files, and finds the tensors in them, of which nothing is read yet.
+    """Opens files and describes the tensors in them, without reading their data yet.
 
     Args:
-        weights: read them later.
+        weights: reads the tensors later.
         ends: closes the files.
         verify: compare the checksums of files that are loaded as a whole.
     """
 
     def __init__(self, weights: Weights, ends: contextlib.ExitStack, verify: bool) -> None:
         self._weights, self._ends, self._verify = weights, ends, verify
-        self.paths: set[str] = set()  # of the files
+        self.paths: set[str] = set()  # of the files that were opened
 
     def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
@@ -176,12 +177,12 @@ class _Reader:
         return {name: found[name] for name in index.places}, index.metadata
 
     def _shard(self, index: ShardedIndex, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
-        there, metadata = self._file(path, key)
-        index.part(path).require(path, metadata, False)  # raises for one of another save
+        found, metadata = self._file(path, key)
+        index.part(path).require(path, metadata, False)  # raises if it belongs to another save
         for name in names:
-            if name not in there:
+            if name not in found:
                 refuse(index.path, f"weight_map says that {name!r} is in {path}, and it is not")
-        return {name: there[name] for name in names}
+        return {name: found[name] for name in names}
 
     def _file(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         self.paths.add(os.path.realpath(path))
@@ -194,7 +195,7 @@ class _Reader:
             file.require_unchanged()  # some may be in memory already
             return loaded, {}
         if key:
-            raise ValueError(f"{path}: safetensors files have no entries within entries: no --key")
+            raise ValueError(f"{path}: safetensors files have no nested entries: leave out --key")
         header = safetensors_format.read(fd, path)
         stored = stored_tensors(file, header, self._weights)
         found = {
@@ -224,7 +225,7 @@ class _Reader:
         for each in described.values():
             require_record(archive, each.storage.record, each.storage.size)
         archive.locate({each.storage.record for each in described.values()})
-        known: dict[Any, Source] = {}  # tied ones have one source
+        known: dict[Any, Source] = {}  # tied tensors share a source
 
         def view(each: Described) -> torch.Tensor:
             begin, end = each.extent
@@ -244,7 +245,7 @@ class _Reader:
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gives parts of a larger tensor memory of their own, which one file of safetensors would hold twice."""
+    """Copies tensors that are parts of larger storages, since safetensors refuses tensors that share memory."""
     made: dict[Any, torch.Tensor] = {}
 
     def own(each: torch.Tensor) -> torch.Tensor:
@@ -257,7 +258,7 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
-    """Returns what the dictionary that ``key`` leads to has, by name."""
+    """Returns the entries of the dictionary that ``key`` leads to, by name."""
     node, rest = _members(root), key
     while node is not None and rest:
         step = next((name for name in node if rest == name or rest.startswith(f"{name}.")), None)
@@ -265,9 +266,9 @@ def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
             break
         node, rest = _members(node[step]), rest[len(step) + 1 :]
     if node is None:
-        raise ValueError(f"{path}: {repr(key) if key else 'what it has'} is no dictionary of tensors by name")
+        raise ValueError(f"{path}: {repr(key) if key else 'its content'} is not a dictionary of tensors by name")
     if rest:
-        raise ValueError(f"{path} has no entry {key!r}; it has {_listed(node)}")
+        raise ValueError(f"{path} has no entry {key!r}; it has {listed(node)}")
     return {str(name): each for name, each in node.items()}
 
 
@@ -280,10 +281,5 @@ def _members(node: Any) -> Mapping[Any, Any] | None:
 def _require_tensors(entries: Mapping[str, Any], others: list[str], path: str) -> None:
     if others:
         inner = [name for name in others if _members(entries[name])]
-        what = f"; --key takes the tensors of one entry: {_listed(inner)}" if inner else ""
-        raise ValueError(f"{path} has more than tensors by name: {_listed(others)}{what}")
-
-
-def _listed(names: Any) -> str:
-    shown = [repr(name) for name in names]
-    return ", ".join(shown[:5]) + (f" and {len(shown) - 5} more" if len(shown) > 5 else "")
+        what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
+        raise ValueError(f"{path} has more than tensors by name: {listed(others)}{what}")

@@ -133,8 +133,8 @@ def test_memory_is_bounded(folder: Path) -> None:
     [
         ([], "has more than tensors by name: 'epoch', 'model'; --key takes the tensors of one entry: 'model'"),
         (["--key", "nothing"], "has no entry 'nothing'; it has 'epoch', 'model'"),
-        (["--key", "model.a"], "'model.a' is no dictionary of tensors by name"),
-        (["--key", "model.a.b"], "'model.a.b' is no dictionary of tensors by name"),
+        (["--key", "model.a"], "'model.a' is not a dictionary of tensors by name"),
+        (["--key", "model.a.b"], "'model.a.b' is not a dictionary of tensors by name"),
     ],
 )
 @pytest.mark.parametrize("modern", [True, False])
@@ -162,7 +162,7 @@ def test_what_the_target_would_replace_is_no_source(folder: Path) -> None:
     shard = folder / "many" / "model-00001-of-00002.safetensors"  # its place in a new index is not its own
     before = sorted(folder.rglob("*"))
     for source, target in (("a.pt", "link.pt"), ("model.safetensors", ""), (str(shard.relative_to(folder)), "many")):
-        with pytest.raises(ValueError, match="is what is converted"):
+        with pytest.raises(ValueError, match="is part of the source"):
             convert(str(folder / source), str(folder / target))
     assert sorted(folder.rglob("*")) == before
 
