@@ -158,8 +158,8 @@ def _errors_naming(where: str, zip_file: torch_read.Zip | None = None) -> Iterat
     except Exception as error:  # a damaged pickle can raise anything
         if zip_file is not None and error is zip_file.failure:
             raise
-        reason = str(error) or type(error).__name__
-        raise _format_error_of(error)(f"{where}: {reason}") from error
+        kind = next((made for known, made in _FORMAT_ERRORS.items() if isinstance(error, known)), FormatError)
+        raise kind(f"{where}: {str(error) or type(error).__name__}") from error
 
 
 def _text(error: Exception) -> str:
@@ -171,10 +171,6 @@ _FORMAT_ERRORS: dict[type[Exception], type[FormatError]] = {
     known: type("FormatError", (FormatError, known), {"__module__": FormatError.__module__, "__str__": _text})
     for known in (NotImplementedError, RuntimeError, EOFError, TypeError, KeyError, AttributeError, MemoryError)
 }
-
-
-def _format_error_of(error: Exception) -> type[FormatError]:
-    return next((made for known, made in _FORMAT_ERRORS.items() if isinstance(error, known)), FormatError)
 
 
 def _load_by_torch(file: TorchFile, map_location: Any, verify: bool) -> Any:

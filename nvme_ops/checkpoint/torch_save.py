@@ -116,7 +116,8 @@ class Pickler(pickle.Pickler):
                 raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
         key = self._keys.get(place)
         if key is None:
-            key = self._new(place, bytes_of(storage) if owner is None else owner, storage.nbytes())
+            over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage) if owner is None else owner
+            key = self._new(place, over, storage.nbytes())
         location = self._locations.get(device)
         if location is None:
             location = self._locations[device] = torch.serialization.location_tag(storage)
@@ -190,11 +191,6 @@ def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[tor
     made = [empty[each.device].data for each in owners]
     native().set_storages(made, owners, [0] * len(made), [(size,) for size in sizes], [(1,)] * len(made))
     return made
-
-
-def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Returns a byte tensor over the storage."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 @dataclass

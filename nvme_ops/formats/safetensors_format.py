@@ -296,13 +296,9 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
     if not _are_sizes(offsets) or len(offsets) != 2:
         wrong(f"data_offsets {offsets!r} are not two whole numbers")
     first, last = offsets
-    elements = 1
-    for length in shape:
-        elements *= length
-        if elements >= 2**64:
-            wrong(f"shape {shape!r} is larger than any memory")
-    bits = elements * _BITS[dtype]
-    if bits >= 2**64:
+    too_large = any(elements >= 2**64 for elements in itertools.accumulate(shape, mul))
+    bits = 0 if too_large else math.prod(shape) * _BITS[dtype]
+    if too_large or bits >= 2**64:
         wrong(f"shape {shape!r} is larger than any memory")
     if bits % 8:
         wrong(f"shape {shape!r} of {dtype} does not fill whole bytes")

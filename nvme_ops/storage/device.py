@@ -42,13 +42,9 @@ def mount_of(host: Host, folder: str) -> Mount | None:
     best: Mount | None = None
     for line in host.read("/proc/self/mountinfo").splitlines():
         mount = _mount_in(line)
-        if mount and _holds(mount.point, path) and (best is None or len(mount.point) >= len(best.point)):
-            best = mount
+        if mount and f"{path}/".startswith(mount.point.rstrip("/") + "/"):
+            best = mount if best is None or len(mount.point) >= len(best.point) else best
     return best
-
-
-def _holds(point: str, path: str) -> bool:
-    return path == point or path.startswith(point.rstrip("/") + "/")
 
 
 def _mount_in(line: str) -> Mount | None:

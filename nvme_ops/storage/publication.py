@@ -369,13 +369,7 @@ def _remove_spare(spare: str) -> None:
 
 def _lock(fd: int) -> bool:
     """Locks a new file; returns False if another process has taken it for abandoned already."""
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError:  # a file system without locks
-        return True
-    return os.fstat(fd).st_nlink > 0
+    return locks.take(fd) and os.fstat(fd).st_nlink > 0
 
 
 def _short(name: str) -> str:

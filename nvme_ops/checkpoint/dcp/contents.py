@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, read_metadata, text_of
+from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text, read_metadata
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_zip import CHECKSUM
@@ -66,7 +66,7 @@ def contents(path: str) -> Contents:
     try:
         return Contents("dcp", list(_items(path, found)))
     except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{file}: its parts contradict each other: {text_of(error)}") from error
+        raise FormatError(f"{file}: its parts contradict each other: {error_text(error)}") from error
 
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:

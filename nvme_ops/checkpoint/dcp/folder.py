@@ -62,10 +62,10 @@ def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loa
     try:
         return loads(content)
     except Exception as error:  # a damaged pickle can raise anything
-        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {text_of(error)}") from error
+        raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error_text(error)}") from error
 
 
-def text_of(error: Exception) -> str:
+def error_text(error: Exception) -> str:
     """Returns the type and message of an error, or its type alone if the message is nested too deeply."""
     try:
         return repr(error)
@@ -98,15 +98,11 @@ class Saving(Publication):
     def __init__(self, metadata: str, durable: bool) -> None:
         path = os.path.realpath(metadata)
         earlier = _savings.get(path)
-        if earlier is not None and earlier.is_over():
-            earlier.end()
         self._thread = threading.current_thread()
+        if earlier is not None and (earlier._thread is self._thread or not earlier._thread.is_alive()):
+            earlier.end()  # it has failed: its thread has ended, or is already beginning another save
         super().__init__(metadata, durable)
         _savings[path] = self
-
-    def is_over(self) -> bool:
-        """Returns whether the save must have failed: its thread has ended, or is already beginning another save."""
-        return self._thread is threading.current_thread() or not self._thread.is_alive()
 
     def complete(self, metadata: Any, prefix: str) -> None:
         """Publishes ``metadata``, then removes the data of older checkpoints and of killed saves.
