@@ -77,9 +77,6 @@ def require_strings(metadata: Mapping[str, str]) -> None:
             raise TypeError(f"metadata must map strings to strings, not {key!r} to {value!r}")
 
 
-_ALSO_CALLED = {"pt": "torch"}
-
-
 def format_of(path: str, format: str | None) -> ModuleType:
     """Returns the module that handles ``path``, chosen by ``format`` or else by the suffix of the name.
 
@@ -94,7 +91,7 @@ def format_of(path: str, format: str | None) -> ModuleType:
             "download), or mount it"
         )
     if format is not None:
-        name = _ALSO_CALLED.get(format, format)
+        name = "torch" if format == "pt" else format
         if name not in FORMATS:
             raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
         return importlib.import_module(FORMATS[name][0])

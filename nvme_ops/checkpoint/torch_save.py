@@ -60,7 +60,7 @@ class Reference(NamedTuple):
 
 
 class UnexpectedStorageError(Exception):
-    """A storage was met where no persistent id is asked for: by itself, or in something else than a plain tensor."""
+    """A storage was met where no persistent id is asked for: by itself, or in something other than a plain tensor."""
 
 
 class Pickler(pickle.Pickler):

@@ -14,7 +14,7 @@ from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.memory.pieces import CHECKSUM, checksums_anywhere
 
 #: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, then
-#: eight for the JSON of the header, computed with zeros in their place. In those of an index: eight for its JSON.
+#: eight for the JSON of the header, computed with zeros in their place. In an index: eight for its own JSON.
 KEY = "nvme_ops.crc32c"
 #: ``SAVE``, in the metadata of an index and of its shards: the id of their save. ``SHARDS``, in those of an index: the
 #: checksums of the headers of its shards, by file name.

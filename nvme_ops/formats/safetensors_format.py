@@ -1,8 +1,8 @@
 """Parses the header of a safetensors file: https://github.com/huggingface/safetensors#format. Reads no tensors.
 
 Eight bytes give the length of a JSON object with each tensor's dtype, shape and place; the tensors follow without gaps.
-This parser accepts and refuses the same files as safetensors' own, with two exceptions, which it refuses: several
-tensors of one name, of which that one takes the last, and tensors described by an array.
+This parser accepts and refuses the same files as safetensors' own, with two exceptions, which only this one refuses:
+several tensors of one name, and tensors described by an array.
 """
 
 from __future__ import annotations

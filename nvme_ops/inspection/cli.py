@@ -38,8 +38,8 @@ def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
     made = argparse.ArgumentParser(
         prog="nvme-checkpoint",
-        description="Looks into checkpoints, and converts them: safetensors files, files of\n"
-        "torch.save, shards; and looks into folders of DCP.",
+        description="Inspects and converts checkpoints: safetensors files, files of\n"
+        "torch.save, shards. Also inspects folders of DCP.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
         for path in paths:
             command.add_argument(path, metavar=path.upper(), help="a file, an index, or a folder")
         if name == "verify":
-            command.add_argument("more", metavar="MORE", nargs="*", help="more of them")
+            command.add_argument("more", metavar="MORE", nargs="*", help="further ones")
         command.add_argument("--format", choices=FORMATS, help="instead of the format that the name implies")
     words = "write the tensors in another format, in bounded memory"
     command = commands.add_parser("convert", help=words, description=words)

@@ -23,7 +23,7 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, read_index, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
-from nvme_ops.inspection.contents import contents, damaged
+from nvme_ops.inspection.contents import OnProgress, contents, damaged
 from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
@@ -34,8 +34,6 @@ from nvme_ops.storage.publication import open_to_read
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
-
-OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 
 
 @dataclass

@@ -556,7 +556,7 @@ class TensorStore:
             operation.wait(None)
 
     def _collect(self) -> None:
-        """Ends the oldest writes that are complete, even if nobody asks their futures."""
+        """Ends the oldest writes that are complete, whether or not their futures are used."""
         if len(self._writing) < _MANY and self._bytes_written < _MUCH:
             return
         with self._lock:

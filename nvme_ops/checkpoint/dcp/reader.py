@@ -89,7 +89,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             raise
         metadata = self._reading.metadata
         if not isinstance(metadata, Metadata):
-            raise FormatError(f"{path}: something else than the metadata of a checkpoint")
+            raise FormatError(f"{path}: not the metadata of a checkpoint")
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata
@@ -367,7 +367,7 @@ _ROW = 64 << 10  # bytes of a row above which only the wanted part is read
 
 @dataclass(frozen=True)
 class Span(Stored):
-    """Rows of a tensor, of which ``part`` fills ``target``."""
+    """Rows of a stored tensor; their ``part`` fills ``target``."""
 
     part: tuple[slice, ...]
     target: torch.Tensor
