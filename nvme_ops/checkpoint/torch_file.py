@@ -85,9 +85,11 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
     if targets is None:
         return {name: found[name] for name in names}
     taken = targets.take(path, {name: (found[name].dtype, tuple(found[name].shape)) for name in names}, request)
-    for name, target in taken.items():
-        if target.layout != torch.strided or found[name].layout != torch.strided:
-            raise ValueError(f"{path}: tensor {name!r} has no dense memory to fill: {target.layout}")
+    for name in taken:
+        if found[name].layout != torch.strided:
+            raise ValueError(
+                f"{path}: tensor {name!r} is {found[name].layout} in the file, and the one to fill is dense"
+            )
     for name, target in taken.items():
         target.copy_(found[name].detach())
     return taken

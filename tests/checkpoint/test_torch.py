@@ -478,6 +478,8 @@ def test_into_what_is_no_plain_tensor(folder: Path) -> None:
     into = {"plain": torch.zeros(2), "s": torch.zeros(3, 3).to_sparse()}
     with pytest.raises(ValueError, match="'s' has no dense memory"):
         load(path, into=into)
+    with pytest.raises(ValueError, match=r"'s' is torch\.sparse_coo in the file, and the one to fill is dense"):
+        load(path, into={**into, "s": torch.zeros(3, 3)})
     assert into["plain"].eq(0).all()
 
 
