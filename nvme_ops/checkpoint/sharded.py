@@ -82,7 +82,7 @@ class ShardedPlan:
         """Implements ``Plan``: the index."""
         index = os.path.realpath(path if path.endswith(SUFFIXES) else os.path.join(path, "model" + SUFFIXES[0]))
         if not index.endswith(SUFFIXES[0]):
-            raise ValueError(f"{path}: shards are saved as safetensors: let the name end with {SUFFIXES[0]}")
+            raise ValueError(f"{path}: shards are saved as safetensors: the name must end with {SUFFIXES[0]}")
         return index
 
     def _write(self, publication: Publication, handle: aio_handle, borrowed: Borrowed | None) -> None:

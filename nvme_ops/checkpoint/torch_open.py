@@ -43,7 +43,7 @@ class TorchFile:
         """
         found = os.fstat(self.fd)
         if not stat.S_ISREG(found.st_mode):
-            refuse(self.path, "is a folder" if stat.S_ISDIR(found.st_mode) else "is no regular file")
+            refuse(self.path, "is a folder" if stat.S_ISDIR(found.st_mode) else "is not a regular file")
         if found.st_size == 0:
             refuse(self.path, "is an empty file")
         if not is_zip(self.fd):

@@ -204,7 +204,7 @@ def _read_strictly(text: bytes, start: int, path: str) -> _Described:
     """Parses any header. Raises FormatError."""
     document = _parse(text, path)
     for name in document.twice:
-        refuse(path, f"header: the name {name!r} comes twice")
+        refuse(path, f"header: the name {name!r} appears twice")
     metadata = _metadata(document.pop("__metadata__", None), path)
     return metadata, {name: _entry(name, info, start, path) for name, info in document.items()}
 
@@ -283,7 +283,7 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
         if key not in info:
             wrong(f"{key} is missing")
         if key in info.twice:
-            wrong(f"{key} comes twice")
+            wrong(f"{key} appears twice")
     if len(info) > len(_FIELDS) and _depth(info) > _DEEPEST - 1:
         wrong(f"has fields nested deeper than {_DEEPEST} levels")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]

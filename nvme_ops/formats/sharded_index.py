@@ -63,7 +63,7 @@ def read_index(path: str) -> ShardedIndex:
             refuse(path, f"weight_map: the file of {name!r} is {file_name!r}, not a name")
         parts = file_name.split("/")
         if not file_name or "\0" in file_name or not _encodes(file_name) or os.path.isabs(file_name) or ".." in parts:
-            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, does not lie in the folder of the index")
+            refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is not in the folder of the index")
         if not file_name.endswith(_SHARDS):
             refuse(path, f"weight_map: the file of {name!r}, {file_name!r}, is not in a known format")
     metadata = document.get("metadata", {})
@@ -92,7 +92,7 @@ def _parse(content: bytes, path: str) -> dict[str, Any]:
         if len(found) < len(pairs):
             names = sorted(name for name, _ in pairs)
             twice = next(name for name, other in itertools.pairwise(names) if name == other)
-            refuse(path, f"the name {twice!r} comes twice")
+            refuse(path, f"the name {twice!r} appears twice")
         return found
 
     try:

@@ -252,7 +252,7 @@ def open_to_read(path: str) -> int:
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
         return fd
     os.close(fd)
-    raise OSError(errno.EINVAL, "is no regular file", path)
+    raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
 @contextmanager
@@ -279,7 +279,7 @@ def content_of(path: str, most: int) -> bytes:
     try:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
-            raise OSError(errno.EINVAL, "is no regular file", path)
+            raise OSError(errno.EINVAL, "is not a regular file", path)
         if status.st_size > most:
             raise FormatError(f"{path}: has {status.st_size} bytes; such a file has at most {most} bytes")
         with naming("read", path):

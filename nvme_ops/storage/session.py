@@ -202,7 +202,7 @@ class Session:
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"has {part} of the kept session {self.name!r}, and the folders given are "
-                    "not those of all its parts, in order: is a disk not mounted? Another fingerprint begins anew",
+                    "not those of all its parts, in order: is a disk not mounted? A different fingerprint starts over",
                     place.path,
                 )
 
@@ -402,7 +402,7 @@ def _require_ours(path: str) -> None:
     """Raises PermissionError unless this user owns the folder and nobody else may write to it."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise PermissionError(errno.EPERM, "is not a folder that belongs to this user and only they may write to", path)
+        raise PermissionError(errno.EPERM, "is not a folder that this user owns and nobody else may write to", path)
 
 
 def _remove_abandoned(parent: str) -> None:

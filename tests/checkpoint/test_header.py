@@ -166,7 +166,7 @@ def test_wanted_deviations(text: str) -> None:
         (file_of("{}", length=100_000_000), "header length 100000000"),
         (file_of("{}", 1), "1 bytes follow"),
         (file_of("[]"), "not a JSON object"),
-        (file_of('{"a":1,"a":1}'), "'a' comes twice"),
+        (file_of('{"a":1,"a":1}'), "'a' appears twice"),
         (file_of('{"a":NaN}'), "NaN"),
         (file_of('{"a":1}'), "tensor 'a': is not described"),
         (file_of('{"__metadata__":{"x":1}}'), "__metadata__"),

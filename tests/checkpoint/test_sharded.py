@@ -136,7 +136,7 @@ def test_in_the_background(folder: Path) -> None:
         ([1], INDEX, {}, TypeError, "dict of tensors"),
         ({"a": STATE["head"], "b": STATE["head"][1:]}, INDEX, {}, ValueError, "share memory"),
         (STATE, INDEX, {"metadata": {"step": 3}}, TypeError, "strings"),
-        (STATE, "pytorch_model.bin.index.json", {}, ValueError, "let the name end with"),
+        (STATE, "pytorch_model.bin.index.json", {}, ValueError, "the name must end with"),
     ],
 )
 def test_what_cannot_be_saved(obj: Any, name: str, options: Any, error: Any, words: str, saved: Path) -> None:
@@ -311,15 +311,15 @@ INDEXES: list[tuple[str | bytes, str]] = [
     ("{}", "weight_map is missing"),
     ('{"weight_map": ["a"]}', "not an object"),
     ('{"weight_map": {"a": 3}}', "the file of 'a' is 3"),
-    ('{"weight_map": {"a": ""}}', "does not lie in the folder"),
-    ('{"weight_map": {"a": "../b.safetensors"}}', "does not lie in the folder"),
-    ('{"weight_map": {"a": "x/../../b.safetensors"}}', "does not lie in the folder"),
-    ('{"weight_map": {"a": "/etc/b.safetensors"}}', "does not lie in the folder"),
-    ('{"weight_map": {"a": "b\\u0000.safetensors"}}', "does not lie in the folder"),
-    ('{"weight_map": {"a": "config.json"}}', "no format that is known"),
+    ('{"weight_map": {"a": ""}}', "is not in the folder"),
+    ('{"weight_map": {"a": "../b.safetensors"}}', "is not in the folder"),
+    ('{"weight_map": {"a": "x/../../b.safetensors"}}', "is not in the folder"),
+    ('{"weight_map": {"a": "/etc/b.safetensors"}}', "is not in the folder"),
+    ('{"weight_map": {"a": "b\\u0000.safetensors"}}', "is not in the folder"),
+    ('{"weight_map": {"a": "config.json"}}', "is not in a known format"),
     ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which is missing"),
     ('{"weight_map": {"a": "gone.bin"}}', "'gone.bin', which is missing"),
-    ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a' comes twice"),
+    ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a' appears twice"),
     ('{"weight_map": {}, "metadata": 3}', "metadata is not an object"),
 ]
 

@@ -429,7 +429,7 @@ def test_metadata_that_contradict_each_other_are_an_error(change: Any, words: st
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lie("relative_path", "../other/__0_0.distcp"), "does not lie in the folder"),
+        (lie("relative_path", "../other/__0_0.distcp"), "is not in the folder"),
         (lambda metadata: metadata.state_dict_metadata.pop("a"), "its parts contradict each other"),
     ],
     ids=["elsewhere", "unknown"],

@@ -76,7 +76,7 @@ def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
         checksum = (CHECKSUM, known[CHECKSUM]) if CHECKSUM in known else None
         path = os.path.join(folder, info.relative_path)
         if os.path.dirname(info.relative_path) not in ("", "."):
-            raise FormatError(f"{path}: does not lie in the folder of the checkpoint")
+            raise FormatError(f"{path}: is not in the folder of the checkpoint")
         size = os.path.getsize(path) if os.path.exists(path) else sys.maxsize
         if not 0 <= info.offset <= info.offset + info.length <= size:
             raise FormatError(f"{path}: {METADATA} places {name!r} outside of its {size} bytes")
