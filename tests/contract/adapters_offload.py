@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.formats.quantized import quantize
 from nvme_ops.offload import (
     NvmeCache,
     NvmeOptimizer,
@@ -124,6 +125,23 @@ class StreamedOn(Capability):
 
     def close(self) -> None:
         self.streamed.close()
+
+
+class StreamedInBytes(StreamedOn):
+    """The same model in 8 bits, which are expanded for each use."""
+
+    def start(self) -> None:
+        made: Any = model()
+        with torch.no_grad():
+            for each in made:
+                values, scale = quantize(each.weight)
+                each.weight.copy_(values * scale)
+        self.expected = made
+        self.streamed = stream_weights(model(), self.folder, memory_budget="600K", quantize="int8", handle=self.handle)
+
+    def do(self, version: int) -> None:
+        with torch.no_grad():
+            require(torch.equal(self.streamed(batch(version)), self.expected(batch(version))), "another output")
 
 
 class Pretrained(Capability):
