@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -54,9 +55,10 @@ def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folde
     streamed.close()
 
 
+@pytest.mark.parametrize("threaded", [False, True], ids=["one thread", "two threads"])
 @pytest.mark.parametrize("multiplied", [False, True], ids=["zeros", "multiplied"])
 def test_another_stream_waits_for_what_the_first_one_does_to_values(
-    device: Device, folder: Path, multiplied: bool
+    device: Device, folder: Path, multiplied: bool, threaded: bool
 ) -> None:
     there = device.empty(0).device
     source, target, result = (device.empty(1000, dtype=torch.float32) for _ in range(3))
@@ -79,10 +81,18 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
     with device.on() as first:
         values = residents.acquire(resident, "forward")
         device.require_pending(first)
-    with device.on() as other:
-        result.copy_(residents.acquire(resident, "forward"), non_blocking=True)
-        device.synchronize(other)
-        device.require_run(first)
+
+    def use_elsewhere() -> None:
+        with device.on() as other:
+            result.copy_(residents.acquire(resident, "forward"), non_blocking=True)
+            device.synchronize(other)
+            device.require_run(first)
+
+    if threaded:
+        with ThreadPoolExecutor() as threads:
+            threads.submit(use_elsewhere).result()
+    else:
+        use_elsewhere()
     assert torch.equal(result.cpu(), torch.full((1000,), 6.0 if multiplied else 0.0))
     del values
     residents.close()
