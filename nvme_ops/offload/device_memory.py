@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -12,30 +12,6 @@ from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Held, Pool
 
 _HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
-
-
-class Memory(Protocol):
-    """Hands out a bounded amount of memory on one device."""
-
-    peak: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bound in bytes."""
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes handed out now."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns a uint8 tensor of ``nbytes``, or None while there is no room for it."""
-
-
-def memory_on(device: torch.device, nbytes: int) -> Memory:
-    """Returns memory of ``nbytes`` bytes on a device."""
-    if device.type == "cpu":
-        return Arena(Pool(-(-nbytes // _HUGE) * _HUGE), nbytes)
-    return DeviceMemory(nbytes, device)
 
 
 class DeviceMemory:
@@ -75,6 +51,16 @@ class DeviceMemory:
 
     def _recount(self, sizes: Iterable[int]) -> None:
         self._in_use = sum(sizes)
+
+
+Memory = Arena | DeviceMemory
+
+
+def memory_on(device: torch.device, nbytes: int) -> Memory:
+    """Returns memory of ``nbytes`` bytes on a device."""
+    if device.type == "cpu":
+        return Arena(Pool(-(-nbytes // _HUGE) * _HUGE), nbytes)
+    return DeviceMemory(nbytes, device)
 
 
 def current_stream(device: torch.device) -> torch.Stream:

@@ -310,7 +310,10 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
             record = self._states.committed()
-            self._buffer = self._states.buffer if record is None else self._kept_buffer(record, name)
+            self._buffer: int = self._states.buffer if record is None else record["buffer"]  # bytes
+            if self._buffer > self._states.buffer:
+                needed = size_words(4 * self._buffer)
+                raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {needed}")
             self._arrange()
             if record is not None:
                 if record["made"] != self._signature():
@@ -320,13 +323,6 @@ class NvmeOptimizer(torch.optim.Optimizer):
                 self._states.resume()
                 self._show_states(self._states.current)
             undo.pop_all()
-
-    def _kept_buffer(self, record: dict[str, Any], name: str) -> int:
-        """Returns the bytes of a buffer for kept chunks. Raises ValueError if the budget is too small for these."""
-        wanted: int = record["buffer"]
-        if wanted > self._states.buffer:
-            raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {size_words(4 * wanted)}")
-        return wanted
 
     def _signature(self) -> list[Any]:
         """Returns what identifies the optimizer and parameters that states were made for, as JSON has it."""

@@ -217,7 +217,10 @@ def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple
     """
     with opened(path) as fd:
         header = safetensors_format.read(fd, path)
-        record = _record(header, path)
+        try:
+            record = required(parse_json(header.metadata[_METADATA]))
+        except (LookupError, ValueError) as error:
+            raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
         if record["made"] != made:
             raise ValueError(
                 f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
@@ -239,13 +242,6 @@ def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple
             for chunk, _ in updates:
                 chunk.scalars.update(scalars[chunk])
     return record, versions
-
-
-def _record(header: safetensors_format.Header, path: str) -> dict[str, Any]:
-    try:
-        return required(parse_json(header.metadata[_METADATA]))
-    except (LookupError, ValueError) as error:
-        raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
 
 
 def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
