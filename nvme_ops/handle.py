@@ -15,6 +15,7 @@ import torch
 
 from nvme_ops import pin_memory
 from nvme_ops._native import native
+from nvme_ops.closing import Closing
 from nvme_ops.engine import AUTOMATIC, ClosedEngine, Engine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
@@ -39,7 +40,7 @@ __all__ = ["IoFuture", "aio_handle", "aio_read", "aio_write", "deepspeed_memcpy"
 _SECTOR = 512  # bytes: what DeepNVMe aligns to
 
 
-class aio_handle:  # noqa: N801  (DeepNVMe's name)
+class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
     """Reads tensors from files and writes them to files, asynchronously and bypassing the page cache.
 
     Any size, offset, dtype and alignment is accepted, on the CPU and on accelerators. A ``buffer`` is a tensor, all of
@@ -218,13 +219,6 @@ class aio_handle:  # noqa: N801  (DeepNVMe's name)
     def closed(self) -> bool:
         """True after ``close``."""
         return isinstance(self._engine, ClosedEngine)
-
-    def __enter__(self) -> Self:
-        """Returns the handle, which is closed at the end of the block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         """Returns for example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""

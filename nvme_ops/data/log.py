@@ -15,6 +15,7 @@ from io import FileIO
 from typing import Literal
 
 from nvme_ops import at_exit
+from nvme_ops.closing import Closing
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.durable import make_last_folder
 from nvme_ops.storage import locks
@@ -28,7 +29,7 @@ _PARTS = 4  # flushes in a window: a record that just misses one waits for the n
 Full = Literal["block", "drop", "raise"]
 
 
-class AsyncLog:
+class AsyncLog(Closing):
     """Appends records, which are written in the background and are durable within ``window`` seconds.
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
@@ -302,12 +303,6 @@ class AsyncLog:
         if lost:
             warnings.warn(_loss(self, self._failure), RuntimeWarning, stacklevel=1)
         warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
-
-    def __enter__(self) -> AsyncLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         """Returns for example ``<AsyncLog '/mnt/nvme/requests': 12 KiB to be written>``."""

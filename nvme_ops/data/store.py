@@ -21,6 +21,7 @@ import torch.utils.data
 
 from nvme_ops._native import native
 from nvme_ops.checksums import checksums_of
+from nvme_ops.closing import Closing
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.index import SampleIndex, aligned, unsigned
@@ -46,7 +47,7 @@ _AT_ONCE = 256  # files that are opened at the beginning
 _SHARE = 20  # descriptors of the process's limit for each file kept open, which may need four of them
 
 
-class SampleStore(torch.utils.data.Dataset[Any]):
+class SampleStore(Closing, torch.utils.data.Dataset[Any]):
     """Samples in the files of one or several folders, read by number.
 
     Threads may share a store. A forked child may use it; unpickling it opens it again. It is a map-style dataset too: a
@@ -195,12 +196,6 @@ class SampleStore(torch.utils.data.Dataset[Any]):
         """Closes the files; those being read once the reads have ended. Further calls do nothing."""
         self._closed = True
         self._files.close()
-
-    def __enter__(self) -> SampleStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _open, (self._arguments, self._identity())

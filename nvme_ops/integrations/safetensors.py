@@ -10,6 +10,7 @@ import torch
 
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import missing_error
+from nvme_ops.closing import Closing
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
@@ -17,12 +18,12 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.storage.publication import open_to_read
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    pass
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
 
-class safe_open:  # noqa: N801  (safetensors' name)
+class safe_open(Closing):  # noqa: N801  (safetensors' name)
     """Opens a safetensors file; reads tensors, and parts of them, on request.
 
         with safe_open("model.safetensors", framework="pt", device="cuda") as file:
@@ -101,13 +102,6 @@ class safe_open:  # noqa: N801  (safetensors' name)
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-    def __enter__(self) -> Self:
-        """Returns the file, which is closed at the end of the block."""
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         self.close()

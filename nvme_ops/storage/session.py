@@ -22,6 +22,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from nvme_ops import at_exit
+from nvme_ops.closing import Closing
 from nvme_ops.durable import make_last_folder, sync, sync_folder
 from nvme_ops.errors import naming
 from nvme_ops.ranks import expanded
@@ -120,7 +121,7 @@ class _User(Protocol):
         """Closes the files in a forked child."""
 
 
-class Session:
+class Session(Closing):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
@@ -305,12 +306,6 @@ class Session:
         except BaseException:  # Ctrl-C: the next call continues
             self._places = places
             raise
-
-    def __enter__(self) -> Session:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if getattr(self, "_places", None):  # a closed one does nothing: at Python's end its modules may be gone

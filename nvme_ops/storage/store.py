@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvme_ops.closing import Closing
 from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
@@ -142,7 +143,7 @@ _MEASURE, _SYNC, _TRIM = object(), object(), object()  # activities that a threa
 _MANY, _MUCH = 256, 16 << 20  # writes in flight, and their bytes, from which on a call checks which have ended
 
 
-class TensorStore:
+class TensorStore(Closing):
     """Stores tensors by key, in one preallocated file for each folder of a session.
 
     Large tensors are divided among the folders by their devices' rates. Tensors may have any dtype, shape and dense
@@ -528,12 +529,6 @@ class TensorStore:
             self._slabs.close_descriptors()
         if self._journal:
             self._journal.close()
-
-    def __enter__(self) -> TensorStore:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Internals
 

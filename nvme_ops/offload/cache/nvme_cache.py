@@ -19,6 +19,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
+from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
@@ -138,7 +139,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Does nothing: the cache itself reads ahead."""
 
 
-class NvmeCache(DynamicCache):
+class NvmeCache(Closing, DynamicCache):
     """Keys and values in bounded host memory, and beyond it in files, for contexts and batches larger than memory.
 
         with nvme_ops.offload.NvmeCache("/mnt/nvme", memory_budget="4G") as cache:
@@ -188,12 +189,6 @@ class NvmeCache(DynamicCache):
     def close(self) -> None:
         """Removes the files and releases the memory. The cache cannot be used any more. Further calls do nothing."""
         self._pager.close()
-
-    def __enter__(self) -> NvmeCache:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_pager"):

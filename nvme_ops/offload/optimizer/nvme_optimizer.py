@@ -18,6 +18,7 @@ from typing import Any, Literal, overload
 import torch
 
 from nvme_ops import ranks
+from nvme_ops.closing import Closing
 from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
@@ -222,7 +223,7 @@ def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
     return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
 
 
-class NvmeOptimizer(torch.optim.Optimizer):
+class NvmeOptimizer(Closing, torch.optim.Optimizer):
     """An elementwise ``torch.optim`` optimizer whose states are on storage.
 
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
@@ -445,12 +446,6 @@ class NvmeOptimizer(torch.optim.Optimizer):
             hook.remove()
         self._abandon_pass()
         self._states.close()
-
-    def __enter__(self) -> NvmeOptimizer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states as the optimizer itself does, and ``master_weights`` with them.

@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops import ranks
+from nvme_ops.closing import Closing
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.residency import tensors_over
@@ -91,7 +92,7 @@ class _Leaving(NamedTuple):
 _owners: Any = WeakIdKeyDictionary()  # SwappedGradients by parameter; an ordinary dictionary would compare values
 
 
-class SwappedGradients:
+class SwappedGradients(Closing):
     """Gradients on storage, from ``swap_gradients``; a context manager that closes them at the end."""
 
     def __init__(
@@ -173,12 +174,6 @@ class SwappedGradients:
                 del _owners[parameter]
         self._leaving.clear()
         self._residents.close()
-
-    def __enter__(self) -> SwappedGradients:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # Hooks of autograd
 

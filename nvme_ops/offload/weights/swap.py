@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of, device_of_all
@@ -19,7 +20,7 @@ from nvme_ops.offload.weights.swapped import SwappedTensor
 Path = str | os.PathLike[str]
 
 
-class SwappedParams:
+class SwappedParams(Closing):
     """Parameters on storage, from ``swap_params``; a context manager that closes them at the end."""
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
@@ -63,12 +64,6 @@ class SwappedParams:
     def close(self) -> None:
         """Removes the files; the parameters cannot be used any more. Further calls do nothing."""
         self._residents.close()
-
-    def __enter__(self) -> SwappedParams:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def swap_params(
