@@ -63,12 +63,7 @@ class SafetensorsPlan:
 
 @collector.paused()
 def plan(
-    obj: Any,
-    *,
-    checksums: bool,
-    metadata: Mapping[str, str] | None,
-    save: str | None = None,
-    recycle: bool = False,
+    obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, save: str | None = None, recycle: bool = False
 ) -> SafetensorsPlan:
     """Plans a file. Raises TypeError and ValueError for what the format cannot store.
 

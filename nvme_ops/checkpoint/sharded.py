@@ -34,14 +34,7 @@ from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.sharded_index import (
-    ShardedIndex,
-    names_for,
-    read_index,
-    resolved,
-    shards_of,
-    text_of,
-)
+from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, resolved, shards_of, text_of
 from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed

@@ -118,11 +118,7 @@ def _described(archive: Archive) -> dict[str, Described | Other]:
 
 
 def _fill_or_make(
-    file: TorchFile,
-    archive: Archive,
-    described: Mapping[str, Described],
-    targets: Targets | None,
-    request: Request,
+    file: TorchFile, archive: Archive, described: Mapping[str, Described], targets: Targets | None, request: Request
 ) -> dict[str, torch.Tensor]:
     if targets is None:
         return _make(file, archive, described, request.map_location, request.verify)

@@ -21,12 +21,7 @@ import torch._weights_only_unpickler
 from nvme_ops import collector
 from nvme_ops._native import native
 from nvme_ops.checkpoint import torch_read
-from nvme_ops.checkpoint.torch_open import (
-    TorchFile,
-    require_record,
-    verify_by_zipfile,
-    verify_others,
-)
+from nvme_ops.checkpoint.torch_open import TorchFile, require_record, verify_by_zipfile, verify_others
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import open as open_file
 from nvme_ops.formats import torch_pickle

@@ -22,11 +22,7 @@ _GAP = 8 << 10  # bytes between two records up to which they are read as well: h
 
 
 def read(
-    archive: Archive,
-    extents: Mapping[str, tuple[int, int]],
-    device: torch.device,
-    mapped: bool,
-    verified: bool,
+    archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch.device, mapped: bool, verified: bool
 ) -> dict[str, torch.Tensor]:
     """Reads a byte range of each record into a tensor with its own storage.
 

@@ -17,12 +17,7 @@ from nvme_ops.formats.safetensors_format import MOST_HEADER
 from nvme_ops.storage import publication
 
 # Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
-_IN_FOLDERS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_IN_FOLDERS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _SHARDS = (".safetensors", ".pt", ".pth", ".bin")
 
 

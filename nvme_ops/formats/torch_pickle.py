@@ -274,16 +274,9 @@ def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_pla
             raise ValueError("has no dtype")
         dtype = named
     metadata = arguments[metadata_place] if metadata_place and len(arguments) > metadata_place else None
-    found = Described(
-        storage=storage,
-        dtype=dtype,
-        offset=offset,
-        shape=shape,
-        stride=stride,
-        requires_grad=bool(arguments[4]) if len(arguments) > 4 else False,
-        parameter=False,
-        metadata=dict(metadata) if isinstance(metadata, Mapping) else {},
-    )
+    requires_grad = len(arguments) > 4 and bool(arguments[4])
+    marks = dict(metadata) if isinstance(metadata, Mapping) else {}
+    found = Described(storage, dtype, offset, shape, stride, requires_grad, parameter=False, metadata=marks)
     if found.extent[1] > storage.size:
         raise ValueError(
             f"size {shape} and stride {stride} from {offset} on reach beyond the {storage.size} bytes of its storage"

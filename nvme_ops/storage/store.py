@@ -212,12 +212,7 @@ class TensorStore(Closing):
     # Public methods
 
     def put(
-        self,
-        key: str,
-        tensor: torch.Tensor,
-        *,
-        atomic: bool = False,
-        priority: Priority = Priority.WRITEBACK,
+        self, key: str, tensor: torch.Tensor, *, atomic: bool = False, priority: Priority = Priority.WRITEBACK
     ) -> StoreFuture:
         """Starts to store ``tensor``, which must not change until the future is done.
 

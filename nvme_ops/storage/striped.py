@@ -185,12 +185,7 @@ class StripedSlabs:
             slab.reserve(those)
 
     def move(
-        self,
-        pieces: Sequence[Piece],
-        memory: torch.Tensor,
-        transfers: list[IoFuture],
-        write: bool,
-        priority: Priority,
+        self, pieces: Sequence[Piece], memory: torch.Tensor, transfers: list[IoFuture], write: bool, priority: Priority
     ) -> None:
         """Submits the transfers of a contiguous tensor's bytes one by one, adding each to ``transfers``."""
         whole = memory if len(pieces) < 2 else dense_bytes(memory)
@@ -201,11 +196,7 @@ class StripedSlabs:
             transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
 
     def move_all(
-        self,
-        moves: Iterable[tuple[Piece, torch.Tensor]],
-        transfers: list[IoFuture],
-        write: bool,
-        priority: Priority,
+        self, moves: Iterable[tuple[Piece, torch.Tensor]], transfers: list[IoFuture], write: bool, priority: Priority
     ) -> None:
         """Submits transfers between pieces and contiguous tensors, all of a folder in one call."""
         found: dict[int, tuple[list[torch.Tensor], list[int]]] = {}

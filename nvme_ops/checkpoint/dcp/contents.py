@@ -10,12 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, TensorStorageMetadata
 
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text, read_metadata
 from nvme_ops.errors import FormatError
