@@ -171,7 +171,8 @@ def contents(path: str, _: object = None) -> Contents:
         names = names_by_record(root, path)
         archive.locate([PICKLE, *(storage.record for storage in storages)])
         seen: Counter[str] = Counter()
-        items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,))]
+        checked = any(record.crc for record in archive.records.values())
+        items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,), checked)]
         for storage in storages:
             require_record(archive, storage.record, storage.size)
             shape: tuple[int, ...] = (storage.size // storage.dtype.itemsize,)
@@ -183,14 +184,13 @@ def contents(path: str, _: object = None) -> Contents:
             seen[name] += 1
             if seen[name] > 1:  # indices and values of a sparse tensor, say
                 name = f"{name} ({seen[name]})"
-            items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape))
+            items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape, checked))
         return Contents("torch", items, _metadata(archive))
 
 
-def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...]) -> Item:
+def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...], checked: bool) -> Item:
     start = archive.starts[record]
-    known = any(each.crc for each in archive.records.values())
-    checksum = (CHECKSUM, archive.records[record].crc) if known else None
+    checksum = (CHECKSUM, archive.records[record].crc) if checked else None
     return Item(name, dtype, shape, archive.path, start, start + archive.records[record].size, checksum)
 
 
