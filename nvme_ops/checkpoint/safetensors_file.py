@@ -164,13 +164,10 @@ def contents(path: str, part: integrity.ShardEntry | None = None) -> Contents:
     with opened(path) as fd:
         header = layout.read(fd, path)
     expected = integrity.recorded(header, path) or {}
-    items = [
-        Item(
-            name, entry.dtype, entry.shape, path, entry.start, entry.end,
-            (pieces.CHECKSUM, expected[name]) if name in expected else None,
-        )
-        for name, entry in header.entries.items()
-    ]  # fmt: skip
+    items = []
+    for name, entry in header.entries.items():
+        checksum = (pieces.CHECKSUM, expected[name]) if name in expected else None
+        items.append(Item(name, entry.dtype, entry.shape, path, entry.start, entry.end, checksum))
     metadata = {key: text for key, text in header.metadata.items() if key not in integrity.OURS}
     wrong = {integrity.HEADER} if integrity.differs(header.text, header.metadata) else set()
     if part is not None and (found := part.wrong(path, header.metadata)):
