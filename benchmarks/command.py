@@ -138,7 +138,7 @@ class Run:
         for folder in given.folder:
             found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
             print(f"\n== {folder}: {several(found['place'])}")
-            with scratch_folder(folder, copies * given.size + 64 * MIB, "--size or --folder") as scratch:
+            with scratch_folder(folder, copies * given.size + 64 * MIB) as scratch:
                 self.show_all(folder, found, program.tables(self, scratch, found))
         if not program.folders:
             made: dict[str, Any] = {"tables": [], "notes": []}

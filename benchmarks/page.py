@@ -34,7 +34,7 @@ from nvme_ops.arguments import command_line, positive
 from nvme_ops.measure import machine, stop
 from nvme_ops.measure.run import blocks_rows
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Cells, cells, filled
+from nvme_ops.measure.tables import Cells, cells, used_columns
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report.cli import collect
 from nvme_ops.report.result import Status
@@ -405,7 +405,7 @@ def _median(found: Json | None, digits: int) -> str:
 
 def table(rows: Iterable[Cells]) -> str:
     """Returns a table in Markdown. A column that no row fills is left out."""
-    lines = filled(rows)
+    lines = used_columns(rows)
     escaped = [[word.replace("|", "\\|").replace("\n", " ") for word in row.values()] for row in lines]
     return str(tabulate(escaped, list(lines[0]), "github", disable_numparse=True))
 

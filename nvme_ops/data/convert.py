@@ -52,7 +52,7 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
     if dtype is not None:
         return _raw(path, dtype, shape)
     if os.path.isfile(path) and path.endswith(".npy"):
-        return _array(path)
+        return _npy(path)
     if os.path.isfile(path) and path.endswith(".parquet"):
         return _parquet([path])
     if any(each.matches(path) for each in formats.FORMATS.values()):
@@ -134,7 +134,7 @@ def _rows(nbytes: float) -> int:
     return int(max(1, min(_ROWS, _AT_ONCE / max(1, nbytes))))
 
 
-def _array(path: str) -> SampleSource:
+def _npy(path: str) -> SampleSource:
     numpy = _needed("numpy", path)
     try:
         rows = numpy.load(path, mmap_mode="r", allow_pickle=False)
@@ -146,7 +146,7 @@ def _array(path: str) -> SampleSource:
         raise FormatError(f"{path}: an array without dimensions has no samples")
     if len(rows) and not rows.nbytes:  # the header could claim any number of them
         raise FormatError(f"{path}: a sample of the shape {rows.shape[1:]} has no bytes")
-    return _of_rows(rows, numpy, path)
+    return _rows_source(rows, numpy, path)
 
 
 def _raw(path: str, dtype: str, shape: Sequence[int]) -> SampleSource:
@@ -162,10 +162,10 @@ def _raw(path: str, dtype: str, shape: Sequence[int]) -> SampleSource:
     count, rest = divmod(os.path.getsize(path), each)
     if rest or not count:
         raise FormatError(f"{path}: {os.path.getsize(path)} bytes are not samples of {each} bytes")
-    return _of_rows(numpy.memmap(path, kind, "r", shape=(count, *shape)), numpy, path)
+    return _rows_source(numpy.memmap(path, kind, "r", shape=(count, *shape)), numpy, path)
 
 
-def _of_rows(rows: Any, numpy: Any, path: str) -> SampleSource:
+def _rows_source(rows: Any, numpy: Any, path: str) -> SampleSource:
     try:
         dtype = torch.from_numpy(numpy.empty(0, rows.dtype)).dtype
     except (TypeError, ValueError) as error:

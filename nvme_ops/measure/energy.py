@@ -33,7 +33,7 @@ class Meter:
 
     def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
         found, why_not = _rapl(Path(sysfs))
-        self._parts = {part: _of_rapl(*counter) for part, counter in found.items()}
+        self._parts = {part: _rapl_reader(*counter) for part, counter in found.items()}
         self._ignored: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail by these
         self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
 
@@ -63,7 +63,7 @@ class Meter:
         try:
             nvml.nvmlInit()
             for number in numbers:
-                read = _of_gpu(nvml, number)
+                read = _gpu_reader(nvml, number)
                 read()  # raises before Volta, which has no counter
                 self._parts[f"gpu-{number}"] = read
         except nvml.NVMLError as error:
@@ -120,7 +120,7 @@ def _text(file: Path) -> str:
     return file.read_text(encoding="ascii").strip()
 
 
-def _of_rapl(file: Path, most: int) -> Callable[[], float]:
+def _rapl_reader(file: Path, most: int) -> Callable[[], float]:
     """Returns a function for joules since this call, from a file of microjoules that wraps around after ``most``."""
     last, counted = int(_text(file)), 0
 
@@ -134,7 +134,7 @@ def _of_rapl(file: Path, most: int) -> Callable[[], float]:
     return read
 
 
-def _of_gpu(nvml: Any, number: int) -> Callable[[], float]:
+def _gpu_reader(nvml: Any, number: int) -> Callable[[], float]:
     """Returns a function for a GPU's joules, by its UUID if known: NVML ignores CUDA_VISIBLE_DEVICES."""
     identity = getattr(torch.cuda.get_device_properties(number), "uuid", None) if torch.cuda.is_available() else None
     if identity is None:

@@ -29,7 +29,7 @@ from nvme_ops.measure.rows import (
     summed,
 )
 from nvme_ops.measure.scratch import scratch_folder, sweep
-from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Cells, Table, as_json, as_text, cells_text, filled
+from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Cells, Table, as_json, as_text, cells_text, used_columns
 from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, MIB, rounded, share_words, size_words
@@ -270,7 +270,7 @@ def blocks_rows(blocks: dict[str, Any]) -> list[Cells]:
             for column, part, share, digits in wanted
         }
         rows.append({"us": name, **cells, "blocks": str(times["count"])})
-    return filled(rows)
+    return used_columns(rows)
 
 
 def _blocks_text(result: BenchResult) -> str:

@@ -36,7 +36,7 @@ _alive: dict[str, int] = {}  # this process's folders, each with the descriptor 
 
 
 @contextmanager
-def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") -> Iterator[str]:
+def scratch_folder(folder: str, needed: int, smaller: str = "--size or --folder") -> Iterator[str]:
     """Makes a folder in ``folder`` and removes it at the end, however the run ends, with those of killed runs.
 
     ``needed``: bytes of free space. ``smaller``: the flags that reduce them, for the message.
@@ -46,17 +46,17 @@ def scratch_folder(folder: str, needed: int, smaller: str = "--size or --path") 
     """
     sweep(folder)
     require_space(folder, needed, smaller)
-    place = ""
+    path = ""
     try:
         with stop.deferred():
             try:
-                place = _make(folder)
+                path = _make(folder)
             except OSError as error:
                 raise NotUsable(f"{folder}: {error.strerror}") from error
-        yield place
+        yield path
     finally:
         with stop.deferred():
-            _end(place)
+            _end(path)
 
 
 def sweep(folder: str) -> None:
@@ -74,59 +74,59 @@ def _new_name(folder: str) -> str:
 
 def _make(folder: str) -> str:
     while True:
-        place = _new_name(os.path.abspath(folder))
-        os.mkdir(place, 0o700)
+        path = _new_name(os.path.abspath(folder))
+        os.mkdir(path, 0o700)
         try:
-            lock = os.open(os.path.join(place, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            lock = os.open(os.path.join(path, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:  # another run has removed the empty folder
             continue
         with contextlib.suppress(OSError):  # without locks no other run removes it
             fcntl.flock(lock, fcntl.LOCK_EX)
         if os.fstat(lock).st_nlink:
-            _alive[place] = lock
-            return place
+            _alive[path] = lock
+            return path
         os.close(lock)  # another run had locked it first, and removed it
 
 
-def _remove_if_dead(place: str) -> None:
+def _remove_if_dead(path: str) -> None:
     """Removes the folder of a run that is not alive; leaves what could be another's. Raises OSError if it cannot."""
-    about = os.lstat(place)
+    about = os.lstat(path)
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         return
-    locks = [name for name in os.listdir(place) if _LOCK_NAME.fullmatch(name)]
+    locks = [name for name in os.listdir(path) if _LOCK_NAME.fullmatch(name)]
     if not locks:
-        os.rmdir(place)  # only works if it is empty: the run was killed before it had a lock
+        os.rmdir(path)  # only works if it is empty: the run was killed before it had a lock
         return
-    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(place)):
+    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(path)):
         return
-    lock = os.open(os.path.join(place, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+    lock = os.open(os.path.join(path, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(place, locks[0])
+        _remove(path, locks[0])
     finally:
         os.close(lock)
 
 
-def _remove(place: str, lock: str) -> None:
+def _remove(path: str, lock: str) -> None:
     """Removes a folder, its lock last, so that after a failure or a kill the next run can remove the rest."""
-    with os.scandir(place) as entries:
+    with os.scandir(path) as entries:
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             elif entry.name != lock:
                 os.unlink(entry.path)
-    os.unlink(os.path.join(place, lock))
-    os.rmdir(place)
+    os.unlink(os.path.join(path, lock))
+    os.rmdir(path)
 
 
-def _end(place: str) -> None:
-    if place in _alive:
+def _end(path: str) -> None:
+    if path in _alive:
         with contextlib.suppress(OSError), _children_ignored():
             # renamed first: an operation left pending by an exception could still open or create its file
-            unknown = _new_name(os.path.dirname(place))
-            os.rename(place, unknown)
+            unknown = _new_name(os.path.dirname(path))
+            os.rename(path, unknown)
             _remove(unknown, _LOCK + boot_id())
-        os.close(_alive.pop(place))
+        os.close(_alive.pop(path))
 
 
 @contextmanager
@@ -148,14 +148,14 @@ def _end_all() -> None:
     """Removes all folders, in case a signal came before a ``with`` knew its folder, or during another signal."""
     if _process == os.getpid():
         with stop.deferred():
-            for place in list(_alive):
-                _end(place)
+            for path in list(_alive):
+                _end(path)
 
 
 _process = os.getpid()
 
 
-def _is_local(place: str) -> bool:
+def _is_local(path: str) -> bool:
     """Returns whether only this host can have written there; then a lock of an earlier boot has no owner."""
-    mount = mount_of(Host(), place)
+    mount = mount_of(Host(), path)
     return mount is not None and mount.kind in _LOCAL

@@ -281,7 +281,7 @@ class Search:
         self._pass(False, self._baseline)  # so that there is always a result
         raced = [self._race(self._openings(), _OPENING_ROUNDS)]
         while any(raced):
-            raced = [self._race(self._along(axis), _ROUNDS) for axis in self.axes]
+            raced = [self._race(self._varied(axis), _ROUNDS) for axis in self.axes]
         contestants = list(dict.fromkeys([self._baseline, self._best]))
         while len(self._final) < _MOST_FINAL and self._final.measure(contestants, partial(self._pass, True)):
             duels = self._final.duels(self._baseline).values()
@@ -305,11 +305,11 @@ class Search:
         depth = min(self._values("queue_depth"), key=lambda value: abs(value - 32))
         return [
             replace(self._baseline, block_size=block, intra_op_parallelism=lanes, queue_depth=depth)
-            for block in _apart(self._values("block_size"))
-            for lanes in _apart(self._values("intra_op_parallelism"))
+            for block in _spread_out(self._values("block_size"))
+            for lanes in _spread_out(self._values("intra_op_parallelism"))
         ]
 
-    def _along(self, axis: Axis) -> list[Settings]:
+    def _varied(self, axis: Axis) -> list[Settings]:
         return [replace(self._best, **{axis.name: value}) for value in axis.values]
 
     def _values(self, name: str) -> Sequence[Any]:
@@ -378,7 +378,7 @@ def _nearest_to_default(axes: Iterable[Axis]) -> Settings:
     return replace(DEFAULT, **{axis.name: min(axis.values, key=partial(distance, axis.name)) for axis in axes})
 
 
-def _apart(values: Sequence[Any]) -> list[Any]:
+def _spread_out(values: Sequence[Any]) -> list[Any]:
     """Returns at most three of the values, spread from low to high."""
     last = len(values) - 1
     return [values[place] for place in sorted({round(last / 6), round(last / 2), last})]

@@ -142,10 +142,10 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
         ratio = "-" if row["name"] == reference else ranged(row["against_reference"], 3)
         ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": ranged(row["against_peer"], 3)}
         made.append({"": row["name"], **value, **columns, **ratios, "note": row["note"]})
-    return filled(made)
+    return used_columns(made)
 
 
-def filled(rows: Iterable[Cells]) -> list[Cells]:
+def used_columns(rows: Iterable[Cells]) -> list[Cells]:
     """Returns the rows with the first column and those that any row fills."""
     rows = list(rows)
     first, *names = dict.fromkeys(name for row in rows for name in row) or [""]

@@ -283,9 +283,9 @@ class _Tuning:
             about = {"nvme_dir": self._folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
             self._log.write(json.dumps({**about, **rates, "from_page_cache": share}) + "\n")
         if self._options.verbose:
-            said = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
-            said += f" ({share_words(share)} from the page cache)" if share else ""
-            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {said}")
+            line = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
+            line += f" ({share_words(share)} from the page cache)" if share else ""
+            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {line}")
         return rates
 
 

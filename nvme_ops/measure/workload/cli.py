@@ -17,7 +17,7 @@ from nvme_ops.arguments import command_line, listed, positive, say, show, size
 from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, filled, show_progress
+from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, show_progress, used_columns
 from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, checked, made
@@ -151,7 +151,7 @@ class _Lines:
         """Prints the lines, even if the block was interrupted."""
         show_progress("")
         if self._lines:
-            show(cells_text(filled(self._lines)))
+            show(cells_text(used_columns(self._lines)))
 
 
 def _sizes(job: Job, total: int) -> list[int]:
@@ -174,12 +174,12 @@ def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
     head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
     with _Lines(found, *head) as table:
         for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
-            with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8, "--size or --folder") as folder:
+            with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8) as folder:
                 data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
-                _of_reader(name, data, job, given, found, table)
+                _measure_reader(name, data, job, given, found, table)
 
 
-def _of_reader(
+def _measure_reader(
     name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], table: _Lines
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
@@ -237,7 +237,7 @@ def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> No
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
     with (
         _Lines(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
-        scratch_folder(given.folder, 3 * nbytes + 256 * MIB, "--size or --folder") as folder,
+        scratch_folder(given.folder, 3 * nbytes + 256 * MIB) as folder,
     ):
         for words, make in saving.ways(job, Path(folder), nbytes).items():
             show_progress(f"{job.name}: {words}")

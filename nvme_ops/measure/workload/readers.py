@@ -183,7 +183,7 @@ def _content(path: Path) -> bytes:
 
 def plain(data: DataSet) -> Reader:
     """A file for each sample, read by torch's loader."""
-    return _of_files("plain", data, _content, Path.write_bytes)
+    return _per_file("plain", data, _content, Path.write_bytes)
 
 
 def _first_tensor(path: Path) -> Any:
@@ -197,12 +197,12 @@ def safetensors(data: DataSet) -> Reader:
     _needed("safetensors", "safetensors")
     from safetensors.torch import save_file
 
-    return _of_files(
+    return _per_file(
         "safetensors", data, _first_tensor, lambda path, sample: save_file({"sample": _tensor(sample)}, path)
     )
 
 
-def _of_files(name: str, data: DataSet, read: Callable[[Path], Any], write: Callable[[Path, bytes], object]) -> Reader:
+def _per_file(name: str, data: DataSet, read: Callable[[Path], Any], write: Callable[[Path, bytes], object]) -> Reader:
     folder = data.path(name)
     paths = [folder / f"{number:07d}" for number in range(len(data.sizes))]
     for path, sample in zip(paths, data.samples(), strict=True):

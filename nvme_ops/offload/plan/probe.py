@@ -165,7 +165,7 @@ def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, 
 def _copy_rate(device: torch.device) -> float:
     here = torch.empty(64 * MIB, dtype=torch.uint8, device="cpu", pin_memory=True)
     there = torch.empty_like(here, device=device)
-    return here.nbytes / _least(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
+    return here.nbytes / _shortest(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
 
 
 class Layers:
@@ -221,11 +221,11 @@ class Layers:
         for number, layer in enumerate(one.layers):
             keys, values = (each.expand(-1, -1, context, -1).contiguous() for each in (layer.keys, layer.values))
             cache.update(keys, values, number)
-        step = _least(lambda: self._seconds(batch, 1, cache))
+        step = _shortest(lambda: self._seconds(batch, 1, cache))
         length = min(prompt_length, _TOKENS)
         rows = max(1, min(batch, _TOKENS // length))
         sequences = batch / rows
-        prompt = _least(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
+        prompt = _shortest(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
         return Computing(step, prompt)
 
     def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
@@ -255,32 +255,32 @@ class Layers:
 
         self._model.train()
         try:
-            seconds = _least(lambda: _timed(step, self._device))
+            seconds = _shortest(lambda: _timed(step, self._device))
         finally:
             self._model.eval()
         share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
-        layers_more, after_more = self._all / self._count, self._vocabulary / self._rows  # of the model
-        after = saved[False] * after_more
+        layer_factor, after_factor = self._all / self._count, self._vocabulary / self._rows  # of the model
+        after = saved[False] * after_factor
         return TrainedModel(
             parameters=sum(each.numel() for each in parameters),
             itemsize=self._model.dtype.itemsize,
             largest=max(each.nbytes for each in parameters),
-            activations=round((saved[True] * layers_more + after) / length),
+            activations=round((saved[True] * layer_factor + after) / length),
             of_layer=round(max(saved[True] / self._count, after) / length),
-            seconds=seconds * (share * layers_more + (1 - share) * after_more) / length,
+            seconds=seconds * (share * layer_factor + (1 - share) * after_factor) / length,
         )
 
     def _seconds(
-        self, batch: int, length: int, cache: Any, more_tokens: float = 1.0, more_sequences: float = 1.0
+        self, batch: int, length: int, cache: Any, token_factor: float = 1.0, sequence_factor: float = 1.0
     ) -> float:
         """Returns the seconds of a forward pass of all of the model, from a timed one of the few layers.
 
-        ``more_tokens`` and ``more_sequences``: how many times the timed tokens and sequences it has; only the last
+        ``token_factor`` and ``sequence_factor``: how many times the timed tokens and sequences it has; only the last
         token of each sequence goes through what follows the layers.
         """
         total = _timed(lambda: self._forward(batch, length, cache), self._device)
         after = (total - self._in_layers) * self._vocabulary / self._rows
-        return float(self._in_layers * self._all / self._count * more_tokens + after * more_sequences)
+        return float(self._in_layers * self._all / self._count * token_factor + after * sequence_factor)
 
     def _forward(self, batch: int, length: int, cache: Any = None) -> Any:
         ids = torch.randint(self._rows, (batch, length), device=self._device)  # as experts are chosen at random
@@ -335,7 +335,7 @@ def _synchronize(device: torch.device) -> None:
         torch.get_device_module(device).synchronize(device)
 
 
-def _least(seconds: Callable[[], float]) -> float:
+def _shortest(seconds: Callable[[], float]) -> float:
     """Returns the shortest of several times: other programs on the machine make times longer, never shorter."""
     seconds()
     begin, found = time.perf_counter(), [seconds()]
