@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -11,8 +12,7 @@ from nvme_ops._native import native
 
 def checksums_of(data: Sequence[torch.Tensor | bytes], kind: str) -> list[int]:
     """Returns the checksums of ``data``: bytes, or contiguous CPU tensors, all in one call."""
-    found: list[int] = native().checksums(kind, data)
-    return found
+    return cast("list[int]", native().checksums(kind, data))
 
 
 def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
@@ -22,5 +22,4 @@ def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
 
 def joined(first: int, second: int, length: int, kind: str) -> int:
     """Returns the checksum of two parts from the ``first`` one's, and the ``second``'s, which has ``length`` bytes."""
-    found: int = native().joined_checksum(kind, first, second, length)
-    return found
+    return cast("int", native().joined_checksum(kind, first, second, length))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -97,13 +97,11 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
     @property
     def last_path(self) -> str | None:
         """The path of the last transfer of an accelerator tensor: ``"gds"``, ``"compat"`` or ``"bounce"``."""
-        last: str | None = self.path_statistics()["last"]
-        return last
+        return cast("str | None", self.path_statistics()["last"])
 
     def path_statistics(self) -> dict[str, Any]:
         """Returns ``last``, the last path; ``why`` it was chosen; and ``uses``: ``transfers`` and ``bytes`` by path."""
-        statistics: dict[str, Any] = self._engine.paths()
-        return statistics
+        return self._engine.paths()
 
     # Memory of an accelerator registered with cuFile
 

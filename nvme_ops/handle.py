@@ -199,8 +199,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         experience = None if self._dictionary is None else self._dictionary.of(module)
         *sizes, lanes, backend, cache = self._settings.values()
         lanes = AUTOMATIC if lanes is None else lanes
-        engine: Engine = module.Engine(*sizes, lanes, backend or "", cache, experience)
-        return engine
+        return cast("Engine", module.Engine(*sizes, lanes, backend or "", cache, experience))
 
     def close(self) -> None:
         """Waits for pending operations, raising as ``wait`` does, and releases lanes and memory. Safe to call again.

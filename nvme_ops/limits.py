@@ -41,7 +41,8 @@ def _left_in_cgroups(root: Path) -> Iterator[int]:
 
 def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
     """Yields, for each hierarchy that can limit memory, its version, its mount and this process's folder in it."""
-    paths = dict(_own_paths(root))
+    own = (line.split(":", 2) for line in _lines(root / "proc/self/cgroup"))
+    paths = {name: path for _, controllers, path in own for name in controllers.split(",")}  # v2: no controller, ""
     for line in _lines(root / "proc/self/mountinfo"):
         before, _, after = line.partition(" - ")
         words, (kind, *_) = before.split(), [*after.split(), ""]
@@ -50,17 +51,9 @@ def _cgroups(root: Path) -> Iterator[tuple[str, Path, Path]]:
         if kind not in _FILES or key not in paths:
             continue
         # A container sees part of the hierarchy: words[3] is where its mount begins in the machine's.
-        shown, own = PurePosixPath(words[3]), PurePosixPath(paths[key])
+        shown, group = PurePosixPath(words[3]), PurePosixPath(paths[key])
         top = root / words[4].lstrip("/")
-        yield kind, top, top / own.relative_to(shown) if own.is_relative_to(shown) else top
-
-
-def _own_paths(root: Path) -> Iterator[tuple[str, str]]:
-    """Yields controller and path for each line of /proc/self/cgroup; v2 has an empty controller."""
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        for name in controllers.split(","):
-            yield name, path
+        yield kind, top, top / group.relative_to(shown) if group.is_relative_to(shown) else top
 
 
 def _lines(path: Path) -> list[str]:

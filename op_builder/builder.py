@@ -286,7 +286,8 @@ class OpBuilder:
         if found is None:
             wanted = os.environ.get("CXX") or ", ".join(machine.DEFAULT_COMMANDS)
             return f"no C++ compiler was found ({wanted}); fix: install one (apt-get install g++), or set CXX"
-        problem = machine.why_not_working(found, machine.compile_flags())
+        empty = "int main() { return 0; }\n"
+        problem = machine.try_program(found, empty, machine.compile_flags(), machine.link_flags())
         if problem:
             return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
         return machine.python_header() or (NO_NINJA if machine.ninja_directory() is None else None)

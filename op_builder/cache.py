@@ -120,7 +120,7 @@ def left_out(name: str) -> str:
     if not problem:
         entries = (CacheEntry(folder, name) for folder in sorted(root.glob(f"{name}-*/")))
         problem = next(filter(None, (entry.why_not_trusted() for entry in entries)), "")
-    return problem and f". Nothing in {root} is loaded, because others could have changed it: {problem}"
+    return problem and f". {name} is not loaded from {root}, because others could have changed it: {problem}"
 
 
 def writable_root() -> Path:

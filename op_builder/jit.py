@@ -171,16 +171,14 @@ def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
             script.chmod(0o755)
             command = (str(script),)
         changes["CXX"] = command[0]
-    saved = {name: os.environ.get(name) for name in changes}
+    saved = {name: os.environ[name] for name in changes if name in os.environ}
     os.environ.update(changes)
     try:
         yield
     finally:
-        for name, value in saved.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in changes.keys() - saved:
+            os.environ.pop(name, None)
+        os.environ.update(saved)
 
 
 def _essence(output: str, limit: int = 60) -> str:

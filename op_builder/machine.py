@@ -61,10 +61,7 @@ class Host:
 
 def environment_flags(*names: str) -> list[str]:
     """Returns the flags in environment variables, for example ``environment_flags("CFLAGS")``."""
-    flags: list[str] = []
-    for name in names:
-        flags += shlex.split(os.environ.get(name, ""))
-    return flags
+    return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
 
 
 def compile_flags() -> list[str]:
@@ -115,11 +112,6 @@ def _describe(word: str) -> str:
     path = os.path.realpath(found)
     facts = os.stat(path)
     return f"{path} {facts.st_size} {facts.st_mtime_ns}"
-
-
-def why_not_working(compiler: Compiler, flags: list[str]) -> str:
-    """Compiles and links an empty program; returns the compiler's output if that fails, else an empty string."""
-    return try_program(compiler, "int main() { return 0; }\n", flags, link_flags())
 
 
 def try_program(compiler: Compiler, program: str, flags: list[str], libraries: list[str]) -> str:
@@ -198,9 +190,8 @@ def header_flags(header: str, directories: Sequence[str]) -> list[str] | None:
     A header that only the active conda environment has is found too, with that folder searched last: the environment's
     other headers must not shadow the system's.
     """
-    for directory in directories:
-        if os.path.isfile(f"{directory}/{header}"):
-            return []
+    if any(os.path.isfile(f"{directory}/{header}") for directory in directories):
+        return []
     environment = conda_prefix()
     if environment is not None and Path(environment, "include", header).is_file():
         return ["-idirafter", str(Path(environment, "include"))]

@@ -275,7 +275,7 @@ class WriteBehind:
         return not self._unfinished
 
     def write(self, data: memoryview, offset: int) -> None:
-        """Copies ``data`` into blocks; from 64 MiB on writes it to the file before it returns."""
+        """Copies ``data`` into blocks; 64 MiB and more are in the file on return, unless the stream appends."""
         self.raise_failure()
         if offset != self.stop:  # also after an interrupted call that has added something
             self.flush()

@@ -245,7 +245,7 @@ def test_a_filled_cache_that_is_not_loaded_is_told_of(
     """Where nothing can be built, as in an image with a cache that another user filled."""
     os.chown(made.library, NOBODY, 0)
     monkeypatch.setenv("CXX", "no-such-compiler")
-    reason = f"Nothing in {here.cache}/nvme_ops is loaded, because others could have changed it: .*nobody"
+    reason = f"is not loaded from {here.cache}/nvme_ops, because others could have changed it: .*nobody"
     with pytest.raises(RuntimeError, match=f"no C.. compiler was found.*{reason}"):
         TinyBuilder().load()
 
