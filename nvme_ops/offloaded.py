@@ -412,7 +412,7 @@ def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[int,
                     )
                 each._require_writable(func)
                 if any(step.function in operators.BITS.values() for step in each._steps):
-                    raise RuntimeError(f"{func}: to a conjugated or negated view: change what it is a view of")
+                    raise RuntimeError(f"{func}: cannot write to a conjugated or negated view: change its base")
                 found[id(each)] = each
             if is_list and uncounted and isinstance(each, torch.Tensor):
                 listed.append(each)

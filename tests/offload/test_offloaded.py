@@ -293,7 +293,7 @@ def test_data_that_would_share_memory_is_refused_once_either_changes(swapped: An
     weight, assigned = swapped.first.weight, torch.ones(48, 48)
     weight.data = assigned
     assert weight.sum().item() == 48 * 48
-    with torch.no_grad(), pytest.raises(RuntimeError, match="share memory only where parameters are in memory"):
+    with torch.no_grad(), pytest.raises(RuntimeError, match="share memory only if parameters are in memory"):
         weight.add_(1)
     assigned.add_(1)
     with pytest.raises(RuntimeError, match=r"that was assigned to \.data is changed"):

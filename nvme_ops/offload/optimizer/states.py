@@ -597,7 +597,7 @@ class States:
         if self._records is None:
             return
         if self._process != os.getpid():
-            raise RuntimeError("these states are the parent's: a forked child makes an optimizer of its own")
+            raise RuntimeError("these states belong to the parent process: a forked child must make its own optimizer")
         if self._flush is not None:
             flush, named = self._flush
             flush.wait()
@@ -682,7 +682,7 @@ class States:
                     if (found := scalars_from_json(one, chunk.device)) is not None
                 }
                 if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
-                    raise ValueError(f"no place of chunk {chunk.number}")
+                    raise ValueError(f"chunk {chunk.number} has no place")
                 now[chunk] = Version(slot, scalars)
             slots = [slot for slot, _ in durable.content.get("chunks", ())]
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:

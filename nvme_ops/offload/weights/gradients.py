@@ -209,7 +209,7 @@ class SwappedGradients(Closing):
         if grad.dtype != parameter.dtype:
             raise RuntimeError(f"a gradient is {grad.dtype}, and its parameter {parameter.dtype}")
         if grad.device != self._residents.device:
-            raise RuntimeError(f"a parameter was moved to {grad.device} after swap_gradients, which is to come last")
+            raise RuntimeError(f"a parameter was moved to {grad.device} after swap_gradients, which must come last")
         norm = torch.linalg.vector_norm(grad)
         resident = self._residents.put(place, grad.detach().resolve_conj().resolve_neg())
         resident.norm, writing = norm, resident.writing
@@ -307,7 +307,7 @@ def require_one_rank(params: Sequence[torch.Tensor]) -> None:
     if several_ranks() and not all(hasattr(each, "to_local") for each in params):
         raise ValueError(
             'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
-            "DistributedDataParallel does: shard them with fully_shard, or leave it out"
+            "DistributedDataParallel does: shard them with fully_shard, or leave overlap out"
         )
 
 

@@ -62,7 +62,7 @@ class Resident(Entry):
         self.is_part = False  #: whether that tensor was a part of a larger storage
 
     def require_unaliased(self, change: bool) -> None:
-        """Raises RuntimeError if this and the tensor assigned to it, one memory in torch, would now differ."""
+        """Raises RuntimeError if the tensor assigned to this one, in torch the same memory, would now differ."""
         if self.assigned is None:
             return
         tensor, version = self.assigned[0](), self.assigned[1]
@@ -71,8 +71,8 @@ class Resident(Entry):
         elif change or tensor._version != version:
             which = "this parameter, to which it was assigned," if change else "the tensor that was assigned to .data"
             raise RuntimeError(
-                f"{which} is changed, and both share memory only where parameters are in memory: assign a clone(), or "
-                "delete the other one before"
+                f"{which} is changed, but the two share memory only if parameters are in memory: assign a clone(), or "
+                "delete the assigned tensor before"
             )
 
 
@@ -94,7 +94,7 @@ class Residents(Residency[Resident]):
         handle: moves the bytes.
     """
 
-    _closed_error = "what holds these tensors on storage was closed"
+    _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
 
     def __init__(

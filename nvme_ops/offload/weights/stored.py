@@ -155,7 +155,7 @@ class StoredTensor(OffloadedTensor):
 
     def _viewed(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StoredTensor | list[StoredTensor]:
         if self._is_part and func is aten.as_strided.default:  # it may reach beyond the part
-            raise RuntimeError(f"{func}: of a part of a weight that is streamed: apply it to the whole weight")
+            raise RuntimeError(f"{func}: not for a part of a weight that is streamed: apply it to the whole weight")
         return super()._viewed(func, args, kwargs)
 
     def _lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:

@@ -156,7 +156,7 @@ class SwappedTensor(OffloadedTensor):
     def _assign(self, value: torch.Tensor) -> None:
         """Replaces the values by those of another tensor; existing views keep the old ones."""
         if value.device != self.device:
-            raise RuntimeError(f"data: the parameter is on {self.device}, and what is assigned on {value.device}")
+            raise RuntimeError(f"data: the parameter is on {self.device}, and the assigned tensor on {value.device}")
         if isinstance(value, SwappedTensor) and value._copy is None:
             made = value._derived(value._outline)
         else:

@@ -149,8 +149,8 @@ class Window(Residency[_Weight]):
     def _prepare(self, entry: _Weight) -> None:
         if entry.nbytes > self._memory.nbytes:
             raise MemoryError(
-                f"a weight of {size_words(entry.source.nbytes)} is used as a whole, and the memory_budget leaves "
-                f"{size_words(self._memory.nbytes)} for such"
+                f"a weight of {size_words(entry.source.nbytes)} is used as a whole, but the memory_budget leaves "
+                f"only {size_words(self._memory.nbytes)} for it"
             )
 
     def _allocate(self, entry: _Weight) -> torch.Tensor | None:
