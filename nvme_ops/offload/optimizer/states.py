@@ -605,8 +605,9 @@ class States:
                 self._flush, self._durable = None, named
                 self._free_third_places()
             else:
-                flushed, self._flush = self._durable, None
-                self._failed = {chunk: each for chunk, each in self.current.items() if each.slot != flushed.get(chunk)}
+                durable = self._durable
+                self._failed = {chunk: each for chunk, each in self.current.items() if each.slot != durable.get(chunk)}
+                self._flush = None
                 note(
                     flush.failure,
                     f"{flush.what} is not durable; the next step(), save_states() or close() writes its states anew",
