@@ -1,4 +1,4 @@
-"""Joins several transfers into one operation, with an action at its end; keeps and compares checksums."""
+"""Joins several transfers into one operation, with an action at its end."""
 
 from __future__ import annotations
 
@@ -7,18 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import torch
-
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
-from nvme_ops.memory.pieces import checksums_anywhere
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
-    from nvme_ops.storage.striped import Piece, StripedSlabs
 
 
 Finish = Callable[..., object]
@@ -161,33 +155,3 @@ def joined(transfers: list[IoFuture]) -> IoFuture:
     if len(transfers) == 1:
         return transfers[0]
     return IoFuture(as_operation(JoinedOperation(list(transfers), lambda _: None)))
-
-
-class StoredBytes(Protocol):
-    """Bytes on storage, with their CRC-32C if that is kept."""
-
-    pieces: list[Piece]
-    checksum: int | None
-
-
-def write(
-    slabs: StripedSlabs,
-    stored: StoredBytes,
-    memory: torch.Tensor,
-    transfers: list[IoFuture],
-    priority: Priority,
-    *,
-    checksum: bool,
-) -> None:
-    """Starts to write a contiguous tensor, and computes its ``checksum`` meanwhile."""
-    slabs.move(stored.pieces, memory, transfers, write=True, priority=priority)
-    if checksum:
-        stored.checksum = checksums_anywhere([memory])[0]
-
-
-def compare(
-    failure: BaseException | None, slabs: StripedSlabs, stored: StoredBytes, memory: torch.Tensor, names: list[str]
-) -> None:
-    """Raises ChecksumError with these names if a read has not failed and ``memory`` differs from what was written."""
-    if failure is None and stored.checksum is not None and checksums_anywhere([memory])[0] != stored.checksum:
-        raise ChecksumError(slabs.paths[stored.pieces[0].folder] if stored.pieces else "", names)

@@ -19,7 +19,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense, is_plain
 from nvme_ops.memory.pool import Pool
-from nvme_ops.storage.joined import JoinedOperation, as_operation, compare, write
+from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
@@ -245,7 +245,7 @@ class TensorStore(Closing):
             transfers: list[IoFuture] = []
             operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
-                write(self._slabs, value, source, transfers, priority, checksum=self._checksums)
+                self._slabs.write(value, source, transfers, priority, self._checksums)
             except BaseException:  # some transfers may be in flight
                 operation.retrieved = True
                 operation.trouble = RuntimeError("put() failed")  # the exception itself would keep its callers' frames
@@ -375,7 +375,7 @@ class TensorStore(Closing):
         out: torch.Tensor | None,
     ) -> None:
         """Compares the checksum of what was read, and copies it to ``out``."""
-        compare(failure, self._slabs, value, source, [key])
+        self._slabs.compare(failure, value, source, [key])
         if failure is None and out is not None:
             copy(out.detach(), target)
 

@@ -8,16 +8,18 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
 from nvme_ops._native import native
 from nvme_ops.durable import sync
 from nvme_ops.engine import Priority
+from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.carve import dense_bytes
+from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.ring import InFlight
 from nvme_ops.settings import PAGE, STRIPE
 from nvme_ops.storage.session import Session
@@ -120,6 +122,13 @@ class Piece(NamedTuple):
     extent: Extent
 
 
+class StoredBytes(Protocol):
+    """Bytes on storage, with their CRC-32C if that is kept."""
+
+    pieces: list[Piece]
+    checksum: int | None
+
+
 class StripedSlabs:
     """Allocates extents for tensors in several files, and moves their bytes.
 
@@ -194,6 +203,21 @@ class StripedSlabs:
             submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
             part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
             transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
+
+    def write(
+        self, stored: StoredBytes, memory: torch.Tensor, transfers: list[IoFuture], priority: Priority, checksum: bool
+    ) -> None:
+        """Starts to write a contiguous tensor, and computes its ``checksum`` meanwhile."""
+        self.move(stored.pieces, memory, transfers, write=True, priority=priority)
+        if checksum:
+            stored.checksum = checksums_anywhere([memory])[0]
+
+    def compare(
+        self, failure: BaseException | None, stored: StoredBytes, memory: torch.Tensor, names: list[str]
+    ) -> None:
+        """Raises ChecksumError with these names if a read succeeded and ``memory`` differs from what was written."""
+        if failure is None and stored.checksum is not None and checksums_anywhere([memory])[0] != stored.checksum:
+            raise ChecksumError(self.paths[stored.pieces[0].folder] if stored.pieces else "", names)
 
     def move_all(
         self, moves: Iterable[tuple[Piece, torch.Tensor]], transfers: list[IoFuture], write: bool, priority: Priority

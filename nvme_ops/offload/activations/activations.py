@@ -26,7 +26,7 @@ from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency import Residency
-from nvme_ops.storage.joined import JoinedOperation, as_operation, compare, joined, write
+from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
@@ -339,7 +339,7 @@ class Activations(Residency[Unit]):
         transfers: list[IoFuture] = []
         try:
             unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
-            write(self._files, unit.stored, memory, transfers, Priority.WRITEBACK, checksum=self._checksums)
+            self._files.write(unit.stored, memory, transfers, Priority.WRITEBACK, self._checksums)
             unit.writing = transfers[0] if len(transfers) == 1 else joined(transfers)
         except BaseException as error:
             for each in transfers:
@@ -453,7 +453,7 @@ class Activations(Residency[Unit]):
         self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
         if stored.checksum is None:
             return memory, transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
-        compared = JoinedOperation(transfers, compare, self._files, stored, memory, [])
+        compared = JoinedOperation(transfers, self._files.compare, stored, memory, [])
         return memory, IoFuture(as_operation(compared)), entry.nbytes
 
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
