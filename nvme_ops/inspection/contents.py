@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -47,19 +47,16 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
 
 def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
     """Returns the names of what is damaged: bytes that do not match their checksums. Skips tensors without one."""
-    wrong = list(found.damaged)
-    for path, items in itertools.groupby(found.items, lambda item: item.path):
+    wrong, ring = list(found.damaged), Ring()
+    for path, group in itertools.groupby(found.items, lambda item: item.path):
+        items = [(item, item.checksum) for item in group if item.checksum is not None]
+        owners = [number for number, (item, _) in enumerate(items) for _ in range(0, item.bytes, ring.piece)]
+        values = [0] * len(items)
         with opened(path) as fd:
-            for item in items:
-                if item.checksum is None:
-                    continue
-                kind, expected = item.checksum
-                value = 0
-                for piece in _pieces(fd, item):
-                    value = checksum_of(piece, kind, value)
-                    on_progress(piece.numel())
-                if value != expected:
-                    wrong.append(item.name)
+            for number, piece in zip(owners, _pieces(ring, fd, [item for item, _ in items]), strict=True):
+                values[number] = checksum_of(piece, items[number][1][0], values[number])
+                on_progress(piece.numel())
+        wrong += [item.name for (item, (_, expected)), value in zip(items, values, strict=True) if value != expected]
     return wrong
 
 
@@ -76,14 +73,19 @@ def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda 
     others = {item.name: item for item in theirs}
     names = {item.name for item in ours}
     result.only_second = [name for name in others if name not in names]
+    pairs: list[tuple[Item, Item]] = []
     for item in ours:
         other = others.get(item.name)
         if other is None:
             result.only_first.append(item.name)
         elif (_in_torch(item.dtype), item.shape) != (_in_torch(other.dtype), other.shape):
             result.described.append(f"{item.name}: {item.dtype} {list(item.shape)}, {other.dtype} {list(other.shape)}")
-        elif item.bytes != other.bytes or not _same(item, other, on_progress):
+        elif item.bytes != other.bytes:
             result.values.append(item.name)
+        else:
+            pairs.append((item, other))
+    for _, group in itertools.groupby(pairs, lambda pair: (pair[0].path, pair[1].path)):
+        result.values += _different(list(group), on_progress)
     return result
 
 
@@ -92,15 +94,20 @@ def _in_torch(dtype: str) -> str:
     return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
 
 
-def _same(item: Item, other: Item, on_progress: OnProgress) -> bool:
-    with opened(item.path) as fd, opened(other.path) as other_fd:
-        same = True
-        for piece, against in zip(_pieces(fd, item), _pieces(other_fd, other), strict=True):
-            same = same and torch.equal(piece, against)
+def _different(pairs: Sequence[tuple[Item, Item]], on_progress: OnProgress) -> list[str]:
+    """Returns the names of items of one file whose bytes differ from those of their counterparts in another file."""
+    ring, different = Ring(), dict[str, None]()  # in order
+    ours, theirs = [item for item, _ in pairs], [other for _, other in pairs]
+    owners = [item.name for item in ours for _ in range(0, item.bytes, ring.piece)]
+    with opened(ours[0].path) as fd, opened(theirs[0].path) as other_fd:
+        found = zip(owners, _pieces(ring, fd, ours), _pieces(Ring(), other_fd, theirs), strict=True)
+        for name, piece, against in found:
+            if name not in different and not torch.equal(piece, against):
+                different[name] = None
             on_progress(piece.numel())
-        return same
+    return list(different)
 
 
-def _pieces(fd: int, item: Item) -> Iterator[torch.Tensor]:
-    """Yields the bytes of an item, each piece valid until the next."""
-    return Ring().read(shared_handle(), [Place(fd, item.start, item.bytes)])
+def _pieces(ring: Ring, fd: int, items: Sequence[Item]) -> Iterator[torch.Tensor]:
+    """Yields the bytes of the items, each piece valid until the next."""
+    return ring.read(shared_handle(), [Place(fd, item.start, item.bytes) for item in items])
