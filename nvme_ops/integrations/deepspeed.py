@@ -54,8 +54,8 @@ def install() -> None:
     numbers = Version(version).release[:2]
     builders = importlib.import_module(_MODULE)
     if not _KNOWN[0] <= numbers < _KNOWN[1] or not hasattr(builders, _BUILDERS[0]):
-        known = " up to before ".join(".".join(map(str, each)) for each in _KNOWN)
-        raise RuntimeError(f"DeepSpeed {version} is not known here: {known} is")
+        known = " to before ".join(".".join(map(str, each)) for each in _KNOWN)
+        raise RuntimeError(f"DeepSpeed {version} is not supported, only versions from {known}")
     for name in _BUILDERS:
         theirs, ours = getattr(builders, name, None), getattr(op_builder, name)
         if not isinstance(theirs, type) or theirs.__name__ != name:  # the accelerator has no such op

@@ -157,13 +157,13 @@ class NvmeTraining:
         """Makes the trainer's own optimizer and, since that has no states yet, one like it with states on storage."""
         trainer, given = self._trainer, self._trainer.optimizer
         made = own(*args, **kwargs)
-        if self._undo is None or self._optimizer_budget is None or _inner(made) is self._optimizer:
+        if self._undo is None or self._optimizer_budget is None or _unwrapped(made) is self._optimizer:
             return made
         trainer.optimizer = given  # in case the new one is refused
         _require_movable(trainer, made)
-        if not isinstance(_inner(made), NvmeOptimizer):
+        if not isinstance(_unwrapped(made), NvmeOptimizer):
             self._close_optimizer()
-            self._given, self._optimizer = given, self._moved(_inner(made))
+            self._given, self._optimizer = given, self._with_states_on_storage(_unwrapped(made))
             if given is None:
                 made.state.clear()  # Adagrad has states from the start
             made = self._optimizer
@@ -179,7 +179,7 @@ class NvmeTraining:
 
     def _on_log(self, own: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Logs what was moved, too, but does not leave it in ``logs``: metrics of an evaluation may be added up."""
-        used = {"optimizer": _of_nvme(self._trainer), "activations": self._saving}
+        used = {"optimizer": _nvme_optimizer(self._trainer), "activations": self._saving}
         moved = {
             f"nvme_{name}_bytes_{way}": getattr(each.stats(), f"bytes_{way}")
             for name, each in used.items()
@@ -191,7 +191,7 @@ class NvmeTraining:
         logs.update({name: value for name, value in logged.items() if name not in moved})
 
     def _on_save_optimizer_and_scheduler(self, own: Any, output_dir: str) -> None:
-        found = _of_nvme(self._trainer)
+        found = _nvme_optimizer(self._trainer)
 
         def write(folder: str) -> None:
             if self._trainer.args.should_save:
@@ -202,11 +202,11 @@ class NvmeTraining:
         if found is None or not self._checkpoints:
             own(output_dir)
         else:
-            _as_base(self._trainer, own, write, output_dir)
+            _instead_of_base(self._trainer, own, write, output_dir)
 
     def _on_load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
         """Loads the states chunk by chunk; the trainer would load all at once, each rank to its device."""
-        found = _of_nvme(self._trainer)
+        found = _nvme_optimizer(self._trainer)
         files = [os.path.join(checkpoint, name) for name in _FILES] if checkpoint else []
 
         def read(_: str | None) -> None:
@@ -216,7 +216,7 @@ class NvmeTraining:
         if found is None or not files or not all(map(os.path.isfile, files)):
             own(checkpoint)
         else:
-            _as_base(self._trainer, own, read, checkpoint)
+            _instead_of_base(self._trainer, own, read, checkpoint)
 
     # Storage
 
@@ -230,7 +230,7 @@ class NvmeTraining:
             undo.callback(self._close_optimizer)
             self._undo = undo.pop_all()
 
-    def _moved(self, made: torch.optim.Optimizer) -> NvmeOptimizer:
+    def _with_states_on_storage(self, made: torch.optim.Optimizer) -> NvmeOptimizer:
         known = inspect.signature(type(made)).parameters
         options: dict[str, Any] = {name: value for name, value in made.defaults.items() if name in known}
         groups = [dict(group) for group in made.param_groups]  # schedulers write to them
@@ -239,7 +239,7 @@ class NvmeTraining:
 
     def _close_optimizer(self) -> None:
         if self._optimizer is not None:
-            if _of_nvme(self._trainer) is self._optimizer:
+            if _nvme_optimizer(self._trainer) is self._optimizer:
                 self._trainer.optimizer = self._given
             optimizer, self._optimizer, self._given, self._ended = self._optimizer, None, None, True
             optimizer.close()
@@ -250,7 +250,7 @@ class NvmeTraining:
             undo.close()
 
 
-def _as_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any) -> None:
+def _instead_of_base(trainer: Any, own: Any, ours: Callable[[Any], None], argument: Any) -> None:
     """Calls ``ours`` instead of Trainer's method; if a subclass overrides that, when its method calls it."""
     theirs = getattr(own, "__func__", None)
     name = getattr(theirs, "__name__", "")
@@ -276,20 +276,20 @@ def _offloading(arguments: Any) -> str:
     return ""
 
 
-def _inner(optimizer: Any) -> Any:
+def _unwrapped(optimizer: Any) -> Any:
     """Returns the optimizer inside accelerate's wrapper, if it has one."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _of_nvme(trainer: Any) -> NvmeOptimizer | None:
+def _nvme_optimizer(trainer: Any) -> NvmeOptimizer | None:
     """Returns the trainer's optimizer if it is an ``NvmeOptimizer``, made by ``use_nvme`` or by the user."""
-    found = _inner(trainer.optimizer)
+    found = _unwrapped(trainer.optimizer)
     return found if isinstance(found, NvmeOptimizer) else None
 
 
 def _require_movable(trainer: Any, optimizer: Any) -> None:
     """Raises TypeError or ValueError for an optimizer that cannot be moved, or that would train to other values."""
-    inner = _inner(optimizer)
+    inner = _unwrapped(optimizer)
     if isinstance(inner, NvmeOptimizer):
         if inner._overlap and (trainer.args.max_grad_norm or trainer.args.gradient_accumulation_steps > 1):
             raise ValueError(

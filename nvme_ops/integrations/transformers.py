@@ -51,7 +51,7 @@ def install() -> None:
     version = importlib.import_module("transformers").__version__
     module = importlib.import_module(_MODULE)
     if missing := [name for name in _OURS if not hasattr(module, name)]:
-        raise RuntimeError(f"transformers {version} has no {_MODULE}.{missing[0]}: not known here")
+        raise RuntimeError(f"transformers {version} has no {_MODULE}.{missing[0]}: it is not supported")
     for name, ours in _OURS.items():
         if getattr(module, name) is not ours:
             _before[name] = getattr(module, name)

@@ -70,7 +70,7 @@ def parser() -> argparse.ArgumentParser:
     what("--validate", action="store_true", help="handles read again what they moved and compare")
     words = "a file for every pass"
     what("--different_file_each_iteration", dest="different_files", action="store_true", help=words)
-    what("--cached", action="store_true", help="read a file that lies in the page cache")
+    what("--cached", action="store_true", help="read a file that is in the page cache")
     how = made.add_argument_group("how").add_argument
     how("--block_size", type=size, default="1M", metavar="SIZE", help="bytes of one request (default 1M)")
     how("--queue_depth", type=positive, default=128, metavar="N", help="requests in flight (default 128)")

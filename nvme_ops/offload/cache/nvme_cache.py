@@ -76,7 +76,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             MemoryError: the layer in use does not fit the budget; the message says how much is needed.
             OSError: the disk is full (ENOSPC), or a file cannot be read or written.
-            RuntimeError: gradients are required.
+            RuntimeError: gradients are required; the process is a forked child.
             ValueError: the cache is closed, or the shape is not that of the tokens before.
         """
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):

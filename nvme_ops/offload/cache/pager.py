@@ -120,7 +120,7 @@ class Pager(Closeable):
     # Called by the cache
 
     def use(self, layer: PagedLayer) -> None:
-        """Notes that this layer is in use until another one is. Raises ValueError if the cache is closed."""
+        """Notes that this layer is in use until another one is. Raises as ``require_open`` does."""
         self.require_open()
         if layer not in self._layers:
             self._layers.append(layer)
