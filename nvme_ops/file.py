@@ -66,6 +66,7 @@ def open(  # noqa: A001  (used as nvme_ops.open)
         handle: the handle that makes the transfers; one that the whole process shares when None.
 
     Raises:
+        TypeError: a mode that is not a str.
         ValueError: an unknown mode, or a URL.
         OSError: the file cannot be opened, or is a pipe.
     """
@@ -95,6 +96,8 @@ class File(_RawFile):
     ) -> None:
         self._fd = -1
         super().__init__()
+        if not isinstance(mode, str):
+            raise TypeError(f"mode must be a str, not {type(mode).__name__}")
         plain = mode.replace("b", "", 1)
         if isinstance(path, str) and (found := URL.match(path)):
             raise ValueError(f"{path}: {found[0]} is no local file: copy it to one, or mount it")

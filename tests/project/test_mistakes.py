@@ -54,6 +54,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.open('missing')", FileNotFoundError, "'missing'"),
     ("nvme_ops.open('dir')", IsADirectoryError, "'dir'"),
     ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
+    ("nvme_ops.open('x', None)", TypeError, "mode must be a str, not NoneType"),
     ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
     # Checkpoints
     ("nvme_ops.save('x.pt', m)", TypeError, r"path must be a str .* not Linear: save\(obj, path\)"),
