@@ -223,7 +223,7 @@ class AsyncLog(Closing):
             return not self._ended
 
     def _write(self, records: list[bytes]) -> None:
-        """Makes records durable; removes those that are from the list."""
+        """Writes records durably; removes the durable ones from the list."""
         self._written = _NOTHING
         for block in list(blocks(records)):
             if self._segment is None:

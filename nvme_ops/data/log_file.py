@@ -219,9 +219,9 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
 
 
 def _end_by_head(file: File, damaged: int, nbytes: int) -> int | None:
-    """Returns where a damaged block ends, None if its head is not credible.
+    """Returns where a damaged block ends; None if its head is not credible.
 
-    It is better than a search, which finds also what looks like a block within a record.
+    A search for the next block could find bytes within a record that look like one.
     """
     head = _read_at(file, damaged, _HEAD.size)
     magic, _, count, payload = _HEAD.unpack(head.ljust(_HEAD.size, b"\0"))

@@ -290,7 +290,7 @@ def _lock(task: Task) -> bool:
 
 
 def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
-    """Returns what would make a handle faster but the system refuses, each with the fix."""
+    """Returns what the system refuses a handle that would be faster with it, each with the fix."""
     host = Host()
     found = []
     if wanted := os.environ.get("NVME_OPS_BACKEND"):

@@ -25,7 +25,7 @@ Variant = tuple[list[str], str]  # options, and in words what they do without
 
 
 def variants(shape: list[str]) -> list[Variant]:
-    """Returns fio's options with ``shape`` (block size, depth): those that are fastest first, then fallbacks."""
+    """Returns options for ``shape`` (block size, depth), with the memory that is fastest first, then with fallbacks."""
     return [
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge", "--fixedbufs=1"], ""),
         (["--ioengine=io_uring", *shape, "--iomem=mmaphuge"], "without fixedbufs (memlock limit)"),

@@ -133,7 +133,7 @@ class _Case:
         return rate_words(self.medians[name])
 
     def findings(self) -> list[Finding]:
-        """Returns each finding once, those that cost most first."""
+        """Returns each finding once, the most costly first."""
         found = [*self._memory(), *self._lanes()]
         found += self._above_own(bool(found))
         greatest = {finding.name: finding for finding in sorted(found, key=lambda finding: finding.share)}

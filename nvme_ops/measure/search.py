@@ -238,7 +238,7 @@ SWEPT: dict[str, tuple[str, Callable[[str], Any]]] = {
 
 
 def swept(name: str, values: Iterable[object]) -> Axis:
-    """Returns the axis of a name in ``SWEPT``, with each value once. Raises ValueError, which says what is wrong."""
+    """Returns the axis of a name in ``SWEPT``, with each value once. Raises ValueError for an invalid value."""
     setting, parse = SWEPT[name]
     try:
         return Axis(setting, list(dict.fromkeys(parse(str(value)) for value in values)))

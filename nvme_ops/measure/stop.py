@@ -107,7 +107,7 @@ def _setpriv() -> str:
 
 
 def serve_parent() -> None:
-    """Makes this process of multiprocessing end with its parent, and leaves signals from the terminal to that.
+    """Makes this process of multiprocessing end with its parent, and ignore Ctrl-C, which the parent handles.
 
     It gets a process group of its own, which includes what it starts: ``kill_group`` ends them together.
     """

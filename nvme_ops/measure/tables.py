@@ -146,7 +146,7 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
 
 
 def used_columns(rows: Iterable[Cells]) -> list[Cells]:
-    """Returns the rows with the first column and those that any row fills."""
+    """Returns the rows without columns that are empty in all of them; the first column stays."""
     rows = list(rows)
     first, *names = dict.fromkeys(name for row in rows for name in row) or [""]
     kept = [first, *(name for name in names if any(row.get(name, "-") not in ("", "-") for row in rows))]

@@ -235,7 +235,7 @@ def dictionary_of(identity: Identity, settings: Mapping[str, Any], given: Mappin
 
 
 def forget() -> None:
-    """Makes new handles start with what is in files only; existing ones retain what they know."""
+    """Makes new handles know only what is stored in files; existing ones retain what they know."""
     _dictionaries.clear()
 
 

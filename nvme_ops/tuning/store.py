@@ -121,7 +121,7 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
 
 
 def sound(found: Any, check: Callable[[Any], object]) -> bool:
-    """Returns whether a section in what ``changing`` yields is present and undamaged."""
+    """Returns whether a section from ``changing`` is present and undamaged."""
     return found is not None and not _problem(check, found)
 
 

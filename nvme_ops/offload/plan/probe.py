@@ -76,7 +76,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
 
 
 def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rates:
-    """Measures the rates of weights from storage, and from host memory to an accelerator.
+    """Measures how fast weights come from storage, and from host memory to an accelerator.
 
     Args:
         files: those of the model, which are read.
