@@ -23,6 +23,6 @@ def test_what_is_short_shows_nothing(capsys: pytest.CaptureFixture[str]) -> None
 def test_what_is_long_shows_a_line_now_and_then(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "_NOW_AND_THEN", 0.0)
+    monkeypatch.setattr(progress, "_LINE_INTERVAL", 0.0)
     work()
     assert capsys.readouterr().err == "1 of 3: part 0\n2 of 3: part 1\n3 of 3: part 2\nverify: 50 %\n"

@@ -229,7 +229,7 @@ LIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "the directory's length": (lambda path: end_of(path, 12, "<I", 10**6), "cut short"),
     "the directory's place": (lambda path: end_of(path, 16, "<I", 2**32 - 2), "overlap"),
     "a directory in the data": (lambda path: end_of(path, 16, "<I", 3), "overlap"),
-    "an entry's size": (lambda path: set_entry(path, "archive/data/0", SIZE, 99), "99 bytes are said"),
+    "an entry's size": (lambda path: set_entry(path, "archive/data/0", SIZE, 99), "says that 99 bytes are stored"),
     "an entry's place": (lambda path: set_entry(path, "archive/data/0", HEADER, 5), "overlap"),
     "a place beyond the file": (lambda path: set_entry(path, "archive/data/0", HEADER, 10**6), "the zip directory"),
     "two entries in one place": (lambda path: set_entry(path, "archive/data/1", HEADER, 0), "overlap"),
@@ -261,7 +261,7 @@ def test_names_that_come_twice(folder: Path) -> None:
 def test_a_header_that_is_another_one(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data.replace(b"archive/data/1", b"archive/data/9", 1))
-    with pytest.raises(FormatError, match="'data/1': there is no header"):
+    with pytest.raises(FormatError, match="'data/1': its header is not at byte"):
         load(small)
     moved = bytearray(data)
     struct.pack_into("<H", moved, moved.index(b"archive/data/1") - 2, 60_000)
