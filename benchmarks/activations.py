@@ -72,7 +72,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
     path = command.data_file(scratch, GIB)
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
     bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown)
-    run.measure([*rows, bound])
+    run.measure([*rows, bound], warmups=0)  # each pass is a new process, whose first step is not counted
     add_bounds(rows, bound, "read and written")
     title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
     return Table(net, title, "samples/s", [*rows, bound], MEMORY, _COLUMNS)

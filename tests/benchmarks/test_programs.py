@@ -55,9 +55,9 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "checkpoint": ("--size 64M --state_dict large", list(checkpoint.GROUPS)),
     "fresh_process": ("--size 8M --only locked", ["locked"]),
     "tuning": ("--size 32M --repetitions 1 --seconds 0.5 --sweep-rounds 1", ["winners", "sweep"]),
-    # each net saves more than the budget and what may be on its way, so that something has to be written
+    # the net saves more than the budget and what may be on its way, so that something has to be written
     "activations": (
-        "--size 1G --steps 1 --budget 4M --batch 16 --batch-of-transformer 2 --most 2", list(activations.GROUPS)
+        "--size 1G --steps 1 --budget 4M --batch 16 --most 2 --only convolutional largest", ["convolutional", "largest"]
     ),
     "adaptive": ("--size 16M --sizes 4K 1M", [group for group in adaptive.GROUPS for _ in range(2)]),
     "data": ("--size 4M --sizes 4K --workers 1 --records 5000 --log-records 1000", ["random", "index", "log"]),
