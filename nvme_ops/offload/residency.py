@@ -68,7 +68,7 @@ class Entry:
 
     memory: torch.Tensor | None = None  #: its bytes, complete once ``arriving`` has ended
     values: torch.Tensor | None = None  #: the tensor over ``memory``
-    own = 0  #: how many tensors over this memory the residency itself holds
+    own_tensors = 0  #: over this memory, held by the residency itself
     arriving: IoFuture | None = None
     writing: IoFuture | None = None
     changed = False  #: the values in memory are not those on storage
@@ -83,7 +83,7 @@ class Entry:
         for transfer in (self.arriving, self.writing):
             if transfer is not None:
                 transfer.done()  # one that has ended releases its tensors when it is asked
-        return self.values is not None and tensors_over(self.values) > self.own
+        return self.values is not None and tensors_over(self.values) > self.own_tensors
 
 
 E = TypeVar("E", bound=Entry)
@@ -165,7 +165,7 @@ class Residency(Closeable, Generic[E]):
     def _read(self, entry: E, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None, int]:
         """Starts to fill the memory of an entry; returns the tensor over it, the transfer if any, and the bytes read.
 
-        Sets ``entry.own``.
+        Sets ``entry.own_tensors``.
         """
         raise NotImplementedError
 
@@ -175,7 +175,7 @@ class Residency(Closeable, Generic[E]):
     def _note_use(self, use: Any) -> None:
         """Records a use, and reads ahead."""
 
-    def _has_arrived(self, entry: E) -> None:
+    def _complete_arrival(self, entry: E) -> None:
         """Completes an entry whose bytes have arrived. Called with the lock."""
 
     def _changes(self, entry: E, values: torch.Tensor) -> bool:
@@ -213,7 +213,7 @@ class Residency(Closeable, Generic[E]):
             try:
                 if values is None:
                     self._wait_for_memory(entry, patience, seen)
-                elif (arriving is None or self._arrived(entry, arriving, demanded)) and (
+                elif (arriving is None or self._await_arrival(entry, arriving, demanded)) and (
                     not change or self._changes(entry, values)
                 ):
                     if (arrival := entry.arrival) is not None:
@@ -273,7 +273,7 @@ class Residency(Closeable, Generic[E]):
                     return memory
         return None
 
-    def _arrived(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
+    def _await_arrival(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
         """Waits for an entry to arrive. Returns False if a prefetch has failed: it is retried on demand."""
         begin = time.perf_counter()
         failure = arriving.exception()
@@ -292,7 +292,7 @@ class Residency(Closeable, Generic[E]):
         with self._lock:
             if entry.arriving is arriving:
                 entry.arriving = None
-                self._has_arrived(entry)
+                self._complete_arrival(entry)
             self._stats.seconds_waited += time.perf_counter() - begin
         return True
 

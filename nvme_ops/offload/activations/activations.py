@@ -144,7 +144,7 @@ class Activations(Residency[Unit]):
             with self._lock:
                 memory, arriving, demanded = self._take(unit)
             try:
-                if arriving is None or self._arrived(unit, arriving, demanded):
+                if arriving is None or self._await_arrival(unit, arriving, demanded):
                     break
             except Exception as error:
                 del memory

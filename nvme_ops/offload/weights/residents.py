@@ -255,7 +255,7 @@ class Residents(Residency[Resident]):
         self._order.use(use)
         self._read_ahead()
 
-    def _has_arrived(self, entry: Resident) -> None:
+    def _complete_arrival(self, entry: Resident) -> None:
         if entry.scale is not None and entry.values is not None:
             entry.values.mul_(entry.scale)
             self._note_computed(entry)
@@ -275,7 +275,7 @@ class Residents(Residency[Resident]):
         self, entry: Resident, memory: torch.Tensor, priority: Priority
     ) -> tuple[torch.Tensor, IoFuture | None, int]:
         values = memory.view(entry.dtype).as_strided(entry.shape, entry.stride).detach()
-        entry.own = tensors_over(values)
+        entry.own_tensors = tensors_over(values)
         if not entry.stored:
             values.zero_()
             entry.changed = True

@@ -115,7 +115,7 @@ class Window(Residency[_Weight]):
         weight = self._weight(source)
         while (found := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
             values, arriving, demanded = found
-            if arriving is None or self._arrived(weight, arriving, demanded):
+            if arriving is None or self._await_arrival(weight, arriving, demanded):
                 return values[list(indices)]
         row = source.nbytes // source.shape[0]
         memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self._device)
