@@ -62,9 +62,8 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
                     raise
                 _compile(folder, recipe, recipe.sources)  # uniting is an optimization and must not cause failures
     except (RuntimeError, OSError, ImportError) as error:
-        output = (
-            f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)
-        )  # with the loader's message
+        # the cause of an OSError is the message of the loader
+        output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)
         kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
         raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
     library = cache.CacheEntry(folder, recipe.name).library

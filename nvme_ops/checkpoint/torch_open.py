@@ -97,7 +97,10 @@ def verify_others(archive: Archive) -> None:
 
 
 def verify_by_zipfile(file: TorchFile) -> None:
-    """Verifies a compressed archive. Raises ChecksumError, and ValueError if the file has no checksums."""
+    """Verifies an archive that only torch's own reader can read.
+
+    Raises FormatError, ChecksumError, and ValueError for a file that is not an archive, which has no checksums.
+    """
     if not is_zip(file.fd):
         raise ValueError(
             f"{file.path} has no checksums to verify: torch wrote it before version 1.6, or in that format"
