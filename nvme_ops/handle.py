@@ -59,8 +59,8 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         overlap_events: refill the queue after every completion, instead of after an eighth of the queue: the queue
             stays fuller, at a higher CPU cost. It never drains either way.
         intra_op_parallelism: number of lanes, each with its own queue and thread, among which a transfer is divided.
-            None, automatic: two for a read of 64 MiB or more that the page cache has, up to four if it is for an
-            accelerator, otherwise one.
+            None, automatic: two for a read of 64 MiB or more that the page cache has, up to four for a read of any
+            size that it has for an accelerator, otherwise one.
         num_threads: another name for ``intra_op_parallelism``.
         backend: ``"io_uring"``, ``"libaio"`` or ``"threads"``; by default ``NVME_OPS_BACKEND``, else the first of
             these that works here.

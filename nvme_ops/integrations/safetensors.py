@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,9 +16,6 @@ from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.publication import open_to_read
-
-if TYPE_CHECKING:
-    pass
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 

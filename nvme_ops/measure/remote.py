@@ -162,7 +162,7 @@ def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], 
 
 
 def _answer(row: Row, command: str) -> Any:
-    """Runs a command; here, too, is the page cache checked, since only this process may know the file."""
+    """Runs a command; this process checks the page cache, too, since it may be the only one that knows the file."""
     if command == "blocks" and row.blocks is None:
         return None
     return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()

@@ -91,7 +91,7 @@ def deferred() -> Iterator[None]:
 def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
     """Returns a command that runs ``command`` and gets the signal ``end`` when the thread that starts it ends or dies.
 
-    Returns ``command`` without util-linux's setpriv. A ``preexec_fn`` instead would cost a copy of all page tables.
+    Without util-linux's setpriv, returns ``command`` itself. A ``preexec_fn`` would cost a copy of all page tables.
     """
     found = _setpriv()
     return [found, "--pdeathsig", end, "--", *command] if found else list(command)

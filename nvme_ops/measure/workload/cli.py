@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
     add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
-    words = f"about, of a data set; {LEAST_BATCHES} batches at least, {_MOST_SAMPLES:,} samples at most (default 2G)"
+    words = f"about, for a data set: {LEAST_BATCHES} batches at least, {_MOST_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
     add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
     add("--seconds", type=float, default=2.0, metavar="S", help="least duration of a measurement (default 2)")
