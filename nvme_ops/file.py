@@ -297,7 +297,8 @@ class File(_RawFile):
                         os.close(fd)
 
     def __del__(self) -> None:
-        if not self.closed and self._fd >= 0:
+        # at Python's end its modules may be gone; what was written is in the file by then
+        if warnings is not None and not self.closed and self._fd >= 0:
             warnings.warn(f"unclosed file {self!r}", ResourceWarning, stacklevel=2, source=self)
             self.close()
 

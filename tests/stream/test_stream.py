@@ -9,6 +9,8 @@ import pickle
 import random
 import resource
 import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -336,6 +338,14 @@ def test_a_file_that_is_dropped_is_written_with_a_warning_and_its_error_is_told(
         del file
         gc.collect()
     assert [type(error) for error in unraisable] == [OSError]
+
+
+def test_a_file_that_is_open_when_python_ends_is_written_and_nothing_is_printed(path: Path) -> None:
+    program = "import sys, nvme_ops; file = nvme_ops.open(sys.argv[1], 'w'); file.write(b'x' * 1000)"
+    done = subprocess.run(
+        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=240, check=True
+    )
+    assert (path.read_bytes(), done.stderr) == (b"x" * 1000, "")
 
 
 def test_a_signal_handler_that_uses_the_file_while_it_is_at_work_is_told(path: Path) -> None:
