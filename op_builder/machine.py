@@ -190,8 +190,9 @@ def header_flags(header: str, directories: Sequence[str]) -> list[str] | None:
     A header that only the active conda environment has is found too, with that folder searched last: the environment's
     other headers must not shadow the system's.
     """
-    if any(os.path.isfile(f"{directory}/{header}") for directory in directories):
-        return []
+    for directory in directories:
+        if os.path.isfile(f"{directory}/{header}"):
+            return []
     environment = conda_prefix()
     if environment is not None and Path(environment, "include", header).is_file():
         return ["-idirafter", str(Path(environment, "include"))]
