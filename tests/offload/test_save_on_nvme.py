@@ -111,6 +111,21 @@ def test_memory_is_bounded_and_reads_are_ahead(folder: Path) -> None:
     assert after.peak_bytes <= 6 * x.nbytes + activations._IN_FLIGHT
 
 
+@pytest.mark.parametrize("kept", [4, 12])
+def test_a_second_backward_pass_reads_ahead_too(folder: Path, kept: int) -> None:
+    """What the first one has used last leaves memory meanwhile."""
+    x = torch.randn(16, 1024, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=kept * x.nbytes) as saving:
+        y = sines(x, 40)
+    settled(saving)
+    for _ in range(3):
+        before = saving.stats()
+        y.sum().backward(retain_graph=True)
+        after = saving.stats()
+        assert after.bytes_read - before.bytes_read > (39 - kept - 4) * x.nbytes
+        assert after.bytes_on_demand == 0
+
+
 def test_what_is_still_on_its_way_is_taken_from_memory(folder: Path) -> None:
     handle = Faulty("write", "hold")
     x = torch.randn(16, 1024, requires_grad=True)

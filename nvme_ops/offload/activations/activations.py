@@ -150,8 +150,6 @@ class Activations(Residency[Unit]):
                 del memory
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
-        if unit.handed_out is None:
-            unit.handed_out = memory._version
         if is_changed(memory, unit.handed_out):
             raise modified(unit.dtype, unit.shape)
         return memory
@@ -295,32 +293,32 @@ class Activations(Residency[Unit]):
 
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
-        write, unit.writing = unit.writing, None
-        self._held[unit] = None
-        if write is not None:
-            write.request_cancel()
+        self._held[unit] = None  # first, as the write is not complete: Ctrl-C may come at any point
+        if unit.writing is not None:
+            unit.writing.request_cancel()
             self._leave(unit)
+            unit.writing = None
             self._stats.bytes_cancelled += unit.nbytes
 
     def _end_write(self, unit: Unit) -> None:
         failure = unit.writing.exception() if unit.writing is not None else None
-        unit.writing = None
         if failure is not None:
             self._leave(unit)
             unit.trouble = failure
             self._held[unit] = None  # raised later, when the budget needs its memory
-            return
-        self._stats.bytes_written += unit.nbytes
-        if unit.stored is not None:
-            unit.stored.transfers.clear()
-        self._discard(unit)
+        else:
+            if unit.stored is not None:
+                unit.stored.transfers.clear()
+            self._discard(unit)
+            self._stats.bytes_written += unit.nbytes
+        unit.writing = None  # last: until then this can be repeated
 
     def _discard(self, entry: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
         entry.is_modified()
+        entry.original = False
         super()._discard(entry)
         entry.seen.clear()
-        entry.original = False
         if entry.stored is not None:  # what has failed has its traceback, and that the graph
             entry.stored.transfers[:] = itertools.filterfalse(IoFuture.done, entry.stored.transfers)
         place = bisect.bisect_left(self._away, entry.number)
@@ -441,7 +439,6 @@ class Activations(Residency[Unit]):
     def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
-        entry.handed_out = None  # until it has arrived: copies to an accelerator count
         stored, before = entry.stored, len(entry.stored.transfers)
         try:
             self._files.move(stored.pieces, memory, stored.transfers, False, priority)
@@ -455,6 +452,10 @@ class Activations(Residency[Unit]):
             return memory, transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
         compared = JoinedOperation(transfers, self._files.compare, stored, memory, [])
         return memory, IoFuture(as_operation(compared)), entry.nbytes
+
+    def _complete_arrival(self, entry: Unit) -> None:
+        if entry.memory is not None:
+            entry.handed_out = entry.memory._version  # which counts copies to an accelerator
 
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
         """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
@@ -471,21 +472,18 @@ class Activations(Residency[Unit]):
         return self._all.nbytes <= most or self._shrink(most, lambda each: each.demanded and each.arriving is None)
 
     def _read_ahead(self, unit: Unit) -> None:
-        place = bisect.bisect_left(self._away, unit.number)
-        while place > 0:
-            place -= 1
-            other = self._units.get(self._away[place])
-            if other is None or other.memory is not None:
-                del self._away[place]
-            elif self._all.nbytes + other.nbytes > self._budget + _IN_FLIGHT and not self._has_room_for(other):
-                return
-            else:
-                del self._away[place]
+        number = unit.number
+        while (place := bisect.bisect_left(self._away, number)) > 0:
+            number = self._away[place - 1]
+            other = self._units.get(number)
+            if other is not None and other.memory is None:
+                if not self._has_room_for(other):  # units that leave for it come into the list
+                    return
                 try:
                     self._begin(other, Priority.PREFETCH)
                 except OSError:  # it is raised on demand
-                    bisect.insort(self._away, other.number)
                     return
+            del self._away[bisect.bisect_left(self._away, number)]
 
 
 def _is_full(failure: BaseException | None) -> TypeGuard[OSError]:
