@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint_sequential
 from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
+from nvme_ops.offload.activations.units import Group
 from tests.conftest import MIB, in_threads
 from tests.contract.faulty import Faulty
 from tests.offload.saving import few_in_flight, gradients, same, settled
@@ -135,6 +136,27 @@ def test_what_is_still_on_its_way_is_taken_from_memory(folder: Path) -> None:
     (found,) = torch.autograd.grad(z.sum(), x)
     stats = saving.stats()
     assert (stats.bytes_cancelled, stats.bytes_read) == (x.nbytes, 0)
+    assert torch.equal(torch.autograd.grad(sines(x, 4).sum(), x)[0], found)
+    handle.go.set()
+    saving.close()
+    assert not any(folder.iterdir())
+
+
+def test_ctrl_c_while_a_write_is_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = Faulty("write", "hold")
+    x = torch.randn(16, 1024, requires_grad=True)
+    with save_on_nvme(folder, min_bytes=1, memory_budget=0, handle=handle) as saving:
+        z = sines(x, 4)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Group, "__setitem__", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            torch.autograd.grad(z.sum(), x, retain_graph=True)
+    assert handle.under_way.is_set()
+    (found,) = torch.autograd.grad(z.sum(), x)
     assert torch.equal(torch.autograd.grad(sines(x, 4).sum(), x)[0], found)
     handle.go.set()
     saving.close()
