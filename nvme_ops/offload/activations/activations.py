@@ -477,7 +477,8 @@ class Activations(Residency[Unit]):
             number = self._away[place - 1]
             other = self._units.get(number)
             if other is not None and other.memory is None:
-                if not self._has_room_for(other):  # units that leave for it come into the list
+                room = self._budget + _IN_FLIGHT - self._all.nbytes
+                if other.nbytes > room and not self._has_room_for(other):  # units that leave for it join the list
                     return
                 try:
                     self._begin(other, Priority.PREFETCH)
