@@ -166,7 +166,8 @@ class SampleWriter:
     def close(self) -> None:
         """Makes everything durable and the store visible. Further calls do nothing.
 
-        If it fails, nothing is kept. Raises OSError; FileExistsError if there is a store by now.
+        If it fails, nothing is kept, unless the store is visible already. Raises OSError; FileExistsError if there is a
+        store by now.
         """
         if self._state == "closed":
             return
