@@ -174,7 +174,7 @@ def _activations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(activations, "GIB", 1 << 20)
     run = command.Run.__new__(command.Run)
     run.given, kept = given_of("activations", "--steps", "1"), list[Row]()
-    monkeypatch.setattr(command.Run, "measure", lambda _, rows: kept.extend(rows))
+    monkeypatch.setattr(command.Run, "measure", lambda _, rows, **__: kept.extend(rows))
     activations.net_table(run, "convolutional", str(folder))
     return kept
 

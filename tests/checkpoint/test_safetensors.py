@@ -411,7 +411,7 @@ TENSORS = {name: tensor.contiguous() for name, tensor in CHECKED.items()}
 def test_checksums_that_do_not_fit(path: Path, words: str) -> None:
     """As when a program keeps the metadata of a file of ours for other tensors."""
     their.save_file(TENSORS, path, {integrity.KEY: words})
-    with pytest.raises(FormatError, match=rf"model\.safetensors: __metadata__: {integrity.KEY} does not fit"):
+    with pytest.raises(FormatError, match=rf"model\.safetensors: __metadata__: {integrity.KEY} does not match"):
         nvme_ops.load(path, verify=True)
     assert_same(nvme_ops.load(path), CHECKED)
 

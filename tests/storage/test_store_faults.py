@@ -70,7 +70,7 @@ def test_a_checksum_that_cannot_be_made_undoes_the_put(session: Session, monkeyp
     handle = Faulty("write", "hold")
     store = TensorStore(session, checksums=True, handle=handle)
     with monkeypatch.context() as patch:
-        patch.setattr("nvme_ops.storage.joined.checksums_anywhere", refuse)
+        patch.setattr("nvme_ops.storage.striped.checksums_anywhere", refuse)
         with pytest.raises(MemoryError, match="none left"):
             store.put("a", pattern(MIB))
     assert store.bytes_in_use == MIB  # is still being written to
