@@ -89,7 +89,7 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-class Closeable:
+class Usable:
     """Base of what can be used until it is closed, and only in the process that made it."""
 
     _closed_error: ClassVar[str]
@@ -136,7 +136,7 @@ class Patience:
         return True
 
 
-class Residency(Closeable, Generic[E]):
+class Residency(Usable, Generic[E]):
     """Fetches entries into a bounded amount of memory. Any thread may call any method.
 
     A policy says where memory comes from (``_allocate``), how an entry is read (``_read``), what to read after a use

@@ -151,7 +151,5 @@ def as_operation(joined: JoinedOperation) -> Operation:
 
 
 def joined(transfers: list[IoFuture]) -> IoFuture:
-    """Returns one future that is done when all transfers are, with the first failure."""
-    if len(transfers) == 1:
-        return transfers[0]
+    """Returns one future that is done when all of several transfers are, with the first failure."""
     return IoFuture(as_operation(JoinedOperation(list(transfers), lambda _: None)))

@@ -229,7 +229,7 @@ class Activations(Residency[Unit]):
 
         Raises as ``require_open`` does.
         """
-        if self._closed or self._process != os.getpid():
+        if self._closed or self._process != os.getpid():  # asked for each saved tensor: a call only to raise
             self.require_open()
         while self._gone:
             if (freed := self._gone[0].unit) is not None:
@@ -469,7 +469,7 @@ class Activations(Residency[Unit]):
     def _has_room_for(self, unit: Unit) -> bool:
         """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
         most = self._budget + _IN_FLIGHT - unit.nbytes
-        return self._all.nbytes <= most or self._shrink(most, lambda each: each.demanded and each.arriving is None)
+        return self._shrink(most, lambda each: each.demanded and each.arriving is None)
 
     def _read_ahead(self, unit: Unit) -> None:
         number = unit.number

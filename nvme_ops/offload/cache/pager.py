@@ -18,7 +18,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.offload.cache.paged import PagedLayer
-from nvme_ops.offload.residency import Closeable, Stats
+from nvme_ops.offload.residency import Stats, Usable
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import size_words
@@ -39,7 +39,7 @@ class CacheStats(Stats):
     bytes_cached: int = 0  #: keys and values, in memory or in files
 
 
-class Pager(Closeable):
+class Pager(Usable):
     """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
 
     Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they

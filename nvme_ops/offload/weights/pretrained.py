@@ -141,7 +141,8 @@ def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: An
         return [folder]
     index = os.path.join(folder, _INDEX)
     if os.path.exists(index):
-        return sorted((found := read_index(index)).shards(found.places))
+        found = read_index(index)
+        return sorted(found.shards(found.places))
     single = os.path.join(folder, _FILE)
     if os.path.exists(single):
         return [single]

@@ -17,7 +17,7 @@ from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
-from nvme_ops.offloaded import OffloadedTensor, Step, cat_one_by_one, offloaded_in
+from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, cat_one_by_one, offloaded_in
 
 aten = torch.ops.aten
 
@@ -114,9 +114,7 @@ class StoredTensor(OffloadedTensor):
             out = memory.view(self._converted).view(self._source.shape)
             self._format.expand((values,) if self._scale is None else (values, self._scale), out)
             values = out
-        for step in self._steps:
-            values = step(values)
-        return values
+        return apply_steps(self._steps, values)
 
     @property
     def _format(self) -> WeightFormat | None:
