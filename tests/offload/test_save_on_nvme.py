@@ -24,7 +24,7 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
 from nvme_ops.offload.activations.units import Group
-from tests.conftest import MIB, in_threads
+from tests.conftest import MIB, in_threads, run_python
 from tests.contract.faulty import Faulty
 from tests.offload.saving import few_in_flight, gradients, same, settled
 from tests.offload.training import KIB, perceptron
@@ -452,3 +452,23 @@ def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(
         del z
         gc.collect()
     assert not told
+
+
+@pytest.mark.parametrize("words", [[], ["backward"]], ids=["a graph", "gradients"])
+def test_a_program_that_ends_says_nothing_and_leaves_nothing(folder: Path, words: list[str]) -> None:
+    done = run_python(
+        """
+        import sys, torch
+        from nvme_ops.offload import save_on_nvme
+        net = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU())
+        with save_on_nvme(sys.argv[1], memory_budget="1M", min_bytes=1) as saving:
+            loss = net(torch.randn(512, 512)).sum()
+        if len(sys.argv) > 2:
+            loss.backward()
+        """,
+        folder,
+        *words,
+        fresh=True,
+    )
+    assert (done.stdout, done.stderr) == ("", "")
+    assert list(folder.iterdir()) == []

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import os
+import sys
 import threading
 import time
 import traceback
@@ -197,8 +198,8 @@ class Activations(Residency[Unit]):
         self._native.trim_pool(_IN_FLIGHT)
 
     def __del__(self) -> None:
-        """Removes the files once the last graph is gone."""
-        if hasattr(self, "_undo"):
+        """Removes the files once the last graph is gone; at Python's end the session has removed them."""
+        if sys is not None and not sys.is_finalizing() and hasattr(self, "_undo"):
             self.close()
 
     # Below, with the lock
