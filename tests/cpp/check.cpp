@@ -3,12 +3,9 @@
 #include <signal.h>
 #include <unistd.h>
 
-#include <chrono>
 #include <cstdio>
 #include <cstring>
-#include <future>
 #include <mutex>
-#include <thread>
 #include <vector>
 
 namespace check {
@@ -79,19 +76,6 @@ Registered::Registered(const char* name, void (*run)()) {
 
 void skipped(const std::string& reason) {
   std::printf("  skipped in %s: %s\n", running, reason.c_str());
-}
-
-void finishes(const char* what, const std::function<void()>& action) {
-  std::packaged_task<void()> task(action);
-  std::future<void> result = task.get_future();
-  std::thread thread(std::move(task));
-  if (result.wait_for(std::chrono::seconds(30)) != std::future_status::ready) {
-    failed(__FILE__, __LINE__, std::string("expected ") + what + " to end; it hangs");
-    std::fflush(stdout);
-    ::_exit(3);
-  }
-  thread.join();
-  result.get();
 }
 
 unsigned long from_environment(const char* name, unsigned long otherwise) {

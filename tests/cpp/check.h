@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cstdlib>
-#include <functional>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -34,9 +33,6 @@ struct Registered {
 
 // Says that something was not tested here, and why.
 void skipped(const std::string& reason);
-
-// Runs `action` on a thread of its own. What does not end is a failure that nothing can follow: the program stops.
-void finishes(const char* what, const std::function<void()>& action);
 
 // A positive number from the environment.
 unsigned long from_environment(const char* name, unsigned long otherwise);

@@ -155,15 +155,13 @@ TEST(many_jobs_survive_a_ring_taken_away) {
         engine.submit(jobs.back());
       }
     };
-    check::finishes("jobs on a ring that was taken away", [&] {
-      submit(1);
-      wait(*jobs.back(), never);
-      take_rings_away();
-      submit(40);
-      for (const auto& job : jobs) wait(*job, never);
-      submit(1);
-      wait(*jobs.back(), never);
-    });
+    submit(1);
+    wait(*jobs.back(), never);
+    take_rings_away();
+    submit(40);
+    for (const auto& job : jobs) wait(*job, never);
+    submit(1);
+    wait(*jobs.back(), never);
     for (std::size_t i = 0; i < jobs.size(); ++i) {
       if (!jobs[i]->outcome()->failure()) check_equal(*targets[i], data);
     }

@@ -90,31 +90,6 @@ bool cache_decides() {
 
 }  // namespace
 
-TEST(no_more_is_planned_than_may_be_in_flight) {
-  Planned planned;
-  const Memory memory(10 * kBlock);
-  support::write_file(directory() / "ten", support::pattern(10 * kBlock, 1));
-  const auto job = planned.add(Op::Read, {extent(directory() / "ten", Op::Read, memory)});
-  planned.planner.plan();
-  CHECK_EQUAL(planned.planner.ready().size(), std::size_t{kDepth});
-  CHECK(planned.planner.busy() && !planned.planner.all_planned(), "more to come");
-  CHECK_EQUAL(planned.move_all(), std::size_t{10});
-  CHECK_EQUAL(job->outcome()->bytes(), 10 * kBlock);
-}
-
-TEST(what_falls_short_is_planned_again_until_it_is_whole) {
-  Planned planned;
-  const Bytes data = support::pattern(3 * kBlock + 100, 2);
-  support::write_file(directory() / "short", data);
-  const Memory memory(data.size(), 24);
-  const auto job = planned.add(Op::Read, {extent(directory() / "short", Op::Read, memory)});
-  planned.move_all(10000);
-  CHECK(job->outcome()->done() && !job->outcome()->failure(), "the job to end well");
-  CHECK_EQUAL(job->outcome()->bytes(), data.size());
-  CHECK_EQUAL(support::difference(memory.data(), data.data(), data.size()), data.size());
-  CHECK(memory.guards_intact(), "nothing beside it");
-}
-
 TEST(the_urgent_is_planned_first_and_carries_its_priority) {
   Planned planned;
   const Memory memory(3 * kBlock);
@@ -125,20 +100,6 @@ TEST(the_urgent_is_planned_first_and_carries_its_priority) {
   for (const Request& request : planned.move()) priorities.push_back(request.priority);
   CHECK_EQUAL(priorities.size(), std::size_t{kDepth});
   CHECK(std::is_sorted(priorities.begin(), priorities.end()), "demand first");
-  planned.move_all();
-}
-
-TEST(an_urgent_share_that_comes_later_is_next) {
-  Planned planned;
-  const Memory memory(100 * kBlock);
-  planned.add(Op::Write, {extent(directory() / "large", Op::Write, memory)}, Priority::Writeback);
-  planned.planner.plan();
-  planned.move();
-  const Memory small(kBlock);
-  planned.add(Op::Write, {extent(directory() / "small", Op::Write, small)}, Priority::Demand);
-  planned.planner.plan();
-  const std::vector<Request> requests = planned.move();
-  CHECK(!requests.empty() && requests.front().priority == Priority::Demand, "the urgent one first");
   planned.move_all();
 }
 

@@ -121,23 +121,6 @@ TEST(a_tool_whose_use_failed_or_says_nothing_is_not_dropped) {
   }
 }
 
-TEST(a_better_tool_is_found_though_half_of_all_uses_say_nothing) {
-  Random random(3);
-  for (const unsigned turn : {1U, 4U}) {
-    int right = 0;
-    for (int round = 0; round < 200; ++round) {
-      Trials trials(5, turn, turn > 1 ? 2 : 3);
-      const std::vector<double> costs{1, 1.1, 0.5, 1.2, 1.3};
-      for (int i = 0; i < 80; ++i) {
-        const Trials::Ticket ticket = trials.choose();
-        support::between(random, 0, 1) == 0 ? trials.repeat(ticket) : trials.note(ticket, 1, costs[ticket.tool]);
-      }
-      right += trials.chosen() == 2;
-    }
-    CHECK(right > 190, "nearly always");
-  }
-}
-
 TEST(an_exploration_ends_even_if_nothing_can_be_measured) {
   for (const bool fail : {true, false}) {
     for (const unsigned turn : {1U, 4U}) {
