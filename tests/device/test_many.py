@@ -73,7 +73,7 @@ def test_threads(device: Device, folder: Path, shared: bool) -> None:
     def work(number: int) -> None:
         handle, index = common if shared else device.handle(), number % device.count
         place, offset = (path, number * size) if shared else (folder / f"file{number}", 0)
-        for round_ in range(4):
+        for round_ in range(2):
             data = sample(size, 10 * number + round_)
             new = device.tensor(data, index)
             device.settle()
@@ -95,7 +95,7 @@ def test_nothing_leaks_and_a_forked_child_may_still_use_the_cpu(device: Device, 
     handle, path, there = device.handle(), store(folder / "file", sample(device.odd)), device.empty(device.odd)
 
     def held() -> tuple[int, int]:
-        for _ in range(20):
+        for _ in range(8):
             handle.async_pread(there, path, 0)
             handle.wait()
             handle.sync_pwrite(there, path, 0)

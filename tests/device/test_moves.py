@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import nvme_ops
 from tests.conftest import MIB, contents, store
 from tests.device.calls import READS, VIEWS
 from tests.device.kinds import PAGE, Device, sample
@@ -25,7 +24,7 @@ DTYPES += [getattr(torch, name) for name in ("float8_e4m3fn", "float8_e5m2") if 
 @pytest.mark.parametrize(("number", "size"), list(enumerate(SIZES)))
 def test_round_trip(device: Device, folder: Path, number: int, size: tuple[int, int]) -> None:
     bytes_, pages = size[0] * device.chunk + size[1], []
-    for more in range(0, 5, 2):
+    for more in range(0, 5, 2 if size[0] < 8 else 5):
         offset, lanes = OFFSETS[(number + more) % 5], 1 + 2 * ((number + more) % 2)
         before, data, back = sample(offset + 10, 1), sample(bytes_), device.empty(bytes_)
         handle, path = device.handle(lanes), store(folder / "file", before)
@@ -116,21 +115,4 @@ def test_descriptors(device: Device, folder: Path) -> None:
     assert [future.result() for future in futures] == [size] * 2
     assert torch.equal(contents(path)[:size], sample(size, 2))
     assert torch.equal(device.peek(back), before[2 * size :])
-    device.require_route(handle)
-
-
-def test_a_file_object(device: Device, folder: Path) -> None:
-    handle, path, data, back = device.handle(2), folder / "file", sample(device.odd), device.empty(device.odd)
-    starts = range(MIB, device.odd, device.odd // 100)
-    with nvme_ops.open(path, "w", handle=handle) as file:
-        file.write(data[:MIB].numpy().tobytes())
-        parts = [data[start : start + starts.step] for start in starts]
-        pending = [file.pwrite_async(device.tensor(part), at) for part, at in zip(parts, starts, strict=True)]
-        file.sync()
-        assert sum(future.result() for future in pending) == device.odd - MIB
-    assert torch.equal(contents(path), data)
-    with nvme_ops.open(path, "r", handle=handle) as file:
-        assert file.pread(back, 0) == device.odd
-        assert file.read(300_000) == data[:300_000].numpy().tobytes()
-    assert torch.equal(device.peek(back), data)
     device.require_route(handle)

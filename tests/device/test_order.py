@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from pathlib import Path
 
@@ -107,19 +106,6 @@ def test_done_comes_no_earlier_than_the_data(device: Simulated, folder: Path) ->
     assert called.wait(60)
     assert seen == [True]
     assert future.result() == device.odd
-
-
-def test_a_callback_and_asyncio(device: Device, folder: Path) -> None:
-    handle, path, data = device.handle(2), folder / "file", sample(device.odd)
-    there, back, called = device.tensor(data), device.empty(device.odd), threading.Event()
-    handle.submit_pwrite(there, path).add_done_callback(lambda _: called.set())
-    assert called.wait(60)
-
-    async def read() -> int:
-        return int(await handle.submit_pread(back, path))
-
-    assert asyncio.run(read()) == device.odd
-    assert torch.equal(device.peek(back), data)
 
 
 # Lifetimes
