@@ -35,7 +35,7 @@ ROOMS = {
     "memory": ["tests/memory", "tests/stream", "tests/checkpoint/test_safetensors.py"],
     "storage": ["tests/storage"],
     "offload": ["tests/offload"],
-    "checkpoint": ["tests/checkpoint"],
+    "checkpoint": ["tests/checkpoint", "tests/dcp"],
     "data": ["tests/data"],
     "formats": ["tests/checkpoint", "tests/faults/test_hostile.py", "tests/offload/test_quantized.py"],
 }

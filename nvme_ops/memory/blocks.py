@@ -178,8 +178,7 @@ class ReadAhead:
         self._blocks.clear()
 
     def close(self) -> None:
-        """Discards what was read ahead, and waits until no transfer is in flight."""
-        self.drop()
+        """Waits until no transfer is in flight."""
         self._all.settle()
 
     def _block_at(self, offset: int) -> Block | None:

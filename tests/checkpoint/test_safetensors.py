@@ -178,6 +178,8 @@ def test_data_begin_on_a_page(path: Path) -> None:
     (length,) = struct.unpack("<Q", path.read_bytes()[:8])
     assert (8 + length) % 4096 == 0
     assert all(tensor.data_ptr() % tensor.element_size() == 0 for tensor in nvme_ops.load(path).values())
+    nvme_ops.save({"a": torch.ones(16, dtype=torch.int8), "b": torch.ones(65536, dtype=torch.int8)}, path)
+    assert nvme_ops.load(path, keys=["b"])["b"].data_ptr() % 4096 == 16
 
 
 # Metadata

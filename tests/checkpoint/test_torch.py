@@ -149,7 +149,8 @@ def test_storages_beyond_four_gibibytes(folder: Path) -> None:
             file.seek(place)
             file.write(content)
     with zipfile.ZipFile(folder / "a.pt") as opened:
-        assert [each.file_size for each in opened.infolist() if "data/" in each.filename] == [5 * GIB, MIB]
+        found = [(each.file_size, each.extract_version) for each in opened.infolist() if "data/" in each.filename]
+        assert found == [(5 * GIB, 45), (MIB, 45)]
     theirs = torch.load(folder / "a.pt", mmap=True, weights_only=True)
     assert theirs["huge"].numel() == 5 * GIB
     for found in (theirs, load(folder / "a.pt", keys=["after"], verify=True), load(folder / "a.pt", mmap=True)):
@@ -318,7 +319,7 @@ def test_the_scan_lets_through_what_torch_writes() -> None:
     ("content", "words"),
     [
         (b"\x80\x02}r\xff\xff\xff\x7f.", "it numbers more objects than it has"),
-        (b"\x80\x02}q\xff.", "it numbers more objects than it has"),
+        (b"\x80\x02}q\x06.", "it numbers more objects than it has"),
         (b"\x80\x02X\xff\xff\xff\xffabc.", "it ends too early"),
         (b"\x80\x02\x8a\xffabc.", "it ends too early"),
         (b"\x80\x02cos\nsystem", "it ends too early"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import signal
 import sys
@@ -16,6 +17,7 @@ from nvme_ops.memory import holes
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Pool
+from tests import moments
 from tests.conftest import KIB, MIB, in_threads
 
 SIZE = 64
@@ -136,6 +138,24 @@ def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
     del arena  # its memory outlives it as long as a part does
     assert pool.bytes_in_use == 4 * MIB
     assert int(part.sum()) == 7 * 4 * MIB
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_no_part_is_lost_whatever_a_signal_handler_does_at_any_moment(pool: Pool, raises: bool) -> None:
+    arena = Arena(pool, 4 * MIB)
+
+    def use() -> None:
+        parts = [arena.allocate(MIB) for _ in range(3)]
+        del parts[1]
+        parts.append(arena.allocate(2 * MIB))
+
+    with moments.Interrupt() as all_of_it:
+        use()
+    act = moments.ctrl_c if raises else lambda: arena.allocate(MIB)
+    for number in range(1, all_of_it.count + 1):
+        with contextlib.suppress(KeyboardInterrupt), moments.Interrupt(number, act) as moment:
+            use()
+        assert (arena.bytes_in_use, arena.largest) == (0, arena.nbytes), moment.where
 
 
 def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
