@@ -392,6 +392,15 @@ def eager_switches() -> Iterator[None]:
 
 
 @pytest.fixture
+def one_thread() -> Iterator[None]:
+    """torch computes with one thread: of small tensors more would wait for each other, on a machine with other work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The exceptions that went to ``sys.unraisablehook``."""
     caught: list[Any] = []
