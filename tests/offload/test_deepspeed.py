@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,8 @@ import pytest
 
 from nvme_ops import aio_handle
 from nvme_ops.integrations import deepspeed as integration
+from tests import prepared
 from tests.conftest import REPOSITORY, run_python
-from tests.launch import run_module
 
 
 def test_without_deepspeed_it_says_so_at_import_if_the_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +24,7 @@ def test_without_deepspeed_it_says_so_at_import_if_the_variable_asks_for_it(monk
         integration.install()
     program = "import sys; sys.modules['deepspeed'] = None; import nvme_ops"
     for value, works in (("0", True), ("", True), ("1", False)):
-        done = run_python(program, NVME_OPS_DEEPSPEED=value, check=False, fresh=True)
+        done = run_python(program, NVME_OPS_DEEPSPEED=value, check=False)
         assert (done.returncode == 0) is works, done.stderr
 
 
@@ -52,6 +51,16 @@ def test_its_builders_load_our_ops_until_it_is_uninstalled_and_no_unknown_ones(
     with pytest.raises(RuntimeError, match=r"DeepSpeed 1\.0\.0 is not supported.* from 0\.14 to before 0\.20"):
         integration.install()
     assert dict(builders.AsyncIOBuilder.__dict__) == before
+
+
+def run_module(module: str, *words: object, folder: Path = REPOSITORY, **environment: str) -> str:
+    """Returns what the module prints when it runs in ``folder``."""
+    result = subprocess.run(
+        [sys.executable, "-m", module, *map(str, words)], cwd=folder, env={**os.environ, **environment},
+        capture_output=True, text=True, timeout=280, check=False,
+    )  # fmt: skip
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
+    return result.stdout
 
 
 def losses(what: str, place: Path) -> list[float]:
@@ -144,71 +153,66 @@ class AsyncIOBuilder:
 PROGRAM = """
 import sys
 from deepspeed.ops.op_builder import AsyncIOBuilder
-print(AsyncIOBuilder().load().__name__, *sys.argv[1:])
+print(AsyncIOBuilder().load().__name__, AsyncIOBuilder().is_compatible(verbose=True), *sys.argv[1:])
 """
 WORK = {
     "program.py": PROGRAM,
     "entry": f"#!/no/such/python3\n{PROGRAM}",
     "script.sh": '#!/bin/sh\npython program.py "$@"\n',
-    "script": 'python program.py "$@"\n',
     "data": "no program",
-    "report.py": "from deepspeed.ops.op_builder import AsyncIOBuilder\n"
-    "print(AsyncIOBuilder().is_compatible(verbose=True))",
 }
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
-    """A folder with a DeepSpeed that is made up, and programs that use it."""
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a DeepSpeed that is made up, and programs that use it, among which we are."""
     for name, text in {**FAKE, **{f"work/{name}": text for name, text in WORK.items()}}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-        if name.startswith("work/") and name.rpartition("/")[2] in ("entry", "script.sh", "script"):
-            (tmp_path / name).chmod(0o755)
+    (tmp_path / "work" / "script.sh").chmod(0o755)
+    # PYTHONPATH has the checkout, whose op_builder DeepSpeed must not take for its own
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "site"), str(REPOSITORY)]))
+    monkeypatch.chdir(tmp_path / "work")
     return tmp_path
 
 
-def start(place: Path, *words: str) -> tuple[int, str, str]:
-    # PYTHONPATH has the checkout, whose op_builder DeepSpeed must not take for its own
-    path = os.pathsep.join([str(place / "site"), str(REPOSITORY)])
-    done = subprocess.run(
-        [sys.executable, "-m", "nvme_ops.integrations.deepspeed", *words], cwd=place / "work",
-        env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
+def start(*words: str) -> tuple[int, str, str]:
+    done = prepared.run("-m", "nvme_ops.integrations.deepspeed", *words)
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("program.py",), ("./entry",), ("./script.sh",), ("sh", "script"), ("entry",)],
-    ids=" ".join,
-)
-def test_programs_of_all_kinds_have_our_ops(place: Path, words: tuple[str, ...]) -> None:
+def test_a_script_and_the_programs_that_it_starts_have_our_ops(place: Path) -> None:
     (place / "site" / "sitecustomize.py").write_text("print('the environments own one')\n")  # still runs
-    status, said, errors = start(place, *words, "a", "b c")
-    assert (status, said.splitlines()[-1], errors) == (0, "nvme_ops.ops.async_io a b c", "")
+    status, said, errors = start("./script.sh", "a", "b c")
+    assert (status, said.splitlines()[-1], errors) == (0, "nvme_ops.ops.async_io True a b c", "")
     assert "the environments own one" in said
+    assert start("sh", "-c", "kill -9 $$")[0] == -signal.SIGKILL, "it becomes the program"
 
 
+@pytest.mark.usefixtures("place")
+def test_programs_in_python_run_with_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    main: Any = integration.main
+    for words in (["program.py", "a b"], ["./entry"], ["entry"], ["ds_io", "c"]):
+        if words[0] == "ds_io":
+            pytest.importorskip("deepspeed")
+        main(words)
+        program, command, environment = started[-1]
+        assert program == command[0] == sys.executable
+        assert command[2:] == words[1:]
+        assert Path(command[1]).is_file()
+        assert environment["PATH"].startswith(os.path.dirname(sys.executable))
+    main(["sh", "c"])
+    assert started[-1][1][0].endswith("/sh")
+
+
+@pytest.mark.usefixtures("place")
 @pytest.mark.parametrize(
     ("words", "said"),
-    [(("missing",), "missing: no such program"), (("data",), "data: Permission denied: "), ((), "usage: ")],
+    [(["missing"], "missing: no such program"), (["data"], "data: Permission denied: "), ([], "usage: ")],
 )
-def test_what_cannot_be_started_is_one_line(place: Path, words: tuple[str, ...], said: str) -> None:
-    status, _, errors = start(place, *words)
+def test_what_cannot_be_started_is_one_line(words: list[str], said: str) -> None:
+    status, _, errors = start(*words)
     assert (status, len(errors.splitlines())) == (1, 1)
     assert errors.startswith(said)
-
-
-def test_its_exit_status_signals_and_output_are_those_of_the_program(place: Path) -> None:
-    assert start(place, "sh", "-c", "exit 7")[0] == 7
-    assert start(place, "sh", "-c", "kill -9 $$")[0] == -signal.SIGKILL
-    assert start(place, "report.py") == (0, "True\n", ""), "it does not ask for what is optional"
-    words = [sys.executable, "-m", "nvme_ops.integrations.deepspeed", "sh", "-c", "trap 'exit 5' INT; echo; sleep 60"]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        time.sleep(0.1)
-        os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=60)
-    assert (process.returncode, errors) == (5, b"")
