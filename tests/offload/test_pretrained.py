@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +16,7 @@ import torch
 import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import from_pretrained
-from nvme_ops.offload.weights.stored import StoredTensor
-from tests.conftest import KIB, MIB, run_python
+from tests.conftest import KIB, MIB
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -47,7 +43,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "mixtral": of("Mixtral", "ForCausalLM", **LLAMA, num_key_value_heads=2, num_local_experts=8),
     "t5": of("T5", "ForConditionalGeneration", **SMALL, d_model=256, d_ff=512, num_layers=2, num_heads=4,
              decoder_start_token_id=0),
-    "bert": of("Bert", "Model", **LLAMA),
     "bert for words": of("Bert", "ForMaskedLM", **LLAMA),
     "resnet": of("ResNet", "ForImageClassification", embedding_size=32, hidden_sizes=[64, 128, 256, 256],
                  depths=[1, 1, 1, 1]),
@@ -57,7 +52,7 @@ IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
 @pytest.fixture(autouse=True)
-def _quiet() -> Iterator[None]:
+def _quiet(one_thread: None) -> Iterator[None]:
     before = transformers.logging.get_verbosity()
     transformers.logging.set_verbosity_error()
     yield
@@ -89,7 +84,7 @@ def size_of(path: Path) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, torch.float32) for name in MODELS), ("llama", LOW), ("mixtral", LOW)]
+    ("name", "dtype"), [*((name, LOW if name == "mixtral" else torch.float32) for name in MODELS), ("llama", LOW)]
 )
 def test_tokens_are_those_of_the_model_in_memory(name: str, dtype: torch.dtype, folder: Path) -> None:
     path = saved(folder, name, max_shard_size="1MB" if name == "llama" else "1GB")
@@ -106,7 +101,7 @@ def test_tokens_are_those_of_the_model_in_memory(name: str, dtype: torch.dtype, 
     assert torch.equal(output(in_memory(folder / "again", dtype=dtype, **options)), wanted)
 
 
-@pytest.mark.parametrize("name", ["llama, tied", "gpt2", "t5", "bert for words"])
+@pytest.mark.parametrize("name", ["t5", "bert for words"])
 @pytest.mark.parametrize("different", [False, True])
 @torch.no_grad()
 def test_a_file_with_both_names_of_a_tied_weight_is_read_as_transformers_reads_it(
@@ -136,15 +131,6 @@ def names_of(model: Any) -> set[tuple[str, ...]]:
     return {tuple(names) for names in found.values()}
 
 
-def test_loading_reads_nothing_but_what_is_small(folder: Path) -> None:
-    path = saved(folder)
-    with from_pretrained(path, memory_budget="2M") as model:
-        assert model.name_or_path == model.config.name_or_path == str(path)
-        assert model.stats().bytes_read == 0
-        stored = [each for each in model.parameters() if isinstance(each, StoredTensor)]
-        assert sum(each.numel() for each in stored) > 0.7 * sum(each.numel() for each in model.parameters())
-
-
 def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: Path) -> None:
     path = saved(folder)
     wanted = output(in_memory(path))
@@ -163,16 +149,16 @@ def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: P
         assert torch.equal(output(model), wanted)
 
 
-def test_offsets_in_the_file_need_no_alignment(folder: Path) -> None:
+def test_offsets_in_the_file_need_no_alignment_and_loading_reads_nothing(folder: Path) -> None:
     path = saved(folder)
     content = (path / "model.safetensors").read_bytes()
     length = int.from_bytes(content[:8], "little")
-    for more in (1, 3):  # spaces behind the header move all data
-        text = content[8 : 8 + length] + b" " * more
-        (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
-        wanted = output(in_memory(path))
-        with from_pretrained(path, memory_budget="3M") as model:
-            assert torch.equal(output(model), wanted)
+    text = content[8 : 8 + length] + b" "  # which moves all data
+    (path / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    wanted = output(in_memory(path))
+    with from_pretrained(path, memory_budget="3M") as model:
+        assert model.stats().bytes_read == 0
+        assert torch.equal(output(model), wanted)
 
 
 # What is wrong with the files
@@ -236,131 +222,51 @@ def test_a_file_that_is_replaced_meanwhile_stays_what_it_was(folder: Path) -> No
             assert torch.equal(output(model), wanted)
 
 
-# Names on the Hub: a server in this process has them, and the cache is a folder of the test
+# Names on the Hub: what the cache has of them. Downloading is the business of huggingface_hub
 
 MAIN, OLD = "1" * 40, "2" * 40
-COMMITS = {"main": MAIN, "old": OLD, MAIN: MAIN, OLD: OLD}
-PREFIX = "/org/name/resolve/"
-
-
-class Hub(ThreadingHTTPServer):
-    """Serves the folders of revisions as ``org/name``, and notes what was asked for."""
-
-    daemon_threads = True
-
-    def __init__(self, root: Path) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.root, self.asked = root, list[str]()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def do_GET(self) -> None:
-        path = self.path.partition("?")[0]
-        self.server.asked.append(path)
-        if path.startswith("/api/models/org/name/"):
-            words = path.split("/")
-            place = next((each for each in ("revision", "tree") if each in words), "name")
-            return self._list(COMMITS.get((words[words.index(place) + 1 :] or ["main"])[0]), place == "tree")
-        revision, _, name = path.removeprefix(PREFIX).partition("/")
-        commit = COMMITS.get(revision)
-        file = self.server.root / str(commit) / name
-        if path.startswith(PREFIX) and file.is_file():
-            content = file.read_bytes()
-            headers = {"X-Repo-Commit": str(commit), "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
-            return self._send(200, content, headers)
-        kind = "EntryNotFound" if commit else "RevisionNotFound" if path.startswith(PREFIX) else "RepoNotFound"
-        return self._send(404, b"", {"X-Error-Code": kind, "X-Repo-Commit": str(commit)})
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def _list(self, commit: str | None, tree: bool) -> None:
-        if commit is None:
-            return self._send(404, b"", {"X-Error-Code": "RevisionNotFound"})
-        folder = self.server.root / commit
-        names = [str(each.relative_to(folder)) for each in folder.rglob("*") if each.is_file()]
-        files: Any = [{"type": "file", "path": name, "size": 1, "oid": "0" * 40} for name in names]
-        about = {"id": "org/name", "sha": commit, "siblings": [{"rfilename": name} for name in names]}
-        return self._send(200, json.dumps(files if tree else about).encode(), {"Content-Type": "application/json"})
-
-    def _send(self, status: int, content: bytes, headers: dict[str, str]) -> None:
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(content)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: Any) -> None:
-        pass
 
 
 @pytest.fixture
-def hub(folder: Path) -> Iterator[Hub]:
+def cache(folder: Path) -> Path:
+    """A cache with two commits of ``org/name``, in shards and as one file, and of the second one a part."""
     config = transformers.LlamaConfig(
         vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_hidden_layers=2
     )
-    for name, options in ((MAIN, {"max_shard_size": "400KB"}), (OLD, {}), (f"{OLD}/part", {})):
-        torch.manual_seed(len(name))
-        transformers.LlamaForCausalLM(config).save_pretrained(folder / name, **options)
-    made = Hub(folder)
-    threading.Thread(target=made.serve_forever, daemon=True).start()
-    yield made
-    made.shutdown()
-    made.server_close()
+    name = folder / "cache" / "models--org--name"
+    for place, options in ((MAIN, {"max_shard_size": "400KB"}), (OLD, {}), (f"{OLD}/part", {})):
+        torch.manual_seed(len(place) + int(place[0]))
+        transformers.LlamaForCausalLM(config).save_pretrained(name / "snapshots" / place, **options)
+    (name / "refs").mkdir()
+    for revision, commit in (("main", MAIN), ("old", OLD)):
+        (name / "refs" / revision).write_text(commit)
+    missing = name / ".no_exist" / MAIN  # where the cache notes what a commit does not have
+    missing.mkdir(parents=True)
+    (missing / "model.safetensors").touch()
+    return folder / "cache"
 
 
-PROGRAM = """
-import json, sys
-import torch, transformers
-from nvme_ops.offload import from_pretrained
-
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-for options in json.loads(sys.argv[1]):
-    try:
-        with from_pretrained("org/name", memory_budget="4M", **options) as model, torch.no_grad():
-            logits = model(torch.tensor([[5, 6, 7, 8]])).logits
-            assert model.name_or_path == "org/name" and model.stats().bytes_read
-            print(json.dumps(logits.double().sum().item()))
-    except OSError as error:
-        print(json.dumps(f"{type(error).__name__}: {error}"))
-"""
+@pytest.mark.parametrize(
+    ("options", "place"),
+    [({}, MAIN), ({"revision": "old"}, OLD), ({"revision": OLD, "subfolder": "part"}, f"{OLD}/part")],
+    ids=["main", "branch", "part of a commit"],
+)
+def test_a_name_is_found_by_revisions_and_parts_of_them(cache: Path, options: dict[str, Any], place: str) -> None:
+    plain = transformers.LlamaForCausalLM.from_pretrained(cache / "models--org--name" / "snapshots" / place).eval()
+    given: Any = {"memory_budget": "4M", "cache_dir": str(cache), "local_files_only": True, **options}
+    with from_pretrained("org/name", **given) as model, torch.no_grad():
+        assert model.name_or_path == "org/name"
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
 
 
-def loaded(hub: Hub | None, cache: Path, *options: dict[str, Any]) -> list[Any]:
-    """What a new process makes of the model: a number that says which it is, or an error. It asks no other server."""
-    endpoint = f"http://127.0.0.1:{9 if hub is None else hub.server_address[1]}"
-    environment: dict[str, Any] = {"HF_ENDPOINT": endpoint, "HF_HOME": str(cache), "HF_HUB_DISABLE_XET": "1"}
-    environment |= dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"), "0")  # whatever is set here
-    environment |= dict.fromkeys(("NO_PROXY", "no_proxy"), "127.0.0.1")
-    return [json.loads(line) for line in run_python(PROGRAM, json.dumps(options), **environment).stdout.splitlines()]
-
-
-def sum_of(folder: Path) -> float:
-    with torch.no_grad():
-        logits = transformers.LlamaForCausalLM.from_pretrained(folder).eval()(torch.tensor([[5, 6, 7, 8]])).logits
-    return float(logits.double().sum())
-
-
-def test_a_name_is_downloaded_once_by_revisions_and_parts_of_them(hub: Hub, folder: Path) -> None:
-    main, old, part = (sum_of(folder / each) for each in (MAIN, OLD, f"{OLD}/part"))
-    asked: list[dict[str, Any]] = [{}, {}, {"revision": "old"}, {"revision": OLD, "subfolder": "part"}]
-    *found, unknown, nowhere = loaded(
-        hub, folder / "cache", *asked, {"revision": "bad"}, {"local_files_only": True, "cache_dir": str(folder)}
-    )
-    assert found == [main, main, old, part]
-    assert "bad is not a valid git identifier" in unknown
-    assert "couldn't find them in the cached files" in nowhere
-    assert sum(each.endswith(f"{MAIN}/model-00001-of-00005.safetensors") for each in hub.asked) == 2  # HEAD and GET
-    assert loaded(None, folder / "cache", {"local_files_only": True}, {"revision": MAIN}) == [main, main]
-
-
-def test_a_model_of_other_files_says_how_to_convert_them(hub: Hub, folder: Path) -> None:
-    for each in (folder / MAIN).glob("model*"):
+def test_a_name_that_the_cache_lacks_or_that_has_other_files_says_what_to_do(cache: Path) -> None:
+    given: Any = {"memory_budget": "4M", "cache_dir": str(cache), "local_files_only": True}
+    for name, more in (("org/other", {}), ("org/name", {"revision": "bad"})):
+        with pytest.raises(OSError, match="couldn't find them in the cached files"):
+            from_pretrained(name, **{**given, **more})
+    snapshot = cache / "models--org--name" / "snapshots" / MAIN
+    for each in snapshot.glob("model*"):
         each.unlink()
-    (said,) = loaded(hub, folder / "cache", {})
-    assert said.startswith("FileNotFoundError: org/name has no safetensors files")
-    assert "nvme-checkpoint convert" in said
+    (cache / "models--org--name" / ".no_exist" / MAIN / "model.safetensors.index.json").touch()
+    with pytest.raises(FileNotFoundError, match=r"org/name has no safetensors files: .* nvme-checkpoint convert"):
+        from_pretrained("org/name", **given)
