@@ -11,7 +11,6 @@ import contextlib
 import math
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -28,22 +27,13 @@ from tests.contract.faulty import Faulty
 from tests.gpu.support import on_a_gpu
 from tests.offload.elsewhere import alone, same
 from tests.offload.random_optimizers import states
-from tests.offload.random_programs import CAPABILITIES
 from tests.offload.saving import few_in_flight, settled, take_few_in_flight
 from tests.offload.training import KIB, MODELS, backward, equal, network, values
 from tests.private_device import private_device
 
 _ = few_in_flight  # a fixture
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 3
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """So little is computed that others would wait for each other alone."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -208,7 +198,8 @@ def require_parity(case: Case, device: torch.device, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
-OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ELEMENTWISE] + [
+PLAIN = sorted({*ELEMENTWISE} - {"Adam", "AdamW", "Adagrad", "RMSprop"})
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in PLAIN] + [
     ("AdamW", {"fused": True}), ("AdamW", {"foreach": True}), ("AdamW", {"amsgrad": True}),
     ("Adam", {"maximize": True}),
     ("SGD", {"momentum": 0.9}), ("SGD", {"momentum": 0.9, "nesterov": True}), ("SGD", {"fused": True, "momentum": 0.5}),
@@ -217,25 +208,26 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in ELEMENTWI
 ]  # fmt: skip
 LOW = torch.bfloat16
 CASES = [
-    *(Case("states", "network", optimizer=name, options=options, steps=8) for name, options in OPTIMIZERS),
+    *(Case("states", "network", optimizer=name, options=options, steps=7 if name == "RAdam" else STEPS)
+      for name, options in OPTIMIZERS),
     Case("states", "network", dtype=LOW),
     Case("states", "network", "overlap"),
     Case("states", "network", "overlap free slow"),
     Case("states", "network", "overlap accumulated"),
     Case("states", "network", "clipped scaled checksums"),
-    *(Case("params", budget=budget * KIB, dtype=dtype) for budget in (80, 200, 4096) for dtype in (torch.float32, LOW)),
+    Case("params"), Case("params", budget=200 * KIB, dtype=LOW), Case("params", budget=4 * MIB),
     *(Case("params states", "odd", budget=budget, optimizer="SGD", options={"lr": 0.001, "momentum": 0.9})
       for budget in (256 * KIB, 4 * MIB)),
-    *(Case("params states", how=how, dtype=dtype) for how in ("", "overlap free") for dtype in (torch.float32, LOW)),
+    Case("params states", dtype=LOW), Case("params states", how="overlap free"),
     Case("params states", how="overlap slow", steps=2),
     *(Case("params", how=how, optimizer="SGD", options={"lr": 0.1})
       for how in ("checkpointed", "reentrant", "autocast", "checksums")),
-    *(Case(moves, how="accumulated clipped", dtype=dtype) for moves in ("gradients states", "params gradients states")
-      for dtype in (torch.float32, LOW)),
-    *(Case(moves, how=how) for moves in ("gradients", "gradients states") for how in ("scaled", "scaled clipped")),
+    Case("gradients states", how="accumulated clipped", dtype=LOW),
+    Case("params gradients states", how="accumulated clipped"),
+    Case("gradients", how="scaled clipped"), Case("gradients states", how="scaled"),
     Case("gradients", how="checkpointed slow", steps=2),
-    *(Case(moves, model, budget=budget) for model in ("perceptron", "convolutional", "attention")
-      for moves in ("activations", "auto") for budget in (0, 200 * KIB, 64 * MIB)),
+    *(Case(moves, model, budget=budget) for moves in ("activations", "auto") for model, budget in (
+      ("perceptron", 0), ("convolutional", 0), ("attention", 0), ("attention", 200 * KIB), ("attention", 64 * MIB))),
     *(Case(moves, "perceptron", how, 0) for how in ("checkpointed", "reentrant", "autocast", "compiled", "checksums")
       for moves in ("activations", "auto")),
     *(Case("auto", model, "slow", 0, steps=4) for model in ("perceptron", "attention")),
@@ -253,13 +245,13 @@ def test_the_bits_are_those_of_torch(case: Case, folder: Path) -> None:
 SMALL = 160 * KIB
 ON_DEVICE = [
     *(Case("states", "perceptron", dtype=dtype, options=options)
-      for dtype in (torch.float32, LOW) for options in ({}, {"foreach": True}, {"fused": True})),
+      for dtype, options in ((torch.float32, {}), (LOW, {"foreach": True}), (LOW, {"fused": True}))),
     Case("states", "perceptron", "overlap free"), Case("states", "perceptron", "clipped", optimizer="SGD"),
-    Case("params", "sentences"), Case("params", "perceptron", budget=4 * MIB), Case("gradients", "perceptron"),
+    Case("params", "sentences"), Case("params", "perceptron", budget=4 * MIB),
     Case("gradients states", "perceptron", "accumulated clipped"),
     Case("params gradients states", "perceptron", budget=SMALL, dtype=LOW),
-    *(Case(moves, model, budget=budget) for moves in ("activations", "auto") for model in ("perceptron", "attention")
-      for budget in (0, 64 * MIB)),
+    Case("activations", "perceptron", budget=64 * MIB),
+    *(Case(moves, "attention", budget=0) for moves in ("activations", "auto")),
     Case("activations", "perceptron", "checkpointed", 0),
     Case("params gradients states activations", "perceptron", budget=SMALL),
 ]  # fmt: skip
@@ -288,7 +280,7 @@ def test_the_bits_are_those_of_torch_on_a_gpu(case: Case, device: str, folder: P
     require_parity(case, torch.device(device), folder)
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
 def test_master_weights_are_as_by_hand(folder: Path, name: str) -> None:
     """A float32 copy is updated with the gradients in float32, and copied to the parameter."""
     mine, other = network(LOW), network(LOW)
@@ -315,20 +307,17 @@ def test_master_weights_are_as_by_hand(folder: Path, name: str) -> None:
 
 PROGRAM = """
     import sys
-    from tests.offload.random_programs import run_many
-    capability, count, folder, without = sys.argv[1:]
-    failures, equal = run_many(capability, range(int(count)), folder, without=without.split(","))
-    print(*failures[:3], sep="\\n")
-    assert equal > 10 * int(count), f"the programs are trivial: {equal}"
-    sys.exit(bool(failures))
+    from tests.offload.random_programs import CAPABILITIES, run_many
+    count, folder = int(sys.argv[1]), sys.argv[2]
+    for capability in CAPABILITIES:
+        # of what streams, the last bits of what torch folds differ: see StoredTensor.__torch_function__
+        without = ["folded"] if capability == "stream_weights" else []
+        failures, equal = run_many(capability, range(count), folder, without)
+        assert not failures, "\\n".join(failures[:3])
+        assert equal > 10 * count, f"the programs of {capability} are trivial: {equal}"
 """
 
-#: Kinds of statements, and parameters, that are known to differ.
-WITHOUT = {"stream_weights": "folded"}  # last bits: see StoredTensor.__torch_function__
 
-
-@pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("capability", CAPABILITIES)
-def test_equal_or_refused(folder: Path, capability: str, count: int) -> None:
-    found = run_python(PROGRAM, capability, count, folder, WITHOUT.get(capability, ""), check=False, fresh=True)
-    assert found.returncode == 0, found.stdout + found.stderr
+@pytest.mark.parametrize("count", [16, pytest.param(200, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+def test_equal_or_refused(folder: Path, count: int) -> None:
+    run_python(PROGRAM, count, folder)
