@@ -45,9 +45,8 @@ class Holding(torch.autograd.Function):
 # Gradients take what they get
 
 
-@pytest.mark.parametrize("policy", ["nvme", "auto"])
-@pytest.mark.parametrize("budget", ["64M", 0])
 @pytest.mark.parametrize("size", [1 << 18, 100])
+@pytest.mark.parametrize(("policy", "budget"), [("nvme", "64M"), ("nvme", 0), ("auto", 0)])
 def test_a_gradient_does_not_take_what_others_have(folder: Path, policy: Any, budget: Any, size: int) -> None:
     """As of fused losses, whose gradient is known in forward, and saved."""
     saving = save_on_nvme(folder, min_bytes="64K", memory_budget=budget, policy=policy)
@@ -205,8 +204,7 @@ PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("least", [1, "1M"])
+@pytest.mark.parametrize(("part", "least"), [*((part, 1) for part in PARTS), ("some columns", "1M")])
 def test_a_small_part_of_a_large_tensor_does_not_keep_it(folder: Path, part: str, least: Any) -> None:
     """What comes back has the strides of the part, too: operations may sum in another order where they differ."""
     weight = torch.randn(1, requires_grad=True)
@@ -229,23 +227,12 @@ def test_a_small_part_of_a_large_tensor_does_not_keep_it(folder: Path, part: str
     assert saving.stats().bytes_saved <= 2 * 4 * 512 * 1024
 
 
-@pytest.mark.parametrize("least", [1, "1M"])
-def test_a_part_that_is_modified_in_place_is_told(folder: Path, least: Any) -> None:
-    weight, h = torch.randn(1, requires_grad=True), torch.ones(1024, 1024)
-    part = h[3]
-    with save_on_nvme(folder, min_bytes=least, memory_budget=0):
-        loss = (part * weight).sum()
-    h.add_(1)
-    with pytest.raises(RuntimeError, match=MODIFIED):
-        loss.backward()
-
-
-def test_a_part_of_what_is_saved_as_a_whole_is_not_copied(folder: Path) -> None:
+def test_parts_of_what_is_saved_as_a_whole_are_not_copied(folder: Path) -> None:
     weight, h = torch.randn(1, requires_grad=True), torch.ones(1024, 256)
     with save_on_nvme(folder, min_bytes=1, memory_budget="64M") as saving:
-        loss = (h * weight).sum() + (h[3] * weight).sum()
+        loss = torch.stack([(each * weight).sum() for each in (h, h[3], *h.chunk(4))]).sum()
     assert saving.stats().bytes_saved == h.nbytes
-    assert float(torch.autograd.grad(loss, weight)[0]) == 1024 * 256 + 256
+    assert float(torch.autograd.grad(loss, weight)[0]) == 2 * 1024 * 256 + 256
 
 
 # Kinds
@@ -352,7 +339,7 @@ def differences(folder: Path, run: Callable[[], Any]) -> list[str]:
     theirs, found = run(), list[str]()
     policies: tuple[Any, ...] = ("nvme", "auto")
     for policy in policies:
-        for budget in (0, 3 * SIZE * SIZE * 4, "256M"):
+        for budget in (0, "256M"):
             with save_on_nvme(folder, min_bytes=1, memory_budget=budget, policy=policy) as saving:
                 found += [f"{policy} {budget}: {word}" for _ in range(2) if (word := same(run(), theirs))]
             saving.close()
