@@ -58,9 +58,8 @@ def go_on(folder: Path, path: Path, dtype: torch.dtype) -> bool:
     return shared
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_another_optimizer_goes_on_from_the_file(folder: Path, dtype: torch.dtype) -> None:
-    go_on(folder, folder / "states", dtype)
+def test_another_optimizer_goes_on_from_the_file(folder: Path) -> None:
+    go_on(folder, folder / "states", torch.bfloat16)
 
 
 def test_where_files_share_blocks_nothing_is_copied(xfs: Path) -> None:
@@ -109,28 +108,29 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
     assert equal(values(mine), values(other))
 
 
-@pytest.mark.parametrize("why", [errno.ENOSPC, errno.EIO])
-def test_what_fails_keeps_the_file_before(make_file_system: Callable[..., Path], folder: Path, why: int) -> None:
+def test_what_fails_keeps_the_file_before(make_file_system: Callable[..., Path], folder: Path) -> None:
     place, handle = make_file_system(96 * MIB), Faulty()
     model = torch.nn.Linear(1000, 1000)
+
+    def step() -> None:
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+
     with adamw(model, folder, handle=handle) as optimizer:
-        for step in range(2):
-            model(torch.full((1, 1000), step + 1.0)).sum().backward()
-            optimizer.step()
-            if step == 0:
-                optimizer.save_states(place / "states")
+        step()
+        optimizer.save_states(place / "states")
         before = (place / "states").read_bytes()
-        if why == errno.EIO:
-            handle.will("read", "refuse", {1})
-        else:
-            with (place / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(bytes(4096)):
-                    pass
-        with pytest.raises(OSError, match=os.strerror(why)) as caught:
+        step()
+        handle.will("read", "refuse", {1})
+        with pytest.raises(OSError, match=os.strerror(errno.EIO)):
             optimizer.save_states(place / "states")
-        assert caught.value.errno == why
+        with (place / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            optimizer.save_states(place / "states")
         assert (place / "states").read_bytes() == before
-        (place / "ballast").unlink(missing_ok=True)
+        (place / "ballast").unlink()
         optimizer.save_states(place / "states")
         assert (place / "states").read_bytes() != before
 
