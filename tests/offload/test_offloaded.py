@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import errno
 import io
-import os
 import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -200,42 +198,6 @@ def test_what_changes_the_shape_in_place_is_refused_at_once(either: Any, plain: 
     require_equal(either, plain)
 
 
-# Views
-
-VIEWS: dict[str, Callable[[Any], Any]] = {
-    "column": lambda p: p[:, 0],
-    "diagonal": lambda p: p.diagonal(),
-    "row of the transpose": lambda p: p.t()[0],
-    "unbind": lambda p: p.unbind(1)[2],
-    "split": lambda p: p.split(20)[1],
-    "unsafe_split": lambda p: torch.unsafe_split(p, 20)[1],
-    "flat": lambda p: p.view(-1)[7:99:3],
-    "permuted": lambda p: p.view(4, 12, 48).permute(2, 0, 1)[5],
-    "strided": lambda p: p.t().as_strided((4, 5), (7, 2), 11),
-    "windows": lambda p: p.unfold(1, 4, 4)[1:3],
-    "other bytes": lambda p: p.view(torch.int32)[3].view(torch.float32),
-    "data": lambda p: p.data[3],
-    "complex": lambda p: torch.view_as_complex(p.view(48, 24, 2))[1].real,
-}
-
-
-@pytest.mark.parametrize("view", VIEWS)
-def test_what_is_written_to_a_view_is_written_and_converted_copies_keep_what_was(
-    view: str, swapped: Any, plain: Model
-) -> None:
-    weight, part = swapped.first.weight.detach(), VIEWS[view]
-    ours, theirs, whole = part(weight), part(plain.first.weight.detach()), weight.double()
-    copies = [whole, weight[1:].double() if view == "windows" else ours.double()]
-    expected = [(each + 0).clone() for each in copies]
-    assert torch.equal(ours + 0, theirs)
-    assert ours.shape == theirs.shape
-    theirs.fill_(3)
-    ours.fill_(3)
-    swapped(torch.ones(1, 48))  # the values leave memory, which no view holds
-    require_equal(swapped, plain)
-    assert all(torch.equal(one + 0, other) for one, other in zip(copies, expected, strict=True))
-
-
 def test_conjugated_and_negated_views_are_not_written_to(folder: Path) -> None:
     model = nn.ParameterDict({"w": nn.Parameter(torch.randn(6, 4, dtype=torch.complex64))})
     with swap_params(model, folder, memory_budget="8K", min_bytes=1):
@@ -321,11 +283,8 @@ def test_data_that_cannot_be_assigned_changes_nothing(either: Any, plain: Model)
     require_equal(either, plain)
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
-def test_data_that_cannot_be_written_changes_nothing_and_its_space_is_used_again(
-    error: BaseException, folder: Path
-) -> None:
-    model, handle = nn.Linear(64, 64, bias=False), Faulty(error=lambda _: error)
+def test_data_that_cannot_be_written_changes_nothing_and_its_space_is_used_again(folder: Path) -> None:
+    model, handle = nn.Linear(64, 64, bias=False), Faulty()
     before = model.weight.detach().clone()
 
     def assign(number: int) -> torch.Tensor:
@@ -340,7 +299,7 @@ def test_data_that_cannot_be_written_changes_nothing_and_its_space_is_used_again
     with swap_params(model, folder, memory_budget="64K", min_bytes=1, handle=handle) as swapping:
         for number in (1, 2):
             handle.will("write", "refuse", {1})
-            with pytest.raises(type(error)):
+            with pytest.raises(OSError, match="Input/output error"):
                 assign(number)
             assert torch.equal(model.weight + 0, before)
             before = assign(number)

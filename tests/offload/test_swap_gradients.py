@@ -114,31 +114,9 @@ def test_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> Non
             assert gradients.stats().bytes_stored <= most
 
 
-def test_a_gradient_that_the_program_gave_is_added_to(folder: Path) -> None:
-    model, mine = torch.nn.Linear(64, 64), torch.zeros(64, 64)
-    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
-        for number in range(2):
-            model.weight.grad = mine
-            model.weight.sum().backward()
-            assert model.weight.grad is mine
-            assert mine.mean().item() == number + 1
-
-
-def test_a_conjugated_gradient_is_one(folder: Path) -> None:
-    weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
-    factor = torch.randn(64, 64, dtype=torch.complex64)
-    expected = torch.autograd.grad((weight * factor).sum().abs(), weight)[0]
-    with swap_gradients([weight], folder, min_bytes=1):
-        (weight * factor).sum().abs().backward()
-        assert type(weight.grad) is not torch.Tensor
-        assert weight.grad is not None
-        assert torch.equal(weight.grad.resolve_conj(), expected)
-
-
-@pytest.mark.parametrize("foreach", [False, True])
-def test_gradients_that_were_set_to_zero_are_zero(folder: Path, foreach: bool) -> None:
+def test_gradients_that_were_set_to_zero_are_zero(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
         for _ in range(3):
             model(torch.ones(1, 64)).sum().backward()
@@ -251,6 +229,6 @@ def test_an_interruption_at_any_moment_leaves_gradients_old_or_new(folder: Path)
             assert same(gathered(model), list(second)), moment.where
 
     attempt(counted := Interrupt())
-    for number in numbers("gradients", counted.count, 40):
+    for number in numbers("gradients", counted.count, 20):
         attempt(Interrupt(number))
     assert counted.count > 100

@@ -176,7 +176,7 @@ class Later(aio_handle):
         return Asked(future._operation, self.times)
 
 
-@pytest.mark.parametrize("times", range(1, 7))
+@pytest.mark.parametrize("times", [1, 3, 5])
 def test_what_is_changed_while_it_is_written_is_written_again(folder: Path, times: int) -> None:
     """The end of a write was taken for that of the one of the last change: several threads lost theirs."""
     model, handle = layers(4), Later()
@@ -211,7 +211,7 @@ USES: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.usefixtures(lost_unraisable.__name__)
-@pytest.mark.parametrize("points", [10, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("points", [6, pytest.param(150, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("use", USES)
 def test_ctrl_c_at_any_moment_of_a_use_loses_nothing(folder: Path, use: str, points: int) -> None:
     """Neither a change that was made before, nor half of one that is made then, nor memory."""
