@@ -69,8 +69,7 @@ def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> A
 # Right
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("budget", ["2304K", "64M"])
+@pytest.mark.parametrize(("name", "budget"), [*((name, "2304K") for name in MODELS), ("experts", "64M")])
 def test_the_output_is_that_of_the_model_in_memory(name: str, budget: str, folder: Path) -> None:
     model, inputs, wanted = made(name)
     with streamed(model, folder, budget), torch.no_grad():
@@ -81,7 +80,6 @@ def test_the_output_is_that_of_the_model_in_memory(name: str, budget: str, folde
 CONTEXTS: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     "inference": torch.inference_mode,
-    "grad": torch.enable_grad,
 }
 
 
@@ -204,10 +202,7 @@ def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monk
         assert same(model(*inputs), wanted)
 
 
-@pytest.mark.parametrize("budget", ["64K", "1G"])
-def test_weights_that_are_smaller_than_a_page_are_used_together(
-    folder: Path, budget: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_are_smaller_than_a_page_are_used_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each takes a page, and there was memory for as many bytes as they have: after a minute that was a MemoryError."""
     monkeypatch.setattr(window.Window, "patience", 1.0)
 
@@ -221,7 +216,7 @@ def test_weights_that_are_smaller_than_a_page_are_used_together(
 
     model, x = TwoTensors(), torch.randn(4, 8)
     wanted = model(x)
-    streamed(model, folder, budget)
+    streamed(model, folder, "64K")
     assert torch.equal(model(x), wanted)
 
 
@@ -246,32 +241,19 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
 SHAPE = (6, 40, 32)
 VALUES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1))
 PARTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "itself": lambda t: t[...],
     "one": lambda t: t[2],
-    "the last": lambda t: t[-1],
-    "one of one": lambda t: t[2][3],
     "some": lambda t: t[1:4],
     "none": lambda t: t[3:3],
     "of another dimension": lambda t: t[:, 5:17],
-    "of the last dimension": lambda t: t[..., 8:24],
     "split": lambda t: t.split(4)[1],
-    "chunks": lambda t: t.chunk(3, dim=1)[2],
-    "flat": lambda t: t.reshape(-1),
     "of a view": lambda t: t.view(240, -1)[7:99],
     "one more dimension": lambda t: t.unsqueeze(1),
     "stacked": lambda t: torch.stack([t[3], t[1], t[3]]),
-    "stacked further in": lambda t: torch.stack([t[3], t[1]], dim=1),
     "joined": lambda t: torch.cat([t[4:], t[:2]]),
-    "joined further in": lambda t: torch.cat([t[0:2], t[2:4]], dim=1),
     "transposed": lambda t: t[1].t(),
-    "transposed back": lambda t: t[1].t().transpose(0, 1),
     "of another dtype": lambda t: t.to(torch.float64),
-    "half of it": lambda t: t[2].bfloat16(),
     "steps": lambda t: t[::2],
-    "dimensions in another order": lambda t: t.permute(2, 0, 1),
     "part of a transpose": lambda t: t[0].t()[3:5],
-    "unbound": lambda t: t.unbind(1)[2],
-    "a diagonal": lambda t: t[:, :32].diagonal(0, 1, 2),
     "expanded": lambda t: t[0].unsqueeze(0).expand(3, 40, 32),
     "strided": lambda t: t.permute(1, 0, 2).as_strided((4, 5), (7, 2), 11),
     "as other bytes": lambda t: t.view(torch.int32)[::3].view(torch.float32),

@@ -201,11 +201,10 @@ def test_what_is_trained_beside_frozen_weights_stays_also_where_the_budget_is_to
         assert model.stats().peak_bytes <= 560 << 10
 
 
-@pytest.mark.parametrize("batch_first", [True, False])
-def test_attention_over_another_sequence_has_the_same_bits(batch_first: bool, folder: Path) -> None:
+def test_attention_over_another_sequence_has_the_same_bits(folder: Path) -> None:
     """torch multiplies by other kernels where the input is not contiguous and the weight takes no gradient."""
     torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(128, 2, 256, 0.0, batch_first=batch_first)
+    layer = nn.TransformerDecoderLayer(128, 2, 256, 0.0, batch_first=True)
     target, memory = torch.rand(3, 5, 128), torch.rand(3, 5, 128)
     with torch.no_grad():
         expected = layer(target, memory)
