@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +27,8 @@ NAMES = [f"nvme_{what}_bytes_{way}" for what in ("optimizer", "activations") for
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _small(monkeypatch: pytest.MonkeyPatch, one_thread: None) -> None:
     take_small_activations(monkeypatch.setattr)
-    threads = torch.get_num_threads()  # of more they would wait for each other, on a machine with other work
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture
@@ -68,7 +63,6 @@ def moved(trained: Any) -> list[list[int]]:
         {"optim": "adamw_torch_fused", "bf16": True, "gradient_checkpointing": True},
         {"optim": "adagrad", "eval_strategy": "steps", "eval_steps": 1},
         {"peft": True},
-        pytest.param({"optim": "rmsprop"}, marks=pytest.mark.slow),
         pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
                      marks=pytest.mark.slow),
     ],
@@ -165,31 +159,19 @@ def test_what_is_raised_leaves_nothing_behind(folder: Path, nvme: Path) -> None:
         ours.train()
 
 
-def test_a_block_keeps_the_states_from_one_call_to_the_next(folder: Path, nvme: Path) -> None:
-    plain, ours = trainer(folder), trainer(folder)
-    train(plain)
-    train(plain)
-    with use_nvme(ours, nvme, **SMALL):
-        train(ours)
-        assert list(nvme.iterdir())
-        first = moved(ours)[-1]
-        train(ours)
-        assert moved(ours)[-1] > first
-    assert same(ours, plain)
-    assert list(nvme.iterdir()) == []
-    assert not {"train", "log", "nvme_training"} & vars(ours).keys()
-
-
-def test_a_new_model_begins_with_new_states(folder: Path, nvme: Path) -> None:
-    plain, ours = trainer(folder, model_init=llama), trainer(folder, model_init=llama)
-    train(plain)
-    use_nvme(ours, nvme, **SMALL)
-    train(ours)
-    assert same(ours, plain)
+@pytest.mark.parametrize("options", [{}, {"model_init": llama}], ids=["", "model_init"])
+def test_a_block_keeps_the_states_from_one_call_to_the_next_unless_the_model_is_new(
+    folder: Path, nvme: Path, options: Any
+) -> None:
+    plain, ours = trainer(folder, **options), trainer(folder, **options)
     with use_nvme(ours, nvme, **SMALL):
         for _ in range(2):
+            train(plain)
             train(ours)
             assert same(ours, plain)
+            assert list(nvme.iterdir())
+    assert list(nvme.iterdir()) == []
+    assert not {"train", "log", "nvme_training"} & vars(ours).keys()
 
 
 def test_an_optimizer_given_to_the_trainer_is_moved_and_comes_back(folder: Path, nvme: Path) -> None:
@@ -347,8 +329,8 @@ def test_mistakes_that_show_when_training_begins(
 # TRL's trainers are transformers' with other losses
 
 
-def of_trl(kind: str, folder: Path) -> Any:
-    """An SFTTrainer or DPOTrainer of two steps."""
+def of_trl(folder: Path) -> Any:
+    """An SFTTrainer of two steps."""
     trl, datasets, tokenizers = (pytest.importorskip(name) for name in ("trl", "datasets", "tokenizers"))
     known = {name: number for number, name in enumerate(["<pad>", "<end>", "<unk>", *(f"w{i}" for i in range(61))])}
     split = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
@@ -358,21 +340,16 @@ def of_trl(kind: str, folder: Path) -> Any:
         "max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "bf16": False,
         "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no",
     }  # fmt: skip
-    columns = {"SFT": ["text"], "DPO": ["prompt", "chosen", "rejected"]}[kind]
-    data = {
-        name: [" ".join(f"w{(number + place) * each % 61}" for each in range(1, 13)) for number in range(8)]
-        for place, name in enumerate(columns, 2)
-    }
-    return getattr(trl, f"{kind}Trainer")(
-        model=llama(), **({"ref_model": llama()} if kind == "DPO" else {}),
-        args=getattr(trl, f"{kind}Config")(str(folder), **chosen), train_dataset=datasets.Dataset.from_dict(data),
+    texts = [" ".join(f"w{(number + 2) * each % 61}" for each in range(1, 13)) for number in range(8)]
+    return trl.SFTTrainer(
+        model=llama(), args=trl.SFTConfig(str(folder), **chosen),
+        train_dataset=datasets.Dataset.from_dict({"text": texts}),
         processing_class=transformers.PreTrainedTokenizerFast(tokenizer_object=split, **special),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", ["SFT", pytest.param("DPO", marks=pytest.mark.slow)])
-def test_the_bits_of_other_trainers_are_the_same(kind: str, folder: Path, nvme: Path) -> None:
-    plain, ours = of_trl(kind, folder), of_trl(kind, folder)
+def test_the_bits_of_other_trainers_are_the_same(folder: Path, nvme: Path) -> None:
+    plain, ours = of_trl(folder), of_trl(folder)
     use_nvme(ours, nvme, **SMALL)
     train(plain)
     train(ours)
