@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,11 +20,11 @@ from nvme_ops._native import native
 from nvme_ops.storage.publication import replacing
 from tests.conftest import forked, give_up_root, in_child, killed_in, open_to_all
 from tests.crashing_save import (
+    CHANGING,
     ERRORS,
     NEW,
     OLD,
     Hooked,
-    NoStraceError,
     Outcome,
     assert_untouched,
     beside,
@@ -51,31 +51,35 @@ def path(folder: Path) -> Path:
 
 @pytest.fixture
 def trace(folder: Path) -> Callable[..., Outcome]:
-    """``save_under_strace`` with NEW and a handle, where strace works."""
+    """``save_under_strace`` with NEW and a handle."""
 
     def run(path: Path, handle: aio_handle, *injections: str, durable: bool = True) -> Outcome:
         def save() -> None:
             nvme_ops.save(NEW, path, handle=handle, durable=durable)
 
-        try:
-            return save_under_strace(save, folder, *injections)
-        except NoStraceError as error:
-            pytest.skip(f"strace cannot trace: {error}")
+        return save_under_strace(save, folder, *injections)
 
     return run
 
 
-@pytest.fixture(params=["io_uring", pytest.param("threads", marks=pytest.mark.slow)])
+@pytest.fixture
 def handle(request: pytest.FixtureRequest) -> aio_handle:
-    reason = native().backends()[request.param]
+    backend = getattr(request, "param", "io_uring")
+    reason = native().backends()[backend]
     if reason is not None:
-        pytest.skip(f"{request.param}: {reason}")
-    return aio_handle(backend=request.param)
+        pytest.skip(f"{backend}: {reason}")
+    return aio_handle(backend=backend)
 
 
 #: In make test the first and the last system call of each name.
-SOME_CALLS = pytest.mark.parametrize(
-    "ends", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["first and last", "each"]
+CALLS = pytest.mark.parametrize(
+    ("handle", "before", "ends"),
+    [
+        ("io_uring", "old", True),
+        pytest.param("io_uring", "old", False, marks=pytest.mark.slow),
+        pytest.param("threads", None, False, marks=pytest.mark.slow),
+    ],
+    indirect=["handle"],
 )
 
 
@@ -91,25 +95,25 @@ def test_what_makes_a_save_durable_comes_in_order(
     assert [name for _, name in outcome.calls if name in wanted] == ["rename"]
 
 
-@SOME_CALLS
-@pytest.mark.parametrize("before", ["old", pytest.param(None, marks=pytest.mark.slow)])
+def prepare(path: Path, before: str | None) -> None:
+    """Leaves a file that holds OLD, or none, alone in its folder."""
+    nvme_ops.save(OLD, path)
+    assert beside(path) == []
+    if before is None:
+        path.unlink()
+
+
+@CALLS
 def test_killed_at_any_system_call(
     path: Path, trace: Callable[..., Outcome], handle: aio_handle, before: str | None, ends: bool
 ) -> None:
     """A call of one thread stands for those of the others that have its name and number."""
-
-    def prepare() -> None:
-        nvme_ops.save(OLD, path, handle=handle)
-        assert beside(path) == []
-        if before is None:
-            path.unlink()
-
-    prepare()
-    points = trace(path, handle).points(ends)
+    prepare(path, before)
+    points = [(name, number) for name, number in trace(path, handle).points(ends) if name in CHANGING]
     assert {name for name, _ in points} >= {"openat", "flock", "fdatasync", "rename", "fsync", "close"}
     found = set()
     for name, number in points:
-        prepare()
+        prepare(path, before)
         outcome = trace(path, handle, kill_at(name, number))
         assert outcome.status in (0, -signal.SIGKILL), (name, number, outcome)  # 0: it made a call less of a kind
         after = content(path)
@@ -117,18 +121,19 @@ def test_killed_at_any_system_call(
         assert after == "new" or outcome.status, (name, number)
         found.add(after)
     assert found == {before, "new"}
-    prepare()
+    prepare(path, before)
 
 
-@SOME_CALLS
-def test_an_error_of_any_system_call(path: Path, trace: Callable[..., Outcome], handle: aio_handle, ends: bool) -> None:
+@CALLS
+def test_an_error_of_any_system_call(
+    path: Path, trace: Callable[..., Outcome], handle: aio_handle, before: str | None, ends: bool
+) -> None:
     """The save succeeds in spite of it, or names the target and leaves it; a signal is no error."""
     points = trace(path, handle).points(ends)
     failed = set()
     for name, number in points:
         for error in ERRORS.get(name, ()):
-            nvme_ops.save(OLD, path, handle=handle)
-            assert beside(path) == []
+            prepare(path, before)
             outcome = trace(path, handle, fail_at(name, number, error))
             where = (name, number, error, outcome)
             after = content(path)
@@ -139,9 +144,9 @@ def test_an_error_of_any_system_call(path: Path, trace: Callable[..., Outcome], 
             assert error != "EINTR", where
             assert (outcome.status, outcome.code, outcome.filename) == (1, getattr(errno, error), str(path)), where
             # by then the new file has its name, though a power failure may take it
-            assert after == ("new" if name == "fsync" else "old"), where
+            assert after == ("new" if name == "fsync" else before), where
             failed.add(name)
-    assert failed >= {"openat", "fchmod", "fdatasync", "rename", "fsync", "close"}
+    assert failed >= {"openat", "fdatasync", "rename", "fsync", "close"}
 
 
 def test_an_error_and_no_way_to_clean_up(path: Path, trace: Callable[..., Outcome], handle: aio_handle) -> None:
@@ -284,33 +289,6 @@ def test_what_is_nobodys_litter_is_kept(path: Path) -> None:
     assert set(beside(path)) >= {*kept, "precious"}
     assert litter not in beside(path)
     assert precious.read_text() == "mine"
-
-
-@contextlib.contextmanager
-def another_process_saves(path: Path) -> Iterator[None]:
-    """Another process is amid saving NEW until the end of the block."""
-    (begun, begin), (told, tell) = os.pipe(), os.pipe()
-
-    def wait() -> None:
-        os.write(begin, b"1")
-        os.read(told, 1)
-
-    with forked(1, lambda _: nvme_ops.save(NEW, path, handle=Hooked(wait))):
-        assert os.read(begun, 1) == b"1"
-        yield
-        os.write(tell, b"1")
-    for pipe in (begun, begin, told, tell):
-        os.close(pipe)
-
-
-def test_the_file_of_a_living_writer_is_kept(path: Path) -> None:
-    with another_process_saves(path):
-        living = beside(path)
-        leave_litter(path)
-        nvme_ops.save(OLD, path)
-        assert content(path) == "old"
-        assert beside(path) == living
-    assert (content(path), beside(path)) == ("new", [])
 
 
 def test_processes_saving_to_one_path(path: Path) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.storage.joined import JoinedOperation, as_operation
-from tests.conftest import in_child, in_threads, pattern
+from tests.conftest import in_threads, pattern
 from tests.contract.faulty import Faulty
 
 
@@ -29,15 +29,6 @@ def writes(folder: Path, count: int = 3, handle: aio_handle | None = None) -> li
 
 def failing(folder: Path, count: int) -> list[IoFuture]:
     return [shared().submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
-
-
-def test_it_ends_without_transfers() -> None:
-    ended: list[Any] = []
-    called: list[Any] = []
-    future = IoFuture(as_operation(JoinedOperation([], ended.append)))
-    future.add_done_callback(called.append)
-    assert future.result() == 0
-    assert (ended, called) == ([None], [future])
 
 
 def test_all_failures_are_there(folder: Path) -> None:
@@ -125,21 +116,3 @@ def test_a_failure_that_nobody_asks_for_is_reported(folder: Path, unraisable: li
     del operation
     gc.collect()
     assert [type(each) for each in unraisable] == ([] if asked else [FileNotFoundError])
-
-
-def test_a_forked_child_ends_nothing(folder: Path) -> None:
-    ended: list[Any] = []
-    transfers = writes(folder)
-    operation = JoinedOperation(transfers, ended.append)
-    for transfer in transfers:
-        transfer.result()
-
-    def child() -> None:
-        assert not operation.done()
-        with pytest.raises(RuntimeError, match="the parent process"):
-            operation.wait(None)
-        assert ended == []
-
-    in_child(child)
-    assert operation.done()
-    assert ended == [None]

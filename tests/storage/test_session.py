@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from nvme_ops.storage import Session, TensorStore, locks
-from tests.conftest import NOBODY, REPOSITORY, give_up_root, in_child, in_threads, killed_in, open_to_all
+from tests.conftest import NOBODY, killed_in
 from tests.storage.conftest import kept
 
 
@@ -42,31 +41,6 @@ def crashed(folder: Path, **options: Any) -> Path:
     killed_in(leave)
     (left,) = ours(folder)
     return left
-
-
-class Holder:
-    """Another process with a session."""
-
-    def __init__(self, folder: Path, options: str = "") -> None:
-        program = f"""import sys
-from nvme_ops.storage import Session
-session = Session(sys.argv[1], name="job" {options})
-print(session.folders[0], flush=True)
-sys.stdin.readline()"""
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", program, str(folder)],
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        self.folder = Path(self.process.stdout.readline().strip())
-
-    def end(self, kill: bool = False) -> None:
-        if kill:
-            self.process.kill()
-        self.process.communicate()
 
 
 def test_its_folders_are_for_this_user_alone_and_removed_at_close(folder: Path) -> None:
@@ -96,26 +70,43 @@ def test_one_that_is_dropped_or_left_by_a_crash_is_removed(folder: Path) -> None
         assert not left.exists()
 
 
+@contextlib.contextmanager
+def held(folder: Path, **options: Any) -> Iterator[tuple[int, Path]]:
+    """Another process has a session, until it is killed: its number, and the session's folder."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        session = Session(folder, name="job", **options)
+        os.write(writing, session.folders[0].encode())
+        signal.pause()
+    os.close(writing)
+    try:
+        with open(reading, "rb", buffering=0) as pipe:
+            yield child, Path(pipe.read(4096).decode())
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
 def test_one_in_use_is_not_taken_for_a_leftover(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without locks it is told by its number, and the start of the machine."""
-    holder = Holder(folder)
-    with Session(folder, name="job") as session:
-        assert holder.folder.exists()
-        assert session.folders != [str(holder.folder)]
-    monkeypatch.setattr(fcntl, "flock", refuse_locks)
-    Session(folder, name="another").close()
-    assert holder.folder.exists()
-    holder.end(kill=True)
-    owner = json.loads((holder.folder / "owner").read_text())
+    with held(folder) as (_, other):
+        with Session(folder, name="job") as session:
+            assert other.exists()
+            assert session.folders != [str(other)]
+        monkeypatch.setattr(fcntl, "flock", refuse_locks)
+        Session(folder, name="another").close()
+        assert other.exists()
+    owner = json.loads((other / "owner").read_text())
     changes: list[tuple[dict[str, object], bool]] = [
         ({"boot": "before", "machine": "elsewhere"}, True),  # which may still be running there
         ({"pid": 1}, True),
         ({"boot": "before", "pid": 1}, False),
     ]
     for change, stays in changes:
-        (holder.folder / "owner").write_text(json.dumps({**owner, **change}))
+        (other / "owner").write_text(json.dumps({**owner, **change}))
         Session(folder, name="another").close()
-        assert holder.folder.exists() == stays
+        assert other.exists() == stays
 
 
 def refuse_locks(*_: object) -> None:
@@ -277,13 +268,12 @@ def test_a_part_of_a_kept_session_is_not_emptied(folder: Path, between: list[str
 
 @pytest.mark.parametrize("without_locks", [False, True])
 def test_a_kept_session_in_use_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch, without_locks: bool) -> None:
-    holder = Holder(folder, ", reuse=True")
-    if without_locks:
-        monkeypatch.setattr(fcntl, "flock", refuse_locks)
-    with pytest.raises(BlockingIOError, match=f"'job' is in use by process {holder.process.pid}") as caught:
-        kept(folder)
-    assert caught.value.filename == str(holder.folder)
-    holder.end(kill=True)
+    with held(folder, reuse=True) as (process, other):
+        if without_locks:
+            monkeypatch.setattr(fcntl, "flock", refuse_locks)
+        with pytest.raises(BlockingIOError, match=f"'job' is in use by process {process}") as caught:
+            kept(folder)
+        assert caught.value.filename == str(other)
     for _ in range(2):  # closed by this process, which lives
         with kept(folder) as session:
             assert session.found
@@ -304,50 +294,6 @@ def test_what_changes_in_an_owner_lies_in_one_sector_and_half_of_it_is_never_wri
 
 
 # Threads, processes
-
-
-def test_of_those_who_come_at_once_one_gets_a_kept_session(folder: Path) -> None:
-    got: list[Session] = []
-
-    def ask(number: int) -> None:
-        with Session(folder, name=f"other{number % 2}") as session:
-            assert write(session, content=str(number).encode()).read_bytes() == str(number).encode()
-        try:
-            got.append(kept(folder))
-        except BlockingIOError:
-            return
-
-    for _ in range(10):
-        in_threads(ask, 4)
-        assert len(got) == 1
-        got.pop().close()
-    assert len(ours(folder)) == 1
-
-
-def test_a_forked_child_neither_removes_nor_keeps_the_lock(folder: Path) -> None:
-    session = kept(folder)
-    path = write(session)
-
-    def child() -> None:
-        with pytest.raises(PermissionError, match="the parent process"):
-            session.open(0, "data")
-        other = os.open("/dev/null", os.O_RDONLY)  # perhaps of the number that the lock had
-        in_child(lambda: os.fstat(other) and None)
-        session.close()
-        os.fstat(other)
-
-    in_child(child)
-    pid = os.fork()
-    if pid == 0:  # lives on while the session ends
-        signal.pause()
-    try:
-        session.close()
-        with kept(folder) as again:
-            assert again.found
-            assert path.exists()
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
 
 
 def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives(
@@ -378,17 +324,6 @@ def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives
 # Places that cannot be used
 
 
-def test_a_folder_that_vanished(folder: Path) -> None:
-    session = Session(folder, name="job")
-    (made,) = ours(folder)
-    (made / "owner").unlink()
-    made.rmdir()
-    with pytest.raises(FileNotFoundError) as caught:
-        session.open(0, "data")
-    assert str(caught.value.filename).startswith(str(made))
-    session.close()
-
-
 def test_what_is_no_folder(folder: Path) -> None:
     (folder / "file").touch()
     with pytest.raises(NotADirectoryError) as caught:
@@ -397,22 +332,3 @@ def test_what_is_no_folder(folder: Path) -> None:
     with pytest.raises(ValueError, match="at least one"):
         Session([], name="job")
     assert ours(folder) == []
-
-
-def test_no_permission(folder: Path) -> None:
-    open_to_all(folder)
-    (folder / "place").mkdir(mode=0o755)
-    (folder / "closed" / "inner").mkdir(parents=True)
-    (folder / "closed").chmod(0o700 if os.geteuid() == 0 else 0)
-
-    def child() -> None:
-        give_up_root()
-        if os.access(folder / "place", os.W_OK):
-            (folder / "place").chmod(0o555)
-        for place in ("place", "closed/inner"):
-            with pytest.raises(PermissionError) as caught:
-                Session(folder / place, name="job")
-            assert str(caught.value.filename).startswith(str(folder / place))
-
-    in_child(child)
-    (folder / "closed").chmod(0o700)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from nvme_ops.storage.slab import Extent, Slab
-from tests.conftest import KIB, MIB, in_threads, pattern
+from tests.conftest import KIB, MIB
 from tests.crashing_save import small_files
 
 PAGE = 4 * KIB
@@ -57,24 +56,6 @@ def test_what_is_free_is_not_freed_again(slab: Slab) -> None:
         slab.free(extent)
     assert slab.bytes_in_use == 0
     assert slab.allocate(MIB) == Extent(0, MIB)
-
-
-def test_trim_gives_blocks_back_and_allocate_takes_them_again(slab: Slab, fd: int) -> None:
-    extents = [slab.allocate(MIB) for _ in range(4)]
-    data = pattern(MIB).numpy().tobytes()
-    for extent in extents:
-        os.pwrite(fd, data, extent.start)
-    os.fsync(fd)
-    before = blocks(fd)
-    slab.free(extents[1])
-    slab.free(extents[3])
-    slab.trim()
-    assert slab.size == os.fstat(fd).st_size == 3 * MIB
-    assert blocks(fd) <= before - 2 * MIB
-    assert slab.allocate(MIB) == extents[1]
-    assert blocks(fd) >= 3 * MIB
-    assert os.pread(fd, MIB, extents[0].start) == os.pread(fd, MIB, extents[2].start) == data
-    assert os.pread(fd, MIB, extents[1].start) == bytes(MIB)
 
 
 @pytest.mark.parametrize(
@@ -212,26 +193,3 @@ class Model(RuleBasedStateMachine):
 
 TestModel = Model.TestCase
 TestModel.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_threads_share_a_slab(slab: Slab, eager_switches: None) -> None:
-    owners: dict[int, int] = {}
-
-    def work(number: int) -> None:
-        numbers, held = random.Random(number), list[Extent]()
-        for step in range(800):
-            if held and (step > 700 or numbers.random() < 0.5):
-                extent = held.pop(numbers.randrange(len(held)))
-                assert {owners.pop(page) for page in range(extent.start, extent.end, PAGE)} == {number}
-                slab.free(extent)
-            else:
-                held.append(extent := slab.allocate(numbers.randrange(1, 5 * PAGE)))
-                for page in range(extent.start, extent.end, PAGE):
-                    assert owners.setdefault(page, number) == number
-        for extent in held:
-            slab.free(extent)
-
-    in_threads(work, 4)
-    assert slab.bytes_in_use == 0
-    slab.trim()
-    assert slab.size == 0

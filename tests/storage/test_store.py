@@ -264,25 +264,6 @@ def test_what_ctrl_c_left_claimed_is_not_waited_for() -> None:
     del left
 
 
-def test_a_signal_handler_leaves_claimed_what_it_has_interrupted() -> None:
-    claims = Claims(threading.RLock())
-    order: list[str] = []
-
-    def work() -> None:
-        with claims.take("key"):
-            order.append("another thread")
-
-    with claims.take("key"):
-        with claims.take("key"):
-            pass
-        thread = threading.Thread(target=work)
-        thread.start()
-        thread.join(0.3)
-        order.append("end of the block")
-    thread.join()
-    assert order == ["end of the block", "another thread"]
-
-
 def test_close_waits_for_what_another_thread_is_at() -> None:
     claims, taken = Claims(threading.RLock()), threading.Event()
     order: list[str] = []

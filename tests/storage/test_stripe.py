@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from nvme_ops import aio_handle
 from nvme_ops.storage import Session, TensorStore, striped
 from nvme_ops.storage.slab import Slab
-from nvme_ops.storage.striped import Part, Striping, measured
+from nvme_ops.storage.striped import Striping, measured
 from tests.conftest import KIB, MIB, in_threads, pattern
 from tests.storage.conftest import got
 
@@ -49,10 +49,6 @@ def test_small_tensors_stay_whole_and_are_balanced(weights: list[float], sizes: 
         given_to[part.folder] += size
     busy = [amount / weight for amount, weight in zip(given_to, weights, strict=True)]
     assert max(busy) - min(busy) <= max(sizes) / min(weights) + 1
-
-
-def test_one_folder_has_all() -> None:
-    assert Striping([7]).parts(100 * MIB) == [Part(0, 0, 100 * MIB)]
 
 
 @pytest.mark.parametrize("weights", [[0.0, 1.0], [1.0, -1.0], [math.nan, 1.0], [1.0, math.inf], [1.0], [1.0] * 3])
