@@ -11,7 +11,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_share
-from tests.conftest import MIB, HandleFactory, in_threads, pattern, store
+from tests.conftest import MIB, HandleFactory, pattern, store
 
 LARGE = 64 * MIB
 
@@ -66,17 +66,3 @@ def test_small_reads_in_a_row_go_through_the_page_cache(make_handle: HandleFacto
             handle.sync_pread(back, file if opened else path, index * 4096)
             assert torch.equal(back, data[index * 4096 :][:4096])
         assert handle.statistics().cached_bytes == 8 * 4096  # from the third on
-
-
-def test_threads_divide_their_reads_at_once(handle: aio_handle, folder: Path) -> None:
-    data = pattern(LARGE)
-    path = store(folder / "file", data)
-    path.read_bytes()
-
-    def work(number: int) -> None:
-        for _ in range(2):
-            back = torch.zeros_like(data)
-            handle.submit_pread(back, path).result() if number % 2 else handle.read(back, path)
-            assert torch.equal(back, data)
-
-    in_threads(work, 3)

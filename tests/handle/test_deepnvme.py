@@ -170,40 +170,6 @@ def test_a_descriptor_as_a_keyword(handle: aio_handle, folder: Path) -> None:
     assert handle.wait() == 0
 
 
-def test_fast_file_writer(make_handle: HandleFactory, folder: Path) -> None:
-    """DeepSpeed's FastFileWriter: an O_DIRECT descriptor, pinned buffers, an unaligned tail at the end."""
-    handle = make_handle(block_size=65536, queue_depth=8, single_submit=False, overlap_events=True, num_threads=2)
-    data, path = pattern(3 * 65536 + 777), folder / "file"
-    buffer = handle.new_cpu_locked_tensor(65536, torch.empty(0, dtype=torch.uint8))
-    fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT | os.O_TRUNC, 0o644)
-    for start in range(0, len(data), 65536):
-        piece = buffer.narrow(0, 0, min(65536, len(data) - start))
-        piece.copy_(data[start : start + 65536])
-        assert handle.async_pwrite(piece, fd, start) == 0
-        assert handle.wait() == 1
-    os.close(fd)
-    assert handle.free_cpu_locked_tensor(buffer) is True
-    assert torch.equal(contents(path), data)
-
-
-def test_partition_swapper(make_handle: HandleFactory, folder: Path) -> None:
-    """DeepSpeed's swappers: narrow views of one pinned buffer, many files, counts asserted."""
-    handle = make_handle(block_size=4096, queue_depth=4, single_submit=True, overlap_events=False, num_threads=1)
-    aligned, used, count = 2048, 2000, 8
-    buffer = handle.new_cpu_locked_tensor(num_elem=aligned * count, example_tenosr=torch.empty(0))
-    views = [buffer.narrow(0, i * aligned, used) for i in range(count)]
-    assert all(handle.is_pinned(view) for view in views)
-    for i, view in enumerate(views):
-        assert handle.async_pwrite(view.fill_(i), str(folder / f"{i}.tensor.swp")) == 0
-    assert handle.wait() == count
-    buffer.fill_(-1)
-    for i, view in enumerate(views):
-        assert handle.async_pread(view, str(folder / f"{i}.tensor.swp")) == 0
-    assert handle.wait() == count
-    assert all(bool((view == i).all()) for i, view in enumerate(views))
-    assert (buffer.view(count, aligned)[:, used:] == -1).all()
-
-
 def test_aio_read_and_aio_write(folder: Path) -> None:
     data, path = pattern(SIZE), folder / "file"
     back = torch.zeros_like(data)

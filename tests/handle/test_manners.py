@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import multiprocessing
 import pickle
-import pydoc
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from tests.conftest import pattern, run_python
+from tests.conftest import pattern
 
 
 def read_in_another_process(handle: aio_handle, path: Path) -> list[int]:
@@ -54,34 +53,14 @@ def test_a_handle_says_what_it_is_and_is_pickled_by_that() -> None:
     assert repr(handle) == words + " closed"
 
 
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_a_handle_goes_to_another_process(tmp_path: Path, method: str) -> None:
+def test_a_handle_goes_to_another_process(tmp_path: Path) -> None:
     data, handle = pattern(1000), aio_handle(4096)
     handle.sync_pwrite(data, tmp_path / "file")
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
         assert pool.submit(read_in_another_process, handle, tmp_path / "file").result() == data.tolist()
 
 
-def test_everything_public_is_documented_and_there() -> None:
-    program = "import nvme_ops\nprint(*dir(nvme_ops))\nprint(*[n for n in dir(nvme_ops) if not hasattr(nvme_ops, n)])"
-    shown, missing = run_python(program).stdout.split("\n")[:2]
-    assert shown.split() == sorted(nvme_ops.__all__)
-    assert missing == ""
-    help_text = pydoc.plain(pydoc.render_doc(nvme_ops))
-    assert "save(obj" in help_text
-    assert "importlib" not in help_text
-    public = [name for name in vars(aio_handle) if not name.startswith("_")]
-    assert [name for name in public if not (getattr(aio_handle, name).__doc__ or "").strip()] == []
-
-
 # Names of files
-
-
-@pytest.mark.parametrize("url", ["s3://bucket/model.safetensors", "hf://org/model", "https://host/model.pt"])
-def test_a_url_is_told_what_to_do(url: str) -> None:
-    for use in (lambda: nvme_ops.load(url), lambda: nvme_ops.save({}, url), lambda: nvme_ops.open(url)):
-        with pytest.raises(ValueError, match="copy it to"):
-            use()
 
 
 @pytest.mark.parametrize(("size", "shards"), [(4000, 3), ("4KB", 3), ("8KiB", 2), ("1GB", 1), (None, 1)])

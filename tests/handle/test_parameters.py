@@ -53,15 +53,6 @@ def test_switches_are_what_pybind11_takes_for_bools(name: str) -> None:
         assert getattr(aio_handle(**{name: switch}), f"get_{name}")() is bool(switch)
 
 
-def test_names_that_there_are_not() -> None:
-    for name in ("", "AUTO", "Direct", "no", "auto "):
-        refused(ValueError, "cache must be 'auto', 'direct' or 'buffered'", cache=name)
-    for name in ("uring", "IO_URING", " ", "threads "):
-        refused(ValueError, rf"backend='{name}' is not one of auto, io_uring, libaio, threads", backend=name)
-    for arguments in ({"backend": 5}, {"cache": 5}, {"nonsense": 1}):
-        refused(TypeError, "nonsense|must be|incompatible", **arguments)
-
-
 def test_the_environment_names_the_backend(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVME_OPS_BACKEND", backend)
     assert aio_handle().backend == backend

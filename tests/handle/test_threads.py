@@ -66,9 +66,8 @@ def test_asynchronous_calls_are_counted_once_and_have_ended(make_handle: HandleF
     assert sum(counts) + handle.wait() == rounds * THREADS
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
-@pytest.mark.parametrize("call", ["read", "validated", "wait", "result"])
-def test_python_goes_on_while_a_call_blocks(make_handle: HandleFactory, folder: Path, lanes: int, call: str) -> None:
+@pytest.mark.parametrize(("call", "lanes"), [("read", 1), ("read", 2), ("validated", 1), ("wait", 1), ("result", 2)])
+def test_python_goes_on_while_a_call_blocks(make_handle: HandleFactory, folder: Path, call: str, lanes: int) -> None:
     """Another thread counts; holding the interpreter's lock would stop it from the call's start to its end."""
     handle = make_handle(block_size=4096, queue_depth=1, cache="direct", intra_op_parallelism=lanes)
     path, target = folder / "file", torch.ones(32 * MIB, dtype=torch.uint8)
@@ -126,9 +125,9 @@ def alarm(no_collection: None) -> Iterator[None]:
 @pytest.mark.usefixtures("alarm")
 def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: Path) -> None:
     handle, data = make_handle(block_size=65536, queue_depth=2, cache="direct"), pattern(MIB)
-    path, end = store(folder / "file", data), time.monotonic() + 2
+    path, end = store(folder / "file", data), time.monotonic() + 1
     rounds = interruptions = 0
-    while rounds < 400 and time.monotonic() < end:
+    while rounds < 200 and time.monotonic() < end:
         rounds += 1
         backs = [torch.zeros_like(data) for _ in range(3)]
         counted = started = again = 0

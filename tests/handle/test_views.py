@@ -33,18 +33,6 @@ def test_dtypes(folder: Path) -> None:
         assert torch.equal(back.view(-1).view(torch.uint8), raw), dtype
 
 
-def test_views_that_start_anywhere(handle: aio_handle, folder: Path) -> None:
-    base, path = pattern(300_000), folder / "file"
-    for start in (0, 1, 3, 64, 511, 512, 4095, 4096):
-        view = base[start : start + 200_000]
-        handle.sync_pwrite(view, path)
-        room = torch.full((300_000,), 9, dtype=torch.uint8)
-        handle.sync_pread(room[start : start + 200_000], path)
-        assert torch.equal(room[start : start + 200_000], view)
-        assert (room[:start] == 9).all()
-        assert (room[start + 200_000 :] == 9).all()
-
-
 View = Callable[[torch.Tensor], torch.Tensor]
 SOURCES: dict[str, View] = {
     "transposed": lambda t: t.t(),
