@@ -27,14 +27,21 @@ MOST = 200_000  # bytes of a message: a program and an environment
 
 
 def run(
-    *command: str, environment: dict[str, str] | None = None, folder: Path | None = None, timeout: float = 240
+    *command: str,
+    environment: dict[str, str] | None = None,
+    folder: Path | None = None,
+    timeout: float = 240,
+    imported: tuple[str, ...] = (),
 ) -> subprocess.CompletedProcess[str]:
     """Runs what ``python`` with these arguments would: ``-c`` and a program, ``-m`` and a module, or a script.
+
+    Args:
+        imported: modules besides torch that take long to import and need not be imported again, if they can be.
 
     Raises:
         TimeoutExpired: when it took longer; it has been killed.
     """
-    server = _server(os.getpid())
+    server = _server(os.getpid(), imported)
     variables = {**os.environ, **(environment or {})}
     message = json.dumps([command, variables, str(folder or Path.cwd())]).encode()
     (output, its_output), (errors, its_errors) = os.pipe(), os.pipe()
@@ -61,11 +68,11 @@ def _read(pipe: int) -> str:
 
 
 @functools.cache
-def _server(process: int) -> socket.socket:
-    """The connection of ``process`` to its server; a forked child has one of its own."""
+def _server(process: int, imported: tuple[str, ...]) -> socket.socket:
+    """The connection of ``process`` to its server of this kind; a forked child has one of its own."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     server = subprocess.Popen(
-        [sys.executable, __file__, str(theirs.fileno())],
+        [sys.executable, __file__, str(theirs.fileno()), *imported],
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         pass_fds=[theirs.fileno()],
         stdin=subprocess.DEVNULL,
@@ -131,9 +138,13 @@ def _become(command: list[str], variables: dict[str, str], folder: str) -> None:
 
 if __name__ == "__main__":
     import gc
+    import importlib
 
     import torch  # noqa: F401
 
+    for name in sys.argv[2:]:
+        with contextlib.suppress(Exception):  # transformers has some of its own
+            importlib.import_module(name)
     gc.freeze()  # what a child inherits, it need not look through
     if (asked := _serve(socket.socket(fileno=int(sys.argv[1])))) is not None:
         _become(*asked)

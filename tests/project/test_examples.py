@@ -1,7 +1,12 @@
-"""Every program in examples/ runs, and says that what it read is what it wrote."""
+"""What readers copy: every program in examples/ runs and says that what it read is what it wrote, and every block of
+Python on a page runs as it stands, after those before it, where its names and files are there.
+
+For blocks, ``/mnt/nvme`` is a folder of the test, and ``cuda`` the simulated accelerator.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -23,6 +28,8 @@ NEEDS = {
     "trainer": "accelerate",
     "trainer_trl": "trl",
 }
+#: Imported once for all that need any of them, which takes as long as all else that they do.
+HEAVY = ("transformers.models.llama.modeling_llama", "transformers.trainer", "peft", "trl.trainer.sft_trainer")
 ON_A_GPU = [name for name in EXAMPLES if name.startswith("gds_")]
 
 
@@ -38,7 +45,8 @@ def start(name: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def run(name: str, *arguments: str, **variables: str) -> tuple[int, str, str]:
-    done = prepared.run(str(ROOT / "examples" / f"{name}.py"), *arguments, environment={**QUIET, **variables})
+    script, heavy = str(ROOT / "examples" / f"{name}.py"), HEAVY if name in NEEDS else ()
+    done = prepared.run(script, *arguments, environment={**QUIET, **variables}, imported=heavy)
     return done.returncode, done.stdout, done.stderr
 
 
@@ -112,3 +120,129 @@ def test_demo_refuses_what_cannot_be_done(words: list[str], expected: int, said:
     status, _, errors = run("demo", "--path", str(tmp_path), *words)
     assert status == expected
     assert re.search(said, errors)
+
+
+# Blocks of Python on pages
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+MODEL = """
+import torch, nvme_ops
+class Model(torch.nn.Sequential):  # as those of transformers, it returns the loss in training
+    def __init__(self):
+        super().__init__(torch.nn.Linear(512, 512), torch.nn.Linear(512, 4))
+    def forward(self, x):
+        return super().forward(x).square().mean()
+model = Model()
+"""
+LLAMA = """
+import torch, transformers, nvme_ops
+from transformers import Trainer, TrainingArguments
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+small = transformers.LlamaConfig(
+    vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2
+)
+model = transformers.LlamaForCausalLM(small)
+model.save_pretrained("Llama-70B")
+inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+arguments = TrainingArguments("out", max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
+texts = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
+"""
+T5 = """
+small = transformers.T5Config(vocab_size=99, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
+small.decoder_start_token_id = 0
+model = transformers.T5ForConditionalGeneration(small)
+"""
+ACCELERATOR = """
+from tests.private_device import private_device
+private_device()
+"""
+HEAD = """
+class Head(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.bias, self.lm_head = torch.nn.Parameter(torch.zeros(3)), torch.nn.Linear(4, 3000, bias=False)
+model = Head()
+state, rank, train_on = model.state_dict(), 1, lambda: None
+"""
+SAMPLES = """
+import torch
+source = [(b"..." * 100, torch.tensor(1))] * 600
+def decode(sample):
+    return torch.zeros(3, 8, 8), sample["label"]
+"""
+FILE = """
+nvme_ops.aio_handle().sync_pwrite(torch.ones(1000), "/mnt/nvme/weights")
+nvme_ops.aio_handle().sync_pwrite(torch.ones(1000), "weights")
+tensor = torch.zeros(1000)
+"""
+BATCHES = """
+loader = [(torch.ones(3, 512), torch.zeros(()))] * 2
+batches = [torch.ones(3, 512)] * 3
+criterion, optimizer = torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)
+"""
+ONE_RANK = """
+import os
+os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+"""
+
+#: What is there before a block, by its page and number: what its reader has, or the text before it says.
+BEFORE = {
+    ("README.md", 0): MODEL,
+    ("activations.md", 0): MODEL + BATCHES,
+    ("checkpoint.md", 0): MODEL + ACCELERATOR + HEAD,
+    ("checkpoint.md", 3): "nvme_ops.save(model, 'model.safetensors')",
+    ("data.md", 0): SAMPLES + ACCELERATOR,
+    ("dcp.md", 0): MODEL + "state_dict = model.state_dict()",
+    ("gds.md", 0): MODEL + FILE + ACCELERATOR + "tensor_on_gpu = tensor.to('cuda')".replace("'", '"'),
+    ("offload.md", 0): LLAMA,
+    ("offload.md", 1): MODEL + "x = torch.ones(2, 512)",
+    ("offload.md", 2): ONE_RANK,
+    ("offload.md", 3): LLAMA,
+    ("offload.md", 4): LLAMA + "config = LoraConfig(task_type='CAUSAL_LM', target_modules='all-linear')",
+    ("offload.md", 5): LLAMA,
+    ("offload.md", 6): T5,
+    ("training.md", 0): MODEL + BATCHES,
+    ("training.md", 2): MODEL,
+    ("training.md", 4): MODEL + BATCHES,
+    ("training.md", 5): LLAMA,
+    ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
+}
+#: Packages without which the blocks of a page cannot run.
+PAGE_NEEDS = {"deepspeed.md": "deepspeed", "offload.md": "peft", "training.md": "transformers"}
+
+PROGRAM = """
+import json, sys, warnings
+warnings.simplefilter("ignore")
+names = {"__name__": "__main__"}
+for number, (before, block) in enumerate(json.loads(sys.argv[1])):
+    exec(before, names)
+    exec(compile(block, f"block {number}", "exec"), names)
+"""
+
+
+def blocks(page: Path) -> list[str]:
+    return BLOCK.findall(page.read_text(encoding="utf-8"))
+
+
+def test_what_is_there_before_a_block_is_of_one_that_exists() -> None:
+    known = {(page.name, number) for page in PAGES for number in range(len(blocks(page)))}
+    assert BEFORE.keys() <= known
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
+def test_every_block_runs(page: Path, folder: Path) -> None:
+    if page.name in PAGE_NEEDS:
+        pytest.importorskip(PAGE_NEEDS[page.name])
+    (folder / "nvme").mkdir()
+
+    def placed(code: str) -> str:
+        return code.replace("/mnt/nvme", str(folder / "nvme")).replace('"cuda"', '"privateuseone"')
+
+    code = [(placed(BEFORE.get((page.name, number), "")), placed(each)) for number, each in enumerate(blocks(page))]
+    heavy = HEAVY if "transformers" in str(code) else ()
+    off = {"NVME_OPS_GDS": "off"}
+    found = prepared.run("-c", PROGRAM, json.dumps(code), folder=folder, environment=off, imported=heavy)
+    assert found.returncode == 0, found.stdout + found.stderr
