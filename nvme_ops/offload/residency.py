@@ -8,6 +8,7 @@ and a wait for memory ends with an error after a while.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import threading
@@ -243,7 +244,8 @@ class Residency(Usable, Generic[E]):
 
     def _begin(self, entry: E, priority: Priority, after: int = -1) -> bool:
         """Starts to fetch an entry; returns False if there is no memory for it now."""
-        with torch.inference_mode(False):  # inference tensors could not be changed outside of that mode
+        # inference tensors could not be changed outside of that mode
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
             memory = self._memory_for(entry, after)
             if memory is None:
                 return False

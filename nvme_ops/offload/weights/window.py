@@ -38,6 +38,7 @@ class _Weight(Entry):
     def __init__(self, source: Source, expanded: int = 0) -> None:
         super().__init__(expanded or source.span)
         self.source, self.is_expanded = source, expanded > 0
+        self.room = source.room
 
 
 class Window(Residency[_Weight]):
@@ -72,9 +73,9 @@ class Window(Residency[_Weight]):
         self._memory = memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes))))
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = memory_on(device, expanding) if expanding else None
-        self._order = Order(foreseen)
         self._weights: dict[Source, _Weight] = {}
-        self._keep: set[Source] = set()
+        self._order = Order([self._weight(source) for source in foreseen])
+        self._keep: set[_Weight] = set()
         self._complete = False  # all weights that the model uses are in memory
 
     @property
@@ -91,7 +92,8 @@ class Window(Residency[_Weight]):
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
         """
-        return self._fetch(self._weight(source), source)
+        weight = self._weight(source)
+        return self._fetch(weight, weight)
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
         """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
@@ -136,7 +138,7 @@ class Window(Residency[_Weight]):
     def stats(self) -> WindowStats:
         """Returns what was read so far."""
         with self._lock:
-            kept = sum(each.source.nbytes for each in self._in_memory if each.source in self._keep)
+            kept = sum(each.source.nbytes for each in self._in_memory if each in self._keep)
             peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
             return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": peak})
 
@@ -166,7 +168,7 @@ class Window(Residency[_Weight]):
             f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
         )
 
-    def _note_use(self, use: Source) -> None:
+    def _note_use(self, use: _Weight) -> None:
         self._stats.uses += 1
         self._order.use(use)
         if self._order.round_is_over():
@@ -177,32 +179,26 @@ class Window(Residency[_Weight]):
     def _choose(self) -> None:
         """Chooses anew which weights stay in memory."""
         self._order.forget_ended_threads()
-        weights = [(source, uses, source.room) for source, uses in self._order.use_counts() if uses > 0]
+        weights = [(weight, uses, weight.room) for weight, uses in self._order.use_counts() if uses > 0]
         self._order.decay()
-        total = sum(nbytes for _, _, nbytes in weights)
-        if total <= self._memory.nbytes:
-            self._keep = {source for source, _, _ in weights}
-            self._complete = all(self._weight(source) in self._in_memory for source in self._keep)
-            return
-        self._complete = False
         self._keep = what_stays(weights, self._memory.nbytes)
+        self._complete = len(self._keep) == len(weights) and self._keep <= self._in_memory.keys()
 
     def _read_ahead(self) -> None:
         """Fetches, as far as memory allows, weights that stay, those in use and the next ones; drops the others."""
-        wanted: list[Source] = []
+        wanted: list[_Weight] = []
         always = self._keep | self._order.current()
-        room = self._memory.nbytes - sum(source.room for source in always)
-        for source in self._order.ahead():
-            if source not in always:
-                room -= source.room
+        room = self._memory.nbytes - sum([weight.room for weight in always])
+        for weight in self._order.ahead():
+            if weight not in always:
+                room -= weight.room
                 if room < 0:
                     break
-            wanted.append(source)
-        used = always | set(wanted)
-        for each in [each for each in self._in_memory if each.source not in used]:
+            wanted.append(weight)
+        used = always.union(wanted)
+        for each in [each for each in self._in_memory if each not in used]:
             self._discard(each)
-        for number, source in enumerate(wanted):
-            weight = self._weight(source)
+        for number, weight in enumerate(wanted):
             if weight.values is None and not self._begin(weight, Priority.PREFETCH, number):
                 break
 
@@ -214,8 +210,7 @@ class Window(Residency[_Weight]):
         ahead = {each: number for number, each in enumerate(self._order.ahead())}
 
         def worth(each: _Weight) -> tuple[bool, bool, int]:
-            source = each.source
-            return source in current, source in self._keep, -ahead.get(source, len(ahead))
+            return each in current, each in self._keep, -ahead.get(each, len(ahead))
 
         return sorted(self._in_memory, key=worth)
 
