@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
-import gc
 import os
 import shutil
 import signal
@@ -104,14 +103,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
             item.add_marker(pytest.mark.timeout(SLOW))
-
-
-# Memory
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays to the end: freed from looking through it, a test's gc.collect() takes a tenth."""
-    gc.freeze()
 
 
 # The checkout
