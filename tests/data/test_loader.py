@@ -309,6 +309,7 @@ def test_what_decode_makes_is_within_the_budget(folder: Path) -> None:
     loader = Loader(folder / "store", 10, decode=decode, threads=1, memory_budget="2M")
     for number, _ in enumerate(loader, 1):
         assert made <= 10 * (number + 3), "three batches of 640 KiB are within 2 MiB"
+    assert len(list(Loader(folder / "store", 100, decode=decode, memory_budget="2M"))) == 4, "each exceeds the budget"
 
 
 def test_memory_of_large_batches_is_used_again(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

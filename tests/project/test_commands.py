@@ -61,7 +61,8 @@ def test_no_command_is_missing() -> None:
 
 
 def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["--help"], ["--version"], *([name, "--help"] for name in OURS)):
+    options = ("--help", "--version")
+    for words in (*([each] for each in options), *([name, each] for name in OURS for each in options)):
         with pytest.raises(SystemExit) as end:
             main(words)
         said = capsys.readouterr().out
@@ -70,7 +71,7 @@ def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pyte
             assert [name for name, (_, words) in OURS.items() if f"  {name:12}{words}" not in said] == []
         else:
             name = words[0] if len(words) > 1 else "ops"
-            assert said.startswith((f"usage: nvme-{name} ", f"nvme-ops {nvme_ops.__version__}\n"))
+            assert said.startswith((f"usage: nvme-{name} ", f"nvme-{name} {nvme_ops.__version__}\n"))
     done = prepared.run("-m", "nvme_ops", "checkpoint", "info", "/no/such.pt")
     assert (done.returncode, done.stderr.partition(":")[0]) == (2, "nvme-checkpoint")
 
