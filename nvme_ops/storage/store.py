@@ -236,8 +236,7 @@ class TensorStore(Closing):
             self._reclaim()
             with self._lock:
                 old = self._values.get(key)
-                overwritten = not atomic and self._journal is None and old is not None
-                if old is not None and overwritten and old.nbytes == source.nbytes and not old.busy():
+                if old and not atomic and not self._journal and old.nbytes == source.nbytes and not old.busy():
                     in_place, pieces = True, old.pieces
                 else:
                     in_place, pieces = False, self._slabs.allocate(source.nbytes)

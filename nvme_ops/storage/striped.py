@@ -110,7 +110,6 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
         return moved / (time.perf_counter() - begin)
     finally:
         slab.free(extent)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Piece(NamedTuple):
