@@ -1,13 +1,11 @@
-"""What the ranks of test_dcp.py run under torchrun: python -m tests.dcp.job ACTION FOLDER.
+"""What the ranks of test_dcp.py do: python -m tests.dcp.job RANKS ACTION FOLDER.
 
 Ranks of a sharded model save and load checkpoints in FOLDER and fail where something is not as it should be.
 """
 
 from __future__ import annotations
 
-import atexit
 import json
-import os
 import resource
 import sys
 import warnings
@@ -159,29 +157,18 @@ def fail_to_load(checkpoint: Path) -> None:
         assert len(error.tensors) == 1
 
 
-def main() -> None:
+def work(rank: int, ranks: int, action: str, folder: Path) -> None:
+    """Does it in a forked process, which ends without taking Python apart: a thread of gloo may still be at work."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{action}", rank=rank, world_size=ranks)
     try:
-        {"save": save, "load": load, "reshard": reshard}[sys.argv[1]](Path(sys.argv[2]))
+        {"save": save, "load": load, "reshard": reshard}[action](folder)
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def leave() -> None:
-    """Ends the process as Python would, without taking Python apart.
-
-    A thread of gloo that still releases a tensor meanwhile ends it by SIGABRT (pytorch issue 190489).
-    """
-    atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)
-
-
 if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main()
-    leave()
+    count, what, where = sys.argv[1:]
+    torch.multiprocessing.start_processes(work, (int(count), what, Path(where)), int(count), start_method="fork")

@@ -26,8 +26,7 @@ from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents
 from tests.conftest import MIB
 from tests.contract.faulty import flip
-from tests.crashing_save import killed_at_each_step
-from tests.dcp.states import equal, files, load, needs_fork, save, state, why, why_of
+from tests.dcp.states import equal, files, load, save, state, why, why_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 
@@ -59,27 +58,6 @@ def test_a_new_checkpoint_replaces_the_old_one_and_its_files(tmp_path: Path) -> 
         dcp.save(state(seed), storage_writer=NvmeStorageWriter(tmp_path), planner=planner)
         assert files(tmp_path) == [".metadata", f"__0_{seed}.distcp"]
         assert equal(load(dcp.FileSystemReader(tmp_path)), state(seed))
-
-
-@needs_fork
-@pytest.mark.parametrize("old", [NvmeStorageWriter, pytest.param(dcp.FileSystemWriter, marks=pytest.mark.slow)])
-def test_a_killed_save_leaves_the_old_checkpoint_or_the_new_one(old: Any, tmp_path: Path) -> None:
-    def few(seed: int) -> dict[str, Any]:
-        return {"large": torch.full((MIB,), float(seed)), "small": torch.full((3,), float(seed)), "step": seed}
-
-    dcp.save(few(1), storage_writer=old(tmp_path))
-    seeds = []
-    for _ in killed_at_each_step(lambda: dcp.save(few(2), storage_writer=NvmeStorageWriter(tmp_path))):
-        for reader in (NvmeStorageReader(tmp_path), dcp.FileSystemReader(tmp_path)):
-            found = few(99)
-            dcp.load(found, storage_reader=reader)
-            assert equal(found, few(found["step"]))
-        seeds.append(found["step"])
-    assert len(seeds) > 6
-    assert seeds == sorted(seeds)
-    assert set(seeds) == {1, 2}
-    save(tmp_path, 3)
-    assert len(files(tmp_path)) == 2
 
 
 def test_ranks_that_save_alone_keep_each_others_files(tmp_path: Path) -> None:
@@ -332,7 +310,8 @@ def test_metadata_cut_anywhere_are_the_same_or_an_error(tmp_path: Path) -> None:
     dcp.save({"a": torch.arange(5.0)}, storage_writer=NvmeStorageWriter(tmp_path))
     content = (tmp_path / ".metadata").read_bytes()
     loaded = set()
-    for size in range(len(content) + 1):
+    rest = range(len(content) - 40, len(content) + 1)
+    for size in (*range(0, rest.start, 9), *rest):
         (tmp_path / ".metadata").write_bytes(content[:size])
         found = {"a": torch.zeros(5)}
         try:

@@ -160,29 +160,6 @@ def test_special_tensors(kind: str, reader: Any, writer: Any, tmp_path: Path) ->
     assert torch.equal(target, saved)
 
 
-@pytest.mark.parametrize(
-    ("obj", "found"),
-    [
-        (torch.zeros(2, 3), True),
-        (torch.zeros(2, 3, dtype=torch.uint16), True),
-        (torch.zeros(3, 2).t(), False),
-        (torch.nn.Parameter(torch.zeros(2, 3)), False),
-        (torch.zeros(2, 3, requires_grad=True), False),
-        (torch.zeros(2, 3, dtype=torch.complex64).conj(), False),
-        ([torch.zeros(2, 3)], False),
-        ({"a": 1}, False),
-        (torch.device("cpu"), False),
-    ],
-    ids=["plain", "new dtype", "turned", "parameter", "gradient", "conjugate", "list", "dict", "no tensor"],
-)
-def test_only_a_plain_tensor_is_found_in_an_item(obj: Any, found: bool, tmp_path: Path) -> None:
-    path = tmp_path / "item"
-    torch.save(obj, path)
-    where = reading.find(str(path), 0, path.stat().st_size)
-    assert (where is not None) == found
-    assert where is None or (where.dtype, where.shape) == (obj.dtype, tuple(obj.shape))
-
-
 def zipped_anew(path: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> Path:
     """The archive with other contents, by names without their folder and dots."""
     with zipfile.ZipFile(path) as archive:
