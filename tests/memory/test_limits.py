@@ -139,7 +139,7 @@ def test_a_save_in_the_background_keeps_to_the_limit(limited: Path, folder: Path
     state = {str(i): torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(9)}
     nvme_ops.save_async(state, sys.argv[2]).result()
     """
-    done = run_python(program, limited, folder / "state.safetensors", check=False, fresh=True)
+    done = run_python(program, limited, folder / "state.safetensors", check=False)
     assert done.returncode != -signal.SIGKILL, "killed for want of memory"
     assert done.returncode == 0, done.stderr
     assert (folder / "state.safetensors").stat().st_size // MIB == 9 * 64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import weakref
 from typing import Any
 
@@ -14,7 +13,7 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, PinMemoryBuilder
 from nvme_ops.pin_memory import pin_handle
-from tests.conftest import in_child, in_threads
+from tests.conftest import in_child
 
 BYTE = torch.empty(0, dtype=torch.uint8)
 MAKERS: dict[str, Any] = {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}
@@ -50,17 +49,6 @@ def test_the_builder_gives_the_handle_and_needs_what_async_io_needs(monkeypatch:
     monkeypatch.setattr(AsyncIOBuilder, "is_buildable", refuse)
     assert not builder.is_compatible()
     assert builder.error_log == "no compiler"
-
-
-def test_the_keywords_are_deepspeeds() -> None:
-    names = {
-        "new_cpu_locked_tensor": ["num_elem", "example_tensor"],
-        "free_cpu_locked_tensor": ["locked_tensor"],
-        "free_cpu_locked_tensor_by_ptr": ["address"],
-        "is_pinned": ["buffer"],
-    }
-    for name, parameters in names.items():
-        assert list(inspect.signature(getattr(pin_handle(), name)).parameters) == parameters
 
 
 @pytest.mark.parametrize("other", MAKERS)
@@ -170,18 +158,6 @@ def test_freeing_unlocks_the_pages_and_tensors_outlive_their_handle() -> None:
     if locked < before + 1024:
         pytest.skip("this system locks no memory")
     assert locked_kilobytes() == before
-
-
-def test_of_threads_that_free_one_tensor_one_does() -> None:
-    for _ in range(100):
-        tensor = pin_handle().new_cpu_locked_tensor(1000, BYTE)
-        answers: list[bool] = []
-
-        def free(number: int, tensor: torch.Tensor = tensor, answers: list[bool] = answers) -> None:
-            answers.append((pin_handle, aio_handle)[number % 2]().free_cpu_locked_tensor(tensor))
-
-        in_threads(free, 4)
-        assert sorted(answers) == [False, False, False, True]
 
 
 def test_a_child_has_a_register_of_its_own() -> None:

@@ -17,9 +17,8 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import pool as module
 from nvme_ops.memory.pool import Lease, Pool
-from tests.conftest import KIB, MIB, in_child, in_threads
+from tests.conftest import MIB, in_child, in_threads
 from tests.moments import Interrupt
 
 
@@ -280,16 +279,3 @@ def test_what_is_kept_for_reuse_does_not_come_on_top() -> None:
     leases = [pool.lease(2 * MIB) for _ in range(32)]  # of a size that the kept memory does not fit
     assert native().pool_statistics()["cached_bytes"] + pool.bytes_in_use <= 64 * MIB + 2 * MIB
     del leases
-
-
-def test_memory_freed_after_the_module_s_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the end of Python: modules lose their names before the last tensor is freed."""
-    said: list[Any] = []
-    monkeypatch.setattr("sys.unraisablehook", said.append)
-    pool = Pool(10 * KIB)
-    lease = pool.lease(4096)
-    with monkeypatch.context() as names:
-        names.setattr(module, "native", None)
-        del lease
-    assert said == []
-    assert pool.bytes_in_use == 0

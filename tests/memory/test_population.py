@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import resource
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 
 from nvme_ops import aio_handle, empty
 from nvme_ops._native import native
-from tests.conftest import MIB, contents, give_up_root, in_child, in_threads, open_to_all, pattern, store
+from tests.conftest import MIB, contents, pattern, store
 
 HUGE = 2 * MIB
 THP = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -59,7 +58,7 @@ def test_memory_of_the_pool_is_never_marked_for_small_pages(folder: Path) -> Non
     """Where it is kept: reads into it would be slower by half ever after. After much that took small pages, too."""
     path = store(folder / "file", pattern(4 * MIB))
     kept = []
-    for _ in range(40):
+    for _ in range(8):
         kept.append(empty(4 * MIB, dtype=torch.uint8))
         aio_handle().sync_pread(kept[-1], path)
         native().populate(fresh(64 * MIB)[1], 0, 64 * MIB)
@@ -106,41 +105,3 @@ def test_memory_of_a_page_locked_tensor_is_all_there(size: int) -> None:
     tensor = aio_handle().new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8))
     assert resident(tensor.data_ptr(), size) == size
     assert wants_huge_pages(tensor.data_ptr())
-
-
-def test_reads_into_much_fresh_memory_at_once_also_in_a_forked_child(folder: Path) -> None:
-    """Of several threads, some dropped while pages are still on their way."""
-    handle, data = aio_handle(), pattern(40 * MIB + 5)
-    path = store(folder / "file", data)
-
-    def work(number: int) -> None:
-        back = torch.empty(len(data), dtype=torch.uint8)
-        future = handle.submit_pread(back[number:], path, number)
-        missing = handle.submit_pread(torch.empty(80 * MIB, dtype=torch.uint8), path)
-        if number == 0:
-            in_child(child)
-        assert future.result() == len(data) - number
-        assert torch.equal(back[number:], data[number:])
-        assert isinstance(missing.exception(), EOFError)
-
-    def child() -> None:
-        own = torch.empty(len(data), dtype=torch.uint8)
-        assert handle.sync_pread(own, path) == 1
-        assert torch.equal(own, data)
-
-    in_threads(work, 4)
-
-
-def test_no_thread_is_needed(folder: Path) -> None:
-    path = store(folder / "file", pattern(20 * MIB))
-    open_to_all(folder)
-    path.chmod(0o644)
-
-    def starved() -> None:
-        give_up_root()
-        resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-        back = torch.empty(20 * MIB, dtype=torch.uint8)
-        assert aio_handle().sync_pread(back, path) == 1
-        assert torch.equal(back, pattern(20 * MIB))
-
-    in_child(starved)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,10 +52,7 @@ def stored(folder: Path) -> tuple[Path, torch.Tensor]:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    places=st.lists(st.tuples(st.integers(0, MIB), st.integers(0, 3 * SMALL)), max_size=30),
-    depth=st.integers(1, 4),
-)
+@given(places=st.lists(st.tuples(st.integers(0, MIB), st.integers(0, 3 * SMALL)), max_size=30), depth=st.integers(1, 4))
 def test_whatever_is_asked_for_comes_in_order_and_aligned_for_any_dtype(
     tmp_path_factory: pytest.TempPathFactory, places: list[tuple[int, int]], depth: int
 ) -> None:
@@ -171,25 +167,6 @@ def test_a_ring_takes_no_more_than_its_pool_has(stored: tuple[Path, torch.Tensor
     assert pool.bytes_in_use == 0
     with pytest.raises(MemoryError, match="needs buffers of 8192 bytes, and the pool has at most 4096"):
         Ring(Pool(5000))
-
-
-def test_a_second_ring_waits_for_the_first(stored: tuple[Path, torch.Tensor]) -> None:
-    pool = Pool(2 * MIB)
-    first = Ring(pool, buffer=2 * MIB)
-    list(first.read(aio_handle(), [Place(stored[0], 0, 10)]))
-    found: list[int] = []
-
-    def second() -> None:
-        ring = Ring(pool, buffer=2 * MIB)
-        found.extend(piece.numel() for piece in ring.read(aio_handle(), [Place(stored[0], 0, 10)]))
-
-    thread = threading.Thread(target=second)
-    thread.start()
-    thread.join(0.05)
-    assert not found
-    del first
-    thread.join(60)
-    assert found == [10]
 
 
 # Transfers without buffers

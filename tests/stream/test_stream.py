@@ -5,12 +5,9 @@ from __future__ import annotations
 import gc
 import io
 import os
-import pickle
 import random
 import resource
 import signal
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -127,21 +124,6 @@ def test_torch_saves_to_it_and_loads_from_it(zipped: bool, path: Path) -> None:
         found = torch.load(saved, weights_only=True)
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-
-
-def test_pickle_and_numpy_dump_to_it_and_load_from_it(path: Path) -> None:
-    numpy = pytest.importorskip("numpy")
-    value = {"bytes": DATA[: 5 * MIB], "many": list(range(100_000))}
-    array = numpy.arange(3 * MIB).reshape(3, MIB)
-    with nvme_ops.open(path, "w") as file:
-        for protocol in (2, pickle.HIGHEST_PROTOCOL):
-            pickle.dump(value, file, protocol)
-        numpy.save(file, array)
-        numpy.save(file, array[:, ::2])
-    with nvme_ops.open(path) as file:
-        assert pickle.load(file) == pickle.load(file) == value
-        assert numpy.array_equal(numpy.load(file), array)
-        assert numpy.array_equal(numpy.load(file), array[:, ::2])
 
 
 # When it is in the file
@@ -338,14 +320,6 @@ def test_a_file_that_is_dropped_is_written_with_a_warning_and_its_error_is_told(
         del file
         gc.collect()
     assert [type(error) for error in unraisable] == [OSError]
-
-
-def test_a_file_that_is_open_when_python_ends_is_written_and_nothing_is_printed(path: Path) -> None:
-    program = "import sys, nvme_ops; file = nvme_ops.open(sys.argv[1], 'w'); file.write(b'x' * 1000)"
-    done = subprocess.run(
-        [sys.executable, "-c", program, path], capture_output=True, text=True, timeout=240, check=True
-    )
-    assert (path.read_bytes(), done.stderr) == (b"x" * 1000, "")
 
 
 def test_a_signal_handler_that_uses_the_file_while_it_is_at_work_is_told(path: Path) -> None:
