@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nvme_ops.data.columns import Columns
@@ -40,6 +40,7 @@ def plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else list(value) if isinstance(value, bytes) else value
 
 
+@settings(max_examples=40)
 @given(
     st.binary(max_size=50), st.integers(-(2**63), 2**63 - 1), st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9),
     st.text(max_size=20), st.booleans(), st.integers(0, 4),

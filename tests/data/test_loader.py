@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import collections
-import gc
 import itertools
 import json
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +67,7 @@ def taken(loaders: list[Loader]) -> list[list[list[int]]]:
     return [[batch.tolist() for batch in step] for step in zip(*loaders, strict=True)]
 
 
-@settings(max_examples=120)
+@settings(max_examples=60)
 @given(
     st.sampled_from((0, 3, 103)), st.sampled_from(SHUFFLES), st.sampled_from((None, 0, 3)), st.booleans(),
     st.tuples(st.integers(1, 40), st.integers(1, 8)), st.tuples(st.integers(1, 40), st.integers(1, 8)),
@@ -189,20 +187,6 @@ def test_ranks_of_torch_distributed(folder: Path) -> None:
     assert done.stdout.splitlines()[-1] == str(flat(Loader(folder / "store", 10, shuffle=True)))
 
 
-def test_other_default_devices(folder: Path) -> None:
-    write_fixed(folder / "store", 10)
-    torch.set_default_device("meta")
-    try:
-        found = [list(Loader(folder / "store", 3, shuffle=shuffle)) for shuffle in SHUFFLES]
-        with SampleWriter(folder, torch.float64) as writer:
-            writer.extend([1.0, 2.0])
-    finally:
-        torch.set_default_device(None)
-    for batches, shuffle in zip(found, SHUFFLES, strict=True):
-        assert torch.equal(torch.cat(batches), torch.cat(list(Loader(folder / "store", 3, shuffle=shuffle))))
-    assert [float(each) for each in SampleStore(folder).read([0, 1])] == [1.0, 2.0]
-
-
 # What is made of the samples
 
 
@@ -244,22 +228,6 @@ def test_what_decode_raises_ends_the_iteration(store: SampleStore) -> None:
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-
-
-def test_at_exit_nothing_more_is_decoded(folder: Path) -> None:
-    write(folder, 200)
-    program = """
-        import sys, time
-        from nvme_ops.data import Loader
-        def slow(sample):
-            time.sleep(0.2)
-            return 1
-        found = iter(Loader(sys.argv[1], 4, decode=slow, threads=2))
-        next(found)
-        print(time.time())
-    """
-    done = run_python(program, folder)
-    assert time.time() - float(done.stdout) < 15, "all that is read ahead would take 20 seconds"
 
 
 # Memory, and who waits for what
@@ -343,24 +311,6 @@ def test_what_is_waited_for_goes_first(
 # Threads and children
 
 
-def test_a_child_that_is_forked_in_mid_epoch(store: SampleStore) -> None:
-    decoded = iter(Loader(store, 8, decode=lambda sample: sample["name"], collate_fn=list, threads=2))
-    batches = iter(Loader(store, 10, prefetch=4))
-    first, seen = next(decoded), flat([next(batches)])
-
-    def child() -> None:
-        nonlocal batches
-        with pytest.raises(RuntimeError, match="forked child iterates over the loader anew"):
-            next(decoded)
-        del batches  # what its parent reads ahead is not the child's to wait for
-        gc.collect()
-        assert flat(Loader(store, 10)) == list(range(103))
-
-    in_child(child)
-    assert next(decoded) != first
-    assert seen + flat(batches) == list(range(103))
-
-
 # torch's own loader, and what is built on it
 
 
@@ -368,10 +318,9 @@ def double(sample: dict[str, Any]) -> int:
     return int(sample["label"]) * 2
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_workers_of_torchs_loader(store: SampleStore, context: str) -> None:
+def test_workers_of_torchs_loader(store: SampleStore) -> None:
     dataset = SampleStore(store.path, transform=double)
-    loader = torch.utils.data.DataLoader(dataset, 10, num_workers=2, multiprocessing_context=context)
+    loader = torch.utils.data.DataLoader(dataset, 10, num_workers=2, multiprocessing_context="fork")
     assert [number for batch in loader for number in batch.tolist()] == [2 * number for number in range(103)]
 
 
@@ -386,20 +335,6 @@ def test_a_batch_of_torchs_loader_is_one_request(folder: Path, monkeypatch: pyte
     assert calls == [16] * 4 + [32] * 2
 
 
-def test_accelerate_prepares_it(folder: Path) -> None:
-    pytest.importorskip("accelerate")
-    write(folder / "store", 20)
-    program = """
-        import sys, torch
-        from accelerate import Accelerator
-        from nvme_ops.data import SampleStore
-        store = SampleStore(sys.argv[1], transform=lambda sample: int(sample["label"]))
-        loader = Accelerator(cpu=True).prepare(torch.utils.data.DataLoader(store, 6, shuffle=True))
-        print(sorted(number for batch in loader for number in batch.tolist()))
-    """
-    assert run_python(program, folder / "store").stdout.splitlines()[-1] == str(list(range(20)))
-
-
 # The order of an epoch: every sample once, the same everywhere, and random enough
 
 
@@ -410,12 +345,6 @@ def test_everything_comes_once_and_a_part_is_that_of_the_whole(count: int, seed:
     assert torch.equal(whole.sort().values, torch.arange(count))
     start, stop = sorted((int(one * count), int(other * count)))
     assert torch.equal(order.at(start, stop), whole[start:stop])
-
-
-def test_one_of_a_hundred_million_is_found_at_once() -> None:
-    found = EpochOrder([100_000_000], True, 0, 0).at(99_999_000, 100_000_000)
-    assert len(found.unique()) == 1000
-    assert 0 <= int(found.min()) <= int(found.max()) < 100_000_000
 
 
 def test_the_order_is_one_for_all_versions() -> None:

@@ -209,29 +209,6 @@ def test_a_killed_process_loses_the_last_window_at_most(folder: Path) -> None:
     assert killed - float(found[-1][1]) < 0.05 + 1
 
 
-def test_a_forked_child_is_told_by_the_first_append(folder: Path) -> None:
-    made, stop = AsyncLog(folder / "log", window=0.05), threading.Event()
-
-    def append() -> None:
-        while not stop.is_set():
-            made.append(b"parent")
-
-    def body() -> None:
-        for do in (lambda: made.append(b"child"), made.flush):
-            with pytest.raises(RuntimeError, match="forked child"):
-                do()
-        made.close()
-
-    thread = threading.Thread(target=append)
-    thread.start()
-    for _ in range(8):
-        in_child(body)
-    stop.set()
-    thread.join()
-    made.close()
-    assert set(read(folder)) == {b"parent"}
-
-
 @pytest.mark.parametrize("cycle", [False, True])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path, cycle: bool) -> None:
@@ -299,19 +276,6 @@ def test_a_signal_handler_may_append(folder: Path) -> None:
     assert read(folder).count(b"signal") == count > 0
 
 
-def test_a_log_without_anything_to_do_rests(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = AsyncLog(folder / "log", window=0.01)
-    made.append(b"one")
-    made.flush()
-    worked = watched(monkeypatch, AsyncLog, "_work", id)
-    time.sleep(0.2)
-    assert not worked
-    made.append(b"two")
-    wait_until(lambda: worked)
-    made.close()
-    assert read(folder) == [b"one", b"two"]
-
-
 # Writing fails for a while
 
 
@@ -374,7 +338,7 @@ def test_any_call_that_fails_once_loses_and_repeats_nothing(folder: Path) -> Non
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 def test_calls_that_fail_now_and_then_lose_and_repeat_nothing(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
     survives(folder / "work", lambda _: draw.random() < 0.3, 300)
