@@ -271,18 +271,11 @@ def test_an_error_comes_out_of_the_future(path: Path, options: Any) -> None:
     assert content(path) == "new"
 
 
-@pytest.mark.parametrize(
-    ("tensors", "options", "kind"),
-    [
-        ({"a": torch.eye(2).to_sparse()}, {}, ValueError),
-        (NEW, {"strategy": "move"}, ValueError),
-        (NEW, {"memory": -1}, ValueError),
-        (NEW, {"format": "zip"}, ValueError),
-    ],
-)
-def test_what_cannot_be_saved_is_refused_at_once(path: Path, tensors: Any, options: Any, kind: Any) -> None:
-    with pytest.raises(kind):
-        nvme_ops.save_async(tensors, path, **options)
+def test_what_cannot_be_saved_is_refused_at_once(path: Path) -> None:
+    with pytest.raises(ValueError, match="sparse"):
+        nvme_ops.save_async({"a": torch.eye(2).to_sparse()}, path)
+    with pytest.raises(ValueError, match="memory"):
+        nvme_ops.save_async(NEW, path, memory=-1)
     assert_untouched(path)
     nvme_ops.save_async(NEW, path).result()
     assert content(path) == "new"

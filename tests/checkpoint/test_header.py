@@ -18,7 +18,6 @@ import pytest
 import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format as layout
-from tests.conftest import in_child
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")
 # What each makes of a file
@@ -145,8 +144,7 @@ def test_every_dtype_and_sizes_beyond_any_memory(dtype: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
-    [tensor()[:-1] + "," + tensor()[1:], tensor()[:-1] + ',"\\u0061":' + tensor()[5:], '{"a":["U8",[2],[0,2]]}'],
+    "text", [tensor()[:-1] + "," + tensor()[1:], tensor()[:-1] + ',"\\u0061":' + tensor()[5:], '{"a":["U8",[2],[0,2]]}']
 )
 def test_wanted_deviations(text: str) -> None:
     content = file_of(text, 2)
@@ -216,9 +214,3 @@ def test_a_zero_size_tensor_of_a_huge_shape(tmp_path: Path, shape: tuple[int, ..
 
 
 # Lies about sizes cost nothing
-
-
-def test_many_names_of_which_one_comes_twice() -> None:
-    """Found in one look at them: a child that takes a minute is ended."""
-    content = file_of("{" + "".join(f'"{number}":0,' for number in range(200_000)) + '"199999":0}')
-    in_child(lambda: by_us(content))
