@@ -64,7 +64,7 @@ OURS = re.compile(r"on storage|swapped|streamed")  # in a sentence of ours
 @contextlib.contextmanager
 def rigs(kind: str, count: int, folder: Path) -> Iterator[tuple[list[torch.nn.Linear], Callable[[], object]]]:
     """Modules with a weight that is in memory or elsewhere, and what makes all of these leave memory."""
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     made = [torch.nn.Linear(4, 4, bias=False).requires_grad_(kind.endswith("trained")) for _ in range(count)]
     if kind.startswith("usual"):
         yield made, int
@@ -78,7 +78,7 @@ def rigs(kind: str, count: int, folder: Path) -> Iterator[tuple[list[torch.nn.Li
 
 def arguments() -> list[tuple[Any, ...]]:
     """Returns arguments that methods of a matrix may take."""
-    torch.manual_seed(1)
+    torch.default_generator.manual_seed(1)
     t, other, row = torch.rand(4, 4), torch.rand(2, 3), torch.rand(4)
     index, indices, mask = torch.tensor([2, 0]), torch.randint(4, (4, 4)), torch.rand(4, 4) > 0.5
     return [
@@ -126,7 +126,7 @@ class Outcome:
 
     def __init__(self, call: Call, module: torch.nn.Linear) -> None:
         self._module, self._p = module, module.weight
-        torch.manual_seed(2)
+        torch.default_generator.manual_seed(2)
         try:
             made = call(self._p, module)
             self.result = copied(settle(made, self._p))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import re
 import warnings
@@ -51,7 +52,7 @@ class Case(NamedTuple):
 
     def outcome(self, tensors: Tensors) -> tuple[Any, Any]:
         """Returns the results with other tensors, and gradients unless something is written to afterwards."""
-        torch.manual_seed(1)
+        torch.default_generator.manual_seed(1)
         random.seed(1)
         result = self.call(tensors)
         outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
@@ -98,18 +99,29 @@ def cases(op: Any, sample: Any, way: str) -> Iterator[Case]:
         yield Case("out=", partial(call, op.op), [*without, out], [len(without)])
 
 
-def differences(case: Case, way: Any, folder: Path, theirs: Any, usual: Tensors) -> str:
-    """Returns what differs."""
-    tensors = case.copies()
+def word(compare: Callable[[], str]) -> str:
+    """Returns what differs, or the error that there was."""
+    try:
+        return compare()
+    except Exception as error:
+        return f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"
+
+
+def differences(tried: Sequence[tuple[Case, Any, Tensors]], way: Any, folder: Path) -> list[str]:
+    """Returns what differs in each case, given the outcome in memory and the tensors afterwards."""
+    given = [case.copies() for case, _, _ in tried]
+    pairs = [(case, tensors, theirs) for (case, theirs, _), tensors in zip(tried, given, strict=True)]
     if way in POLICIES:
         with save_on_nvme(folder, min_bytes=1, memory_budget=0, policy=way):
-            return same(case.outcome(tensors), theirs)
-    with elsewhere(way, [tensors[index] for index in case.mask], folder) as moved:
-        for index, each in zip(case.mask, moved, strict=True):
+            return [word(lambda: same(case.outcome(tensors), theirs)) for case, tensors, theirs in pairs]  # noqa: B023
+    places = [(tensors, index) for case, tensors, _ in pairs for index in case.mask]
+    with elsewhere(way, [tensors[index] for tensors, index in places], folder) as moved:
+        for (tensors, index), each in zip(places, moved, strict=True):
             tensors[index] = each
-        found = same(case.outcome(tensors), theirs)
+        found = [word(lambda: same(case.outcome(tensors), theirs)) for case, tensors, theirs in pairs]  # noqa: B023
         moved.forget()
-        return found or same([*map(values, tensors)], [each.detach() for each in usual])
+        after = zip(found, given, tried, strict=True)
+        return [said or word(lambda: same([*map(values, tensors)], usual)) for said, tensors, (*_, usual) in after]  # noqa: B023
 
 
 def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
@@ -118,20 +130,16 @@ def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
     op, said = OPERATIONS[name], list[str]()
     if dtype not in op.dtypes or ANY_VALUES.search(name):
         return said
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
     random.seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
     for number in sorted(random.Random(0).sample(range(len(samples)), min(MOST, len(samples)))):
+        tried = list[tuple[Case, Any, Tensors]]()
         for case in cases(op, samples[number], way):
             usual = case.copies()
-            try:
-                theirs = case.outcome(usual)
-            except Exception:
-                continue  # torch does not do that, either
-            try:
-                found = differences(case, way, folder, theirs, usual)
-            except Exception as error:
-                found = f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"
+            with contextlib.suppress(Exception):  # what torch does not do, either
+                tried.append((case, case.outcome(usual), [each.detach() for each in usual]))
+        for (case, *_), found in zip(tried, differences(tried, way, folder), strict=True):
             line = f"{name} {case.name} {case.then} sample {number}, {case.mask} of {len(case.tensors)}: {found}"
             if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
                 said.append(line)
