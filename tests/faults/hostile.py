@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import collections
 import copy
+import ctypes
 import dataclasses
 import faulthandler
 import json
@@ -19,7 +20,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -28,10 +28,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests import prepared
+
 ROOM = 256 << 20  # bytes of address space beyond what a process has that has read the format once
 PATIENCE = 30  # seconds for one file, also where others have the processors
 MEMORY = "/dev/shm"  # where flushes take no time
 _EACH = 20_000  # changes for which one process serves
+_ARENA_MAX = -8  # of malloc: each arena takes address space
 
 NUMBERS = (-(2**63), -1, 0, 1, 7, 255, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**53, 2**62, 2**63 - 1, 2**63, 2**64)
 DEEP = "nested deeply"  # stands for a value that ``text_of`` nests
@@ -151,6 +156,8 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
     from tests.faults.hostile_formats import FORMATS
 
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
     chosen, place = FORMATS[which], folder / "files"
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
@@ -225,9 +232,8 @@ def run(which: str, seed: int, mutations: int, keep: Path | None = None, start: 
 def _part(which: str, seed: int, start: int, stop: int, folder: Path, result: Result) -> int | None:
     """Returns the number of the change that ended the process; None if none did."""
     (folder / "at").unlink(missing_ok=True)
-    words = [sys.executable, "-m", "tests.faults.hostile", which, "--seed", str(seed), "--serve", str(start), str(stop)]
-    environment = {**os.environ, "MALLOC_ARENA_MAX": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    done = subprocess.run([*words, str(folder)], env=environment, capture_output=True, text=True)
+    words = ["-m", "tests.faults.hostile", which, "--seed", str(seed), "--serve", str(start), str(stop), str(folder)]
+    done = prepared.run(*words, timeout=PATIENCE * (stop - start))
     for line in done.stdout.splitlines():
         found = json.loads(line)
         if "said" in found:
