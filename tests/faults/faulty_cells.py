@@ -40,7 +40,7 @@ from tests.faults import faulty_controls
 from tests.faults.faulty_disk import FaultyDisk
 from tests.faults.fuse import end_with_parent
 
-STALL, LATE = 0.2, 4.0  # seconds of a stall; after which Ctrl-C has not come through
+STALL, LATE = 0.2, 10.0  # seconds of a stall; after which Ctrl-C has not come through
 LIMIT = 900  # seconds of a process
 UNMET = "no such request"
 WHATS = "read", "write", "flush"
@@ -126,7 +126,7 @@ class Cells:
         what, self.do, *often = words.split()
         least = DATA if self.then == "Ctrl-C" and what == "read" else 0
         self.disk.rule(what, self.do, 1 if often or self.do == "torn" else -1, least)
-        with self._helped():
+        with self._helped(may_wait=what in one.waits):
             try:
                 one.work()
                 self.outcome.how = "right"
@@ -161,7 +161,7 @@ class Cells:
             self.outcome.wrong.append(f"{why}: {self.outcome.words}")
 
     @contextlib.contextmanager
-    def _helped(self) -> Iterator[None]:
+    def _helped(self, may_wait: bool) -> Iterator[None]:
         """Ends a stall after a moment, or with Ctrl-C once that came through, or once it is late."""
         self.released, self.late, self.ended = False, threading.Event(), threading.Event()
 
@@ -173,7 +173,7 @@ class Cells:
             time.sleep(STALL)
             if self.then == "Ctrl-C" and not self.ended.is_set():
                 os.kill(os.getpid(), signal.SIGINT)
-                if not self.ended.wait(LATE):
+                if not self.ended.wait(STALL if may_wait else LATE):
                     self.late.set()
             self.disk.clear()
 

@@ -12,7 +12,7 @@ import pytest
 from tests.conftest import REPOSITORY, killed_in
 from tests.faults.faulty_disk import FaultyDisk, missing
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone]
+pytestmark = pytest.mark.slow
 
 
 def table(*words: str) -> tuple[int, list[str]]:
