@@ -13,7 +13,7 @@ import pytest
 
 from tests.conftest import killed_in
 from tests.faults.power import promises
-from tests.faults.power_disk import MAKE, LoggedDisk, private_folder, why_not
+from tests.faults.power_disk import LoggedDisk, private_folder, why_not
 
 ROOT = Path(__file__).parents[2]
 KEPT = [name for name, promise in promises().items() if promise.held]
@@ -33,11 +33,11 @@ def cut(filesystem: str, cuts: int, *names: str) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("filesystem", MAKE)
-def test_a_power_failure_costs_nothing_that_was_promised(filesystem: str) -> None:
-    status, words = cut(filesystem, 4, *KEPT)
+@pytest.mark.parametrize(("filesystem", "cuts"), [("ext4", 4), ("xfs", 2), ("btrfs", 2)])
+def test_a_power_failure_costs_nothing_that_was_promised(filesystem: str, cuts: int) -> None:
+    status, words = cut(filesystem, cuts, *KEPT)
     assert status == 0, words
-    assert words.count("4 power failures, 0 lost, 0 mixed") == len(KEPT)
+    assert words.count(f"{cuts} power failures, 0 lost, 0 mixed") == len(KEPT)
 
 
 @pytest.mark.slow

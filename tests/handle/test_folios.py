@@ -61,7 +61,7 @@ def read_file(place: Path) -> Iterator[Path]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("rounds", [20, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [20, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("spread", ["one", "adjacent", "with gaps"])
 def test_unaligned_writes_beside_a_sequential_reader(
     make_handle: HandleFactory, read_file: Path, spread: str, rounds: int
