@@ -7,6 +7,7 @@ import functools
 import gc
 import io
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -295,6 +296,17 @@ def forked(count: int, body: Callable[[int], object]) -> Iterator[Callable[[], b
             if child not in ended:
                 ended[child] = os.waitpid(child, 0)[1]
     assert set(ended.values()) <= {0}
+
+
+@contextlib.contextmanager
+def limited(which: int, value: int) -> Iterator[None]:
+    """A soft limit of this process until the end of the block."""
+    before = resource.getrlimit(which)
+    resource.setrlimit(which, (value, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(which, before)
 
 
 def give_up_root() -> None:

@@ -28,7 +28,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from tests.conftest import MIB
+from tests.conftest import MIB, limited
 
 Tensors = dict[str, torch.Tensor]
 OLD: Tensors = {"a": torch.zeros(1000), "b": torch.arange(3000).view(50, 60).t(), "none": torch.zeros(0)}
@@ -269,15 +269,9 @@ def number_in(path: Path) -> int:
     return number
 
 
-@contextlib.contextmanager
-def small_files() -> Iterator[None]:
+def small_files() -> contextlib.AbstractContextManager[None]:
     """No file may be longer than 1 MiB."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    return limited(resource.RLIMIT_FSIZE, MIB)
 
 
 @contextlib.contextmanager

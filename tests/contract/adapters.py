@@ -49,12 +49,14 @@ class Capability:
         kept: what was completed is there for the next program: ``found`` has it.
         verified: damage is found by its checksums.
         handle: what it works with, where that can be chosen.
+        main: which attribute is what a program has open and closes, if any is.
     """
 
     waits: ClassVar[Sequence[str]] = ()
     more_files: ClassVar[int] = 0
     kept: ClassVar[bool] = False
     verified: ClassVar[bool] = False
+    main: ClassVar[str] = ""
 
     def __init__(self, folder: Path, handle: nvme_ops.aio_handle | None = None) -> None:
         self.folder = folder
@@ -85,7 +87,8 @@ class Capability:
         return one
 
     def opened(self) -> Any:
-        """Returns the object that a program has open and closes, or None."""
+        """Returns what ``main`` is, or None."""
+        return getattr(self, self.main) if self.main else None
 
     def leave(self) -> None:
         """Does it, for a program that ends at once: what returns before it is done is not waited for."""
@@ -97,6 +100,8 @@ class Capability:
 
     def close(self) -> None:
         """Ends it."""
+        if self.main:
+            self.opened().close()
 
     @contextlib.contextmanager
     def ending(self, one: Any) -> Iterator[Any]:
@@ -257,6 +262,7 @@ class Handle(Capability):
     """``aio_handle``: what blocks. It moves the caller's own memory, which must stay his."""
 
     waits: ClassVar[Sequence[str]] = ("read", "write", "flush")  # a flush is the program's own
+    main = "handle"
 
     def start(self) -> None:
         self.handle = self.handle or self.made()
@@ -266,20 +272,26 @@ class Handle(Capability):
         """Returns a new one."""
         return nvme_ops.aio_handle()
 
-    def opened(self) -> Any:
-        return self.handle
-
     def do(self, version: int) -> None:
         (data,) = tensors(version, 1).values()
-        self.handle.sync_pwrite(data, self.path)
-        with _open(self.path) as fd:  # durable, and out of the page cache
-            _named(os.fsync, fd)
         back = torch.zeros_like(data)
-        self.handle.sync_pread(back, self.path)
+        self.move(data, back)
         require(torch.equal(back, data), "other bytes than were written")
 
-    def close(self) -> None:
-        self.handle.close()
+    def move(self, data: torch.Tensor, back: torch.Tensor) -> None:
+        """Writes and reads."""
+        self.handle.sync_pwrite(data, self.path)
+        self.make_durable()
+        self.handle.sync_pread(back, self.path)
+
+    def make_durable(self) -> None:
+        """Has it on the device, and out of the page cache. An error of the program's own system call names the file."""
+        with self.path.open("r+b") as file:
+            try:
+                os.fsync(file.fileno())
+            except OSError as error:
+                raise OSError(error.errno, f"fsync: {error.strerror}", str(self.path)) from error
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 class Futures(Handle):
@@ -287,14 +299,10 @@ class Futures(Handle):
 
     waits = ("flush",)
 
-    def do(self, version: int) -> None:
-        (data,) = tensors(version, 1).values()
+    def move(self, data: torch.Tensor, back: torch.Tensor) -> None:
         self.handle.submit_pwrite(data, self.path).result()
-        with _open(self.path) as fd:
-            _named(os.fsync, fd)
-        back = torch.zeros_like(data)
+        self.make_durable()
         self.handle.submit_pread(back, self.path).result()
-        require(torch.equal(back, data), "other bytes than were written")
 
 
 class Pending(Handle):
@@ -302,15 +310,11 @@ class Pending(Handle):
 
     waits = ("flush",)
 
-    def do(self, version: int) -> None:
-        (data,) = tensors(version, 1).values()
-        back = torch.zeros_like(data)
+    def move(self, data: torch.Tensor, back: torch.Tensor) -> None:
         for start, tensor in ((self.handle.async_pwrite, data), (self.handle.async_pread, back)):
             start(tensor, self.path)
             self.handle.wait()
-        with _open(self.path) as fd:
-            _named(os.fsync, fd)
-        require(torch.equal(back, data), "other bytes than were written")
+        self.make_durable()
 
 
 class Tuned(Futures):
@@ -358,6 +362,7 @@ class Log(Capability):
     """``AsyncLog``. A failure makes it begin another file."""
 
     more_files = 100
+    main = "log"
 
     def start(self) -> None:
         self.log = AsyncLog(self.folder / "log", window=0.05)
@@ -380,12 +385,6 @@ class Log(Capability):
 
     def left(self) -> bool:
         return b"left" * 100_000 in list(AsyncLog.read(self.folder / "log"))
-
-    def opened(self) -> Any:
-        return self.log
-
-    def close(self) -> None:
-        self.log.close()
 
 
 class Samples(Capability):
@@ -436,21 +435,3 @@ class Batches(SamplesRead):
 
 def _samples(version: int) -> list[bytes]:
     return [bytes([(version + number) % 256]) * 100_000 for number in range(10)]
-
-
-@contextlib.contextmanager
-def _open(path: Path) -> Iterator[int]:
-    fd = os.open(path, os.O_RDWR)
-    try:
-        yield fd
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-
-
-def _named(sync: Any, fd: int) -> None:
-    """Names the error of a system call that the program itself makes."""
-    try:
-        sync(fd)
-    except OSError as error:
-        raise OSError(error.errno, f"fsync: {error.strerror}", os.readlink(f"/proc/self/fd/{fd}")) from error

@@ -54,6 +54,7 @@ class Store(Capability):
 
     keep = False
     verified = True
+    main = "store"
 
     def start(self) -> None:
         self.session = Session(self.folder, name="faults", reuse=self.keep)
@@ -70,9 +71,6 @@ class Store(Capability):
         future = self.store.get(name)
         future.result()
         return future.tensor
-
-    def opened(self) -> Any:
-        return self.store
 
     def close(self) -> None:
         with contextlib.ExitStack() as both:
@@ -113,18 +111,14 @@ class Streamed(Capability):
 class StreamedOn(Capability):
     """The same model, used on and on."""
 
+    main = "streamed"
+
     def start(self) -> None:
         self.streamed: Any = stream_weights(model(), self.folder, memory_budget="1M", handle=self.handle)
 
     def do(self, version: int) -> None:
         with torch.no_grad():
             require(torch.equal(self.streamed(batch(version)), model()(batch(version))), "another output")
-
-    def opened(self) -> Any:
-        return self.streamed
-
-    def close(self) -> None:
-        self.streamed.close()
 
 
 class StreamedInBytes(StreamedOn):
@@ -169,6 +163,7 @@ class Swapped(Capability):
     """``swap_params``: parameters that are changed, written, and read by forward and backward."""
 
     verified = True
+    main = "swapped"
 
     def start(self) -> None:
         self.usual, self.module = model(), model()
@@ -178,18 +173,11 @@ class Swapped(Capability):
     def do(self, version: int) -> None:
         with torch.no_grad():
             for usual, parameter in zip(self.usual.parameters(), self.module.parameters(), strict=True):
-                usual.copy_(
-                    torch.rand(usual.shape, generator=torch.Generator().manual_seed(version), device="cpu") / 100
-                )
+                made = torch.Generator().manual_seed(version)
+                usual.copy_(torch.rand(usual.shape, generator=made, device="cpu") / 100)
                 with self.swapped.gathered([parameter], change=True) as (values,):
                     values.copy_(usual)
         require(equal(gradients(self.module, version), gradients(self.usual, version)), "other gradients")
-
-    def opened(self) -> Any:
-        return self.swapped
-
-    def close(self) -> None:
-        self.swapped.close()
 
 
 class SwappedAnew(Capability):
@@ -212,6 +200,7 @@ class Gradients(Capability):
     """``swap_gradients``."""
 
     verified = True
+    main = "swapped"
 
     def start(self) -> None:
         self.module = model()
@@ -221,22 +210,16 @@ class Gradients(Capability):
     def do(self, version: int) -> None:
         require(equal(gradients(self.module, version), gradients(model(), version)), "other gradients")
 
-    def opened(self) -> Any:
-        return self.swapped
-
-    def close(self) -> None:
-        self.swapped.close()
-
 
 class Activations(Capability):
     """``save_on_nvme``."""
 
     verified = True
+    main = "saving"
 
     def start(self) -> None:
-        self.saving = save_on_nvme(
-            self.folder, min_bytes="50K", memory_budget="100K", checksums=True, handle=self.handle
-        )
+        options: Any = {"min_bytes": "50K", "memory_budget": "100K", "checksums": True, "handle": self.handle}
+        self.saving = save_on_nvme(self.folder, **options)
 
     def do(self, version: int) -> None:
         module = model(6)
@@ -248,12 +231,6 @@ class Activations(Capability):
         found, wanted = ([each.grad for each in one.parameters() if each.grad is not None] for one in (module, usual))
         require(equal(found, wanted), "other gradients")
 
-    def opened(self) -> Any:
-        return self.saving
-
-    def close(self) -> None:
-        self.saving.close()
-
 
 class Optimizer(Capability):
     """``NvmeOptimizer``: a step that fails is repeated. It ends with what is in flight, so that each chunk is whole."""
@@ -261,20 +238,13 @@ class Optimizer(Capability):
     waits = "read", "write"
     keep = False
     verified = True
+    main = "optimizer"
 
     def start(self) -> None:
         self.module, self.usual = model(), model()
         self.reference = torch.optim.AdamW(self.usual.parameters())
-        parameters: Any = self.module.parameters()
-        self.optimizer = NvmeOptimizer(
-            parameters,
-            torch.optim.AdamW,
-            self.folder,
-            memory_budget="1M",
-            reuse=self.keep,
-            checksums=True,
-            handle=self.handle,
-        )
+        options: Any = {"memory_budget": "1M", "reuse": self.keep, "checksums": True, "handle": self.handle}
+        self.optimizer = NvmeOptimizer(self.module.parameters(), torch.optim.AdamW, self.folder, **options)
         self.stepped = 0
 
     def do(self, version: int) -> None:
@@ -291,12 +261,6 @@ class Optimizer(Capability):
         found, wanted = self.optimizer.state_dict()["state"], self.reference.state_dict()["state"]
         right = all(torch.equal(found[at][key], wanted[at][key]) for at in wanted for key in wanted[at])
         require(right, "other states")
-
-    def opened(self) -> Any:
-        return self.optimizer
-
-    def close(self) -> None:
-        self.optimizer.close()
 
 
 class KeptOptimizer(Optimizer):

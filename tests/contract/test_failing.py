@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from nvme_ops.errors import ChecksumError, FormatError
-from tests.conftest import KIB, MIB, mounted_ext4
+from tests.conftest import KIB, MIB, limited, mounted_ext4
 from tests.contract.adapters import Capability, WrongResultError
 from tests.contract.faulty import Faulty, failing_calls, flip
 from tests.contract.suite import ADAPTERS, cause_of, judge
@@ -26,17 +26,9 @@ from tests.contract.suite import ADAPTERS, cause_of, judge
 Make = Callable[..., Capability]
 #: What needs room for each of its works.
 FILL = (
-    "Save",
-    "SaveTorch",
-    "SaveSharded",
-    "SaveAsync",
-    "DcpSave",
-    "Samples",
-    "Log",
-    "Streamed",
-    "SwappedAnew",
+    "Save", "SaveTorch", "SaveSharded", "SaveAsync", "DcpSave", "Samples", "Log", "Streamed", "SwappedAnew",
     "KeyValues",
-)
+)  # fmt: skip
 CALLS = ("pread", "preadv", "pwrite", "pwritev", "fsync", "fdatasync", "posix_fallocate", "ftruncate", "replace")
 
 
@@ -92,16 +84,6 @@ def full(folder: Path) -> Iterator[None]:
         yield
     finally:
         ballast.unlink()
-
-
-@contextlib.contextmanager
-def limited(which: int, value: int) -> Iterator[None]:
-    before = resource.getrlimit(which)
-    resource.setrlimit(which, (value, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(which, before)
 
 
 def test_a_full_disk(make: Make, kind: type[Capability], small_disk: Path) -> None:

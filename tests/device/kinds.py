@@ -16,7 +16,7 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
-from tests.conftest import MIB, pattern
+from tests.conftest import MIB, limited, pattern
 from tests.fake_cufile import FakeCuFile, Function
 from tests.gpu.support import CHUNK, GDS, KINDS, ODD, Kind, empty, gpu, keep_busy, on_a_gpu, prime, stream_for
 from tests.private_device import PrivateDevice
@@ -279,15 +279,9 @@ on_gpus = on_kinds(*GPUS)
 in_own_process = on_kinds("simulated", *GPUS)
 
 
-@contextlib.contextmanager
-def largest_file(size: int) -> Iterator[None]:
+def largest_file(size: int) -> contextlib.AbstractContextManager[None]:
     """Lets this process make no file longer: in one that is longer, it cannot write beyond."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))  # no child: CUDA does not survive a fork
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return limited(resource.RLIMIT_FSIZE, size)  # in no child: CUDA does not survive a fork
 
 
 def still_works(device: Device, handle: aio_handle, folder: Path) -> None:

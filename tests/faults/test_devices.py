@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,21 +75,6 @@ def test_a_file_system_that_fills_up_in_small_writes(
     (mounted / "0").unlink()
     handle.sync_pwrite(data[:100_000], mounted / "0")
     assert handle.wait() == 0
-
-
-def test_a_read_only_file_system(make_handle: HandleFactory, make_file_system: MakeFileSystem) -> None:
-    mounted, data = make_file_system(8 * MIB), pattern(MIB + 1)
-    handle = make_handle()
-    handle.sync_pwrite(data, mounted / "file")
-    subprocess.run(["mount", "-o", "remount,ro", mounted], check=True)
-    for name in ("file", "new"):
-        for call in (handle.sync_pwrite, lambda *a: handle.submit_pwrite(*a).result()):
-            with pytest.raises(OSError, match="Read-only file system") as caught:
-                call(data, mounted / name)
-            assert caught.value.errno == errno.EROFS
-    back = torch.zeros_like(data)
-    handle.pread(back, mounted / "file", True, False)
-    assert torch.equal(back, data)
 
 
 @pytest.mark.parametrize("lanes", [1, 3])

@@ -121,18 +121,7 @@ def test_handles(make_handle: HandleFactory, folder: Path) -> None:
         if i % 4:  # ending a queue of libaio takes the kernel a while
             return
         handle = make_handle(queue_depth=4, intra_op_parallelism=3)
-        handle.sync_pwrite(data, path)
-        handle.async_pread(torch.zeros_like(data), path)
+        handle.sync_pwrite(data[1:], path)
+        handle.async_pread(torch.zeros_like(data[1:]), path)
 
     repeated(work)
-
-
-def test_an_idle_handle_keeps_little(make_handle: HandleFactory, folder: Path) -> None:
-    handle, data = make_handle(intra_op_parallelism=4), pattern(32 * MIB + 1)
-    before = native().pool_statistics()["live_bytes"]
-    handle.sync_pwrite(data[1:], folder / "file")
-    handle.sync_pread(data[1:], folder / "file")
-    handle.read(data[1:], folder / "file")
-    del handle
-    gc.collect()
-    assert native().pool_statistics()["live_bytes"] == before

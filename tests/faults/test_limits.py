@@ -8,7 +8,6 @@ import gc
 import os
 import resource
 import warnings
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,65 +15,56 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops._native import native
-from tests.conftest import MIB, HandleFactory, contents, give_up_root, in_child, open_to_all, pattern, round_trip, store
-
-
-@pytest.fixture
-def limit() -> Iterator[Callable[[int, int], None]]:
-    """Lowers a soft limit of this process until the test ends."""
-    before: dict[int, tuple[int, int]] = {}
-
-    def lower(which: int, value: int) -> None:
-        before.setdefault(which, resource.getrlimit(which))
-        resource.setrlimit(which, (value, before[which][1]))
-
-    yield lower
-    for which, values in before.items():
-        resource.setrlimit(which, values)
+from tests.conftest import (
+    MIB,
+    HandleFactory,
+    contents,
+    give_up_root,
+    in_child,
+    limited,
+    open_to_all,
+    pattern,
+    round_trip,
+    store,
+)
 
 
 @pytest.mark.parametrize("cache", ["auto", "direct", "buffered"])
-def test_file_size_limit(
-    make_handle: HandleFactory, folder: Path, limit: Callable[[int, int], None], cache: str
-) -> None:
+def test_file_size_limit(make_handle: HandleFactory, folder: Path, cache: str) -> None:
     handle, path = make_handle(cache=cache, intra_op_parallelism=2), folder / "file"
-    limit(resource.RLIMIT_FSIZE, 262_144)
-    for size in (500_000, 3 * MIB):  # below and above what is preallocated
-        for call in (handle.sync_pwrite, lambda *a: handle.submit_pwrite(*a).result()):
-            with pytest.raises(OSError, match="File too large") as caught:
-                call(torch.zeros(size, dtype=torch.uint8), path)
-            assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
-    assert path.stat().st_size <= 262_144
-    handle.async_pwrite(torch.zeros(size), path)
-    with pytest.raises(OSError, match="File too large"):  # of the call before, which this one waits for
-        handle.sync_pwrite(pattern(200_000), folder / "small")
-    round_trip(handle, folder / "small", 200_000)
+    with limited(resource.RLIMIT_FSIZE, 262_144):
+        for size in (500_000, 3 * MIB):  # below and above what is preallocated
+            for call in (handle.sync_pwrite, lambda *a: handle.submit_pwrite(*a).result()):
+                with pytest.raises(OSError, match="File too large") as caught:
+                    call(torch.zeros(size, dtype=torch.uint8), path)
+                assert (caught.value.errno, caught.value.filename) == (errno.EFBIG, str(path))
+        assert path.stat().st_size <= 262_144
+        handle.async_pwrite(torch.zeros(size), path)
+        with pytest.raises(OSError, match="File too large"):  # of the call before, which this one waits for
+            handle.sync_pwrite(pattern(200_000), folder / "small")
+        round_trip(handle, folder / "small", 200_000)
 
 
-def test_the_rest_is_drained_and_every_failure_told(
-    make_handle: HandleFactory, folder: Path, limit: Callable[[int, int], None]
-) -> None:
+def test_the_rest_is_drained_and_every_failure_told(make_handle: HandleFactory, folder: Path) -> None:
     handle, data = make_handle(intra_op_parallelism=2), pattern(200_000)
-    limit(resource.RLIMIT_FSIZE, 262_144)
-    for i in range(12):
-        handle.async_pwrite(data, folder / str(i), 100_000 * (i % 3))
-    with pytest.raises(OSError, match=f"File too large: '{folder}/1'") as caught:
-        handle.wait()
-    failures = caught.value.failures  # type: ignore[attr-defined]
-    assert [Path(failure.filename).name for failure in failures] == ["1", "2", "4", "5", "7", "8", "10", "11"]
-    assert failures[0] is caught.value
-    if hasattr(caught.value, "__notes__"):
-        assert len(caught.value.__notes__) == 7
-    for i in range(0, 12, 3):
-        assert torch.equal(contents(folder / str(i)), data)
-    assert handle.wait() == 0
-    assert handle.sync_pwrite(data, folder / "0") == 1
+    with limited(resource.RLIMIT_FSIZE, 262_144):
+        for i in range(12):
+            handle.async_pwrite(data, folder / str(i), 100_000 * (i % 3))
+        with pytest.raises(OSError, match=f"File too large: '{folder}/1'") as caught:
+            handle.wait()
+        failures = caught.value.failures  # type: ignore[attr-defined]
+        assert [Path(failure.filename).name for failure in failures] == ["1", "2", "4", "5", "7", "8", "10", "11"]
+        assert failures[0] is caught.value
+        if hasattr(caught.value, "__notes__"):
+            assert len(caught.value.__notes__) == 7
+        for i in range(0, 12, 3):
+            assert torch.equal(contents(folder / str(i)), data)
+        assert handle.wait() == 0
+        assert handle.sync_pwrite(data, folder / "0") == 1
 
 
 @pytest.mark.parametrize("lanes", [1, 3])
-def test_more_files_than_descriptors(
-    make_handle: HandleFactory, folder: Path, limit: Callable[[int, int], None], lanes: int
-) -> None:
+def test_more_files_than_descriptors(make_handle: HandleFactory, folder: Path, lanes: int) -> None:
     """A lane that finds none left waits for its own transfers, or a while for those of others."""
     handle = make_handle(intra_op_parallelism=lanes, cache="direct")
     data, back = pattern(500 * 1001).view(500, 1001), torch.zeros(500, 1001, dtype=torch.uint8)
@@ -82,15 +72,15 @@ def test_more_files_than_descriptors(
     handle.submit_pwritev(data[:50], files[:50]).result()
     gc.collect()  # what earlier tests have left open must not be closed in between
     before = len(os.listdir("/proc/self/fd"))
-    limit(resource.RLIMIT_NOFILE, before + 20)
-    assert handle.submit_pwritev(data, files).result() == data.nbytes
-    assert handle.submit_preadv(back, files).result() == data.nbytes
-    assert torch.equal(back, data)
-    for path, row in zip(files, back.zero_(), strict=True):
-        handle.async_pread(row, path)
-    assert handle.wait() == 500
-    assert torch.equal(back, data)
-    assert len(os.listdir("/proc/self/fd")) == before
+    with limited(resource.RLIMIT_NOFILE, before + 20):
+        assert handle.submit_pwritev(data, files).result() == data.nbytes
+        assert handle.submit_preadv(back, files).result() == data.nbytes
+        assert torch.equal(back, data)
+        for path, row in zip(files, back.zero_(), strict=True):
+            handle.async_pread(row, path)
+        assert handle.wait() == 500
+        assert torch.equal(back, data)
+        assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_no_threads_left(make_handle: HandleFactory, folder: Path) -> None:

@@ -6,8 +6,6 @@ import contextlib
 import errno
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -18,7 +16,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from tests.conftest import GIB, MIB, REPOSITORY, HandleFactory, pattern, store
+from tests.conftest import GIB, MIB, HandleFactory, pattern, store
 
 PART = 32 * MIB  # takes 0.05 s where 512-byte requests are fastest
 
@@ -176,44 +174,3 @@ def test_ctrl_c_ends_the_wait_for_a_sync_whose_error_the_next_one_raises(
                 opened.sync()
         opened.truncate(0)
         opened.sync()
-
-
-def test_ctrl_c(folder: Path) -> None:
-    program = """
-import sys, torch, nvme_ops
-handle = nvme_ops.aio_handle(block_size=512, queue_depth=1, cache="direct")
-target = torch.empty(1 << 30, dtype=torch.uint8)
-try:
-    print("reading", flush=True)
-    while True:
-        handle.read(target, sys.argv[1])
-except KeyboardInterrupt:
-    print("interrupted", flush=True)
-back = torch.ones(1000, dtype=torch.uint8)
-assert handle.sync_pread(back, sys.argv[1]) == 1 and not back.any()
-print("reading on", flush=True)
-while True:
-    handle.sync_pread(target, sys.argv[1])
-"""
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(sparse(folder / "file", GIB))],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        rescue = threading.Timer(120, process.kill)
-        rescue.start()
-        try:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "reading\n"
-            process.send_signal(signal.SIGINT)
-            assert process.stdout.readline() == "interrupted\n"
-            assert process.stdout.readline() == "reading on\n"
-            process.send_signal(signal.SIGINT)
-            _, errors = process.communicate()
-        finally:
-            rescue.cancel()
-            process.kill()
-    assert process.returncode == -signal.SIGINT
-    assert "KeyboardInterrupt" in errors

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -44,6 +45,12 @@ def stepped(parameter: torch.nn.Parameter, optimizer: torch.optim.Optimizer) -> 
     optimizer.step()
 
 
+def opened(param: torch.nn.Parameter, folder: Path) -> NvmeOptimizer:
+    """The optimizer of these files."""
+    options: Any = {"memory_budget": "1M", "reuse": True, "checksums": True}
+    return NvmeOptimizer([param], torch.optim.Adam, folder, lr=RATE, **options)
+
+
 def parameter() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.arange(24, dtype=torch.float32).view(4, 6))
 
@@ -70,9 +77,7 @@ def session(folder: Path) -> None:
 
 def optimizer(folder: Path) -> None:
     param = parameter()
-    with NvmeOptimizer(
-        [param], torch.optim.Adam, folder, lr=RATE, memory_budget="1M", reuse=True, checksums=True
-    ) as opt:
+    with opened(param, folder) as opt:
         for _ in range(STEPS):
             stepped(param, opt)
         opt.save_states(folder / "states.safetensors")
@@ -105,14 +110,9 @@ def tuning(folder: Path) -> None:
 
 
 KINDS: dict[str, Callable[[Path], None]] = {
-    "session": session,
-    "optimizer": optimizer,
-    "samples": store_of_samples,
-    "log": log,
-    "checkpoints": checkpoints,
-    "dcp": distributed,
-    "tuning": tuning,
-}
+    "session": session, "optimizer": optimizer, "samples": store_of_samples, "log": log, "checkpoints": checkpoints,
+    "dcp": distributed, "tuning": tuning,
+}  # fmt: skip
 
 
 def made(place: Path) -> None:
