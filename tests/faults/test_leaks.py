@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,44 +10,30 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
 from tests.conftest import MIB, HandleFactory, pattern, store
-from tests.contract.suite import threads
+from tests.contract.suite import settled
 
 ROUNDS = 200  # of several operations each
 SLACK = 12 * MIB  # what allocators keep; a tensor leaked in each round would be more
 MORE_THREADS = 48  # those of the threads backend come as they are needed: at most 16 for a lane, then they stay
 
 
-def held() -> dict[str, int]:
-    gc.collect()
-    return {"descriptors": len(os.listdir("/proc/self/fd")), "pool": native().pool_statistics()["live_bytes"]}
-
-
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def settled() -> dict[str, int]:
-    """A lane gives its buffers back right after it has said that an operation is done: what is held from then on."""
-    found, before = held(), None
-    while found != before:
-        time.sleep(0.05)
-        found, before = held(), found
-    return found
 
 
 def repeated(work: Callable[[int], object]) -> None:
     """Works until everything is warm, then checks that much more work holds no more."""
     for i in range(ROUNDS // 10):
         work(i)
-    before, running = settled(), threads()
+    before = settled()
     for _ in range(3):  # what is under way as others keep the machine busy comes once; what leaks comes each time
         resident = resident_bytes()
         for i in range(ROUNDS):
             work(i)
-        assert settled() == before
-        assert threads() <= running + MORE_THREADS
+        after = settled()
+        assert after.pop("threads") <= before["threads"] + MORE_THREADS
+        assert after.items() <= before.items()
         grown = resident_bytes() - resident
         if grown < SLACK:
             break
