@@ -120,8 +120,9 @@ def differences(tried: Sequence[tuple[Case, Any, Tensors]], way: Any, folder: Pa
             tensors[index] = each
         found = [word(lambda: same(case.outcome(tensors), theirs)) for case, tensors, theirs in pairs]  # noqa: B023
         moved.forget()
-        after = zip(found, given, tried, strict=True)
-        return [said or word(lambda: same([*map(values, tensors)], usual)) for said, tensors, (*_, usual) in after]  # noqa: B023
+        for number, (tensors, (*_, usual)) in enumerate(zip(given, tried, strict=True)):
+            found[number] = found[number] or word(lambda: same([*map(values, tensors)], usual))  # noqa: B023
+        return found
 
 
 def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
