@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from nvme_ops.op_builder import machine, prebuilt
-from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, sandbox
+from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 MINOR = prebuilt.minor(str(torch.__version__))
 needs_abi3 = pytest.mark.skipif(
@@ -22,11 +22,11 @@ needs_abi3 = pytest.mark.skipif(
 
 
 @pytest.fixture
-def installed(here: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def installed(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny op, prebuilt into a folder that stands in for the package's own; returns the library."""
-    monkeypatch.setattr(prebuilt, "OPS", tmp_path / "ops")
-    library = tmp_path / "ops" / f"tiny{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    prebuilt.build(TinyBuilder().recipe(), library)
+    library = here.csrc.parent / "ops" / f"tiny{importlib.machinery.EXTENSION_SUFFIXES[0]}"
+    monkeypatch.setattr(prebuilt, "OPS", library.parent)
+    once(here, lambda: prebuilt.build(TinyBuilder().recipe(), library))
     return library
 
 

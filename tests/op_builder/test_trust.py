@@ -16,7 +16,7 @@ import pytest
 
 from nvme_ops.op_builder import cache, jit, machine, prebuilt, trust
 from tests.conftest import NOBODY, give_up_root, in_child, open_to_all, with_mounts
-from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, sandbox
+from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -25,7 +25,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 @pytest.fixture
 def made(here: Sandbox) -> cache.CacheEntry:
     """The tiny op in the cache, built by this user and good."""
-    return jit.build(TinyBuilder().recipe())
+    once(here, lambda: jit.build(TinyBuilder().recipe()))
+    found = cache.find(TinyBuilder().recipe())
+    assert found is not None
+    return found
 
 
 def refused(problem: str) -> None:

@@ -6,9 +6,10 @@ The builder is made from the environment, so that a program in a subprocess gets
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -116,10 +117,30 @@ class Sandbox:
         return done.stdout.strip()
 
 
+@pytest.fixture(scope="module")
+def workshop(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where the sandboxes of a module's tests are, one after the other in the same place."""
+    return tmp_path_factory.mktemp("tiny")
+
+
 @pytest.fixture
-def sandbox(tmp_path: Path) -> Sandbox:
+def sandbox(workshop: Path) -> Sandbox:
     """A sandbox for programs in subprocesses."""
-    return Sandbox(tmp_path)
+    folder = workshop / "sandbox"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return Sandbox(folder)
+
+
+def once(sandbox: Sandbox, build: Callable[[], object]) -> None:
+    """Builds in the sandbox, or copies there what was built for an earlier test of the module."""
+    folder = sandbox.cache.parent
+    built = folder.with_name("built")
+    if built.exists():
+        shutil.copytree(built, folder, dirs_exist_ok=True)
+    else:
+        build()
+        shutil.copytree(folder, built)
 
 
 @pytest.fixture
