@@ -27,7 +27,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
 from nvme_ops.storage import locks, publication
-from tests.conftest import forked, give_up_root, in_child, in_threads, killed_in, open_to_all, watched
+from tests.conftest import forked, give_up_root, in_child, in_threads, open_to_all, watched
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -318,14 +318,6 @@ def test_a_link_to_an_index_stays_one(tmp_path: Path) -> None:
 # Among processes: locks, saves of one path that do not mix, and which save a shard is of
 
 
-def test_a_lock_goes_with_its_process(tmp_path: Path) -> None:
-    held: list[locks.Lock] = []
-    killed_in(lambda: held.append(locks.Lock(str(tmp_path / "model"))))
-    assert len(list(tmp_path.iterdir())) == 1
-    locks.Lock(str(tmp_path / "model")).release()
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_who_waits_long_is_told_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(locks, "_PATIENCE", 0.05)
     held = locks.Lock(str(tmp_path / "model"))
@@ -359,19 +351,6 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
     in_child(body)
     timer.join()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_child_of_a_fork_neither_holds_nor_releases_it(tmp_path: Path) -> None:
-    held = locks.Lock(str(tmp_path / "model"))
-    in_child(held.release)
-    assert len(list(tmp_path.iterdir())) == 1
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    held.release()
-    locks.Lock(str(tmp_path / "model")).release()
-    os.kill(child, signal.SIGKILL)
-    assert os.waitpid(child, 0)[1] == signal.SIGKILL
 
 
 # Saves of one path

@@ -19,7 +19,7 @@ from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data import loader as module
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.engine import Priority
-from tests.conftest import MIB, in_child, run_python, watched
+from tests.conftest import MIB, in_child, watched
 from tests.data.samples import fixed, is_sample, sample, write, write_fixed
 
 SHUFFLES: list[Shuffle] = [False, True, "shards"]
@@ -166,25 +166,6 @@ def test_ranks_that_nobody_has_told(stores: dict[int, SampleStore], monkeypatch:
     assert len(Loader(stores[103], 2, rank=1, num_replicas=4)) == 13
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert len(Loader(stores[103], 2)) == 52
-
-
-def test_ranks_of_torch_distributed(folder: Path) -> None:
-    write(folder / "store", 40)
-    program = """
-        import sys, torch
-        from nvme_ops.data import Loader
-        def work(rank):
-            torch.distributed.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=rank, world_size=2)
-            loader = Loader(sys.argv[1], 5, shuffle=True)
-            found = [None] * 2
-            torch.distributed.all_gather_object(found, [batch["label"].tolist() for batch in loader])
-            if rank == 0:
-                print([number for step in zip(*found) for batch in step for number in batch])
-            torch.distributed.destroy_process_group()
-        torch.multiprocessing.start_processes(work, nprocs=2, start_method="fork")
-    """
-    done = run_python(program, folder / "store", folder / "rendezvous")
-    assert done.stdout.splitlines()[-1] == str(flat(Loader(folder / "store", 10, shuffle=True)))
 
 
 # What is made of the samples

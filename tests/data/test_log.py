@@ -27,7 +27,7 @@ from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
-from tests.conftest import give_up_root, in_child, in_threads, killed_in, open_to_all, watched
+from tests.conftest import give_up_root, in_child, in_threads, open_to_all, watched
 from tests.contract.faulty import flip
 
 
@@ -191,22 +191,6 @@ def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> Non
 
 
 # Processes that end
-
-
-def test_a_killed_process_loses_the_last_window_at_most(folder: Path) -> None:
-    def body() -> None:
-        made, end, number = AsyncLog(folder / "log", window=0.05), time.time() + 0.3, 0
-        while (now := time.time()) < end:
-            made.append(f"{number} {now}")
-            number += 1
-            time.sleep(1e-5)
-
-    killed_in(body)
-    killed = time.time()
-    found = [entry.split() for entry in AsyncLog.read(folder / "log")]
-    assert [int(number) for number, _ in found] == list(range(len(found)))
-    # another second for a device that does not keep up, as this one may not while other tests run
-    assert killed - float(found[-1][1]) < 0.05 + 1
 
 
 @pytest.mark.parametrize("cycle", [False, True])

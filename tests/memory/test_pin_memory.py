@@ -13,7 +13,6 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, PinMemoryBuilder
 from nvme_ops.pin_memory import pin_handle
-from tests.conftest import in_child
 
 BYTE = torch.empty(0, dtype=torch.uint8)
 MAKERS: dict[str, Any] = {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}
@@ -158,16 +157,3 @@ def test_freeing_unlocks_the_pages_and_tensors_outlive_their_handle() -> None:
     if locked < before + 1024:
         pytest.skip("this system locks no memory")
     assert locked_kilobytes() == before
-
-
-def test_a_child_has_a_register_of_its_own() -> None:
-    handle = pin_handle()
-    tensor = handle.new_cpu_locked_tensor(1000, BYTE)
-
-    def body() -> None:
-        assert handle.is_pinned(tensor)
-        assert handle.free_cpu_locked_tensor(tensor) is True
-
-    in_child(body)
-    assert handle.is_pinned(tensor)
-    assert handle.free_cpu_locked_tensor(tensor) is True

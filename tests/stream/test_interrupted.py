@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -131,23 +131,3 @@ def test_what_is_read_is_where_the_position_says(folder: Path) -> None:
 
     for line in lines_of(read_all):
         read_all(line)
-
-
-def test_tensors_under_way_are_waited_for(folder: Path) -> None:
-    """Whatever line is interrupted, after ``close`` nothing is written any more."""
-    path, data = folder / "file", pattern(256 * KIB)
-
-    def write(line: int) -> int:
-        with interrupted_at(line) as count:
-            file = again(nvme_ops.open, path, "w")
-            for _ in range(3):
-                with suppress(Interrupt):
-                    file.pwrite_async(data, 0)
-            again(file.sync)
-            again(file.close)
-        assert file.closed
-        return count[0]
-
-    for line in lines_of(write):
-        write(line)
-        assert path.read_bytes() == data.numpy().tobytes(), line
