@@ -25,8 +25,7 @@ from benchmarks import cgroups, command
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import size
 from nvme_ops.measure import fio
-from nvme_ops.measure.files import NotUsable
-from nvme_ops.measure.rows import Row, Sample, Unavailable
+from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.text import GIB, size_words
@@ -43,7 +42,6 @@ _WAYS = {
     "save_on_nvme": "nvme",
     'save_on_nvme, policy="auto"': "auto",
     "torch.utils.checkpoint": "checkpoint",
-    "hooks by torch.save": "torch",
     "hooks by numpy.save": "numpy",
 }
 _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
@@ -66,30 +64,35 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
             figures |= {"read and written": moved, "GB/s": moved / (forward + backward) / 1e9}
         return Sample(forward + backward, batch, peak_bytes=found["peak_bytes"], figures=figures)
 
-    def shown(sample: Sample) -> Sample:
-        return Sample(sample.seconds, batch, figures={"read and written": sample.amount, "GB/s": sample.rate / 1e9})
-
     path = command.data_file(scratch, GIB)
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
-    bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync, shown=shown)
-    run.measure([*rows, bound], warmups=0)  # each pass is a new process, whose first step is not counted
-    add_bounds(rows, bound, "read and written")
     title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
-    return Table(net, title, "samples/s", [*rows, bound], MEMORY, _COLUMNS)
+    table = Table(net, title, "samples/s", rows, MEMORY, _COLUMNS)
+    bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync)
+    return bounded(run, table, bound, batch, "read and written")
 
 
-def add_bounds(rows: list[Row], bound: Row, moved: str) -> None:
-    """Adds the bound's share of each sample's time: that of computing, or of moving its bytes at fio's best rate.
+def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Table:
+    """Measures a table, and fio as its last row; adds the bound's share of each sample's time.
 
-    Both are medians of this run; the first row computes in memory. ``moved`` is the figure that has the bytes.
+    The bound is the time of computing, or of moving the sample's bytes, its figure ``moved``, at fio's rate. Both are
+    medians of this run; the first row computes in memory. ``amount`` is what a pass of any row does.
     """
+    rows, fio_pass = list(table.rows), bound.run
+
+    def shown() -> Sample:
+        sample = fio_pass()
+        return Sample(sample.seconds, amount, figures={moved: sample.amount, "GB/s": sample.rate / 1e9})
+
+    bound.run = shown
+    table.rows.append(bound)
+    run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
     rates = [each.figures[moved] / each.seconds for each in bound.samples if each]
     computing = [each.seconds for each in rows[0].samples if each]
-    if not rates or not computing:
-        return
-    for each in [sample for row in rows for sample in row.samples if sample]:
+    for each in [sample for row in rows for sample in row.samples if sample and rates and computing]:
         longer = max(statistics.median(computing), each.figures.get(moved, 0) / statistics.median(rates))
         each.figures["of the bound"] = longer / each.seconds
+    return table
 
 
 def largest_table(run: Run, scratch: str) -> Table:
@@ -98,17 +101,13 @@ def largest_table(run: Run, scratch: str) -> Table:
 
     def fits(row: Row, way: str, batch: int) -> bool:
         command.show_progress(f"{row.name}: batch {batch}")
-        try:
-            with cgroups.group("memory") as group:
-                group.limit_memory(given.limit)
-                job = {"way": way, "net": "convolutional", "layers": _LAYERS["largest"], "batch": batch, "steps": 1}
-                more = {"budget": given.budget_of_largest, "group": group.processes}
-                command.work("activations", scratch, given, **job, **more)
-        except NotUsable:
-            raise Unavailable("no memory cgroup can be made: run it as root") from None
-        except Unavailable as error:
-            row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
-            return False
+        with cgroups.limited_memory(given.limit) as group:
+            job = {"way": way, "net": "convolutional", "layers": _LAYERS["largest"], "batch": batch, "steps": 1}
+            try:
+                command.work("activations", scratch, given, **job, budget=given.budget_of_largest, group=group)
+            except Unavailable as error:
+                row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
+                return False
         return True
 
     def find(row: Row, way: str) -> Sample:
@@ -156,7 +155,7 @@ def _net(job: Namespace) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
 class ByHand(torch.autograd.graph.saved_tensors_hooks):
     """Hooks with a file for each tensor, written immediately and read on demand."""
 
-    def __init__(self, folder: str, way: str) -> None:
+    def __init__(self, folder: str) -> None:
         self.moved = self._count = 0
 
         def pack(tensor: torch.Tensor) -> Any:
@@ -164,10 +163,7 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
                 return tensor
             self._count += 1
             path = os.path.join(folder, f"{self._count}.npy")
-            if way == "torch":
-                torch.save(tensor.detach().clone(), path)
-            else:
-                np.save(path, tensor.detach().contiguous().numpy())
+            np.save(path, tensor.detach().contiguous().numpy())
             self.moved += tensor.nbytes
             return path, tensor.nbytes
 
@@ -175,7 +171,7 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
             if isinstance(saved, torch.Tensor):
                 return saved
             path, nbytes = saved
-            tensor = torch.load(path) if way == "torch" else torch.from_numpy(np.load(path))
+            tensor = torch.from_numpy(np.load(path))
             os.unlink(path)
             self.moved += nbytes
             return tensor
@@ -193,7 +189,7 @@ def _passes(
         parts = max(1, round(job.layers**0.5))
         return lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
     ours = job.way in ("nvme", "auto")
-    hooks: Any = ByHand(job.folder, job.way)
+    hooks: Any = ByHand(job.folder)
     if ours:
         hooks = save_on_nvme(job.folder, memory_budget=job.budget, policy=cast("Any", job.way))
 
@@ -212,7 +208,7 @@ def work(job: Namespace) -> dict[str, Any]:
     net(torch.zeros(1, *shape))  # torch's setup at first use
     if job.group:
         cgroups.join(job.group)
-    before = command.status("VmRSS")
+    before = forget_peak() or peak()
     found: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
     forward, moved = _passes(job, net)
     for step in range(job.steps):
@@ -232,7 +228,7 @@ def work(job: Namespace) -> dict[str, Any]:
                             "gradients": gradients}.items():  # fmt: skip
             found[name].append(value)
         del loss, x
-    return {**found, "peak_bytes": command.status("VmHWM") - before}
+    return {**found, "peak_bytes": peak() - before}
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:

@@ -9,11 +9,10 @@ the tensors of a pass together, as a model's are saved.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -26,10 +25,9 @@ from benchmarks.command import Program, Run
 from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.arguments import size
 from nvme_ops.measure import fio
-from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable
 from nvme_ops.measure.files import filled, make_cold
-from nvme_ops.measure.rows import Row, Unavailable, WrongData, metered, timed
+from nvme_ops.measure.rows import Row, Unavailable, WrongData, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.settings import PAGE
 from nvme_ops.text import MIB, size_words
@@ -41,7 +39,6 @@ GROUPS = {
 }
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
-STAGED = "nvme_ops staged, an ordinary tensor"  # not a choice for a tensor that lies elsewhere
 FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
 _FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
 _PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MOST
@@ -90,9 +87,9 @@ class Work:
 
         return move
 
-    def row(self, name: str, move: Move, tensor: torch.Tensor | None = None, count: int = 0) -> Row:
+    def row(self, name: str, move: Move, count: int = 0) -> Row:
         """Returns a row that moves ``count`` tensors in a pass."""
-        memory, times = self.tensor if tensor is None else tensor, count or self.count
+        memory, times = self.tensor, count or self.count
 
         def every() -> None:
             for _ in range(times):
@@ -134,7 +131,6 @@ def handle_rows(work: Work) -> list[Row]:
     first.before = begin_anew
     rows = [learned, first, *([together(work, adaptive)] if work.count > 1 else [])]
     rows += [work.row(f"nvme_ops {name}", work.by(nvme_ops.aio_handle(**given))) for name, given in _FIXED.items()]
-    rows.append(work.row(STAGED, work.by(nvme_ops.aio_handle()), work.pageable))
     buffered = work.by(nvme_ops.aio_handle(cache="buffered"), sync=work.write)
     return [*rows, work.row(f"nvme_ops buffered{work.synced}", buffered)]
 
@@ -151,7 +147,7 @@ def together(work: Work, handle: nvme_ops.aio_handle) -> Row:
 
 
 def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
-    """Returns the rows of torch, NumPy, safetensors and DeepSpeed, each with a file for each tensor."""
+    """Returns the rows of torch, NumPy and DeepSpeed, each with a file for each tensor."""
     memory = work.pageable
 
     def save_by_numpy(path: str) -> None:
@@ -166,23 +162,14 @@ def peer_rows(work: Work, deepspeed: bool) -> list[Row]:
 
         return call
 
-    by_torch, by_numpy = (f"{name}.{'save' if work.write else 'load'}" for name in ("torch", "numpy"))
-    ways: dict[str, tuple[OfPath, OfPath]] = {
-        by_torch: (partial(torch.save, memory), torch.load),
-        by_numpy: (save_by_numpy, numpy.load),
-    }
-    with contextlib.suppress(ImportError):
-        from safetensors.torch import load_file, save_file
-
-        ways["safetensors"] = (
-            partial(save_file, {"tensor": memory}),
-            lambda path: load_file(path)["tensor"].clone(),  # it maps the file: what is not used is not read
-        )
-    rows = [files_row(work, f"{name}{work.synced}", fsynced(save), load) for name, (save, load) in ways.items()]
+    verb = "save" if work.write else "load"
+    rows = [files_row(work, f"{name}.{verb}{work.synced}", fsynced(save), load)
+            for name, save, load in (("torch", partial(torch.save, memory), torch.load),
+                                     ("numpy", save_by_numpy, numpy.load))]  # fmt: skip
     if work.count > 1:
         every = {str(number): memory.clone() for number in range(work.count)}
         save = fsynced(partial(torch.save, every))
-        rows.append(files_row(work, f"{by_torch}, all in one file{work.synced}", save, torch.load, work.count))
+        rows.append(files_row(work, f"torch.{verb}, all in one file{work.synced}", save, torch.load, work.count))
     return rows + ([deepspeed_row(work)] if deepspeed else [])
 
 
@@ -223,67 +210,37 @@ def fio_rows(work: Work) -> list[Row]:
     return [fio.row(name, pattern, lambda: work.path, nbytes, work.cool, shape) for name, shape in shapes.items()]
 
 
-def against_best(table: Table, row: Row, fixed: Sequence[Row]) -> list[float]:
-    """Returns the row's rate over that of the best fixed tool, round by round.
-
-    The best tool of a round is chosen by the other rounds: by its own, the luckiest would be chosen.
-    """
-    found = []
-    for number, mine in enumerate(row.samples):
-
-        def elsewhere(each: Row, number: int = number) -> float:
-            rates = table.values(each)
-            return statistics.median(rates[:number] + rates[number + 1 :] or rates)
-
-        other = max(fixed, key=elsewhere).samples[number]
-        if mine is not None and other is not None:
-            found.append(mine.rate / other.rate)
-    return found
-
-
 def summary(table: Table) -> str:
-    """Returns how the choice compares with the best fixed tool, and with torch and fio."""
+    """Returns how the choice compares with the fixed tool of the highest median, which this favours a little."""
     rows = {row.name: row for row in table.rows if table.values(row)}
     fixed = [row for name, row in rows.items()
-             if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW, TOGETHER, STAGED)]  # fmt: skip
-    if not fixed or ADAPTIVE not in rows:
-        return ""
+             if name.startswith("nvme_ops") and name not in (ADAPTIVE, NEW, TOGETHER)]  # fmt: skip
+    if not fixed:
+        return "no fixed tool was measured"
     best = max(fixed, key=lambda row: statistics.median(table.values(row)))
-    ratios = {name: against_best(table, rows[name], fixed) for name in (ADAPTIVE, NEW) if name in rows}
+    ratios = {name: table.against(rows[name], best.name) for name in (ADAPTIVE, NEW) if name in rows}
     words = [f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found]
-    peers = [
-        f"{name.rpartition(', ')[2]} {statistics.median(found):.2f} x {other}"
-        for name, beginnings in {ADAPTIVE: ("torch", FIO), TOGETHER: ("torch", DEEP)}.items()
-        for other in rows
-        if name in rows and other.startswith(beginnings) and (found := table.against(rows[name], other))
-    ]
-    return "; ".join([f"of the best fixed tool ({best.name}): {', '.join(words)}", *peers])
+    return f"of the best fixed tool ({best.name}): {', '.join(words)}"
 
 
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder, measured with a dictionary of their own."""
-    given, meter = run.given, Meter()
+    given = run.given
     path = command.data_file(scratch, given.size)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
         for group, each in ((group, each) for group in given.groups for each in given.sizes):
             know_nothing()
             work = Work(path, group == "write", each)
-            rows = handle_rows(work) + ([] if given.no_peers else peer_rows(work, not given.no_deepspeed))
-            rows += fio_rows(work)
-            for row in rows:
-                metered(row, meter)
-            run.measure(rows)
-            work.file.close()
+            rows = [*handle_rows(work), *peer_rows(work, not given.no_deepspeed), *fio_rows(work)]
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
-            table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB", "J/GiB"))
+            table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB",))
             yield table
-            if words := summary(table):
-                command.note(found, words)
+            work.file.close()
+            command.note(found, summary(table))
 
 
 _FLAGS = {
     "--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size),
-    "--no-peers": ("leave out torch, NumPy, safetensors and DeepSpeed", False),
 }
 PROGRAM = Program(GROUPS, tables, 3, _FLAGS, prepare=raw_io.prepare)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import mmap
@@ -11,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -35,11 +34,36 @@ GROUPS = {
     "load": "load of a file that is not in the page cache",
     "cached": "load of a file in the page cache, every byte then looked at",
     "async": "until save_async returns, against a copy of the tensors in memory",
+    "fresh": "load by a new process, until every tensor is summed",
 }
 STATE_DICTS = ("large", "llama", "small")
 SAFETENSORS = "safetensors"
 COPY = "copy_ into tensors that exist"
 _SMALL = 64 << 10  # bytes
+_REST = 3.0  # seconds: a virtual machine's host takes back memory that was free for two
+# Modules are imported before the clock starts.
+_PROGRAM = """
+import json, resource, sys, time
+import torch
+path = sys.argv[1]
+{imports}
+def cpu():
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+before, start = cpu(), time.perf_counter()
+loaded = {load}
+total = sum(float(tensor.sum()) for tensor in loaded.values())
+print(json.dumps([time.perf_counter() - start, cpu() - before]))
+"""
+_OURS = "import nvme_ops; from nvme_ops.checkpoint import api, safetensors_file, torch_file; nvme_ops.aio_handle()"
+_FRESH = {  # rows: imports, load, the suffix of the file
+    "nvme_ops .safetensors": (_OURS, "nvme_ops.load(path)", ".safetensors"),
+    "nvme_ops .pt": (_OURS, "nvme_ops.load(path)", ".torch.pt"),
+    "nvme_ops .safetensors, mmap=True": (_OURS, "nvme_ops.load(path, mmap=True)", ".safetensors"),
+    SAFETENSORS: ("import safetensors.torch", "safetensors.torch.load_file(path)", ".safetensors"),
+    "torch.save, torch.load": ("", "torch.load(path)", ".torch.pt"),
+    "torch.load(mmap=True)": ("", "torch.load(path, mmap=True)", ".torch.pt"),
+}
 
 Tensors = Mapping[str, torch.Tensor]
 Save = Callable[[Tensors, str], object]
@@ -79,7 +103,6 @@ class Work:
     path: str
     tensors: dict[str, torch.Tensor]
     deepspeed: bool = True
-    saved: set[str] = field(default_factory=set)
 
     @property
     def size(self) -> int:
@@ -95,14 +118,16 @@ class Work:
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to save and load: both get the contender's path; ``load`` returns the tensors, in memory or mapped."""
+    """A way to save, to load, or both, to a path with ``suffix``; what only loads gets the file of another.
+
+    ``load`` returns the tensors, in memory or mapped.
+    """
 
     name: str
     suffix: str
     save: Save | None
     load: Load | None
     package: str = ""  # that it needs, under the name to import
-    saved_by: str = ""  # whose file it loads
 
 
 def contenders(work: Work) -> list[Contender]:
@@ -111,21 +136,22 @@ def contenders(work: Work) -> list[Contender]:
         partial(importlib.import_module, name)
         for name in ("safetensors.torch", "torch.distributed.checkpoint", "nvme_ops.dcp")
     )
-    ours, torchs, peer = "nvme_ops .safetensors", "torch.save, torch.load", ".peer.safetensors"
+    peer = ".peer.safetensors"
     made = [
-        Contender(ours, ".safetensors", nvme_ops.save, nvme_ops.load),
-        Contender(f"{ours}, recycle=True", ".recycled.safetensors", partial(nvme_ops.save, recycle=True), None),
-        Contender("nvme_ops, mmap=True", ".safetensors", None, partial(nvme_ops.load, mmap=True), saved_by=ours),
+        Contender("nvme_ops .safetensors", ".safetensors", nvme_ops.save, nvme_ops.load),
+        Contender("nvme_ops .safetensors, recycle=True", ".recycled.safetensors",
+                  partial(nvme_ops.save, recycle=True), None),
+        Contender("nvme_ops, mmap=True", ".safetensors", None, partial(nvme_ops.load, mmap=True)),
         Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load),
         Contender("torch with nvme_ops.open", ".through.pt", save_through_us, load_through_us),
         Contender("nvme_ops.dcp", ".nvme_ops.dcp", lambda tensors, path: our_dcp().save(dict(tensors), path),
                   lambda path: work.into_new(lambda targets: our_dcp().load(targets, path))),
-        Contender(torchs, ".torch.pt", _durably(torch.save), torch.load),
-        Contender("torch.load(mmap=True)", ".torch.pt", None, partial(torch.load, mmap=True), saved_by=torchs),
+        Contender("torch.save, torch.load", ".torch.pt", _durably(torch.save), torch.load),
+        Contender("torch.load(mmap=True)", ".torch.pt", None, partial(torch.load, mmap=True)),
         Contender(SAFETENSORS, peer, _durably(lambda tensors, path: safetensors().save_file(dict(tensors), path)),
                   lambda path: cast(Tensors, safetensors().load_file(path)), SAFETENSORS),
-        Contender("fastsafetensors", peer, None, _fastsafetensors_load, "fastsafetensors", SAFETENSORS),
-        Contender("Run:ai streamer", peer, None, _runai_load, "runai_model_streamer", SAFETENSORS),
+        Contender("fastsafetensors", peer, None, _fastsafetensors_load, "fastsafetensors"),
+        Contender("Run:ai streamer", peer, None, _runai_load, "runai_model_streamer"),
         Contender("DCP", ".dcp",
                   _durably(lambda tensors, path: dcp().save(dict(tensors), checkpoint_id=path, no_dist=True)),
                   lambda path: work.into_new(lambda those: dcp().load(those, checkpoint_id=path, no_dist=True))),
@@ -230,23 +256,47 @@ def async_rows(work: Work) -> list[Row]:
     return [Row(COPY, lambda: timed(copy, work.size)), Row("nvme_ops.save_async", save, check=check)]
 
 
+def fresh_rows(work: Work) -> list[Row]:
+    """Returns loads by new processes, each into memory that was never touched."""
+
+    def row(name: str, imports: str, load: str, suffix: str) -> Row:
+        def before() -> None:
+            make_cold(_saved(work, suffix))
+            time.sleep(_REST)
+
+        def run() -> Sample:
+            program = _PROGRAM.format(imports=imports, load=load)
+            seconds, cpu = command.in_new_process(program, work.path + suffix, folder=os.path.dirname(work.path))
+            return Sample(seconds, work.size, cpu)
+
+        return Row(name, run, before)
+
+    return [row(name, *words) for name, words in _FRESH.items()]
+
+
+def _saved(work: Work, suffix: str) -> str:
+    """Returns the path of a file, or folder, with all tensors; makes it if it does not exist."""
+    path, save = work.path + suffix, _made_by(work, suffix).save
+    if save is not None and not os.path.exists(path):
+        save(work.tensors, path)
+    return path
+
+
+def _made_by(work: Work, suffix: str) -> Contender:
+    return next(each for each in contenders(work) if each.suffix == suffix)
+
+
 def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
     """Returns the row of a load, whose files ``prepare`` gets before each pass; without ``prepare``, of a save."""
-    path = work.path + each.suffix
-    made_by = next(other for other in contenders(work) if other.name == (each.saved_by or each.name))
+    path, load = work.path + each.suffix, _made_by(work, each.suffix).load
 
     def before() -> None:
         if each.package and importlib.util.find_spec(each.package) is None:
             raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
         if prepare is None:
-            _let_the_device_rest(work.size)
+            let_the_device_rest(work.size)
         else:
-            if path not in work.saved:
-                if made_by.save is None:
-                    raise Unavailable(f"{made_by.name} saves nothing")
-                made_by.save(work.tensors, path)
-                work.saved.add(path)
-            for name in _files(path):
+            for name in _files(_saved(work, each.suffix)):
                 prepare(name)
         _warm_free_memory(work.size)
 
@@ -260,8 +310,8 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
     def check() -> None:
         if prepare is not None:
             _compare(work.tensors, call())
-        elif made_by.load is not None:
-            _compare(work.tensors, made_by.load(path))
+        elif load is not None:
+            _compare(work.tensors, load(path))
 
     return Row(each.name, run, before, check)
 
@@ -276,7 +326,7 @@ def _look_at(tensors: Tensors) -> None:
             tensor.reshape(-1).view(torch.uint8)[::4096].sum()
 
 
-def _let_the_device_rest(size: int) -> None:
+def let_the_device_rest(size: int) -> None:
     """Waits until the file system has told its device what a row has freed, which would slow the next one."""
     os.sync()
     time.sleep(1.5 * min(1, size / (1 << 30)))
@@ -316,7 +366,7 @@ def _fio_rows(work: Work, pattern: str) -> list[Row]:
         new.unlink(missing_ok=True)
         new.touch()
         os.truncate(new, size)
-        _let_the_device_rest(work.size)
+        let_the_device_rest(work.size)
 
     rows = [fio.row(fio.NAME, pattern, lambda: path, size, before)]
     if pattern == "write":
@@ -327,8 +377,9 @@ def _fio_rows(work: Work, pattern: str) -> list[Row]:
 _ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # and the row by which the others are divided
     "save": (save_rows, fio.NAME),
     "load": (load_rows, fio.NAME),
-    "cached": (functools.partial(load_rows, prepare=make_warm), SAFETENSORS),
+    "cached": (partial(load_rows, prepare=make_warm), SAFETENSORS),
     "async": (async_rows, COPY),
+    "fresh": (fresh_rows, SAFETENSORS),
 }
 
 
@@ -341,9 +392,15 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
             work = Work(os.path.join(folder, kind), tensors, not run.given.no_deepspeed)
             words = f"{kind}: {len(tensors)} tensors, {size_words(work.size)}"
             for group in run.given.groups:
+                if group == "fresh" and kind != "large":
+                    continue
                 rows, reference = _ROWS[group]
                 title, columns = f"{GROUPS[group]}; {words}", ("CPU s/GiB", "peak memory")
-                yield Table(group, title, "GB/s", rows(work), reference, columns)
+                table = Table(group, title, "GB/s", rows(work), reference, columns)
+                if group == "fresh":  # each pass is a new process
+                    run.measure(table.rows, warmups=0)
+                yield table
 
 
-PROGRAM = Program(GROUPS, tables, 10, {"--state_dict": ("kinds of them", list(STATE_DICTS), STATE_DICTS)})
+_FLAGS = {"--state_dict": ("kinds of them; fresh takes large only", list(STATE_DICTS), STATE_DICTS)}
+PROGRAM = Program(GROUPS, tables, 10, _FLAGS)

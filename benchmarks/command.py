@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -47,7 +48,6 @@ class Program:
     check: Callable[[Namespace], object] = lambda _: None  # raises ValueError
     size: str = "1G"
     rounds: int = 7
-    folders: bool = True  # it has a flag --folder
     #: Called before this package's op is loaded; returns more facts for the first lines than those of the machine
     prepare: Callable[[Namespace], dict[str, str]] = lambda _: {}
 
@@ -77,9 +77,8 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
     made = command_line(f"python benchmarks {name}", (module.__doc__ or "").partition("\n")[0],
                         f"groups:\n{listed(program.groups.items(), 14)}")  # fmt: skip
     add = made.add_argument
-    if program.folders:
-        add("--folder", action="append", metavar="DIR", help="to measure in (default: this one); may be repeated")
-        add("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
+    add("--folder", action="append", metavar="DIR", help="to measure in (default: this one); may be repeated")
+    add("--no-deepspeed", action="store_true", help="leave out DeepSpeed's rows")
     add("--size", type=file_size, default=program.size, help=f"of the file; a multiple of 4M (default {program.size})")
     add("--rounds", type=positive, default=program.rounds, metavar="N",
         help=f"timed passes over all rows of a table (default {program.rounds})")  # fmt: skip
@@ -98,7 +97,7 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
     add_outputs(add, ".json (the figures of every round), a picture's")
     given = made.parse_args(words)
     given.groups = [each for each in program.groups if not given.only or each in given.only]
-    given.folder = (vars(given).get("folder") or ["."]) if program.folders else []
+    given.folder = given.folder or ["."]
     try:
         for folder in given.folder:
             if not os.path.isdir(folder):
@@ -118,11 +117,6 @@ def file_size(text: str) -> int:
     return value
 
 
-def several(*found: Mapping[str, object]) -> str:
-    """Returns names and values on one line."""
-    return "; ".join(f"{name} {words}" for each in found for name, words in each.items())
-
-
 class Run:
     """Runs a program. Its ``result`` is for the JSON file; its ``tables``, by folder, are for the picture."""
 
@@ -133,28 +127,21 @@ class Run:
         kept = {name: value for name, value in vars(given).items() if name not in ("folder", "json", "output", "only")}
         self.result: dict[str, Any] = {"machine": machine.machine(), **kept, "about": about, "folders": {}}
         show_progress("")
-        print(several(self.result["machine"], about))
+        print(machine.facts(self.result["machine"], about))
         copies = program.copies if isinstance(program.copies, int) else program.copies(given)
         for folder in given.folder:
             found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
-            print(f"\n== {folder}: {several(found['place'])}")
+            print(f"\n== {folder}: {machine.facts(found['place'])}")
             with scratch_folder(folder, copies * given.size + 64 * MIB) as scratch:
-                self.show_all(folder, found, program.tables(self, scratch, found))
-        if not program.folders:
-            made: dict[str, Any] = {"tables": [], "notes": []}
-            self.show_all("", made, program.tables(self, "", made))
-
-    def show_all(self, key: str, found: dict[str, Any], tables: Iterator[Table]) -> None:
-        """Measures tables unless they are measured, prints and keeps them."""
-        self.result["folders"][key] = found
-        with contextlib.closing(tables):  # type: ignore[type-var]
-            for table in tables:
-                if not all(row.measured for row in table.rows):
-                    self.measure(table.rows)
-                show_progress("")
-                print(f"\n{as_text(table)}", flush=True)
-                self.tables.setdefault(key, []).append(table)
-                found["tables"].append(as_json(table))
+                self.result["folders"][folder], self.tables[folder] = found, []
+                with contextlib.closing(program.tables(self, scratch, found)) as tables:  # type: ignore[type-var]
+                    for table in tables:
+                        if not all(row.measured for row in table.rows):
+                            self.measure(table.rows)
+                        show_progress("")
+                        print(f"\n{as_text(table)}", flush=True)
+                        self.tables[folder].append(table)
+                        found["tables"].append(as_json(table))
 
     def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
         """Measures rows before their table is yielded."""
@@ -241,9 +228,7 @@ class Alike:
         if in_memory and not self._expected:
             self._expected = found
         if self._expected and found != self._expected:
-            pairs = enumerate(zip(found, self._expected, strict=True))
-            first = next(step for step, (mine, other) in pairs if mine != other)
-            raise WrongData(f"{self._what} differ from those of the model in memory, first in step {first}")
+            raise WrongData(f"{self._what} differ from those of the model in memory")
 
 
 # For such a process
@@ -260,12 +245,6 @@ def deepspeed_alone() -> Any:
     return deepspeed
 
 
-def status(name: str) -> int:
-    """Returns an entry of ``/proc/self/status``, in bytes."""
-    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text(errors="replace").splitlines())
-    return int(lines[name].split()[0]) * 1024
-
-
 def moved() -> tuple[int, int]:
     """Returns the bytes that this process has read from and written to devices, page faults included."""
     words = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
@@ -275,10 +254,6 @@ def moved() -> tuple[int, int]:
 def forget(*folders: str) -> None:
     """Writes back the files in folders, and drops them from the page cache."""
     os.sync()
-    for folder in folders:
-        for place, _, found in os.walk(folder):
-            for name in found:
-                with contextlib.suppress(OSError):
-                    descriptor = os.open(os.path.join(place, name), os.O_RDONLY)
-                    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                    os.close(descriptor)
+    for path in itertools.chain.from_iterable(Path(folder).rglob("*") for folder in folders):
+        with contextlib.suppress(OSError), path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

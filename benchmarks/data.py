@@ -12,7 +12,6 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -102,7 +101,7 @@ def fio_row(data: DataSet, depth: int) -> Row:
     return fio.row(f"fio randread, depth {depth}", "randread", lambda: path, sum(data.sizes), before, shapes)
 
 
-def random_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+def random_tables(given: Namespace, scratch: Path, _: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each size."""
     for each in given.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
@@ -113,11 +112,7 @@ def random_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Ite
         rows = [reader_row(name, data) for name in READERS]
         rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MOST_FIO_BYTES]
         title = f"random samples of {size_words(each)}, cold, batches of {batch}, {given.workers} workers"
-        table = Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
-        yield table
-        ratios = {row.name: pairs for row in rows[1:] if (pairs := table.against(rows[0], row.name))}
-        words = "; ".join(f"{statistics.median(pairs):.2f} x {name}" for name, pairs in ratios.items())
-        command.note(found, f"the first row is {words}")
+        yield Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
 
 
 def make_store(folder: Path, records: int) -> None:
@@ -165,10 +160,23 @@ def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterat
     """
     record, latest = bytes(200), dict[str, list[float]]()
 
-    def paced(name: str, count: int, made: Callable[[], Any]) -> Row:
-        def run() -> Sample:
-            times = []
-            with made() as append:
+    with AsyncLog(scratch / "log", keep=1) as log, open(scratch / "plain", "wb") as file:
+
+        def begin_anew() -> None:
+            log.flush()
+            file.seek(0)
+
+        def flushed(each: bytes) -> None:
+            file.write(each)
+            file.flush()
+
+        def durable(each: bytes) -> None:
+            flushed(each)
+            os.fdatasync(file.fileno())
+
+        def paced(name: str, count: int, append: Callable[[bytes], object]) -> Row:
+            def run() -> Sample:
+                times = []
                 begin = time.perf_counter_ns()
                 for number in range(count):
                     due = begin + number * 1_000_000_000 // given.rate
@@ -176,34 +184,17 @@ def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterat
                         pass
                     append(record)
                     times.append(time.perf_counter_ns() - now)
-            latest.setdefault(name, []).append(percentile(times, 0.99))
-            return Sample(percentile(times, 0.5) / 1e9, 1)
+                latest.setdefault(name, []).append(percentile(times, 0.99))
+                return Sample(percentile(times, 0.5) / 1e9, 1)
 
-        return Row(name, run)
+            return Row(name, run, begin_anew)
 
-    @contextmanager
-    def log() -> Iterator[Callable[[bytes], object]]:
-        with AsyncLog(scratch / "log", keep=1) as made:
-            yield made.append
-
-    @contextmanager
-    def plain(durable: bool) -> Iterator[Callable[[bytes], object]]:
-        with open(scratch / "plain", "wb") as file:
-
-            def append(each: bytes) -> None:
-                file.write(each)
-                file.flush()
-                if durable:
-                    os.fdatasync(file.fileno())
-
-            yield append
-
-    rows = [
-        paced("AsyncLog.append", given.log_records, log),
-        paced("write and flush", given.log_records, partial(plain, False)),
-        paced("write, flush and fdatasync", max(1, given.log_records // 500), partial(plain, True)),
-    ]
-    yield Table("log", f"records of 200 bytes, {given.rate:,} a second, each call", "us", rows)
+        rows = [
+            paced("AsyncLog.append", given.log_records, log.append),
+            paced("write and flush", given.log_records, flushed),
+            paced("write, flush and fdatasync", max(1, given.log_records // 500), durable),
+        ]
+        yield Table("log", f"records of 200 bytes, {given.rate:,} a second, each call", "us", rows)
     for name, times in latest.items():
         command.note(found, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
 

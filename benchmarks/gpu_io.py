@@ -1,4 +1,4 @@
-"""Transfers between files and GPU memory: this package beside cuFile, kvikio, DeepSpeed, gdsio and torch.
+"""Transfers between files and GPU memory: this package beside torch, cuFile, kvikio, DeepSpeed and gdsio.
 
 Each row of another package runs in a process of its own: within a process they would share one libcufile, one state of
 its driver and one set of environment variables, and one of them calls ``exit`` when it fails. See docs/gpu-results.md.
@@ -6,14 +6,12 @@ its driver and one set of environment variables, and one of them calls ``exit`` 
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib.util
 import itertools
 import os
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,7 +28,7 @@ from nvme_ops.arguments import size
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
-from nvme_ops.measure.rows import Row, Unavailable, spread
+from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
 from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder, cufile
 from nvme_ops.settings import PAGE, Settings
@@ -46,12 +44,12 @@ HOST = "nvme_ops aio_handle, host memory"
 BOUNCE = "nvme_ops aio_handle, GPU memory"
 GDS, GDS_PINNED = "nvme_ops gds_handle", "nvme_ops gds_handle, pinned tensor"
 GDSIO = "gdsio, to the GPU"
-CUFILE, KVIKIO = "cuFile alone, ", "kvikio, "  # how the names of several rows begin
-TORCH_CUFILE = "torch.cuda.gds.GdsFile"
+CUFILE = "torch.cuda.gds.GdsFile"  # cuFile alone
+KVIKIO = "kvikio, "  # how the names of several rows begin
 # What this package aims at: a row, how the names of the rows begin whose best it is compared with, the least ratio
 AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
     ("the bounce path / the same handle's rate to host memory", BOUNCE, (HOST,), 0.95),
-    ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, TORCH_CUFILE, KVIKIO), 1.0),
+    ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, KVIKIO), 1.0),
     ("gds_handle with a pinned tensor / gdsio to the GPU", GDS_PINNED, (GDSIO,), 1.0),
 ]
 _MARKS = 24  # marks of a page that each row may use, which distinguish its checked writes from those of other rows
@@ -66,26 +64,17 @@ class GpuWork(Task):
     threads: int = 8
 
     def __post_init__(self) -> None:
-        self.gpu = self.device.index or 0
+        self.gpu = self.device.index or 0 if self.device.type == "cuda" else None
+        self.pageable_memory = True  # in place of a GPU's
 
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
         """The ``aio_handle`` of all rows."""
         return nvme_ops.aio_handle(self.block_size, QUEUE_DEPTH, intra_op_parallelism=self.threads)
 
-    @functools.cached_property
-    def buffer(self) -> torch.Tensor:
-        """An ordinary tensor on the device."""
-        return filled(torch.empty(self.size, dtype=torch.uint8, device=self.device))
-
     def pinned(self, handle: Any) -> torch.Tensor:
         """Returns a tensor on the device that is registered with cuFile."""
         return filled(handle.new_pinned_device_tensor(self.size, torch.empty(0, dtype=torch.uint8, device=self.device)))
-
-    def finish(self) -> None:
-        """Waits for the device; makes its context the calling thread's, too."""
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
 
 def gds_handle(work: GpuWork, mode: str) -> nvme_ops.gds_handle:
@@ -140,7 +129,6 @@ def other_rows(work: GpuWork) -> list[Row]:
     name = "torch.save + fsync" if work.write else "torch.load(map_location)"
     return [
         make_row(Contender("gdsio", settings, GDSIO), replace(work, use_gds=True)),
-        make_row(Contender("gdsio", settings, "gdsio, by way of the CPU"), work),
         make_row(Contender("torch", settings, name), work),
     ]
 
@@ -154,12 +142,9 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
     log = {"CUFILE_LOGFILE_PATH": os.environ.get("CUFILE_LOGFILE_PATH") or "/dev/null"}
     threads = {"KVIKIO_NTHREADS": str(work.threads), "KVIKIO_TASK_SIZE": str(work.block_size)}
     peers: list[tuple[str, Callable[..., Row], tuple[Any, ...], str, dict[str, str]]] = [
-        (f"{CUFILE}one call", cufile_row, (1, work.size), "", {}),
-        (f"{CUFILE}threads", cufile_row, (work.threads, work.block_size), "", {}),
-        (TORCH_CUFILE, torch_cufile_row, (), "", {}),
+        (CUFILE, cufile_row, (), "", {}),
         (f"{KVIKIO}its defaults", kvikio_row, (), "kvikio", {}),
         (f"{KVIKIO}threads", kvikio_row, (), "kvikio", threads),
-        (f"{KVIKIO}threads, compat mode ON", kvikio_row, (), "kvikio", {**threads, "KVIKIO_COMPAT_MODE": "ON"}),
         ("DeepSpeed aio_handle", deepspeed_row, ("async_io",), "deepspeed", {}),
         ("DeepSpeed gds_handle, pinned tensor", deepspeed_row, ("gds",), "deepspeed", {}),
     ]
@@ -183,23 +168,7 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
 # What follows runs in the row's own process.
 
 
-def cufile_row(work: GpuWork, threads: int, piece: int) -> Row:
-    """Returns the row of ``cuFileRead`` or ``cuFileWrite`` of ``piece`` bytes at a time, by so many threads."""
-    library = _CuFile(work)
-    pool = ThreadPoolExecutor(threads, initializer=work.finish)
-
-    def move(tensor: torch.Tensor) -> None:
-        work.finish()
-        share = -(-work.size // threads // piece) * piece
-        with library.registered(work.path) as handle:
-            starts = range(0, work.size, share)
-            ends = (min(work.size, start + share) for start in starts)
-            list(pool.map(lambda start, end: library.move(handle, tensor, start, end, piece), starts, ends))
-
-    return tensor_row(work, "", lambda: work.buffer, move)
-
-
-def torch_cufile_row(work: GpuWork) -> Row:
+def cufile_row(work: GpuWork) -> Row:
     """Returns the row of torch's own interface: one ``cuFileRead`` or ``cuFileWrite`` for all."""
     gds: Any = getattr(torch.cuda, "gds", None)
     if not hasattr(gds, "GdsFile"):
@@ -253,72 +222,6 @@ def _proc_modules() -> None:
         raise Unavailable("cuFile would wait for /proc/modules, which is missing here, for ever")
 
 
-class _Status(ctypes.Structure):
-    _fields_ = [("code", ctypes.c_int), ("cuda", ctypes.c_int)]
-
-
-class _Description(ctypes.Structure):
-    """CUfileDescr_t, whose type 1 is an opaque file descriptor: the first bytes of a union as long as a pointer."""
-
-    _fields_ = [("type", ctypes.c_int), ("descriptor", ctypes.c_int64), ("operations", ctypes.c_void_p)]
-
-
-class _CuFile:
-    """cuFile's library, by ctypes."""
-
-    def __init__(self, work: GpuWork) -> None:
-        self._library = _loaded_cufile()
-        if not hasattr(self._library, "nvme_ops_fake_cufile"):
-            _proc_modules()
-        self._library.cuFileDriverOpen.restype = self._library.cuFileHandleRegister.restype = _Status
-        self._library.cuFileHandleDeregister.restype = None
-        self._library.cuFileHandleDeregister.argtypes = [ctypes.c_void_p]
-        self._name = "cuFileWrite" if work.write else "cuFileRead"
-        self._transfer = getattr(self._library, self._name)
-        self._transfer.restype = ctypes.c_ssize_t
-        self._transfer.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_long, ctypes.c_long]
-        work.finish()  # a context must exist before
-        self._check("cuFileDriverOpen")
-
-    def _check(self, name: str, *arguments: object) -> None:
-        status = getattr(self._library, name)(*arguments)
-        if status.code != 0:
-            raise Unavailable(f"{name}: cuFile error {status.code}")
-
-    @contextmanager
-    def registered(self, path: str) -> Iterator[ctypes.c_void_p]:
-        """Yields cuFile's handle of the file."""
-        handle, descriptor = ctypes.c_void_p(), os.open(path, os.O_RDWR | os.O_DIRECT)
-        try:
-            description = _Description(type=1, descriptor=descriptor)
-            self._check("cuFileHandleRegister", ctypes.byref(handle), ctypes.byref(description))
-            try:
-                yield handle
-            finally:
-                self._library.cuFileHandleDeregister(handle)
-        finally:
-            os.close(descriptor)
-
-    def move(self, handle: ctypes.c_void_p, tensor: torch.Tensor, start: int, end: int, piece: int) -> None:
-        """Moves bytes between the same place of the file and the tensor."""
-        for position in range(start, end, piece):
-            wanted = min(piece, end - position)
-            moved = self._transfer(handle, tensor.data_ptr(), wanted, position, position)
-            if moved != wanted:
-                raise OSError(f"{self._name} moved {moved} of {wanted} bytes (errno {ctypes.get_errno()})")
-
-
-def _loaded_cufile() -> ctypes.CDLL:
-    override = os.environ.get("NVME_OPS_CUFILE_LIBRARY")
-    for place in [override] if override else [cufile.LIBRARY, *cufile.libraries()]:
-        try:
-            return ctypes.CDLL(place, use_errno=True)
-        except OSError as error:
-            reason = error
-    wheel = "nvidia-cufile-cu12" if (torch.version.cuda or "").startswith("12.") else "nvidia-cufile"
-    raise Unavailable(f"cuFile cannot be loaded ({reason}): pip install {wheel}")
-
-
 # The benchmark
 
 
@@ -329,11 +232,9 @@ def check(given: Namespace) -> None:
     kind, _, number = given.device.partition(":")
     if kind != "cuda" or not (number or "0").isdecimal():
         raise ValueError(f"--device {given.device}: not cuda:N")
-    if torch.version.cuda is None:
-        words = f"this torch ({torch.__version__}) is built without CUDA, and a CUDA GPU is needed: pip install torch"
-        raise ValueError(words)
     if not torch.cuda.is_available():
-        raise ValueError("torch.cuda is not available: a CUDA GPU and its driver are needed (nvidia-smi shows them)")
+        words = "torch.cuda is not available: a CUDA GPU, its driver (nvidia-smi) and a torch with CUDA are needed"
+        raise ValueError(words)
     if int(number or 0) >= torch.cuda.device_count():
         raise ValueError(f"--device {given.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
@@ -354,23 +255,15 @@ def prepare(given: Namespace) -> dict[str, str]:
     return words | {"cufile": f"{kind} ({driver['path']}), {direct}"}
 
 
-def against_best(mine: Row, others: Sequence[Row]) -> list[float]:
-    """Returns the row's rate over the best of the others, for each round that has both."""
-    ratios = []
-    for own, *theirs in itertools.zip_longest(mine.samples, *(other.samples for other in others)):
-        rates = [sample.rate for sample in theirs if sample is not None]
-        if own is not None and rates:
-            ratios.append(own.rate / max(rates))
-    return ratios
-
-
 def aims(measured: Table) -> Iterator[str]:
     """Yields what was reached of each aim. Which aim counts depends on the path of gds_handle, which its row shows."""
     rows = {row.name: row for row in measured.rows}
     for words, mine, beginnings, least in AIMS:
         if mine in rows:
-            others = [row for name, row in rows.items() if name.startswith(beginnings) and name != mine]
-            found = spread(against_best(rows[mine], others))
+            others = (row.samples for name, row in rows.items() if name.startswith(beginnings) and name != mine)
+            best = [max(filter(None, taken), key=lambda each: each.rate, default=None)
+                    for taken in itertools.zip_longest(*others)]  # fmt: skip
+            found = spread(paired_ratios(rows[mine].samples, best))
             kept = "reached" if found and found.median >= least else "missed"
             reached = f"{with_range(found, 3)}, aim {least:g}: {kept}" if found else "not measured, see the rows' notes"
             yield f"{words}: {reached}"

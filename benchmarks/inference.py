@@ -2,15 +2,14 @@
 
 Every row decodes greedily with the same random model of Llama's shape, in a process of its own in each round, and must
 find the tokens that the model in memory finds. Its files are dropped from the page cache before each forward; the model
-that is only mapped runs in a memory cgroup or, if none can be made, has its pages taken away instead. Memory is counted
-beyond what the process had after importing its libraries. The bound of a step is the step in memory, or its reads at
-fio's best rate for the same file in the same run, whichever is longer.
+that is only mapped runs in a memory cgroup instead. Memory is counted beyond what the process had after importing its
+libraries. The bound of a step is the step in memory, or its reads at fio's best rate for the same file in the same run,
+whichever is longer.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import os
@@ -18,34 +17,33 @@ import statistics
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
 from benchmarks import cgroups, command
-from benchmarks.activations import add_bounds
+from benchmarks.activations import bounded
+from benchmarks.checkpoint import let_the_device_rest
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
-from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, spread
+from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "memory": "the model in memory; always measured",
     "nvme_ops": "from_pretrained and stream_weights",
-    "accelerate": "its device_map, transformers' disk map, accelerate.disk_offload",
-    "deepspeed": "ZeRO-Inference, parameters on NVMe; one that keeps weights within the budget, one that keeps none",
-    "mapped": "from_pretrained alone, which maps the file, with memory for the budget and 128 MiB",
+    "accelerate": "transformers' disk map, accelerate.disk_offload",
+    "deepspeed": "ZeRO-Inference, parameters on NVMe, weights within the budget kept",
+    "mapped": "from_pretrained alone, which maps the file, with memory for the budget and 128 MiB; needs root",
 }
 MEMORY = "in memory"
 _COLUMNS = ("step", "first token", "load", "read per step", "peak memory", "while decoding", "of the bound")
 _LARGE = 256 * MIB  # from here on the shape is that of a real model
 _SPARE = 128 * MIB  # beside the budget, for the process whose memory is limited
-_SETTLING = 1.0  # seconds for discards, which nothing can wait for
 
 
 def config(nbytes: int) -> dict[str, Any]:
@@ -78,91 +76,57 @@ def make_model(folder: str, nbytes: int) -> str:
 
 
 class Contender(NamedTuple):
-    """A way to load a model. ``imports`` come before the clock; a name with ``{}`` makes a row for each budget."""
+    """A way to load a model. ``imports`` come before the clock; ``{}`` in the name is the memory that it may take."""
 
     name: str
     group: str
     load: Callable[[Namespace], Any]
     imports: tuple[str, ...] = ()
-    budget: int = 0
 
 
 def contenders(given: Namespace) -> list[Contender]:
     """Returns the contenders of the chosen groups, in the order of the table."""
     groups = {"memory", *given.groups} - ({"deepspeed"} if given.no_deepspeed else set())
-    return [
-        each._replace(name=each.name.format(size_words(budget + _SPARE * (each.group == "mapped"))), budget=budget)
-        for each in _CONTENDERS
-        if each.group in groups
-        for budget in (given.budget if "{}" in each.name else [0])
-    ]
+    return [each._replace(name=each.name.format(size_words(given.budget + _SPARE * (each.group == "mapped"))))
+            for each in _CONTENDERS if each.group in groups]  # fmt: skip
 
 
-@dataclass
-class Work:
-    """One model and batch size; keeps the results of each process."""
+def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
+    """Measures one batch size."""
+    given, same = run.given, command.Alike("tokens")
 
-    model: str
-    scratch: str
-    batch: int
-    given: Namespace
-    same: command.Alike = field(default_factory=lambda: command.Alike("tokens"))
-    said: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def decode(self, each: Contender) -> Sample:
-        """Decodes in a new process. Raises Unavailable with the reason, or WrongData for other tokens."""
+    def decode(each: Contender) -> Sample:
         for package in ("transformers", *(name.partition(".")[0] for name in each.imports)):
             if importlib.util.find_spec(package) is None:
                 raise Unavailable(f"not installed: pip install {package}")
+        job = {"load": each.load.__name__, "model": model, "batch": batch}
         with contextlib.ExitStack() as stack:
-            group = ""
             if each.group == "mapped":
-                with contextlib.suppress(NotUsable):
-                    made = stack.enter_context(cgroups.group("memory"))
-                    made.limit_memory(each.budget + _SPARE)
-                    group = made.processes
-            job = {"load": each.load.__name__, "model": self.model, "budget": each.budget, "batch": self.batch}
-            found = command.work("inference", self.scratch, self.given, **job, group=group)
-        self.said.setdefault(each.name, []).append(found)
-        self.same.require(found["tokens"], each.name == MEMORY)
-        middle = spread(found["steps"])
+                job["group"] = stack.enter_context(cgroups.limited_memory(given.budget + _SPARE))
+            found = command.work("inference", scratch, given, **job)
+        same.require(found["tokens"], each.name == MEMORY)
         figures = {name: found[name] for name in ("first token", "load", "read per step", "while decoding")}
-        step = middle.median if middle else 0.0
-        return Sample(step, self.batch, peak_bytes=found["peak_bytes"], figures={"step": step, **figures})
+        step = statistics.median(found["steps"])
+        return Sample(step, batch, peak_bytes=found["peak_bytes"], figures={"step": step, **figures})
 
-
-def settle() -> None:
-    """Waits until the device has finished the previous row's writes, and discards of removed files."""
-    os.sync()
-    time.sleep(_SETTLING)
-
-
-def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
-    """Yields a table for each batch size, already measured, since the bound depends on all of its rows."""
-    given, found["processes"] = run.given, {}
-    model = make_model(scratch, given.size)
     file = os.path.join(model, "model.safetensors")
     nbytes = os.path.getsize(file)
-    for batch in given.batch:
+    rest = partial(let_the_device_rest, nbytes)
+    rows = [Row(each.name, partial(decode, each), before=rest) for each in contenders(given)]
+    title = f"{size_words(nbytes)} of weights, batch {batch}"
+    table = Table(f"batch {batch}", title, "tokens/s", rows, MEMORY, _COLUMNS)
+    bound = fio.row(f"{fio.NAME}, all weights", "read", lambda: file, nbytes, rest, fio.best(nbytes))
+    return bounded(run, table, bound, batch, "read per step")
 
-        def shown(sample: Sample, batch: int = batch) -> Sample:
-            return Sample(sample.seconds, batch, figures={"step": sample.seconds, "read per step": sample.amount})
 
-        work = Work(model, scratch, batch, given)
-        rows = [Row(each.name, partial(work.decode, each), before=settle) for each in contenders(given)]
-        best = fio.best(nbytes)
-        bound = fio.row(f"{fio.NAME}, all weights", "read", lambda: file, nbytes, settle, best, shown=shown)
-        run.measure([*rows, bound], warmups=0)
-        add_bounds(rows, bound, "read per step")
-        found["processes"][batch] = work.said
-        title = f"{size_words(nbytes)} of weights, batch {batch}"
-        yield Table(f"batch {batch}", title, "tokens/s", [*rows, bound], MEMORY, _COLUMNS)
+def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+    """Yields a table for each batch size."""
+    model = make_model(scratch, run.given.size)
+    for batch in run.given.batch:
+        yield batch_table(run, scratch, model, batch)
 
 
 # What follows runs in the row's own process.
-
-_PAGEOUT = 21  # MADV_PAGEOUT
-_PAGE = 4096
 
 
 @torch.no_grad()
@@ -174,8 +138,7 @@ def work(job: Namespace) -> dict[str, Any]:
     if job.group:
         cgroups.join(job.group)
     command.forget(job.model, job.folder)
-    before = command.status("VmRSS")
-    forget_peak()
+    before = forget_peak() or peak()
     generator = torch.Generator().manual_seed(job.batch)
     start = time.perf_counter()
     model = row.load(job)
@@ -185,39 +148,27 @@ def work(job: Namespace) -> dict[str, Any]:
     cache = "cache" if "cache" in output else "past_key_values"  # before transformers 5.24
     tokens = [output.logits[:, -1].argmax(-1)]
     first = time.perf_counter()
-    peak = command.status("VmHWM") - before
+    loading = peak() - before
     seconds, read = [], []
     forget_peak()
     for _ in range(1 + job.steps):  # the first is not timed: some learn the order of the weights up to then
-        if not job.warm and row.group != "memory" and not job.group:  # a group's limit does the same
-            if row.group == "mapped":
-                _page_out(model)
+        if row.group not in ("memory", "mapped"):  # the limit on memory does the same
             command.forget(job.model, job.folder)
         bytes_before, begin = command.moved()[0], time.perf_counter()
         output = model(tokens[-1][:, None], use_cache=True, **{cache: output[cache]})
         tokens.append(output.logits[:, -1].argmax(-1))
         seconds.append(time.perf_counter() - begin)
         read.append(command.moved()[0] - bytes_before)
-    decoding = command.status("VmHWM") - before
+    decoding = peak() - before
     return {
         "load": loaded - start,
         "first token": first - start,
         "steps": seconds[1:],
         "read per step": statistics.median(read[1:]),
-        "peak_bytes": max(peak, decoding),
+        "peak_bytes": max(loading, decoding),
         "while decoding": decoding,
         "tokens": [each.tolist() for each in tokens],
-        "stats": vars(model.stats()) if row.group == "nvme_ops" else None,
     }
-
-
-def _page_out(model: Any) -> None:
-    """Takes the pages of the weights from this process: mapped pages stay in the page cache otherwise."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    for weight in model.parameters():
-        begin = -(-weight.data_ptr() // _PAGE) * _PAGE
-        end = (weight.data_ptr() + weight.nbytes) // _PAGE * _PAGE
-        libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(max(0, end - begin)), _PAGEOUT)
 
 
 def _mapped(job: Namespace) -> Any:
@@ -253,55 +204,34 @@ def _disk_offload(job: Namespace) -> Any:
     return accelerate.disk_offload(_mapped(job), job.folder)
 
 
-def _dispatch(job: Namespace) -> Any:
-    """Keeps as many layers in memory as fit the budget; the others are read from the safetensors file."""
-    import accelerate  # type: ignore[import-not-found,import-untyped,unused-ignore]
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(job.model)
-    with accelerate.init_empty_weights():
-        model = AutoModelForCausalLM.from_config(config, dtype=config.dtype)
-    model.tie_weights()
-    return accelerate.load_checkpoint_and_dispatch(
-        model, job.model, device_map="auto", max_memory={"cpu": job.budget},
-        no_split_module_classes=["LlamaDecoderLayer"], offload_folder=job.folder,
-    ).eval()  # fmt: skip
-
-
 def _disk_map(job: Namespace) -> Any:
-    """Does the same as ``_dispatch`` through transformers."""
+    """Keeps as many layers in memory as fit the budget; the others are read from the safetensors file."""
     from transformers import AutoModelForCausalLM
 
     options: dict[str, Any] = {"max_memory": {"cpu": job.budget}, "offload_folder": job.folder}
     return AutoModelForCausalLM.from_pretrained(job.model, device_map="auto", **options)
 
 
-def _zero_tuned(job: Namespace) -> Any:
-    """Sets up ZeRO with as many buffers of the largest weight's size as the budget allows, and larger requests.
+def _zero(job: Namespace) -> Any:
+    """Sets up ZeRO-Inference as its documentation does: every process first writes the weights to its own files.
 
-    It has no persistent weights: on a CPU each of them keeps a buffer for good, and the buffers run out.
+    It has as many buffers of the largest weight's size as the budget allows, large requests, and no persistent weights:
+    on a CPU each of them keeps a buffer for good, and the buffers run out.
     """
     from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(job.model)
-    matrix = config.hidden_size * config.intermediate_size
-    largest = max(matrix, config.hidden_size * config.vocab_size)
-    buffers = max(4, job.budget // (2 * largest))
-    stage = {"stage3_prefetch_bucket_size": (buffers - 2) * matrix, "stage3_max_live_parameters": buffers * largest}
-    aio = {"block_size": 8 << 20, "queue_depth": 8, "intra_op_parallelism": 2}
-    return _zero(job, {"buffer_count": buffers, "buffer_size": largest}, stage, aio)
-
-
-def _zero(job: Namespace, offload: Any = (), stage: Any = (), aio: Any = ()) -> Any:
-    """Sets up ZeRO-Inference as its documentation does: every process first writes the weights to its own files."""
     from transformers.integrations import HfDeepSpeedConfig
 
-    place = {"device": "nvme", "nvme_path": job.folder, **dict(offload)}
+    model = AutoConfig.from_pretrained(job.model)
+    matrix = model.hidden_size * model.intermediate_size
+    largest = max(matrix, model.hidden_size * model.vocab_size)
+    count = max(4, job.budget // (2 * largest))
+    place = {"device": "nvme", "nvme_path": job.folder, "buffer_count": count, "buffer_size": largest}
+    bounds = {"stage3_prefetch_bucket_size": (count - 2) * matrix, "stage3_max_live_parameters": count * largest}
     settings = {
         "train_micro_batch_size_per_gpu": 1,
         "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3, "offload_param": place, **dict(stage)},
-        "aio": dict(aio),
+        "zero_optimization": {"stage": 3, "offload_param": place, **bounds},
+        "aio": {"block_size": 8 << 20, "queue_depth": 8, "intra_op_parallelism": 2},
     }
     deepspeed = command.deepspeed_alone()
     remembered = HfDeepSpeedConfig(settings)  # which from_pretrained looks for while it is alive
@@ -316,20 +246,17 @@ _CONTENDERS = (
     Contender(MEMORY, "memory", _memory),
     Contender("nvme_ops from_pretrained, {}", "nvme_ops", _pretrained, _OURS),
     Contender("nvme_ops stream_weights, {}", "nvme_ops", _stream_weights, _OURS),
-    Contender("accelerate, device_map, {}", "accelerate", _dispatch, _THEIRS),
     Contender("transformers, disk map, {}", "accelerate", _disk_map, _THEIRS),
     Contender("from_pretrained alone, limit of {}", "mapped", _mapped),
     Contender("accelerate.disk_offload", "accelerate", _disk_offload, _THEIRS),
-    Contender("DeepSpeed ZeRO-Inference, defaults", "deepspeed", _zero, _ZERO_IMPORTS),
-    Contender("DeepSpeed ZeRO-Inference, tuned, {}", "deepspeed", _zero_tuned, _ZERO_IMPORTS),
+    Contender("DeepSpeed ZeRO-Inference, {}", "deepspeed", _zero, _ZERO_IMPORTS),
 )
 
 
 _FLAGS = {
-    "--budget": ("memory for weights", ["400M"], size),
+    "--budget": ("memory for weights", "400M", size),
     "--batch": ("sequences at once", [1, 4, 16, 64]),
     "--steps": ("timed steps of each process", 4),
     "--prompt": ("tokens of a prompt", 8),
-    "--warm": ("leave the files in the page cache", False),
 }
 PROGRAM = Program(GROUPS, tables, 3, _FLAGS, size="1200M", rounds=3)

@@ -59,11 +59,9 @@ _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}}
 SECTIONS = {
     "raw_io": Section(_PROGRAM.format("raw_io")),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
-    "checkpoint": Section(_PROGRAM.format("checkpoint")),
-    "fresh": Section(_PROGRAM.format("fresh_process")),
+    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async")),
+    "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
     "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
-    "scaling": Section("python benchmarks scaling --size {size} --rounds {rounds} {plot}"),
-    "tuning": Section("python benchmarks tuning {folders}"),
     "explain": Section("nvme-bench explain {place}", json=False),
     "gpu": Section(_PROGRAM.format("gpu_io"), needs_gpu=True),
 }
@@ -125,12 +123,8 @@ def measure(name: str, given: Namespace) -> bool:
     If a section cannot be run, the results of an earlier run stay.
     """
     stored, results = given.results / f"{name}.json", given.results
-    found = {"section": name, "date": datetime.date.today().isoformat(), "skipped": ""}
     if SECTIONS[name].needs_gpu and not torch.cuda.is_available():
-        reason = "there was no CUDA GPU where this page was made"
-        print(f"{name}: not run: {reason}")
-        if not stored.exists():
-            _store(stored, {**found, "skipped": reason, "description": None, "runs": []})
+        print(f"{name}: not run: there is no CUDA GPU here")
         return True
     size = f"{given.size >> 30}G" if given.size % (1 << 30) == 0 else f"{given.size >> 20}M"
     with scratch_folder(tempfile.gettempdir(), 0) as folder:
@@ -143,7 +137,8 @@ def measure(name: str, given: Namespace) -> bool:
         for run in runs:
             if run["plot"]:
                 shutil.copyfile(scratch / run["plot"], results / run["plot"])
-        _store(stored, {**found, "description": scrub(describe(given.places)), "runs": runs})
+        today = datetime.date.today().isoformat()
+        _store(stored, {"date": today, "description": scrub(describe(given.places)), "runs": runs})
     return not any(run["failure"] for run in runs)
 
 
@@ -192,16 +187,20 @@ def write(given: Namespace) -> None:
     """Writes the page and the README's table from the stored results. Raises OSError."""
     stored = {name: found for name in SECTIONS if (found := _read(given.results / f"{name}.json"))}
     pictures = os.path.relpath(given.results, given.page.parent)
-    text = render_page(given.page.read_text(encoding="utf-8"), stored, pictures)
+    try:
+        text = render_page(given.page.read_text(encoding="utf-8"), stored, pictures)
+        readme = render_readme(given.readme.read_text(encoding="utf-8"), stored)
+    except _DAMAGED as error:
+        raise OSError(f"results cannot be shown ({error!r}): measure the sections again") from error
     given.page.write_text(text, encoding="utf-8")
-    given.readme.write_text(render_readme(given.readme.read_text(encoding="utf-8"), stored), encoding="utf-8")
+    given.readme.write_text(readme, encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:
     """Returns the results of a section, empty if there are none. Raises OSError for a file with anything else."""
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        missing = {"date", "skipped", "description", "runs"} - set(found)
+        missing = {"date", "description", "runs"} - set(found)
     except FileNotFoundError:
         return {}
     except (ValueError, TypeError) as error:
@@ -299,8 +298,7 @@ def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]
 # Formats the stored results for the page and the README, by Jinja's templates and tabulate. The rows of each table are
 # made here, as dictionaries by column; page_results.md says where they go.
 
-# What damaged results, or those of another version, raise here
-_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)
+_DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)  # what other results raise here
 
 # The README's rows: what is moved, raw_io's group and row
 _ROWS = [
@@ -331,11 +329,7 @@ def render_page(text: str, results: Results, pictures: str = "") -> str:
 
 def render_readme(text: str, results: Results) -> str:
     """Returns the README with its table made anew."""
-    try:
-        block = _readme_block(results)
-    except _DAMAGED as error:
-        block = _cannot_be_shown(error)
-    return between_marks(text, {"benchmarks": block})
+    return between_marks(text, {"benchmarks": _readme_block(results)})
 
 
 def between_marks(text: str, parts: Mapping[str, str]) -> str:
@@ -419,18 +413,6 @@ def machine_rows(description: Json, number: int) -> Iterator[Cells]:
         yield {f"machine {number}": f"`{name}`", " ": "; ".join(f"{key}: {words}" for key, words in kept.items())}
 
 
-def shown(document: Json) -> str:
-    """Returns a program's document as text, or that it cannot be shown."""
-    try:
-        return _part("document", document)
-    except _DAMAGED as error:
-        return _cannot_be_shown(error)
-
-
-def _cannot_be_shown(error: Exception) -> str:
-    return f"**These results cannot be shown ({type(error).__name__}: {error}): measure the section again.**"
-
-
 def _wrapped(text: str) -> str:
     return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
 
@@ -440,8 +422,8 @@ def _part(macro: str, *values: object) -> str:
 
 
 _FILTERS = {
-    "table": table, "rows": cells, "blocks": blocks_rows, "machine": machine_rows, "shown": shown,
-    "size": size_words, "wrapped": _wrapped,
+    "table": table, "rows": cells, "blocks": blocks_rows, "machine": machine_rows, "size": size_words,
+    "wrapped": _wrapped,
 }  # fmt: skip
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True

@@ -7,9 +7,7 @@ import functools
 import mmap
 import os
 import random
-import shutil
 import tempfile
-import threading
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
@@ -21,13 +19,11 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.engine import engine_of
 from nvme_ops.measure import engines, fio
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, median_latency, timed
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, median_latency, timed
 from nvme_ops.measure.tables import Table
-from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.settings import PAGE, Settings
 from nvme_ops.text import MIB, size_words
 
@@ -37,11 +33,8 @@ GROUPS = {
     "cached": "read of a file in the page cache",
     "random": "16,384 random reads of 4 KiB, past the page cache",
     "latency": "one blocking read of 4 KiB by path, past the page cache",
-    "submit": "time until submit_pread returns",
-    "memory": "staging memory of a default handle",
     "start": "from a fresh process to the first handle",
 }
-BUILDERS = {"nvme_ops": "nvme_ops.op_builder", "DeepSpeed": "deepspeed.ops.op_builder"}
 LOCKED, PAGEABLE = "DeepSpeed, locked", "DeepSpeed, pageable"
 PREADV = "os.preadv in 64 MiB pieces"
 FIO_RANDOM = "fio randread 4k, depth 128"
@@ -57,7 +50,7 @@ _START = """
 import time
 import torch
 start = time.perf_counter()
-from {builder} import AsyncIOBuilder
+from nvme_ops.op_builder import AsyncIOBuilder
 AsyncIOBuilder().load().aio_handle()
 print("\\n", time.perf_counter() - start)
 """
@@ -218,98 +211,22 @@ def latency_rows(task: Task) -> list[Row]:
     ]
 
 
-def submit_rows(task: Task) -> list[Row]:
-    """Returns rows of the time until ``submit_pread`` returns; ``result()``, not timed, follows each."""
-
-    def row(name: str, tensor: torch.Tensor) -> Row:
-        under_way: list[nvme_ops.IoFuture] = []
-
-        def calls() -> Iterator[Callable[[], object]]:
-            for number in range(_CALLS):
-                place = number * tensor.nbytes % (task.size - tensor.nbytes + 1)
-                yield lambda place=place: under_way.append(  # type: ignore[misc]
-                    task.handle.submit_pread(tensor, task.path, place)
-                )
-                under_way.pop().result()
-
-        return Row(name, lambda: median_latency(calls()), task.set_cache)
-
-    sizes = {"4 KiB": PAGE, "1 MiB": MIB}
-    return [row(f"submit_pread of {words}", torch.zeros(size, dtype=torch.uint8)) for words, size in sizes.items()]
-
-
 def _compare(tensor: torch.Tensor, path: str, offset: int) -> None:
     with open(path, "rb") as file:
         if tensor.numpy().tobytes() != os.pread(file.fileno(), PAGE, offset):
             raise WrongData(f"the page at {offset} differs")
 
 
-def memory_rows(task: Task) -> list[Row]:
-    """Returns staging memory before, during (the most that was seen) and after one cold read, and the pool's.
-
-    The last row is how far the whole process grew beyond the tensor, if the kernel tells.
-    """
-    native = AsyncIOBuilder().load()
-    native.trim_pool()
-    handle = nvme_ops.aio_handle()
-    engine = engine_of(handle)
-    tensor = torch.zeros(task.size, dtype=torch.uint8)
-    make_cold(task.path)
-    seen, ended = [engine.staging_bytes()], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.0005):
-            seen.append(engine.staging_bytes())
-
-    def read() -> None:
-        handle.async_pread(tensor, task.path)  # a blocking call's own staging memory cannot be asked for meanwhile
-        handle.wait()
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    try:
-        peak = timed(read, task.size).peak_bytes
-    finally:
-        ended.set()
-        watcher.join()
-    time.sleep(0.2)  # the lane's thread releases its memory after it has woken the waiting one
-    found = {
-        "idle before": seen[0],
-        "busy": max(seen),
-        "idle after": engine.staging_bytes(),
-        "pool kept": native.pool_statistics()["cached_bytes"],
-        "peak resident growth": peak,
-    }
-    return [Row(name, samples=[None if value is None else Sample(1, value)]) for name, value in found.items()]
-
-
-def start_rows(packages: list[str], rounds: int) -> list[Row]:
-    """Returns for each package a process from an empty cache, once, and what a warm start takes beyond torch."""
-    made = []
-    for package in packages:
-        cold, warm = Row(f"{package}, empty cache, whole process"), Row(f"{package}, warm, beyond importing torch")
-        program = _START.format(builder=BUILDERS[package])
-        extensions = tempfile.mkdtemp(prefix="nvme_ops-extensions-")
-        try:
-            for number in range(1 + rounds):
-                start = time.perf_counter()
-                beyond = command.in_new_process(program, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
-                warm.samples += [Sample(beyond, 1)] if number else []
-                cold.samples += [] if number else [Sample(time.perf_counter() - start, 1)]
-        except Unavailable as reason:
-            cold.note = warm.note = str(reason)
-        finally:
-            shutil.rmtree(extensions, ignore_errors=True)
-        made += [cold, warm]
-    return made
-
-
-_SMALL: dict[str, tuple[str, Callable[[Task], list[Row]], str]] = {  # unit, rows, reference
-    "random": ("kIOPS", random_rows, FIO_RANDOM),
-    "latency": ("us", latency_rows, PYTHON_DIRECT),
-    "submit": ("us", submit_rows, ""),
-    "memory": ("bytes", memory_rows, ""),
-}
+def start_rows(rounds: int) -> list[Row]:
+    """Returns a process from an empty cache, once, and what a warm start takes beyond torch."""
+    cold, warm = Row("nvme_ops, empty cache, whole process"), Row("nvme_ops, warm, beyond importing torch")
+    with tempfile.TemporaryDirectory(prefix="nvme_ops-extensions-") as extensions, kept_as_note(warm):
+        for number in range(1 + rounds):
+            start = time.perf_counter()
+            beyond = command.in_new_process(_START, TORCH_EXTENSIONS_DIR=extensions, CCACHE_DISABLE="1")
+            warm.samples += [Sample(beyond, 1)] if number else []
+            cold.samples += [] if number else [Sample(time.perf_counter() - start, 1)]
+    return [cold, warm]
 
 
 def prepare(given: Namespace) -> dict[str, str]:
@@ -322,25 +239,23 @@ def prepare(given: Namespace) -> dict[str, str]:
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
-    """Yields the tables of one folder; those of a fresh process do not depend on it, and come once."""
+    """Yields the tables of one folder; that of a fresh process does not depend on it, and comes once."""
     given = run.given
     path = command.data_file(scratch, given.size)
     for group in given.groups:
         # a new one for each, so that a table's memory is free before the next
-        task = Task(path, given.size, group == "write", pageable_memory=True)
-        title = f"{GROUPS[group]}, {size_words(task.size)}"
-        if group in _SMALL:
-            unit, make, reference = _SMALL[group]
-            yield Table(group, GROUPS[group], unit, make(task), reference)
+        task, title = Task(path, given.size, group == "write", pageable_memory=True), GROUPS[group]
+        sized = f"{title}, {size_words(task.size)}"
+        if group == "random":
+            yield Table(group, title, "kIOPS", random_rows(task), FIO_RANDOM)
+        elif group == "latency":
+            yield Table(group, title, "us", latency_rows(task), PYTHON_DIRECT)
         elif group == "cached":
-            yield Table(group, title, "GB/s", cached_rows(task), PREADV)
+            yield Table(group, sized, "GB/s", cached_rows(task), PREADV)
         elif group != "start":
-            yield Table(group, title, "GB/s", large_rows(task, not given.no_deepspeed), fio.NAME)
+            yield Table(group, sized, "GB/s", large_rows(task, not given.no_deepspeed), fio.NAME)
         elif len(run.result["folders"]) == len(given.folder):
-            packages = list(BUILDERS) if given.build_times else ["nvme_ops"]
-            yield Table(group, GROUPS[group], "s", start_rows(packages, given.rounds))
+            yield Table(group, title, "s", start_rows(given.rounds))
 
 
-PROGRAM = Program(
-    GROUPS, tables, prepare=prepare, flags={"--build-times": ("group start for DeepSpeed too: takes minutes", False)}
-)
+PROGRAM = Program(GROUPS, tables, prepare=prepare)

@@ -1,4 +1,4 @@
-"""AdamW with its states on storage: this package, and a loop by hand, against memory and the device.
+"""AdamW with its states on storage: this package against memory, the device and DeepSpeed.
 
 The table ``step`` times ``optimizer.step()`` alone, with random gradients, the files dropped from the page cache before
 each; its bound is what fio takes for the same bytes, read and written at once. The table ``engines`` times whole
@@ -24,14 +24,13 @@ from benchmarks import command
 from benchmarks.command import Program, Run
 from nvme_ops.arguments import size
 from nvme_ops.measure import fio
-from nvme_ops.measure.files import require_space
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.text import size_words
 
 GROUPS = {
-    "step": "optimizer.step(): in memory, NvmeOptimizer, torch.save and torch.load by hand, fio",
+    "step": "optimizer.step(): in memory, NvmeOptimizer, fio",
     "engines": "whole steps with states, or states and parameters, on storage: nvme_ops, and DeepSpeed on both ops",
 }
 MEMORY = "in memory"
@@ -41,21 +40,6 @@ _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 _COLUMNS = ("forward", "backward", "optimizer", "read per step", "written per step", "peak memory")
 _FIRST = 1  # steps that are not counted, since there are no states yet
 _BUFFERS = 12  # of DeepSpeed: three times the tensors of Adam
-
-
-class ByHand:
-    """An optimizer whose states are saved by torch.save after each step, and loaded before it."""
-
-    def __init__(self, made: list[torch.nn.Parameter], path: str) -> None:
-        self._optimizer, self._path = torch.optim.AdamW(made, **_OPTIONS), path
-
-    def step(self) -> None:
-        """Loads the states, steps, saves them and frees their memory."""
-        if os.path.exists(self._path):
-            self._optimizer.load_state_dict(torch.load(self._path, weights_only=True))
-        self._optimizer.step()
-        torch.save(self._optimizer.state_dict(), self._path)
-        self._optimizer.state.clear()
 
 
 def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
@@ -68,35 +52,22 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
             each.grad = torch.randn(WIDTH, WIDTH)
         return made
 
-    made = {name: parameters() for name in (MEMORY, "nvme_ops", "by hand")}
-    states = sum(each.numel() for each in made[MEMORY]) * _STATES
+    in_memory, on_nvme = parameters(), parameters()
+    states = sum(each.numel() for each in in_memory) * _STATES
     ours = stack.enter_context(
-        NvmeOptimizer(made["nvme_ops"], torch.optim.AdamW, scratch, memory_budget=given.budget, **_OPTIONS)
+        NvmeOptimizer(on_nvme, torch.optim.AdamW, scratch, memory_budget=given.budget, **_OPTIONS)
     )
-    hand = ByHand(made["by hand"], os.path.join(scratch, "states.pt"))
-    memory = torch.optim.AdamW(made[MEMORY], **_OPTIONS)
-    steps = dict.fromkeys(made, 0)
+    memory = torch.optim.AdamW(in_memory, **_OPTIONS)
     before = partial(command.forget, scratch)
 
-    def row(label: str, name: str, step: Callable[[], Any]) -> Row:
-        def run() -> Sample:
-            steps[name] += 1
-            return timed(step, 2 * states)
-
-        def check() -> None:
-            while steps[MEMORY] < steps[name]:
-                steps[MEMORY] += 1
-                memory.step()
-            if not all(map(torch.equal, made[MEMORY], made[name])):
-                raise WrongData("a parameter differs from that of the optimizer in memory")
-
-        return Row(label, run, before, check)
+    def check() -> None:  # when each has made one step
+        if not all(map(torch.equal, in_memory, on_nvme)):
+            raise WrongData("a parameter differs from that of the optimizer in memory")
 
     path = command.data_file(scratch, states)
     rows = [
-        row(MEMORY, MEMORY, memory.step),
-        row(f"NvmeOptimizer, {size_words(given.budget)}", "nvme_ops", ours.step),
-        row("torch.save and torch.load", "by hand", hand.step),
+        Row(MEMORY, lambda: timed(memory.step, 2 * states), before),
+        Row(f"NvmeOptimizer, {size_words(given.budget)}", lambda: timed(ours.step, 2 * states), before, check),
         fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, states, before, fio.best(states)),
     ]
     return Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
@@ -250,14 +221,13 @@ def work(job: Namespace) -> dict[str, Any]:
             taken += [after - earlier for after, earlier in zip(command.moved(), before, strict=True)]
             for name, value in zip(names, taken, strict=True):
                 figures[name].append(value)
-        return {"losses": losses, "figures": figures, "peak_bytes": command.status("VmHWM")}
+        return {"losses": losses, "figures": figures, "peak_bytes": peak()}
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"step": step_table, "engines": engine_table}.items():
         if group in run.given.groups:
-            require_space(scratch, 8 * run.given.size, "--size or --folder")
             with contextlib.ExitStack() as stack:
                 table = make(scratch, run.given, stack)
                 if group == "engines":

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import os
 import sys
 from argparse import Namespace
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -16,7 +15,7 @@ from nvme_ops import __version__
 from nvme_ops.arguments import command_line, count, listed, positive, say, size
 from nvme_ops.measure import explain, run
 from nvme_ops.measure.engines import ENGINES
-from nvme_ops.measure.search import SWEPT, swept
+from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
@@ -161,7 +160,7 @@ def _check_gpus(places: list[Workplace], pageable: bool) -> None:
 
 def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
     """Returns all combinations of the values of --sweep, and the names of the settings that differ."""
-    axes: dict[str, Sequence[object]] = {}
+    axes: dict[str, Axis] = {}
     for entry in given.sweep:
         name, _, values = entry.partition("=")
         if not values or name not in SWEPT:
@@ -172,12 +171,11 @@ def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
             raise ValueError(f"--sweep {error}") from None
         if axis.name in axes:
             raise ValueError(f"--sweep {name}: twice; name all its values once")
-        axes[axis.name] = axis.values
+        axes[axis.name] = axis
     base = Settings(
         given.block_size, given.queue_depth, given.single_submit, not given.sequential_requests, given.io_parallel
     )
-    combinations = [dict(zip(axes, values, strict=True)) for values in itertools.product(*axes.values())]
-    settings = [replace(base, **changes) for changes in combinations]  # type: ignore[arg-type]
+    settings = combinations(list(axes.values()), base)
     if len(settings) > 1 and given.scaling:
         raise ValueError("--sweep and --scaling are two runs")
     return settings, list(axes)

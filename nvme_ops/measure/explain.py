@@ -117,7 +117,7 @@ def _explain(given: argparse.Namespace) -> list[str]:
             page += ["", *lines]
         about += [f"refused: {words}; fix: {fix}" for words, fix in refused]
         about += [f"energy: {meter.unavailable()}"] if meter.unavailable() else []
-        about += [f"place: {place}", "machine: " + "; ".join(map(" ".join, machine.machine().items()))]
+        about += [f"place: {place}", f"machine: {machine.facts(machine.machine())}"]
         return [*verdicts, *page, "", *(part for line in about for part in _wrapped("", line, "  "))]
 
 

@@ -64,13 +64,11 @@ def row(
     variants: Sequence[Variant] = BEST,
     lanes: int = 1,
     operations: bool = False,
-    shown: Callable[[Sample], Sample] = lambda sample: sample,
 ) -> Row:
     """Returns a row of fio with the first of ``variants`` that works, as long as it does; the note says what it lacks.
 
-    ``shown`` turns fio's samples into those of the table; other arguments are as for ``run``.
+    Other arguments are as for ``run``.
     """
-    made = Row(name, before=before)
     usable: list[Variant] = []
 
     def run_it() -> Sample:
@@ -84,7 +82,7 @@ def row(
             return sample
         raise failure
 
-    made.run = lambda: shown(run_it())
+    made = Row(name, run_it, before)
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import platform
+from collections.abc import Mapping
 
 import torch
 
@@ -34,6 +35,11 @@ def machine() -> dict[str, str]:
         "torch": torch.__version__,
         "backends": ", ".join(usable),
     }
+
+
+def facts(*found: Mapping[str, object]) -> str:
+    """Returns names and values on one line."""
+    return "; ".join(f"{name} {words}" for each in found for name, words in each.items())
 
 
 def place(folder: str) -> dict[str, str]:

@@ -204,7 +204,7 @@ def text(result: BenchResult) -> str:
     """Returns the run as text."""
     about = {"": result.machine, **{f"{folder}: ": place for folder, place in result.places.items()}}
     parts = [
-        "\n".join(label + "; ".join(map(" ".join, words.items())) for label, words in about.items()),
+        "\n".join(label + machine.facts(words) for label, words in about.items()),
         as_text(result.table),
         _page_cache_text(result),
         _blocks_text(result) if result.blocks else "",

@@ -10,6 +10,7 @@ docs/tune.md explains the races. Given the measurements, the search is determini
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -219,6 +220,13 @@ def axes(processors: int) -> list[Axis]:
         Axis("overlap_events", [False, True]),
         Axis("single_submit", [False, True]),
     ]
+
+
+def combinations(axes: Sequence[Axis], base: Settings = DEFAULT) -> list[Settings]:
+    """Returns all settings that the axes span; everything else is as in ``base``."""
+    names = [axis.name for axis in axes]
+    every = itertools.product(*(axis.values for axis in axes))
+    return [replace(base, **dict(zip(names, values, strict=True))) for values in every]
 
 
 def _switch(text: str) -> bool:

@@ -18,7 +18,7 @@ from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
 from nvme_ops.text import GIB, columns_text, rounded, share_words, size_words
 
 # Amount per second, or seconds, of one unit
-RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0, "bytes": 1.0}
+RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
 _DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns, and a picture
 _OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
@@ -136,8 +136,6 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
     for row in document["rows"]:
         found = row["spread"]
         value = {f"{unit} (min - max)": ranged(found, 4)}
-        if unit == "bytes":
-            value = {unit: _bytes(found["median"]) if found else "unknown"}
         columns = {name: COLUMNS[name][1](each["median"]) if each else "-" for name, each in row["columns"].items()}
         ratio = "-" if row["name"] == reference else ranged(row["against_reference"], 3)
         ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": ranged(row["against_peer"], 3)}

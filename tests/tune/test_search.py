@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.tuning import combinations
-from nvme_ops.measure.search import DEFAULT, LEAST_GAIN, Axis, Duel, Rounds, Search, axes
+from nvme_ops.measure.search import DEFAULT, LEAST_GAIN, Axis, Duel, Rounds, Search, axes, combinations
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 
