@@ -250,7 +250,7 @@ def test_a_run_keeps_tells_and_logs_what_it_found(place: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize(
     ("words", "measured"),
-    [(["--no_store"], ["write", "read"]), (["--no_read"], ["write"]), (["--no_write"], ["read"])],
+    [(["--no_store"], ["write", "read"]), (["--no_read"], ["write"])],
 )
 def test_json_on_standard_output_is_alone_there(place: Path, words: list[str], measured: list[str]) -> None:
     document = json.loads(run(place, "--json", *words).stdout)

@@ -278,9 +278,3 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
     assert "(the handle's settings): " in text
     assert "GB/s" in text or "MB/s" in text
     assert text.splitlines()[-1].startswith("kept in ")
-
-
-# Not alone
-
-
-# What ends badly
