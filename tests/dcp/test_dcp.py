@@ -40,8 +40,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled
     "writer", [NvmeStorageWriter, dcp.FileSystemWriter, functools.partial(dcp.FileSystemWriter, thread_count=3)]
 )
 def test_what_either_writer_wrote_either_reader_reads(writer: Any, reader: Any, tmp_path: Path) -> None:
-    dcp.save(state(1), storage_writer=writer(tmp_path))
-    assert equal(load(reader(tmp_path)), state(1))
+    path = tmp_path / "run" / "step 1"  # which the writer makes
+    dcp.save(state(1), storage_writer=writer(path))
+    assert equal(load(reader(path)), state(1))
 
 
 def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) -> None:
