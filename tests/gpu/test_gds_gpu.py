@@ -26,14 +26,6 @@ WAYS = {"gds", "compat", "bounce"}
 # Which way, and what is said of it
 
 
-def test_off_takes_the_bounce_path(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NVME_OPS_GDS", "off")
-    handle = gds_handle(intra_op_parallelism=2)
-    handle.write(empty(TELLING), folder / "file")
-    uses = {"bounce": {"transfers": 1, "bytes": TELLING}}
-    assert handle.path_statistics() == {"last": "bounce", "why": "NVME_OPS_GDS=off", "uses": uses}
-
-
 def test_each_transfer_has_a_way_and_a_reason(cufile: None, folder: Path) -> None:
     handle, path = gds_handle(), store(folder / "file", pattern(ODD))
     for number in range(1, 5):
@@ -55,34 +47,6 @@ def test_large_transfers_take_cufile_where_it_takes_the_file(way: str, folder: P
         (handle.write if write else handle.read)(there, path)
         ways.append(handle.last_path)
     assert ways == (["gds", "gds"] if way == "gds" else ["bounce", "compat"])
-
-
-def test_cpu_tensors_take_the_way_of_aio_handle(cufile: None, folder: Path) -> None:
-    handle, path, data = gds_handle(), folder / "file", pattern(ODD)
-    handle.write(data, path)
-    back = torch.zeros_like(data)
-    handle.sync_pread(back, path)
-    assert torch.equal(back, data)
-    assert handle.last_path is None
-
-
-def test_less_than_a_page_is_bounced(cufile: None, folder: Path) -> None:
-    handle, path = gds_handle(), store(folder / "file", pattern(3 * PAGE))
-    back = empty(2 * PAGE - 2)
-    handle.read(back, path, file_offset=1)  # a whole page of memory, but none of the file
-    assert torch.equal(back.cpu(), pattern(3 * PAGE)[1 : 2 * PAGE - 1])
-    assert handle.path_statistics()["why"] == "less than a page"
-    assert handle.last_path == "bounce"
-
-
-def test_the_page_cache_rules_cufile_out(cufile: None, folder: Path) -> None:
-    handle, path = gds_handle(cache="buffered"), store(folder / "file", pattern(ODD))
-    for _ in range(2):
-        back = empty(ODD)
-        handle.read(back, path)
-        assert torch.equal(back.cpu(), pattern(ODD))
-    assert handle.last_path == "bounce"
-    assert "'buffered'" in handle.path_statistics()["why"]
 
 
 def test_a_file_in_memory_has_its_reason_too(cufile: None) -> None:

@@ -92,16 +92,6 @@ print(len(copies))
     assert printed.strip() == "1"
 
 
-def test_a_library_that_is_not_there(folder: Path) -> None:
-    library = str(folder / "none.so")
-    done = run_limited(
-        f"{USE}\nuse(sys.argv[1])\n", folder / "file", NVME_OPS_CUFILE_LIBRARY=library, NVME_OPS_GDS="auto"
-    )
-    assert done.returncode == 1
-    assert "RuntimeError: cuFile is not usable" in done.stderr
-    assert "none.so" in done.stderr
-
-
 def test_cufile_closed_under_a_handle(cufile: None, folder: Path) -> None:
     """As at the end of the interpreter: from then on a transfer fails or is bounced, and never crashes."""
     run_well(
@@ -125,58 +115,3 @@ else:
 """,
         folder / "file",
     )
-
-
-def test_a_forked_child_is_told_so(cufile: None, folder: Path) -> None:
-    """Neither CUDA nor cuFile survives a fork; the parent is not disturbed by it."""
-    run_well(
-        f"""{USE}
-handle = use(sys.argv[1])
-child = os.fork()
-if child == 0:
-    import signal
-    signal.alarm(30)
-    back = torch.zeros(1000, dtype=torch.uint8)
-    handle.read(back, sys.argv[1])  # CPU tensors work
-    try:
-        nvme_ops.gds_handle()
-    except RuntimeError as reason:
-        os._exit(0 if "fork" in str(reason) else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-use(sys.argv[1])
-""",
-        folder / "file",
-    )
-
-
-def test_spawned_processes_use_it_at_once(cufile: None, folder: Path) -> None:
-    program = folder / "program.py"
-    program.write_text(
-        f"{USE}\n"
-        "if __name__ == '__main__':\n"
-        "    import multiprocessing\n"
-        "    context = multiprocessing.get_context('spawn')\n"
-        "    names = [f'{sys.argv[1]}{number}' for number in range(3)]\n"
-        "    processes = [context.Process(target=use, args=(name,)) for name in names]\n"
-        "    for process in processes: process.start()\n"
-        "    for process in processes: process.join()\n"
-        "    assert [process.exitcode for process in processes] == [0, 0, 0]\n"
-    )
-    done = subprocess.run(
-        [sys.executable, str(program), str(folder / "file")],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-@pytest.mark.parametrize("pending", [False, True], ids=["idle", "pending"])
-def test_it_ends_with_status_0(cufile: None, folder: Path, pending: bool) -> None:
-    more = "there = torch.ones(1 << 26, dtype=torch.uint8, device='cuda')\nhandle.async_pwrite(there, sys.argv[2])\n"
-    run_well(f"{USE}\nhandle = use(sys.argv[1])\n{more if pending else ''}", folder / "file", folder / "other")
-    if pending:
-        assert (folder / "other").read_bytes() == bytes([1]) * (1 << 26)

@@ -84,7 +84,7 @@ def test_every_page_is_in_the_site_and_the_front_page_leads_to_it() -> None:
 def test_completion_shows_what_is_public_and_nothing_else() -> None:
     """In a fresh process that has used much: what it imports on the way is not for users."""
     program = """
-        import importlib, pkgutil
+        import importlib, pkgutil, pydoc
         import nvme_ops, nvme_ops.offload, nvme_ops.data, nvme_ops.dcp
         nvme_ops.offload.swap_params, nvme_ops.data.Loader, nvme_ops.aio_handle.tuned
         packages = [each.name for each in pkgutil.iter_modules(nvme_ops.__path__) if each.ispkg]
@@ -95,5 +95,6 @@ def test_completion_shows_what_is_public_and_nothing_else() -> None:
         assert [name for name, (shown, public) in seen.items() if shown != public] == []
         assert all(hasattr(importlib.import_module(name), each) for name, (_, public) in seen.items() for each in public
                    if each != "NvmeCache")
+        assert "save(obj" in pydoc.plain(pydoc.render_doc(nvme_ops))
     """
     run_python(program)

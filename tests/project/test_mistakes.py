@@ -56,6 +56,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
     ("nvme_ops.open('x', None)", TypeError, "mode must be a str, not NoneType"),
     ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
+    ("nvme_ops.load('hf://org/model')", ValueError, "only local files can be saved and loaded: copy it to"),
+    ("nvme_ops.save({}, 'https://host/model.pt')", ValueError, "only local files can be saved and loaded: copy it to"),
     # Checkpoints
     ("nvme_ops.save('x.pt', m)", TypeError, r"path must be a str .* not Linear: save\(obj, path\)"),
     ("nvme_ops.save({'a': t}, 5)", TypeError, "path must be a str or an os.PathLike, not int"),

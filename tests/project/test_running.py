@@ -74,23 +74,3 @@ def test_a_test_that_hangs_fails_and_says_where_and_the_others_go_on(tmp_path: P
     assert "in stuck_here" in output
     assert "1 failed, 1 passed" in output
     assert "test_small.py::test_that_hangs" in output
-
-
-def test_an_exception_that_nobody_hears_of_fails_the_test(tmp_path: Path) -> None:
-    program = """
-    import threading
-
-    class Object:
-        def __del__(self):
-            assert False, "lost"
-
-    def test_in_a_thread():
-        thread = threading.Thread(target=Object.__del__, args=[None])
-        thread.start()
-        thread.join()
-
-    def test_in_a_callback():
-        Object()
-    """
-    status, output = run(tmp_path, program)
-    assert (status, "2 failed" in output) == (1, True), output

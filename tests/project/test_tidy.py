@@ -18,7 +18,6 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = "nvme_ops"
 LIBRARY = ("nvme_ops", "op_builder", "report")  # folders of Python that is installed
-LINE_LENGTH = 120
 MOST_LINES = 800  # of a file; beyond 500 only now and then
 LONG_LINES, LONG_SHARE = 500, 0.1
 
@@ -246,25 +245,6 @@ def test_every_python_module_is_used() -> None:
         by_users = path.stem in ENTRY_POINTS or "integrations" in parts
         if not by_users and module not in used and not known & words:
             problems.append(f"{name_of(path)}:1: nothing imports {module}")
-    clean(problems)
-
-
-def test_lines_are_short_and_clean() -> None:
-    problems = []
-    for path in FILES:
-        if path.suffix not in TEXT:
-            continue
-        text = path.read_bytes()
-        if text and (not text.endswith(b"\n") or text.endswith(b"\n\n")):
-            problems.append(f"{name_of(path)}:{len(text.splitlines())}: must end with one newline")
-        for number, line in enumerate(lines_of(path), 1):
-            place = f"{name_of(path)}:{number}"
-            if "\t" in line:
-                problems.append(f"{place}: a tab")
-            if line != line.rstrip():
-                problems.append(f"{place}: blanks at the end")
-            if len(line) > LINE_LENGTH and path.suffix in (".py", ".pyi", ".h", ".cpp"):
-                problems.append(f"{place}: {len(line)} characters, at most {LINE_LENGTH}")
     clean(problems)
 
 
