@@ -153,7 +153,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Returns whether ``buffer`` is pinned: on the CPU by torch or a handle, else all of it by cuFile."""
-        if isinstance(buffer, torch.Tensor) and buffer.device.type != "cpu":
+        if isinstance(buffer, torch.Tensor) and buffer.device.type not in ("cpu", "meta"):
             return bool(self._gds.is_pinned(buffer))
         return super().is_pinned(buffer)
 

@@ -28,7 +28,7 @@ from nvme_ops.text import MIB, parse_size
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MOST_BATCHES = 64
-_LARGE = 64 * MIB  # bytes from which on a batch is more than the buffer pool keeps for reuse
+_LARGE = 64 * MIB  # bytes from which on a few batches are more than the buffer pool keeps for reuse
 _CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
 
 

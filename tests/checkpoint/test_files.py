@@ -127,9 +127,6 @@ def test_errors_have_the_types_that_users_of_torch_and_safetensors_expect(tmp_pa
             load(tmp_path / "legacy.pt")
 
 
-# Another default device
-
-
 # Mappings and copies
 
 

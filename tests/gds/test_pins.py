@@ -63,6 +63,7 @@ def test_neighbours_and_what_lies_around_them(cufile: FakeCuFile, device: Privat
     assert all(handle.is_pinned(part) for part in parts)
     assert not handle.is_pinned(tensor)
     assert not handle.is_pinned(tensor[PAGE : 3 * PAGE])  # of two registrations
+    assert not handle.is_pinned(torch.empty(1, device="meta"))
     assert handle.unpin_device_tensor(tensor) is False
     assert handle.unpin_device_tensor(parts[0]) is True
     assert handle.is_pinned(parts[1])
