@@ -13,6 +13,7 @@ import torch
 import nvme_ops
 from nvme_ops.formats.quantized import expand, quantize
 from nvme_ops.offload import from_pretrained, stream_weights
+from tests.offload.llama import saved_llama
 from tests.offload.models import Experts, Tied, layers, nbytes
 
 
@@ -91,12 +92,8 @@ def test_what_a_weight_is_expanded_to_counts_as_memory_of_the_budget(folder: Pat
 @torch.no_grad()
 def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
     transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        hidden_size=256, intermediate_size=512, num_attention_heads=4, num_hidden_layers=2, vocab_size=512
-    )
-    plain = transformers.LlamaForCausalLM(config).eval()
-    plain.save_pretrained(folder)
+    folder = saved_llama(folder, intermediate_size=512, num_key_value_heads=4, num_hidden_layers=2, vocab_size=512)
+    plain = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
     state = nvme_ops.load(folder / "model.safetensors")
     written = dict(state)
     for name, value in state.items():

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tests.launch import run_ranks
+from tests.offload.llama import saved_llama
 
 
 def said(folder: Path, ranks: int, *words: str) -> list[list[str]]:
     """What the ranks say to each of the words, of whom none has left files."""
     found = re.findall(r"rank (\d): (.*)", run_ranks(ranks, "tests.offload.ranks", *words))
-    assert [each.name for each in folder.iterdir() if each.name not in ("checkpoint", "model")] == []
+    assert [each.name for each in folder.iterdir() if each.name not in ("checkpoint", "llama")] == []
     by_rank = [[line for rank, line in found if rank == str(number)] for number in range(ranks)]
     return [list(each) for each in zip(*by_rank, strict=True)]
 
@@ -33,14 +32,10 @@ def test_copies_and_shards_are_those_of_torch(folder: Path, ranks: int) -> None:
 
 
 def test_tensor_parallel_ranks_stream_their_parts(folder: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")  # which transformers asks for where it divides a model
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4, vocab_size=1024
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    for line in said(folder, 2, f"pretrained {folder / 'model'}")[0]:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "vocab_size": 1024}
+    path = saved_llama(folder, num_hidden_layers=2, **sizes)
+    for line in said(folder, 2, f"pretrained {path}")[0]:
         close, share = re.fullmatch(r"(\w+), ([\d.]+) of the bytes", line).groups()  # type: ignore[union-attr]
         assert close == "True"
         assert float(share) <= 0.6

@@ -134,10 +134,8 @@ NOTHING: tuple[Callable[[nn.Module], Any], ...] = (
 SOMETHING: dict[str, Callable[[Any], Any]] = {
     "another device": lambda module: module.to("meta"),
     "another dtype": lambda module: module.to(torch.float64),
-    "half": lambda module: module.half(),
     "to_empty": lambda module: module.to_empty(device="cpu"),
     "share_memory": lambda module: module.share_memory(),
-    "memory format": lambda module: module.to(memory_format=torch.channels_last),
     "in place": lambda module: module._apply(lambda tensor: tensor.zero_()),
 }
 
