@@ -18,6 +18,7 @@ children = []
 for rank in map(str, range(int(ranks))):
     children.append(os.fork())
     if not children[-1]:
+        signal.alarm(270)  # one that hangs ends too
         os.environ.update(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=ranks, LOCAL_WORLD_SIZE=ranks)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
         for number, name in ((1, "stdout"), (2, "stderr")):
