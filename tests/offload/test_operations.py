@@ -107,21 +107,19 @@ def word(compare: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"
 
 
-def differences(tried: Sequence[tuple[Case, Any, Tensors]], way: Any, folder: Path) -> list[str]:
-    """Returns what differs in each case, given the outcome in memory and the tensors afterwards."""
-    given = [case.copies() for case, _, _ in tried]
-    pairs = [(case, tensors, theirs) for (case, theirs, _), tensors in zip(tried, given, strict=True)]
+def differences(tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], way: Any, folder: Path) -> list[str]:
+    """Returns what differs in each case, given its tensors, the outcome in memory, and the tensors afterwards."""
     if way in POLICIES:
         with save_on_nvme(folder, min_bytes=1, memory_budget=0, policy=way):
-            return [word(lambda: same(case.outcome(tensors), theirs)) for case, tensors, theirs in pairs]  # noqa: B023
-    places = [(tensors, index) for case, tensors, _ in pairs for index in case.mask]
-    with elsewhere(way, [tensors[index] for tensors, index in places], folder) as moved:
-        for (tensors, index), each in zip(places, moved, strict=True):
-            tensors[index] = each
-        found = [word(lambda: same(case.outcome(tensors), theirs)) for case, tensors, theirs in pairs]  # noqa: B023
+            return [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
+    places = [(given, index) for case, given, *_ in tried for index in case.mask]
+    with elsewhere(way, [given[index] for given, index in places], folder) as moved:
+        for (given, index), each in zip(places, moved, strict=True):
+            given[index] = each
+        found = [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
         moved.forget()
-        for number, (tensors, (*_, usual)) in enumerate(zip(given, tried, strict=True)):
-            found[number] = found[number] or word(lambda: same([*map(values, tensors)], usual))  # noqa: B023
+        for number, (_, given, _, usual) in enumerate(tried):
+            found[number] = found[number] or word(lambda: same([*map(values, given)], usual))  # noqa: B023
         return found
 
 
@@ -135,11 +133,11 @@ def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
     random.seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
     for number in sorted(random.Random(0).sample(range(len(samples)), min(MOST, len(samples)))):
-        tried = list[tuple[Case, Any, Tensors]]()
+        tried = list[tuple[Case, list[torch.Tensor], Any, Tensors]]()
         for case in cases(op, samples[number], way):
-            usual = case.copies()
+            given, usual = case.copies(), case.copies()
             with contextlib.suppress(Exception):  # what torch does not do, either
-                tried.append((case, case.outcome(usual), [each.detach() for each in usual]))
+                tried.append((case, given, case.outcome(usual), [each.detach() for each in usual]))
         for (case, *_), found in zip(tried, differences(tried, way, folder), strict=True):
             line = f"{name} {case.name} {case.then} sample {number}, {case.mask} of {len(case.tensors)}: {found}"
             if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
