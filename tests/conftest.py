@@ -35,6 +35,7 @@ pytest_plugins = ("tests.running",)
 REPOSITORY = Path(__file__).parent.parent
 BACKENDS = ("io_uring", "libaio", "threads")
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None  # a folder
 NOBODY = 65534
 
 # The same sources are tested with the same examples, whatever the load; others: PYTEST_ARGS=--hypothesis-profile=search
@@ -98,6 +99,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
                 yield Path(path)
             return
     pytest.skip(f"neither {tmp_path} nor /var/tmp is on a file system with O_DIRECT")
+
+
+@pytest.fixture
+def quick_folder() -> Iterator[Path]:
+    """An empty folder in memory, where there can be one: what is flushed a hundred times takes no time there."""
+    with tempfile.TemporaryDirectory(dir=MEMORY) as path:
+        yield Path(path)
 
 
 @pytest.fixture

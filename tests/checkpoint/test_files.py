@@ -11,9 +11,8 @@ import os
 import resource
 import signal
 import stat
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -402,12 +401,11 @@ class Saver:
 
 
 @pytest.fixture
-def saver(name: str) -> Iterator[Saver]:
-    """Has saved 1, where a flush takes no time."""
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
-        saver = Saver(Path(folder), name)
-        saver.save(1)
-        yield saver
+def saver(quick_folder: Path, name: str) -> Saver:
+    """Has saved 1."""
+    saver = Saver(quick_folder, name)
+    saver.save(1)
+    return saver
 
 
 @pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")

@@ -31,6 +31,11 @@ from tests.conftest import give_up_root, in_child, in_threads, open_to_all, watc
 from tests.contract.faulty import flip
 
 
+@pytest.fixture
+def folder(quick_folder: Path) -> Path:
+    return quick_folder
+
+
 def record(number: int) -> bytes:
     return f"{number}:".encode() + bytes([number % 256]) * (number * 7 % 200)
 

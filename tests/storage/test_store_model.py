@@ -19,7 +19,7 @@ from nvme_ops.settings import PAGE
 from nvme_ops.storage import Session, TensorStore, journal, striped
 from nvme_ops.storage.slab import Slab
 from nvme_ops.storage.store import StoreFuture
-from tests.conftest import KIB, pattern
+from tests.conftest import KIB, MEMORY, pattern
 from tests.storage.conftest import same
 
 KEYS = st.sampled_from(["a", "b", "ä\n\ud800"])
@@ -37,7 +37,7 @@ class Model(RuleBasedStateMachine):
         self.small.enter_context(mock.patch.object(striped, "STRIPE", 16 * KIB))
         self.small.enter_context(mock.patch.object(journal, "_LINES", 3))
         self.small.enter_context(mock.patch.object(Slab.__init__, "__defaults__", (64 * KIB,)))
-        self.top = Path(tempfile.mkdtemp(dir=os.environ.get("NVME_OPS_TEST_FOLDER")))
+        self.top = Path(tempfile.mkdtemp(dir=MEMORY))
         self.values: dict[str, torch.Tensor] = {}
         self.durable: dict[str, torch.Tensor] = {}  # as of the last sync
         self.reads: list[tuple[StoreFuture, torch.Tensor]] = []
