@@ -44,7 +44,7 @@ def read(
         spans = _spans(places)
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
-    memories = new_tensors.read(archive.handle, archive.fd, wanted, device, mapped) if wanted else []
+    memories = new_tensors.read(archive.handle, archive.fd, wanted, device, mapped)
     if with_headers:
         archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
     found = _parts(archive, extents, memories, spans, device)

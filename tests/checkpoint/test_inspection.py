@@ -102,6 +102,7 @@ def test_several_files_of_torch(folder: Path) -> None:
     places = {"a": "pytorch_model-00001-of-00002.bin", "b": "pytorch_model-00002-of-00002.bin"}
     index = folder / "pytorch_model.bin.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    assert {"a", "b", "unnamed"} <= {item.name for item in contents(index).items}
     assert main(["convert", str(folder), str(folder)]) == 0
     assert equal(nvme_ops.load(folder / "model.safetensors.index.json"), {"a": torch.ones(3), "b": torch.zeros(4)})
     index.write_text(json.dumps({"metadata": {}, "weight_map": {**places, "c": places["b"]}}))
