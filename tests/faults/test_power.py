@@ -27,7 +27,7 @@ def cut(filesystem: str, cuts: int, *names: str) -> tuple[int, str]:
         pytest.skip(missing)
     options = ["--filesystem", filesystem, "--cuts", str(cuts), "--seed", str(SEED)]
     command = [sys.executable, "-m", "tests.faults.power", *options, *names]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, done.stdout
 
