@@ -57,8 +57,7 @@ def moved_by_cufile(cufile: FakeCuFile) -> int:
 # Straight to the device
 
 
-@pytest.mark.parametrize("name", [None, "", "require"])
-@pytest.mark.parametrize("peer_to_peer", [False, True])
+@pytest.mark.parametrize(("name", "peer_to_peer"), [(None, False), ("", True), ("require", False), ("require", True)])
 def test_straight_to_the_device(
     cufile: FakeCuFile, device: PrivateDevice, folder: Path, name: str | None, peer_to_peer: bool
 ) -> None:
