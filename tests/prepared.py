@@ -140,7 +140,7 @@ if __name__ == "__main__":
     import gc
     import importlib
 
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401  # the first step of an optimizer imports it, for as long as torch itself
 
     for name in sys.argv[2:]:
         with contextlib.suppress(Exception):  # transformers has some of its own
