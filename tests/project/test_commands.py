@@ -93,27 +93,23 @@ def test_nvme_ops_imports_no_other_command() -> None:
     assert run_python(program).stdout == "['data']\n"
 
 
-def lines_of(module: str, *words: str) -> list[str]:
-    done = prepared.run("-m", module, *words, environment={"COLUMNS": "80"})
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def lines_of(module: str, *words: str) -> list[str]:
+        assert importlib.import_module(f"nvme_ops.{module}").main(list(words)) == 0
+        return capsys.readouterr().out.splitlines()
 
-
-def test_what_commands_print_fits_80_columns(folder: Path) -> None:
     model = str(folder / "model.pt")
     name = "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_scale_inv"
     nvme_ops.save({name: torch.ones(2000, 3), "bias": torch.ones(3)}, model, metadata={"words": "many " * 30})
     bench = ("--folder", str(folder), "--io_size", "1M", "--loops", "1")
     sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference")
     said = [
-        *lines_of("nvme_ops.inspection.cli", "info", model),
-        *lines_of("nvme_ops.inspection.cli", "verify", model),
-        *lines_of("nvme_ops.bench", *bench, *sweep),
-        *lines_of("nvme_ops.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
-        *lines_of("nvme_ops.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of(
-            "nvme_ops.measure.tune", *bench[:2], "--io_size", "32M", "--seconds", "2", "--no_write", "--no_store"
-        ),
+        *lines_of("inspection.cli", "info", model),
+        *lines_of("inspection.cli", "verify", model),
+        *lines_of("measure.bench", *bench, *sweep),
+        *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
+        *lines_of("measure.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
+        *lines_of("measure.tune", *bench[:2], "--io_size", "32M", "--seconds", "1", "--no_write", "--no_store"),
     ]
     too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
     assert too_long == []
