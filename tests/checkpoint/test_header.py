@@ -211,6 +211,3 @@ def test_a_zero_size_tensor_of_a_huge_shape(tmp_path: Path, shape: tuple[int, ..
     path = tmp_path / "model.safetensors"
     path.write_bytes(file_of(tensor(shape=json.dumps(shape), offsets="[0,0]")))
     assert nvme_ops.load(path)["a"].shape == shape
-
-
-# Lies about sizes cost nothing

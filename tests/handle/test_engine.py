@@ -175,6 +175,3 @@ def test_statistics_count_what_a_handle_moves(make_handle: HandleFactory, folder
 
     in_child(child)
     assert handle.statistics().written_bytes == MIB
-
-
-# The interface
