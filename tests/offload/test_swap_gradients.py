@@ -114,6 +114,27 @@ def test_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> Non
             assert gradients.stats().bytes_stored <= most
 
 
+def test_a_gradient_that_the_program_gave_is_added_to(folder: Path) -> None:
+    model, mine = torch.nn.Linear(64, 64), torch.zeros(64, 64)
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
+        for number in range(2):
+            model.weight.grad = mine
+            model.weight.sum().backward()
+            assert model.weight.grad is mine
+            assert mine.mean().item() == number + 1
+
+
+def test_a_conjugated_gradient_is_one(folder: Path) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
+    factor = torch.randn(64, 64, dtype=torch.complex64)
+    expected = torch.autograd.grad((weight * factor).sum().abs(), weight)[0]
+    with swap_gradients([weight], folder, min_bytes=1):
+        (weight * factor).sum().abs().backward()
+        assert type(weight.grad) is not torch.Tensor
+        assert weight.grad is not None
+        assert torch.equal(weight.grad.resolve_conj(), expected)
+
+
 def test_gradients_that_were_set_to_zero_are_zero(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
