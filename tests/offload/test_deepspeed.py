@@ -193,6 +193,7 @@ def test_a_script_and_the_programs_that_it_starts_have_our_ops(place: Path) -> N
 def test_programs_in_python_run_with_this_one(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[Any] = []
     monkeypatch.setattr(os, "execve", lambda *given: started.append(given))
+    monkeypatch.setenv("PATH", os.defpath)
     main: Any = integration.main
     for words in (["program.py", "a b"], ["./entry"], ["entry"], ["ds_io", "c"]):
         if words[0] == "ds_io":
