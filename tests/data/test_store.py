@@ -136,7 +136,7 @@ def test_what_is_no_number_of_a_sample(folder: Path, numbers: Any, error: type[E
     assert is_sample(store.read(torch.tensor([2], dtype=torch.uint64))[0], 2)
 
 
-FILES = 150
+FILES = 300
 USUAL = 40  # descriptors of a process that has just begun to test
 
 
@@ -145,7 +145,7 @@ def test_few_descriptors_are_enough(folder: Path) -> None:
         writer.extend(range(FILES))
 
     def body() -> None:
-        most = 60 + max(0, len(os.listdir("/proc/self/fd")) - USUAL)  # earlier tests of this process may have some
+        most = 100 + max(0, len(os.listdir("/proc/self/fd")) - USUAL)  # earlier tests of this process may have some
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         with SampleStore(folder) as store:
             orders = [torch.randperm(FILES) for _ in range(5)]
