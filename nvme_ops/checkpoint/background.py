@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from nvme_ops import at_exit, collector
+from nvme_ops._native import native
 from nvme_ops.checkpoint import Format, turns
 from nvme_ops.checkpoint.plan import Plan, plan_for
 from nvme_ops.checkpoint.turns import Turn
@@ -150,9 +151,11 @@ def save_async(
 
 
 def release_memory() -> None:
-    """Frees the memory kept for the copies of the next ``save_async``."""
+    """Gives the memory kept for the copies of the next ``save_async`` back to the system."""
     with turns.lock:
-        _kept.clear()
+        if _kept:
+            _kept.clear()
+            native().trim_pool()  # which may keep it for reuse
 
 
 _kept: list[torch.Tensor] = []  # memory kept for the next save: one tensor or none
