@@ -8,7 +8,7 @@ from pathlib import Path
 from tests import prepared
 
 PROGRAM = """
-import os, runpy, signal, socket, sys
+import atexit, os, runpy, signal, socket, sys
 import torch
 import nvme_ops.dcp, nvme_ops.offload  # once for all
 ranks, logs, module, *words = sys.argv[1:]
@@ -26,7 +26,9 @@ for rank in map(str, range(int(ranks))):
         torch.set_num_threads(1)
         sys.argv[1:] = words
         runpy.run_module(module, run_name="__main__", alter_sys=True)
-        sys.exit()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)  # a thread of gloo that still releases a tensor ends Python's end by SIGABRT (pytorch issue 190489)
 while children:
     child, status = os.wait()
     children.remove(child)

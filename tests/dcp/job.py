@@ -1,4 +1,4 @@
-"""What the ranks of test_dcp.py do: python -m tests.dcp.job RANKS ACTION FOLDER.
+"""What the ranks of test_dcp.py do: tests.dcp.job ACTION FOLDER.
 
 Ranks of a sharded model save and load checkpoints in FOLDER and fail where something is not as it should be.
 """
@@ -157,18 +157,11 @@ def fail_to_load(checkpoint: Path) -> None:
         assert len(error.tensors) == 1
 
 
-def work(rank: int, ranks: int, action: str, folder: Path) -> None:
-    """Does it in a forked process, which ends without taking Python apart: a thread of gloo may still be at work."""
+if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks-{action}", rank=rank, world_size=ranks)
+    dist.init_process_group("gloo")
     try:
-        {"save": save, "load": load, "reshard": reshard}[action](folder)
+        {"save": save, "load": load, "reshard": reshard}[sys.argv[1]](Path(sys.argv[2]))
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    count, what, where = sys.argv[1:]
-    torch.multiprocessing.start_processes(work, (int(count), what, Path(where)), int(count), start_method="fork")

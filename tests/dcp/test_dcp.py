@@ -22,11 +22,11 @@ from torch.distributed.checkpoint.metadata import Metadata
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
-from tests import prepared
 from tests.checkpoint.torch_files import storable
-from tests.conftest import MIB, REPOSITORY, in_child, run_python
+from tests.conftest import MIB, in_child, run_python
 from tests.dcp.job import reference
 from tests.dcp.states import equal, files, load, save, state
+from tests.launch import run_ranks
 from tests.private_device import private_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
@@ -206,15 +206,10 @@ def test_a_writer_and_a_reader_go_to_another_process(tmp_path: Path) -> None:
 # Several ranks
 
 
-def run_ranks(count: int, action: str, folder: Path) -> None:
-    done = prepared.run("-m", "tests.dcp.job", str(count), action, str(folder), folder=REPOSITORY)
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
 @pytest.fixture(scope="module")
 def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("job")
-    run_ranks(2, "save", path)
+    run_ranks(2, "tests.dcp.job", "save", path)
     return path
 
 
@@ -230,11 +225,11 @@ def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
 
 def test_one_process_saves_and_two_ranks_load(tmp_path: Path) -> None:
     dcp.save(reference(5), storage_writer=NvmeStorageWriter(tmp_path / "one"))
-    run_ranks(2, "reshard", tmp_path / "one")
+    run_ranks(2, "tests.dcp.job", "reshard", tmp_path / "one")
 
 
 def test_two_ranks_save_and_three_load(saved_on_two: Path) -> None:
-    run_ranks(3, "load", saved_on_two)
+    run_ranks(3, "tests.dcp.job", "load", saved_on_two)
 
 
 # The lines of docs/dcp.md by which accelerate and transformers save through nvme_ops
