@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.contract.conftest import lost_unraisable
@@ -99,6 +100,20 @@ def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
         found["param_groups"][0]["params"].pop()
         with pytest.raises(ValueError, match="group"):
             optimizer.load_state_dict(found)
+
+
+def test_torchs_optimizer_gets_what_is_in_memory_together(folder: Path) -> None:
+    """Its foreach and fused kernels are for that."""
+    model, counts = network(), list[int]()
+
+    def count(one: torch.optim.Optimizer, *_: Any) -> None:
+        if type(one) is torch.optim.AdamW:
+            counts.append(len(one.param_groups[0]["params"]))
+
+    with adamw(model, folder) as optimizer, register_optimizer_step_pre_hook(count):
+        backward(model, 0)
+        optimizer.step()
+    assert max(counts) > 1
 
 
 # What cannot be

@@ -49,7 +49,8 @@ def test_a_storage_is_written_once_and_parameters_never(folder: Path) -> None:
         assert saving.stats().bytes_saved == 2 * x.nbytes
         z = y.exp()
         z = z * z + z.view(-1).sin().view(z.shape) + z.t() @ z  # z several times
-        z = z * 2
+        settled(saving)
+        z = z * 2 + x @ weight.t() + x.t() @ weight  # x again, which is on storage now
     assert saving.stats().bytes_saved == 3 * x.nbytes
     z.sum().backward()
     assert saving.stats().bytes_written <= 3 * x.nbytes
