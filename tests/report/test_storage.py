@@ -212,6 +212,7 @@ def test_the_mount_is_the_longest_and_the_last(tmp_path: Path) -> None:
         "2 1 0:40 / /mnt rw - nfs4 server:/export rw,vers=4.2\n"
         "3 1 0:41 / /mnt ro,noatime - tmpfs none ro\n"
         "4 1 0:42 / /mnt\\040two rw - xfs /dev/sdb rw\n"
+        "5 1 0:43 / /unnamed rw - tmpfs  rw\n"
         "not a line of mountinfo\n"
     )
     found = [device.mount_of(Host(tmp_path), path) for path in ("/mnt/folder", "/mnt two/x", "/mntx")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 from collections.abc import Callable
@@ -136,6 +137,16 @@ def test_a_file_system_over_many_devices_is_found_by_its_source(made_up: MadeUpH
     """btrfs shows a device number that sysfs does not have."""
     made_up.disk("sda", os.stat("/dev/null").st_rdev, device__wwid="naa.5", size="2048")
     assert known(made_up.folder, host=made_up.mount("btrfs", "/dev/null")).disks[0].startswith("ssd naa.5")
+
+
+def test_a_file_system_is_known_by_the_uuid_that_the_kernel_says(
+    made_up: MadeUpHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answer(_: int, request: int, into: bytearray) -> None:
+        into[:] = bytes([16, *range(1, 17)])
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    assert known(made_up.folder, host=made_up.mount("xfs", "/dev/sda")).file_system_id == bytes(range(1, 17)).hex()
 
 
 def test_nothing_is_needed_of_proc_and_sys(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,17 @@ def test_ctrl_c_at_any_moment_leaves_no_lock(tmp_path: Path, monkeypatch: pytest
 
 def without_waiting(file: Any, kind: int, flock: Any = fcntl.flock) -> None:
     flock(file, kind | (0 if kind & fcntl.LOCK_UN else fcntl.LOCK_NB))
+
+
+def test_who_is_patient_waits_for_one_that_only_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "lock").touch()
+    looking, taking = (os.open(tmp_path / "lock", os.O_RDWR) for _ in range(2))
+    monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN) if seconds else None)
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    assert not locks.take(taking)
+    assert locks.take(taking, patient=True)
+    os.close(looking)
+    os.close(taking)
 
 
 def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_on(folder: Path) -> None:
