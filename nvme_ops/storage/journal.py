@@ -181,9 +181,8 @@ class Journal:
         ``durable``: the values that are on the device.
         """
         lines = [_line(key, value) for key, value in durable.items()]
+        lines.append(_mark_of(self._boot, sum(map(len, lines))))
         covered = sum(map(len, lines))
-        lines.append(_mark_of(self._boot, covered))
-        covered += len(lines[-1])
         lines += [_line(key, None) for key in durable if key not in values]
         lines += [_line(key, value) for key, value in values.items() if durable.get(key) is not value]
         fd = -1

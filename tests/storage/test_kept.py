@@ -351,6 +351,9 @@ def test_an_index_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: p
         store.put("a", torch.ones(5))
         store.sync()
         assert os.stat(path).st_ino != before
+        written = Path(path).read_bytes()
+        store.sync()
+        assert Path(path).read_bytes() == written, "nothing is new"
     with kept(folder) as session, TensorStore(session) as store:
         assert list(store) == ["a"]
 
