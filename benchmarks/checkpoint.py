@@ -26,7 +26,7 @@ from nvme_ops.measure.engines import load_deepspeed
 from nvme_ops.measure.files import make_cold, make_file, make_warm, sync
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.measure.tables import Table
-from nvme_ops.storage import unlink
+from nvme_ops.storage.files import wait_until_free
 from nvme_ops.text import MIB, size_words
 
 GROUPS = {
@@ -302,7 +302,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
 
     def run() -> Sample:
         sample = timed((lambda: _look_at(call())) if prepare is not None else call, work.size)
-        unlink.wait()  # the next row has the device, and the memory, for itself
+        wait_until_free()  # the next row has the device, and the memory, for itself
         for name in _files(path):
             make_cold(name)
         return sample

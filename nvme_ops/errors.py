@@ -27,9 +27,17 @@ class naming:  # noqa: N801  (used like contextlib's)
         pass
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        if isinstance(error, OSError) and error.filename is None and error.errno is not None:
-            path = os.readlink(f"/proc/self/fd/{self._path}") if isinstance(self._path, int) else self._path
-            raise OSError(error.errno, f"{self._operation}: {error.strerror}", path) from error
+        if isinstance(error, OSError):
+            name_failure(error, self._operation, self._path)
+
+
+def name_failure(
+    error: OSError, operation: str, path: str | bytes | int | os.PathLike[str] | os.PathLike[bytes]
+) -> None:
+    """Raises an OSError that names no file anew, as ``naming`` does. Returns if it already names one."""
+    if error.filename is None and error.errno is not None:
+        path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
+        raise OSError(error.errno, f"{operation}: {error.strerror}", path) from error
 
 
 class FormatError(ValueError):

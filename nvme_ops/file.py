@@ -13,13 +13,13 @@ import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
 from nvme_ops._native import native
-from nvme_ops.durable import Syncing, sync_folder
 from nvme_ops.engine import Op, engine_of
 from nvme_ops.errors import naming
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.paths import URL
+from nvme_ops.storage.files import Syncing, sync_folder
 from nvme_ops.stream import Stream
+from nvme_ops.text import URL
 
 if TYPE_CHECKING:
     import torch

@@ -1,12 +1,16 @@
-"""``IoFuture``: the result of one submitted transfer, to wait for in a thread, in a callback or in asyncio."""
+"""``IoFuture``: the result of one submitted transfer, to wait for in a thread, in a callback or in asyncio.
+
+``InFlight`` bounds how many are in flight.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import threading
+from collections import deque
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -145,3 +149,82 @@ class IoFuture(_Future):
     def __repr__(self) -> str:
         """Returns for example ``<IoFuture: pending>``."""
         return f"<IoFuture: {'done' if self.done() else 'pending'}>"
+
+
+class _Transfer(Protocol):
+    def exception(self, timeout: float | None = ...) -> BaseException | None: ...
+
+    def request_cancel(self) -> None: ...
+
+
+class InFlight:
+    """Transfers in flight, waited for in the order in which they were added, at most ``limit`` after each ``add``.
+
+    As a context manager it waits for all of them, also when the block raises: no transfer may still use memory that the
+    block releases.
+
+    Args:
+        limit: the most transfers in flight.
+        abandon: when a signal handler's exception ends the block, as Ctrl-C does, cancel the transfers and do not wait
+            for them: the device may not respond for a long time. Each keeps its memory until it ends, so this is for
+            memory that nobody else fills or reuses, and for files that nobody will read.
+    """
+
+    def __init__(self, limit: int = 1, *, abandon: bool = False) -> None:
+        self._limit, self._abandon = limit, abandon
+        self._transfers: deque[tuple[_Transfer, Callable[[], object]]] = deque()
+
+    def add(self, transfer: _Transfer, then: Callable[[], object] = lambda: None) -> None:
+        """Adds a transfer and waits for the oldest beyond ``limit``. ``then`` is called once it has succeeded."""
+        self._transfers.append((transfer, then))
+        while len(self._transfers) > self._limit:
+            self.end_oldest()
+
+    def end_oldest(self) -> bool:
+        """Waits for the oldest transfer and raises its failure. Returns False when there is none."""
+        if not self._transfers:
+            return False
+        transfer, then = self._transfers[0]
+        failure = transfer.exception()  # if interrupted, it is still in the queue
+        self._transfers.popleft()
+        if failure is not None:
+            raise failure
+        then()
+        return True
+
+    def drain(self) -> None:
+        """Waits for all transfers, then raises the first failure."""
+        try:
+            while self.end_oldest():
+                pass
+        except BaseException as error:
+            self.end(type(error))
+            raise
+
+    def end(self, kind: type[BaseException] | None) -> None:
+        """Ends a block that raised ``kind``: waits for all transfers and ignores failures, or abandons them."""
+        if not self._abandon or kind is None or issubclass(kind, Exception):
+            self.settle()
+            return
+        for transfer, _ in self._transfers:
+            transfer.request_cancel()
+        self._transfers.clear()
+
+    def settle(self) -> None:
+        """Waits for all transfers and ignores failures."""
+        while self._transfers:
+            self._transfers[0][0].exception()
+            self._transfers.popleft()
+
+    def hand_over(self) -> None:
+        """Forgets the transfers in flight: somebody else waits for them now."""
+        self._transfers.clear()
+
+    def __enter__(self) -> InFlight:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.drain()
+        else:
+            self.end(kind)

@@ -17,6 +17,9 @@ _ACTED_ON = re.compile(_ACTED_ON_IN_LINES.pattern[:-1] + "\\t\\n]")
 
 _WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths and flags stay whole
 
+#: The beginning of a name that no local file has: ``s3://``, ``hf://``, ``https://``.
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 

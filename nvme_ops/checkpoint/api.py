@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from operator import attrgetter
 from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint import Format, turns
-from nvme_ops.checkpoint.plan import format_of, plan_for
-from nvme_ops.checkpoint.request import Request
+from nvme_ops.checkpoint import Format
+from nvme_ops.checkpoint.request import Request, format_of, plan_for
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.paths import name_of
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
@@ -24,6 +25,11 @@ MapLocation: TypeAlias = (
     | Callable[[torch.UntypedStorage, str], torch.UntypedStorage | None]
     | None
 )
+
+turns_lock = threading.RLock()  # taken directly: Ctrl-C while a Condition is entered may leave its lock taken
+_changed = threading.Condition(turns_lock)
+_RECHECK = 1.0  # seconds after which a waiter checks whether an earlier save has ended without notifying it
+_turns: dict[str, deque[Turn]] = {}  # by path: saves in progress and waiting
 
 
 def save(
@@ -69,7 +75,7 @@ def save(
     """
     name = name_of(path, "save(obj, path)")
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
-    turn = turns.Turn(os.path.realpath(plan.target(name)))
+    turn = Turn(os.path.realpath(plan.target(name)))
     try:
         if turn.begin():
             raise RuntimeError(
@@ -136,3 +142,68 @@ def load(
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
     request = Request(handle or shared_handle(), map_location, keys, verify, mmap, strict)
     return format_of(name, format).load(name, into, request)
+
+
+def name_of(path: Any, call: str) -> str:
+    """Returns the name of a file. Raises TypeError for anything else; the message shows ``call``, the right usage."""
+    if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
+        raise TypeError(f"the path must be a str or an os.PathLike, not {type(path).__name__}: {call}")
+    return name
+
+
+class Turn:
+    """A place in the queue of saves to ``path``, which run one at a time: from ``begin`` until ``over`` is set.
+
+    A signal handler may raise wherever a function is entered, also in ``end``. So the caller of ``begin`` sets ``over``
+    itself, first thing in a ``finally`` clause; ``end`` then wakes those who wait.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._queue: deque[Turn] = deque()
+        self.thread = threading.get_ident()  # the thread that makes this save
+        self.over = False
+
+    def begin(self) -> bool:
+        """Queues up behind all saves that have begun. Returns whether this thread makes one of them.
+
+        In that case this is a signal handler, and waiting would be a deadlock.
+        """
+        with turns_lock:
+            self._queue = _turns.setdefault(self._path, deque())
+            self._queue.append(self)
+            _turns[self._path] = self._queue  # a signal handler's save may have removed it since the line before last
+            return self._queue[0] is not self and self.thread in map(attrgetter("thread"), self._before())
+
+    def wait(self) -> None:
+        """Waits until all earlier saves have ended."""
+        with turns_lock:
+            while self._queue[0] is not self and self._before():
+                _changed.wait(_RECHECK)
+
+    def end(self) -> None:
+        """Leaves the queue and lets the next save begin. Further calls do nothing."""
+        with turns_lock:
+            for turn in list(self._queue):
+                if turn.over and turn in self._queue:  # not removed by a signal handler's save meanwhile
+                    self._queue.remove(turn)
+            if _turns.get(self._path) is self._queue and not self._queue:
+                _turns.pop(self._path, None)
+            _changed.notify_all()
+
+    def _before(self) -> list[Turn]:
+        """Returns a snapshot of the earlier saves that are not over: a signal handler's may come and go."""
+        queue = list(self._queue)
+        place = queue.index(self)
+        return [turn for turn in queue[:place] if not turn.over] if place else []
+
+
+def _forget_parents() -> None:
+    """Forgets, in a forked child, the saves of the parent's threads."""
+    global turns_lock, _changed
+    turns_lock = threading.RLock()
+    _changed = threading.Condition(turns_lock)
+    _turns.clear()
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -13,18 +13,16 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops import at_exit, collector
+from nvme_ops import at_exit
 from nvme_ops._native import native
-from nvme_ops.checkpoint import Format, turns
-from nvme_ops.checkpoint.plan import Plan, plan_for
-from nvme_ops.checkpoint.turns import Turn
+from nvme_ops.checkpoint import Format, api
+from nvme_ops.checkpoint.api import Turn, name_of
+from nvme_ops.checkpoint.request import Plan, plan_for
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
-from nvme_ops.memory.carve import copy, placed
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.paths import name_of
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import collector_paused, copy, empty, placed
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -124,7 +122,7 @@ def save_async(
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
     handle = handle or shared_handle()
-    turn = turns.Turn(os.path.realpath(plan.target(name)))
+    turn = Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None
     thread: threading.Thread | None = None
     try:
@@ -152,7 +150,7 @@ def save_async(
 
 def release_memory() -> None:
     """Gives the memory kept for the copies of the next ``save_async`` back to the system."""
-    with turns.lock:
+    with api.turns_lock:
         if _kept:
             _kept.clear()
             native().trim_pool()  # which may keep it for reuse
@@ -167,7 +165,7 @@ def _keep(copies: _Copies | None) -> None:
     """Keeps the memory of the copies for the next save."""
     if copies is None or copies.memory is None:
         return
-    with turns.lock:
+    with api.turns_lock:
         _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
         copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread, not ended yet, holds ``copies``
 
@@ -183,7 +181,7 @@ def _work(
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
-        with turns.lock:
+        with api.turns_lock:
             _failed[:] = [earlier for earlier in _failed if not earlier._retrieved] + [future]
     plan.tensors = []
     _keep(copies)
@@ -199,7 +197,7 @@ def _work(
 class _Copies:
     """Copies as many tensors as fit into ``budget`` bytes (all when None) into one allocation."""
 
-    @collector.paused()
+    @collector_paused()
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
         places: list[int | None] = []
         size = 0
@@ -221,7 +219,7 @@ class _Copies:
 
 
 def _memory(size: int) -> torch.Tensor:
-    with turns.lock:
+    with api.turns_lock:
         kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
         if kept is None:
             _kept.clear()  # freed before the larger one is allocated

@@ -10,7 +10,8 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import read as read_header
 from nvme_ops.formats.sharded_index import read_index, shards_of
-from nvme_ops.storage import locks, publication
+from nvme_ops.storage import publication
+from nvme_ops.storage.files import is_abandoned, lock_files, locked
 
 _INDEX = FORMATS["sharded"][1][0]
 
@@ -23,12 +24,12 @@ def leftovers(folder: str) -> list[str]:
     A shard counts only if its header says that it belongs to another save than the index. Data files of a DCP
     checkpoint are left to its next save: what it still needs is in ``.metadata``, a pickle, which is not loaded here.
     """
-    found = [path for path in publication.hidden(folder) if locks.is_abandoned(path)]
+    found = [path for path in publication.hidden(folder) if is_abandoned(path)]
     for name in os.listdir(folder):
         if name.endswith(_INDEX):
-            with suppress(OSError, FormatError), locks.locked(os.path.join(folder, name)):
+            with suppress(OSError, FormatError), locked(os.path.join(folder, name)):
                 found += _unnamed(folder, name)
-    found += [path for path in locks.files(folder) if locks.is_abandoned(path)]
+    found += [path for path in lock_files(folder) if is_abandoned(path)]
     return sorted(found)
 
 

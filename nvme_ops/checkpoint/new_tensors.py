@@ -9,12 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops import collector
 from nvme_ops._native import native
+from nvme_ops.future import InFlight
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import DEVICE_ALIGNMENT, Kind, lay_out, placed
-from nvme_ops.memory.ring import InFlight
-from nvme_ops.tensors import pool_buffer
+from nvme_ops.tensors import DEVICE_ALIGNMENT, Kind, collector_paused, lay_out, placed, pool_buffer
 
 _AHEAD = 128 << 20  # bytes read before the header is known to be valid
 _PAGE = os.sysconf("SC_PAGE_SIZE")
@@ -122,7 +120,7 @@ def _runs(wanted: Iterable[Wanted], device: torch.device) -> list[tuple[int, int
     return runs
 
 
-@collector.paused()
+@collector_paused()
 def _cut(
     base: torch.Tensor, wanted: Sequence[Wanted], runs: Sequence[tuple[int, int]], places: Sequence[int]
 ) -> list[torch.Tensor]:

@@ -13,12 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops import collector
 from nvme_ops._native import native
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
-from nvme_ops.checkpoint.plan import require_strings
-from nvme_ops.checkpoint.request import Request, Targets
+from nvme_ops.checkpoint.request import Request, Targets, require_strings
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, SharedMemoryError
 from nvme_ops.formats import integrity
@@ -27,11 +25,11 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Header, TensorEntry
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import Kind
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import opened, replacing
+from nvme_ops.tensors import Kind, collector_paused
 
 
 @dataclass
@@ -61,7 +59,7 @@ class SafetensorsPlan:
                 os.ftruncate(file.fd, max([len(head), *(entry.end for entry in self.header.entries.values())]))
 
 
-@collector.paused()
+@collector_paused()
 def plan(
     obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, save: str | None = None, recycle: bool = False
 ) -> SafetensorsPlan:
@@ -133,7 +131,7 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
     return {name: kind for name, (_, _, kind) in zip(entries, _wanted(entries, path), strict=True)}
 
 
-@collector.paused()
+@collector_paused()
 def _wanted(entries: Mapping[str, layout.TensorEntry], path: str) -> list[Wanted]:
     """Returns where the data of the entries lie, and their dtypes and shapes in torch."""
     names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, even for many tensors

@@ -26,10 +26,8 @@ from typing import Any, TypeVar
 import torch
 
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
-from nvme_ops.checkpoint.plan import require_strings
-from nvme_ops.checkpoint.request import Request, Targets
+from nvme_ops.checkpoint.request import Request, Targets, require_strings
 from nvme_ops.checkpoint.safetensors_file import require_tensors
-from nvme_ops.durable import make_folder, sync_folder
 from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
@@ -38,7 +36,7 @@ from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, 
 from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.storage import unlink
+from nvme_ops.storage.files import make_folder, sync_folder, unlink
 from nvme_ops.storage.publication import Publication
 
 SUFFIXES = FORMATS["sharded"][1]
@@ -67,7 +65,7 @@ class ShardedPlan:
             self._write(publication, handle, borrowed)
             if not path.endswith(SUFFIXES):  # the folder's previous model, which readers would prefer
                 with suppress(FileNotFoundError):
-                    unlink.unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
+                    unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
         if durable:
             sync_folder(folder)
 

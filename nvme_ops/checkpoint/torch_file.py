@@ -23,8 +23,8 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Other
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
-from nvme_ops.memory.carve import Kind, is_plain
 from nvme_ops.storage.publication import opened
+from nvme_ops.tensors import Kind, is_plain
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 

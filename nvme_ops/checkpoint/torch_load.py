@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 import torch._weights_only_unpickler
 
-from nvme_ops import collector
 from nvme_ops._native import native
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record, verify_by_zipfile, verify_others
@@ -27,10 +26,11 @@ from nvme_ops.file import open as open_file
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import CODES, NotReadError, Unpickler, dtype_of_storage
 from nvme_ops.formats.torch_zip import PICKLE, Archive
+from nvme_ops.tensors import collector_paused
 from nvme_ops.text import printable
 
 
-@collector.paused()
+@collector_paused()
 def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     """Loads the object. ``map_location`` is that of ``torch.load``."""
     archive = file.archive()
@@ -193,7 +193,7 @@ class _Typed(NamedTuple):
 Fetch = Callable[[str, int, str], torch.Tensor]
 
 
-@collector.paused()
+@collector_paused()
 def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch) -> Any:
     """Builds the object that ``torch.load(weights_only=True)`` would build.
 

@@ -7,16 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from nvme_ops import collector
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
-from nvme_ops.checksums import checksum_of
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, Archive
 from nvme_ops.memory import pieces
-from nvme_ops.memory.carve import give_storages
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
+from nvme_ops.tensors import checksum_of, collector_paused, give_storages
 
 _GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 
@@ -57,7 +55,7 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-@collector.paused()
+@collector_paused()
 def _parts(
     archive: Archive,
     extents: Mapping[str, tuple[int, int]],

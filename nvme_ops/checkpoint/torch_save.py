@@ -13,20 +13,19 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops import collector
 from nvme_ops._native import native
 from nvme_ops.checkpoint.framed import SMALL, Framed
 from nvme_ops.checkpoint.framed import write as write_framed
-from nvme_ops.checkpoint.plan import require_strings
+from nvme_ops.checkpoint.request import require_strings
 from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_pickle import dtype_of_storage
 from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import dense_bytes, is_dense
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import LARGE
 from nvme_ops.storage.publication import replacing
+from nvme_ops.tensors import collector_paused, dense_bytes, is_dense
 
 #: The record with the strings of ``metadata=``; torch ignores it.
 METADATA = ".nvme_ops/metadata.json"
@@ -159,7 +158,7 @@ def _is_plain(each: Any, offloaded: bool) -> bool:
     return is_dense(each) if offloaded else not each.__dict__
 
 
-@collector.paused()
+@collector_paused()
 def pickled(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Returns the pickle of ``torch.save``, and byte tensors over the storages: records ``data/0``, ``data/1``, ...
 
@@ -209,7 +208,7 @@ class TorchPlan:
 
     def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
         """Implements ``Plan``."""
-        with collector.paused(), replacing(path, durable, self.recycle) as file:
+        with collector_paused(), replacing(path, durable, self.recycle) as file:
             records, end = self.records()
             others = records
             if borrowed is not None:

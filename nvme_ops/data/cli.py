@@ -13,9 +13,9 @@ from nvme_ops.arguments import command, command_line, say, show, size
 from nvme_ops.data.convert import convert, open_source
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
-from nvme_ops.durable import make_folder
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.progress import byte_bar
+from nvme_ops.storage.files import make_folder
 from nvme_ops.text import MIB, printable, size_words
 
 _EPILOG = """\

@@ -26,13 +26,12 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from nvme_ops.checksums import checksum_of, checksums_of
 from nvme_ops.data.columns import Columns
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import opened, replacing
-from nvme_ops.tensors import bytes_of, empty
+from nvme_ops.tensors import bytes_of, checksum_of, checksums_of, empty
 from nvme_ops.text import parse_json
 
 MAGIC = b"NVMEDATA"

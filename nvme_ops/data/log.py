@@ -17,8 +17,7 @@ from typing import Literal
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
-from nvme_ops.durable import make_last_folder
-from nvme_ops.storage import locks
+from nvme_ops.storage.files import make_last_folder, try_lock
 from nvme_ops.text import parse_size, size_words
 
 _MOST = (1 << 32) - 1  # bytes of a record
@@ -279,7 +278,7 @@ class AsyncLog(Closing):
             ours = [path for path in segments(self.path) if path != present and is_owned_by(path, mine.owner)]
             for path in ours[: -self._keep]:
                 with contextlib.suppress(OSError), FileIO(os.open(path, _FLAGS)) as file:
-                    if locks.take(file.fileno()):  # nobody is writing to it
+                    if try_lock(file.fileno()):  # nobody is writing to it
                         os.unlink(path)
 
     def _forget(self) -> None:

@@ -19,11 +19,10 @@ import warnings
 from array import array
 from collections.abc import Iterator
 
-from nvme_ops.checksums import checksums_of
-from nvme_ops.durable import sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
-from nvme_ops.storage import locks
+from nvme_ops.storage.files import sync_folder, try_lock
+from nvme_ops.tensors import checksums_of
 from nvme_ops.whole import write_whole
 
 _MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the last letter is the version
@@ -66,7 +65,7 @@ class Segment:
                 fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
                 made = cls(name, fd)
                 try:
-                    locks.take(fd)
+                    try_lock(fd)
                     sync_folder(os.path.dirname(path))
                     return made
                 except BaseException:

@@ -20,7 +20,6 @@ import torch
 import torch.utils.data
 
 from nvme_ops._native import native
-from nvme_ops.checksums import checksums_of
 from nvme_ops.closing import Closing
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
@@ -31,7 +30,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import checksums_of, empty
 from nvme_ops.text import size_words
 
 if TYPE_CHECKING:

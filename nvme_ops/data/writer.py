@@ -18,17 +18,26 @@ from typing import Any
 import torch
 
 from nvme_ops import at_exit
-from nvme_ops.checksums import checksums_of, joined
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
-from nvme_ops.durable import make_last_folder, sync, sync_folder
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
-from nvme_ops.storage import locks, unlink
+from nvme_ops.storage.files import (
+    abandoned,
+    hold,
+    locked,
+    make_last_folder,
+    require_room,
+    sync,
+    sync_folder,
+    try_lock,
+    unlink,
+)
 from nvme_ops.storage.publication import content_of
+from nvme_ops.tensors import checksums_of, joined
 from nvme_ops.text import parse_json, parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
@@ -184,7 +193,7 @@ class SampleWriter:
 
     def _publish(self) -> None:
         before = None
-        with locks.locked(self.path):
+        with locked(self.path):
             try:
                 self._require_right_to_replace()
                 before = self._claim_what_is_replaced()
@@ -242,7 +251,7 @@ class SampleWriter:
             raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
 
     def _begin_shard(self) -> File:
-        unlink.require_room(self._folder())
+        require_room(self._folder())
         file = self._file = open_file(os.path.join(self._folder(), data_file(self._id, len(self._files))), "x")
         self._end, self._first = 0, len(self._ends)
         return file
@@ -412,7 +421,7 @@ def settle_abandoned(index: str) -> None:
         # Another user's claim could name any folder.
         with contextlib.suppress(OSError):
             if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid():
-                with locks.abandoned(path):
+                with abandoned(path):
                     _settle(index, path)
 
 
@@ -420,9 +429,7 @@ def _locked(path: str) -> FileIO:
     """Opens a claim and locks it. Where locks do not work, no claim counts as abandoned."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     # patient: another process may hold the lock for a moment, to check whether the claim is abandoned
-    return locks.hold(
-        path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: locks.take(fd, patient=True)
-    )
+    return hold(path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: try_lock(fd, patient=True))
 
 
 def _settle(index: str, path: str) -> None:
@@ -441,7 +448,7 @@ def _settle(index: str, path: str) -> None:
             with contextlib.suppress(OSError, ValueError):  # a name that no folder can have
                 for name in os.listdir(folder):
                     if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
-                        unlink.unlink(os.path.join(folder, name))
+                        unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):
         os.unlink(path)
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops import collector
-from nvme_ops.errors import FormatError, naming
+from nvme_ops.errors import FormatError, name_failure
 from nvme_ops.formats.mistaken import refuse
+from nvme_ops.tensors import collector_paused
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MOST_HEADER = 100_000_000
@@ -95,7 +95,7 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
     Never allocates memory for a number that the file's size contradicts.
     """
     size = os.fstat(fd).st_size
-    with naming("read of the header", path):
+    try:
         prefix = os.pread(fd, 8, 0)
         if len(prefix) < 8:
             refuse(path, f"{size} bytes are too few for a safetensors file")
@@ -110,10 +110,13 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
             if not part:
                 refuse(path, "the file ended within its header")
             text += part
+    except OSError as error:
+        name_failure(error, "read of the header", path)
+        raise
     return bytes(text), size
 
 
-@collector.paused()
+@collector_paused()
 def decode(text: bytes, size: int, path: str) -> Header:
     """Parses the JSON text of a file of ``size`` bytes. Raises FormatError."""
     start = 8 + len(text)

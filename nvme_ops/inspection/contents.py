@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 import torch
 
-from nvme_ops.checkpoint.plan import format_of
-from nvme_ops.checksums import checksum_of
+from nvme_ops.checkpoint.request import format_of
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.storage.publication import opened
+from nvme_ops.tensors import checksum_of
 
 OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 

@@ -13,8 +13,7 @@ import torch
 
 from nvme_ops.checkpoint import FORMATS, torch_load
 from nvme_ops.checkpoint.modules import without_ties
-from nvme_ops.checkpoint.plan import format_of, plan_for
-from nvme_ops.checkpoint.request import listed
+from nvme_ops.checkpoint.request import format_of, listed, plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
@@ -24,13 +23,13 @@ from nvme_ops.formats.sharded_index import ShardedIndex, read_index, resolved, s
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
 from nvme_ops.inspection.contents import OnProgress, contents, damaged
-from nvme_ops.memory.carve import cut, is_dense
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage import locks
+from nvme_ops.storage.files import try_lock
 from nvme_ops.storage.publication import open_to_read
+from nvme_ops.tensors import cut, is_dense
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
@@ -187,7 +186,7 @@ class _Reader:
         fd = open_to_read(path)
         file = WeightFile(fd, path, shared_handle())
         self._ends.callback(file.close)
-        locks.take(fd, fcntl.LOCK_SH, patient=True)  # keeps a save with recycle=True from writing over it
+        try_lock(fd, fcntl.LOCK_SH, patient=True)  # keeps a save with recycle=True from writing over it
         if not path.endswith(".safetensors"):
             loaded = self._of_torch(file, fd, key)
             file.require_unchanged()  # some may be in memory already

@@ -25,7 +25,7 @@ from nvme_ops.measure import stop
 from nvme_ops.measure.files import NotUsable, require_space
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage.device import mount_of
-from nvme_ops.storage.locks import boot_id
+from nvme_ops.storage.files import boot_id
 
 _PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
 _NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")

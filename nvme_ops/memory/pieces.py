@@ -8,13 +8,12 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 
-from nvme_ops.checksums import checksum_of, checksums_of
 from nvme_ops.engine import Priority
+from nvme_ops.future import InFlight
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import copy_bytes, cut, is_plain, is_plain_on_host
-from nvme_ops.memory.ring import InFlight, Place, Ring
+from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PIECE
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import checksum_of, checksums_of, copy_bytes, cut, empty, is_plain, is_plain_on_host
 
 CHECKSUM = "crc32c"
 

@@ -1,10 +1,8 @@
 """``Ring``: the package's pipeline. While storage fills or empties one buffer, the program uses another.
 
-    ring = Ring()
-    for piece in ring.read(handle, places): checksum(piece)     # while the next ones are read
-    for piece in ring.write(handle, file, pieces): ...          # copies that are being written
-
-``InFlight`` does the same without buffers: it bounds the number of transfers in flight.
+ring = Ring()
+for piece in ring.read(handle, places): checksum(piece)     # while the next ones are read
+for piece in ring.write(handle, file, pieces): ...          # copies that are being written
 """
 
 from __future__ import annotations
@@ -12,17 +10,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory import carve
 from nvme_ops.memory.pool import Lease, Pool, can_pin
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE, PIECE, RING_DEPTH
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import copy_bytes, empty
 
 if TYPE_CHECKING:
     from nvme_ops.handle import FileName
@@ -37,85 +34,6 @@ class Place(NamedTuple):
     file: FileName
     start: int
     nbytes: int
-
-
-class _Transfer(Protocol):
-    def exception(self, timeout: float | None = ...) -> BaseException | None: ...
-
-    def request_cancel(self) -> None: ...
-
-
-class InFlight:
-    """Transfers in flight, waited for in the order in which they were added, at most ``limit`` after each ``add``.
-
-    As a context manager it waits for all of them, also when the block raises: no transfer may still use memory that the
-    block releases.
-
-    Args:
-        limit: the most transfers in flight.
-        abandon: when a signal handler's exception ends the block, as Ctrl-C does, cancel the transfers and do not wait
-            for them: the device may not respond for a long time. Each keeps its memory until it ends, so this is for
-            memory that nobody else fills or reuses, and for files that nobody will read.
-    """
-
-    def __init__(self, limit: int = 1, *, abandon: bool = False) -> None:
-        self._limit, self._abandon = limit, abandon
-        self._transfers: deque[tuple[_Transfer, Callable[[], object]]] = deque()
-
-    def add(self, transfer: _Transfer, then: Callable[[], object] = lambda: None) -> None:
-        """Adds a transfer and waits for the oldest beyond ``limit``. ``then`` is called once it has succeeded."""
-        self._transfers.append((transfer, then))
-        while len(self._transfers) > self._limit:
-            self.end_oldest()
-
-    def end_oldest(self) -> bool:
-        """Waits for the oldest transfer and raises its failure. Returns False when there is none."""
-        if not self._transfers:
-            return False
-        transfer, then = self._transfers[0]
-        failure = transfer.exception()  # if interrupted, it is still in the queue
-        self._transfers.popleft()
-        if failure is not None:
-            raise failure
-        then()
-        return True
-
-    def drain(self) -> None:
-        """Waits for all transfers, then raises the first failure."""
-        try:
-            while self.end_oldest():
-                pass
-        except BaseException as error:
-            self.end(type(error))
-            raise
-
-    def end(self, kind: type[BaseException] | None) -> None:
-        """Ends a block that raised ``kind``: waits for all transfers and ignores failures, or abandons them."""
-        if not self._abandon or kind is None or issubclass(kind, Exception):
-            self.settle()
-            return
-        for transfer, _ in self._transfers:
-            transfer.request_cancel()
-        self._transfers.clear()
-
-    def settle(self) -> None:
-        """Waits for all transfers and ignores failures."""
-        while self._transfers:
-            self._transfers[0][0].exception()
-            self._transfers.popleft()
-
-    def hand_over(self) -> None:
-        """Forgets the transfers in flight: somebody else waits for them now."""
-        self._transfers.clear()
-
-    def __enter__(self) -> InFlight:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.drain()
-        else:
-            self.end(kind)
 
 
 class Ring:
@@ -290,7 +208,7 @@ class Ring:
                     # page offsets equal to the file's: direct I/O then needs no staging copy
                     begin = end = 0 if start % tensor.element_size() else start % PAGE
                 held = buffer[end : end + tensor.nbytes]
-                carve.copy_bytes(held, tensor)
+                copy_bytes(held, tensor)
                 end += tensor.nbytes
                 yield held
             if buffer is not None:

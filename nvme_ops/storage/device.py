@@ -15,8 +15,8 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from nvme_ops.durable import no_folder
 from nvme_ops.op_builder.machine import Host
+from nvme_ops.storage.files import no_folder
 from nvme_ops.text import size_words
 
 NETWORK = {

@@ -21,11 +21,10 @@ from typing import Any
 
 import torch
 
-from nvme_ops.durable import sync
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.future import IoFuture
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.locks import boot_id
+from nvme_ops.storage.files import boot_id, sync
 from nvme_ops.storage.publication import replacing
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent

@@ -21,10 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from nvme_ops.durable import no_folder, sync
-from nvme_ops.errors import FormatError, naming
-from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.locks import abandoned
+from nvme_ops.errors import FormatError, name_failure, naming
+from nvme_ops.storage.files import Lock, abandoned, freed_later, hold, no_folder, require_room, sync, try_lock, unlink
 from nvme_ops.whole import read_whole
 
 _MARK = ".nvme_ops-tmp"
@@ -84,7 +82,7 @@ def replacing(
             if durable:  # opened before anything is replaced, as this may fail
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder)
-            unlink.require_room(folder)
+            require_room(folder)
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             if recycle and durable and os.path.lexists(spare):
@@ -98,7 +96,7 @@ def replacing(
             if durable:
                 sync(fd, path)
             kept = recycle and _keep(path, spare)
-            with unlink.later(path):
+            with freed_later(path):
                 os.rename(temporary, path)
             temporary = ""
             with suppress(OSError):
@@ -154,7 +152,7 @@ class Publication:
     def __init__(self, manifest: str, durable: bool = True) -> None:
         self.manifest, self.durable = os.path.abspath(manifest), durable
         self.folder = os.path.dirname(self.manifest)
-        self._lock = locks.Lock(os.path.realpath(manifest))
+        self._lock = Lock(os.path.realpath(manifest))
 
     def publish(self, content: bytes, leases: bool = False) -> None:
         """Replaces the manifest; with ``leases``, keeps the old one under another name, for ``leased``."""
@@ -174,7 +172,7 @@ class Publication:
             if name.startswith(prefix):
                 path = os.path.join(self.folder, name)
                 with suppress(OSError, FormatError), opened(path) as fd:
-                    if locks.take(fd):  # nobody reads it, or the file system has no locks
+                    if try_lock(fd):  # nobody reads it, or the file system has no locks
                         os.unlink(path)
                     else:
                         found.update(names_in(path, fd))
@@ -185,7 +183,7 @@ class Publication:
         for name in names:
             if name not in kept:
                 with suppress(OSError):
-                    unlink.unlink(os.path.join(self.folder, name))
+                    unlink(os.path.join(self.folder, name))
 
     def end(self) -> None:
         """Lets the next publication begin. Further calls do nothing."""
@@ -206,7 +204,7 @@ class ReadLease:
 
     def __init__(self, path: str) -> None:
         self._process = os.getpid()
-        self._file = locks.hold(path, _open_to_lease, _share)
+        self._file = hold(path, _open_to_lease, _share)
 
     def fileno(self) -> int:
         """Returns the descriptor."""
@@ -263,9 +261,11 @@ def opened(path: str) -> Iterator[int]:
     """
     fd = open_to_read(path)
     try:
-        locks.take(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
-        with naming("read", path):
-            yield fd
+        try_lock(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
+        yield fd
+    except OSError as error:
+        name_failure(error, "read", path)
+        raise
     finally:
         os.close(fd)
 
@@ -364,12 +364,12 @@ def _keep(path: str, spare: str) -> bool:
 
 def _remove_spare(spare: str) -> None:
     with suppress(OSError):
-        unlink.unlink(spare)
+        unlink(spare)
 
 
 def _lock(fd: int) -> bool:
     """Locks a new file; returns False if another process has taken it for abandoned already."""
-    return locks.take(fd) and os.fstat(fd).st_nlink > 0
+    return try_lock(fd) and os.fstat(fd).st_nlink > 0
 
 
 def _short(name: str) -> str:

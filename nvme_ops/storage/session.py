@@ -23,12 +23,20 @@ from typing import Protocol
 
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
-from nvme_ops.durable import make_last_folder, sync, sync_folder
 from nvme_ops.errors import naming
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
-from nvme_ops.storage import locks, unlink
-from nvme_ops.storage.locks import boot_id, machine_id
+from nvme_ops.storage.files import (
+    boot_id,
+    is_at,
+    machine_id,
+    make_last_folder,
+    sync,
+    sync_folder,
+    try_lock,
+    unlink,
+    unlock_and_close,
+)
 from nvme_ops.storage.publication import remove_litter
 from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole
@@ -341,10 +349,10 @@ class _Place:
             except FileNotFoundError:  # another process removed the empty folder as abandoned
                 continue
             try:
-                if not locks.take(lock, patient=True):
+                if not try_lock(lock, patient=True):
                     raise _in_use(name, lock, path)
-                if not locks.is_at(owner, lock):  # another process did so a moment later
-                    locks.release(lock)
+                if not is_at(owner, lock):  # another process did so a moment later
+                    unlock_and_close(lock)
                     continue
                 before = read_owner(lock)
                 if before is None and os.listdir(path) == [OWNER]:
@@ -361,7 +369,7 @@ class _Place:
                 return cls(path, lock, before)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    locks.release(lock)
+                    unlock_and_close(lock)
                 raise
 
     def close(self, remove: bool) -> None:
@@ -374,7 +382,7 @@ class _Place:
             elif owner := read_owner(self.lock):
                 write_owner(self.lock, {**owner, "pid": None})
         lock, self.lock = self.lock, -1
-        locks.release(lock)
+        unlock_and_close(lock)
 
     def leave_to_parent(self) -> None:
         """Closes the descriptor of the lock, in a forked child, since the lock must end with the parent."""
@@ -417,13 +425,13 @@ def _remove_if_abandoned(path: str) -> None:
         os.rmdir(path)  # a process that is about to create the owner file will notice
         return
     try:
-        if locks.take(lock):
+        if try_lock(lock):
             owner = read_owner(lock)  # not before the lock: its process may have changed it until then
             kept = _KEPT.fullmatch(os.path.basename(path)) and any(_files(path)) if not owner else owner.get("keep")
             if owner is not None and not kept and is_dead(owner, lock):
                 _remove(path)
     finally:
-        locks.release(lock)
+        unlock_and_close(lock)
 
 
 def _remove(path: str) -> None:
@@ -436,7 +444,7 @@ def _remove(path: str) -> None:
 
 def _remove_files(path: str) -> None:
     for entry in _files(path):
-        unlink.unlink(entry)
+        unlink(entry)
 
 
 def _files(path: str) -> Iterator[str]:

@@ -17,13 +17,12 @@ from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import copy, dense_bytes, dense_strides, is_dense, is_plain
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation

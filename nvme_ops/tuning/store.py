@@ -14,12 +14,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.durable import make_folder
 from nvme_ops.errors import FormatError
 from nvme_ops.op_builder import trust
 from nvme_ops.settings import Settings
-from nvme_ops.storage import locks
 from nvme_ops.storage.device import Identity, identify
+from nvme_ops.storage.files import make_folder, try_lock, unlock_and_close
 from nvme_ops.storage.publication import content_of, publish
 from nvme_ops.text import parse_json
 
@@ -111,13 +110,13 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
         raise PermissionError(f"others could change what is kept in {path.parent}: {problem}")
     lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        any(locks.take(lock, patient=True) for _ in range(_PATIENCE))
+        any(try_lock(lock, patient=True) for _ in range(_PATIENCE))
         document, _ = _read(path)
         yield document
         document.update(format=FORMAT, identity=asdict(identity))
         publish(os.fspath(path), (json.dumps(document, indent=2) + "\n").encode(), mode=0o600)
     finally:
-        locks.release(lock)
+        unlock_and_close(lock)
 
 
 def sound(found: Any, check: Callable[[Any], object]) -> bool:

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.checkpoint import background, turns
+from nvme_ops.checkpoint import api, background
 from tests.conftest import in_child, run_python
 from tests.crashing_save import (
     NEW,
@@ -187,7 +187,7 @@ def test_the_last_one_called_wins_and_other_paths_do_not_wait(path: Path, gate: 
         caller.result()
     assert number_in(path) == 6
     assert beside(path) == []
-    assert not turns._turns, "nothing is kept of saves that have ended"
+    assert not api._turns, "nothing is kept of saves that have ended"
 
 
 @pytest.mark.parametrize("save", [nvme_ops.save, nvme_ops.save_async])

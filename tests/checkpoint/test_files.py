@@ -25,7 +25,8 @@ import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
-from nvme_ops.storage import locks, publication
+from nvme_ops.storage import files, publication
+from nvme_ops.storage.files import Lock
 from tests.conftest import forked, give_up_root, in_child, in_threads, open_to_all, watched
 from tests.crashing_save import (
     NEW,
@@ -272,7 +273,7 @@ def test_a_save_that_lives_keeps_its_files(tmp_path: Path) -> None:
     gate = Gated()
     future = nvme_ops.save_async(numbered(1), tmp_path / "one.safetensors", handle=gate)
     gate.reached.wait(60)
-    held = locks.Lock(str(tmp_path / "model"))
+    held = Lock(str(tmp_path / "model"))
     assert main(["clean", str(tmp_path)]) == 0
     assert len(names(tmp_path)) == 2
     held.release()
@@ -315,12 +316,12 @@ def test_a_link_to_an_index_stays_one(tmp_path: Path) -> None:
 
 
 def test_who_waits_long_is_told_for_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(locks, "_PATIENCE", 0.05)
-    held = locks.Lock(str(tmp_path / "model"))
+    monkeypatch.setattr(files, "_PATIENCE", 0.05)
+    held = Lock(str(tmp_path / "model"))
     timer = threading.Timer(0.3, held.release)
     timer.start()
     with pytest.warns(RuntimeWarning, match=r"waiting for another process.*model"):
-        locks.Lock(str(tmp_path / "model")).release()
+        Lock(str(tmp_path / "model")).release()
     timer.join()
 
 
@@ -328,7 +329,7 @@ def test_who_waits_long_is_told_for_what(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_was_planted_in_its_place_is_an_error(tmp_path: Path, plant: object) -> None:
     plant(tmp_path / ".model.nvme_ops-lock")  # type: ignore[operator]
     with pytest.raises(OSError, match="nvme_ops-lock"):
-        locks.Lock(str(tmp_path / "model"))
+        Lock(str(tmp_path / "model"))
 
 
 def test_users_wait_for_each_other(tmp_path: Path) -> None:
@@ -336,11 +337,11 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
         pytest.skip("not root: there is no other user to become")
     open_to_all(tmp_path)
     path = str(tmp_path / "model")
-    held = locks.Lock(path)
+    held = Lock(path)
 
     def body() -> None:
         give_up_root()
-        locks.Lock(path).release()
+        Lock(path).release()
 
     timer = threading.Timer(0.3, held.release)
     timer.start()

@@ -18,7 +18,7 @@ from nvme_ops.data import SampleStore, SampleWriter, writer
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
 from nvme_ops.errors import FormatError
-from nvme_ops.storage import locks
+from nvme_ops.storage.files import LOCK_SUFFIX
 from tests.conftest import MIB, in_child, in_threads, run_python
 from tests.data.samples import data_files
 
@@ -27,7 +27,7 @@ THREADS, EACH = 4, 300
 
 def names(folder: Path) -> list[str]:
     """All files but the lock of the index, which whoever holds it next removes."""
-    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.endswith(locks.SUFFIX))
+    return sorted(path.name for path in folder.rglob("*") if path.is_file() and not path.name.endswith(LOCK_SUFFIX))
 
 
 def make(folders: Path | list[Path], count: int = 5, **more: Any) -> None:

@@ -14,12 +14,12 @@ import torch
 
 import nvme_ops
 from nvme_ops._native import native
-from nvme_ops.checksums import checksums_of
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.convert import open_source
 from nvme_ops.data.writer import settle_abandoned
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.device import Identity
+from nvme_ops.tensors import checksums_of
 from nvme_ops.tuning import store as tuning_store
 from nvme_ops.tuning.dictionary import SECTION, Dictionary
 from tests.data.samples import index_of, index_parts, write_mds, write_tar

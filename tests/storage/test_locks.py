@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.storage import locks
+from nvme_ops.storage import files
+from nvme_ops.storage.files import Lock, locked
 from nvme_ops.storage.publication import Publication, ReadLease
 from tests.moments import Interrupt
 
@@ -19,12 +20,12 @@ from tests.moments import Interrupt
 @pytest.mark.usefixtures("unraisable")  # what is raised while Python frees an object is lost
 def test_ctrl_c_at_any_moment_leaves_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The traceback, and with it the block that was left, is still there when the next one comes."""
-    monkeypatch.setattr(locks, "_PATIENCE", 0.0)
+    monkeypatch.setattr(files, "_PATIENCE", 0.0)
     monkeypatch.setattr(fcntl, "flock", without_waiting)
     path = str(tmp_path / "model")
 
     def hold() -> None:
-        with locks.locked(path):
+        with locked(path):
             pass
 
     with Interrupt() as all_of_it:
@@ -35,7 +36,7 @@ def test_ctrl_c_at_any_moment_leaves_no_lock(tmp_path: Path, monkeypatch: pytest
             with Interrupt(number) as moment:
                 hold()
         except KeyboardInterrupt:
-            locks.Lock(path).release()
+            Lock(path).release()
         assert os.listdir(tmp_path) == [], moment.where
 
 

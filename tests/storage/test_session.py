@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.storage import Session, TensorStore, locks
+from nvme_ops.storage import Session, TensorStore, files
 from tests.conftest import NOBODY, killed_in
 from tests.storage.conftest import kept
 
@@ -300,7 +300,7 @@ def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children = []
-    take = locks.take
+    take = files.try_lock
 
     def take_and_fork(fd: int, *arguments: Any, **options: Any) -> bool:
         taken = take(fd, *arguments, **options)
@@ -309,7 +309,7 @@ def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives
             signal.pause()
         return taken
 
-    monkeypatch.setattr(locks, "take", take_and_fork)
+    monkeypatch.setattr("nvme_ops.storage.session.try_lock", take_and_fork)
     try:
         for found in (False, True, True):
             with kept(folder) as session:

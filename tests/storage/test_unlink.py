@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.storage import unlink
+from nvme_ops.storage.files import unlink, wait_until_free
 from tests.conftest import MIB, in_child
 
 LARGE = {"a": torch.ones(5 * MIB)}
@@ -30,7 +30,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     monkeypatch.setattr(os, "close", wait_and_close)
     yield free
     free.set()
-    unlink.wait()
+    wait_until_free()
 
 
 def held(folder: Path) -> int:
@@ -50,7 +50,7 @@ def test_a_save_does_not_wait_until_what_it_replaced_is_free(folder: Path, slow:
         nvme_ops.save({**LARGE, "b": LARGE["a"] + 1}, folder, format="sharded")
     assert held(folder) == 2
     slow.set()
-    unlink.wait()
+    wait_until_free()
     assert held(folder) == 0
 
 
@@ -89,7 +89,7 @@ def test_a_forked_child_keeps_no_blocks(folder: Path) -> None:
     def child() -> None:
         assert held(folder) == 0
         nvme_ops.save(LARGE, folder / "a.safetensors")
-        unlink.wait()
+        wait_until_free()
         assert held(folder) == 0
 
     in_child(child)
@@ -102,6 +102,6 @@ def test_without_a_thread_it_is_freed_at_once(folder: Path, monkeypatch: pytest.
     path = folder / "a.safetensors"
     nvme_ops.save(LARGE, path)
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    unlink.unlink(str(path))
+    unlink(str(path))
     assert held(folder) == 0
-    unlink.wait()
+    wait_until_free()

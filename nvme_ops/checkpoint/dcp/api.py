@@ -16,10 +16,10 @@ from torch.distributed.checkpoint import logger as dcp_logger
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
-from nvme_ops import collector
 from nvme_ops.checkpoint.dcp.reader import NvmeStorageReader
 from nvme_ops.checkpoint.dcp.writer import NvmeStorageWriter
 from nvme_ops.handle import aio_handle
+from nvme_ops.tensors import collector_paused
 
 
 @contextlib.contextmanager
@@ -31,7 +31,7 @@ def _lean() -> Iterator[None]:
     """
     logger = dcp_logger._dcp_logger
     off = not logger.disabled and not _has_handler(logger)
-    with collector.paused():
+    with collector_paused():
         logger.disabled = logger.disabled or off
         try:
             yield

@@ -18,22 +18,20 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from nvme_ops import collector
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.framed import grouped
-from nvme_ops.checksums import checksum_of, checksums_of, joined
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
-from nvme_ops.future import IoFuture
+from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import is_plain
-from nvme_ops.memory.ring import InFlight, Place, Ring
+from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
+from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined
 
 _log = logging.getLogger("nvme_ops.dcp")
 
@@ -74,7 +72,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             self._reading.end()
             self._reading = None
 
-    @collector.paused()
+    @collector_paused()
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
@@ -94,7 +92,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         metadata.storage_meta.load_id = self.load_id
         return metadata
 
-    @collector.paused()
+    @collector_paused()
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Keeps the metadata needed for reading."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
@@ -115,7 +113,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             raise FormatError(f"{self.path}: a save replaced the checkpoint while ranks opened it: load it again")
         return super().prepare_global_plan(plans)
 
-    @collector.paused()
+    @collector_paused()
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads this rank's part: plain tensors first, the rest as DCP's own reader does."""
         try:

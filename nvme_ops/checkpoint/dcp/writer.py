@@ -21,14 +21,11 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from nvme_ops import collector
 from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
-from nvme_ops.checksums import checksums_of, joined
-from nvme_ops.durable import make_folder
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.torch_zip import (
     AROUND,
@@ -43,7 +40,9 @@ from nvme_ops.formats.torch_zip import (
 )
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
+from nvme_ops.storage.files import make_folder
 from nvme_ops.storage.publication import replacing
+from nvme_ops.tensors import checksums_of, collector_paused, joined
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -113,7 +112,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         if not self.overwrite and os.path.exists(present):
             raise FileExistsError(errno.EEXIST, "the folder has a checkpoint, and overwrite is False", path)
 
-    @collector.paused()
+    @collector_paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Writes this rank's file."""
         results: list[WriteResult] = []
@@ -131,7 +130,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         future.set_result(results)
         return future
 
-    @collector.paused()
+    @collector_paused()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publishes what all ranks wrote as the checkpoint, then removes the old one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):

@@ -26,7 +26,7 @@ import torch
 
 from nvme_ops.errors import FormatError, naming
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.storage.locks import boot_id
+from nvme_ops.storage.files import boot_id
 from nvme_ops.storage.publication import replacing
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from nvme_ops.durable import sync_above
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
@@ -37,6 +36,7 @@ from nvme_ops.offload.optimizer.states import (
     sharded,
 )
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.files import sync_above
 from nvme_ops.storage.publication import opened, replacing
 from nvme_ops.text import parse_json
 from nvme_ops.whole import write_whole

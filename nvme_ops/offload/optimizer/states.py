@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.durable import sync_above
 from nvme_ops.engine import Priority
 from nvme_ops.errors import FormatError, naming, note
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import dense_bytes, is_dense
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_from_json, scalars_to_json
@@ -33,8 +31,10 @@ from nvme_ops.offload.residency import Stats
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.files import sync_above
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
+from nvme_ops.tensors import dense_bytes, is_dense
 from nvme_ops.text import MIB
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32

@@ -19,10 +19,9 @@ import torch
 
 import nvme_ops
 from nvme_ops.errors import FormatError
-from nvme_ops.future import IoFuture
+from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
-from nvme_ops.memory.ring import InFlight
 from nvme_ops.offload.plan.estimate import Computing, Rates, Sizes, Streamed, TrainedModel
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.stored import stored_in

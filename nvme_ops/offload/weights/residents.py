@@ -15,13 +15,13 @@ import torch
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import dense_strides
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order
 from nvme_ops.offload.residency import Arrival, Entry, Residency, Stats, free_frames, tensors_over
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
+from nvme_ops.tensors import dense_strides
 from nvme_ops.text import size_words
 
 _CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters

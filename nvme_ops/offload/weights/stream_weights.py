@@ -14,10 +14,8 @@ import torch
 from nvme_ops.engine import Priority
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import quantized
-from nvme_ops.future import IoFuture
+from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.memory.carve import is_dense
-from nvme_ops.memory.ring import InFlight
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream
@@ -26,6 +24,7 @@ from nvme_ops.storage.publication import open_to_read
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
+from nvme_ops.tensors import is_dense
 from nvme_ops.text import parse_size
 
 _WRITES = 8  # transfers of weights that are being written at once
