@@ -23,7 +23,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     close, free = os.close, threading.Event()
 
     def wait_and_close(fd: int) -> None:
-        if threading.current_thread().name == "nvme_ops.storage.unlink":
+        if threading.current_thread().name == "nvme_ops.storage.files":
             assert free.wait(60)
         close(fd)
 
