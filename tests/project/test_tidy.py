@@ -52,7 +52,11 @@ SUBPACKAGES: dict[str, set[str]] = {
     "tuning": {"storage"},
 }
 # What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
-OF_SINGLE_MODULES = {"dcp": {"checkpoint.dcp"}, "file": {"stream", "storage.files"}, "handle": {"tuning", "storage.device"}}
+OF_SINGLE_MODULES = {
+    "dcp": {"checkpoint.dcp"},
+    "file": {"stream", "storage.files"},
+    "handle": {"tuning", "storage.device"},
+}
 FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()

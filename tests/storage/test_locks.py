@@ -49,8 +49,8 @@ def test_who_is_patient_waits_for_one_that_only_looks(tmp_path: Path, monkeypatc
     looking, taking = (os.open(tmp_path / "lock", os.O_RDWR) for _ in range(2))
     monkeypatch.setattr(time, "sleep", lambda seconds: fcntl.flock(looking, fcntl.LOCK_UN) if seconds else None)
     fcntl.flock(looking, fcntl.LOCK_EX)
-    assert not locks.take(taking)
-    assert locks.take(taking, patient=True)
+    assert not files.try_lock(taking)
+    assert files.try_lock(taking, patient=True)
     os.close(looking)
     os.close(taking)
 
