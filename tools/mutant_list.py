@@ -132,5 +132,10 @@ def sample(room: str, count: int = SAMPLE) -> list[Mutant]:
     """Returns the fixed sample of a room, in the order of its files. A smaller one is a part of it."""
     files = sorted((ROOT / "nvme_ops" / room).rglob("*.py"))
     found = [each for path in files for each in mutants_of(room, str(path.relative_to(ROOT)), path.read_bytes())]
+    return draw(found, count)
+
+
+def draw(found: list[Mutant], count: int) -> list[Mutant]:
+    """Returns so many of them, drawn by their names, in the order of their files."""
     found.sort(key=lambda each: hashlib.sha256(f"{SEED} {each.name}".encode()).digest())
     return sorted(found[:count], key=lambda each: (each.path, each.start, each.after))

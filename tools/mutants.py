@@ -7,6 +7,7 @@
 The sample stays the same as the tests and other code change (``mutant_list``). Everything runs in copies of the
 checkout. First all quick tests of the room run once, to learn which functions each of them reaches, in children too.
 A mutant is then run with the tests that reach its function, the quickest ones first, up to the first that fails.
+A mutant of csrc is run with the programs of tests/cpp.
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from mutant_list import ROOT, SAMPLE, Mutant, sample
+import mutant_list
+import native_mutants
+from mutant_list import ROOT, SAMPLE, Mutant
 
 ROOMS = {
     "memory": ["tests/memory", "tests/stream", "tests/checkpoint/test_safetensors.py"],
@@ -38,6 +42,7 @@ ROOMS = {
     "checkpoint": ["tests/checkpoint", "tests/dcp"],
     "data": ["tests/data"],
     "formats": ["tests/checkpoint", "tests/faults/test_hostile.py", "tests/offload/test_quantized.py"],
+    native_mutants.ROOM: ["tests/cpp"],
 }
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")
 OUTCOMES = ("killed", "survived", "timeout", "unreached", "broken")
@@ -84,6 +89,12 @@ class Copy:
     def run(self, arguments: Sequence[str], seconds: float | None, **environment: str) -> tuple[int | None, list[str]]:
         """Runs pytest; returns its status, None for one that took longer, and what it says."""
         words = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rN", "-p", "no:cacheprovider", "-p", "no:randomly"]
+        return self.execute([*words, f"--basetemp={self._folder / 'tmp'}", *arguments], seconds, **environment)
+
+    def execute(
+        self, command: Sequence[str], seconds: float | None, **environment: str
+    ) -> tuple[int | None, list[str]]:
+        """Runs a command in the copy; returns its status, None for one that took longer, and what it says."""
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MUTANTS_"))}
 
         def limit() -> None:
@@ -91,7 +102,7 @@ class Copy:
 
         with tempfile.TemporaryFile(dir=self._folder) as output:
             process = subprocess.Popen(
-                [*words, f"--basetemp={self._folder / 'tmp'}", *arguments],
+                command,
                 cwd=self.root,
                 env={**kept, "PYTHONPATH": str(self.root), "COLUMNS": "400", **environment},
                 stdout=output,
@@ -136,7 +147,7 @@ class Copy:
     def judge(self, mutant: Mutant, tests: Sequence[str], usual: float) -> dict[str, Any]:
         """Runs the tests, which usually take so long, with the change; returns the outcome."""
         path = self.root / mutant.path
-        source = path.read_bytes()
+        source, before = path.read_bytes(), path.stat()
         status: int | None = 0
         said: list[str] = []
         try:
@@ -145,6 +156,7 @@ class Copy:
                 status, said = self.run(["-x", *tests], self._given.timeout + 2 * usual)
         finally:
             self._write(path, source)
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # what make goes by
         last = next(
             (found[1] for line in reversed(said) if (found := RESULT.match(line))), "as the tests are collected"
         )
@@ -165,12 +177,60 @@ class Copy:
             compiled.unlink()
 
 
+class NativeCopy(Copy):
+    """A copy in which the programs of tests/cpp run; those that a change does not concern are not compiled again."""
+
+    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
+        super().__init__(folder, given)
+        self._cpp = self.root / ROOMS[native_mutants.ROOM][0]
+        if self.make("usual", "build-plain", None) != 0:
+            raise RuntimeError("make -C tests/cpp build-plain fails")
+
+    def make(self, build: str, target: str, seconds: float | None) -> int | None:
+        """Makes a target of the Makefile; returns the status."""
+        words = ["make", "-j1", "-C", str(self._cpp), f"BUILD={build}", "CXXFLAGS=-O0 -g0 -w", target]
+        return self.execute(words, seconds)[0]
+
+    def reach(self, room: str) -> dict[str, Any]:
+        """Runs all programs; returns how long those that passed took. Each counts as reaching everything."""
+        taken = {}
+        for path in sorted(self._cpp.glob("test_*.cpp")):
+            start = time.monotonic()
+            if self.make("usual", f"run-plain-{path.stem}", None) == 0:
+                taken[f"{path.relative_to(self.root)}::all"] = time.monotonic() - start
+        paths = (path.relative_to(self.root) for path in (self.root / "csrc").rglob("*.*"))
+        return {"room": room, "tests": taken, "reached": {f"{path}:": sorted(taken) for path in paths}}
+
+    def run(self, arguments: Sequence[str], seconds: float | None, **_: str) -> tuple[int | None, list[str]]:
+        """Builds and runs programs up to the first that fails, as ``pytest -x`` would."""
+        shutil.rmtree(self._cpp / "changed", ignore_errors=True)
+        shutil.copytree(self._cpp / "usual", self._cpp / "changed")
+        if self.make("changed", "changed/plain/core.o", None) != 0:
+            return 3, []
+        for test in arguments[1:]:
+            target = Path(test.partition("::")[0]).stem
+            if self.make("changed", f"changed/plain/{target}", None) != 0:
+                return 3, []
+            status = self.make("changed", f"run-plain-{target}", seconds)
+            if status != 0:
+                return status and 1, [test]
+        return 0, []
+
+
+def sample(room: str, count: int | None) -> list[Mutant]:
+    """Returns the fixed sample of a room, or its first ones."""
+    if room == native_mutants.ROOM:
+        return native_mutants.sample(count or native_mutants.SAMPLE)
+    return mutant_list.sample(room, count or SAMPLE)
+
+
 def chosen(mutant: Mutant, known: dict[str, Any]) -> list[str]:
     """Returns the tests that reach the function of a mutant, or any of its file where it is in none; quickest first."""
     place = f"{mutant.path}:{mutant.function}" if mutant.function else f"{mutant.path}:"
     found = {test for function, tests in known["reached"].items() for test in tests if is_at(function, place)}
     seconds: dict[str, float] = known["tests"]
-    return sorted(found, key=lambda test: (seconds[test], test))
+    own = f"test_{Path(mutant.path).stem}.cpp"  # is the most likely to fail; C++ that includes a header is built again
+    return sorted(found, key=lambda test: (own not in test, seconds[test], test))
 
 
 def is_at(function: str, place: str) -> bool:
@@ -197,14 +257,15 @@ def measure(rooms: Sequence[str], given: argparse.Namespace) -> list[dict[str, A
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
-        copies = [Copy(Path(folder, str(number)), given) for number in range(given.processes)]
         for room in rooms:
+            made = NativeCopy if room == native_mutants.ROOM else Copy
+            copies = [made(Path(folder, f"{room}-{number}"), given) for number in range(given.processes)]
             wanted = sample(room, given.first)
             if room not in known and any(each.name not in done for each in wanted):
                 known[room] = copies[0].reach(room)
                 note(known[room])
 
-            def judge(mutant: Mutant) -> None:
+            def judge(mutant: Mutant, copies: list[Copy] = copies) -> None:
                 with lock:
                     copy = copies.pop()
                 try:
@@ -228,7 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--list", action="store_true", help="print the sample and run nothing")
     parser.add_argument("--only", choices=ROOMS, action="append", metavar="ROOM", help=f"of {', '.join(ROOMS)}")
-    parser.add_argument("--first", type=int, default=SAMPLE, metavar="N", help="only so many mutants of each room")
+    parser.add_argument("--first", type=int, metavar="N", help="only so many mutants of each room")
     parser.add_argument(
         "--resume", type=Path, default=Path("mutants.jsonl"), metavar="FILE", help="outcomes, a line each"
     )
