@@ -2,6 +2,7 @@
 #include <atomic>
 #include <thread>
 
+#include "base/limits.h"
 #include "check.h"
 #include "engine/engine.h"
 #include "engine/validate.h"
@@ -103,6 +104,26 @@ TEST(an_interruption_stops_a_call_and_leaves_the_engine_usable) {
     check_moved(again, data.size());
     check_equal(target, data);
   }
+}
+
+TEST(all_lanes_together_keep_to_the_staging_memory_of_their_engine) {
+  fake::Script& script = fake::new_script();
+  script.judge = [](const Request&, bool) { return fake::Verdict{0, EIO, 2000}; };  // after a while
+  constexpr std::size_t kLanes = 8;
+  Engine engine(engine_options(fake::kFake, 1 << 20, 32, kLanes));
+  const Memory source(kLaneStagingBytes, 8);
+  std::vector<Extent> extents;
+  for (std::size_t i = 0; i < kLanes; ++i) {
+    extents.push_back(extent(directory() / "staged", Op::Write, source, i * kLaneStagingBytes));
+  }
+  const auto job = job_of(Op::Write, std::move(extents));
+  engine.submit(job);
+  std::size_t most = 0;
+  while (!job->outcome()->done()) {
+    most = std::max(most, engine.staging_bytes());
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  CHECK(most <= kStagingBytes, "at most " << kStagingBytes << " bytes, got " << most);
 }
 
 TEST(a_backend_that_cannot_open_is_passed_over) {

@@ -1,4 +1,7 @@
 // File: how it may be transferred, how it grows. What can be opened: tests/faults/test_files.py.
+#include <sys/syscall.h>
+#include <sys/sysmacros.h>
+
 #include "base/limits.h"
 #include "check.h"
 #include "engine/file.h"
@@ -17,7 +20,29 @@ bool power_of_two(std::uint64_t value) {
   return value != 0 && (value & (value - 1)) == 0;
 }
 
+bool old_kernel = false;     // tells no alignment
+unsigned other_devices = 0;  // by how many the device of a file is another one
+
+// Returns whether the kernel tells the block size of the device that a file is on.
+bool has_block_size(const std::string& path) {
+  struct stat status{};
+  ::stat(path.c_str(), &status);
+  const std::string device = std::to_string(major(status.st_dev)) + ":" + std::to_string(minor(status.st_dev));
+  for (const char* queue : {"/queue", "/../queue"}) {
+    if (::access(("/sys/dev/block/" + device + queue + "/logical_block_size").c_str(), R_OK) == 0) return true;
+  }
+  return false;
+}
+
 }  // namespace
+
+// Takes the place of the C library's.
+extern "C" int statx(int fd, const char* path, int flags, unsigned mask, struct statx* status) noexcept {
+  const long result = ::syscall(SYS_statx, fd, path, flags, mask, status);
+  if (old_kernel) status->stx_mask &= ~0x2000U;  // STATX_DIOALIGN
+  status->stx_dev_minor += other_devices;
+  return static_cast<int>(result);
+}
 
 TEST(alignments_are_powers_of_two_and_edges_hold_them) {
   for (const Cache cache : {Cache::Auto, Cache::Direct, Cache::Buffered}) {
@@ -31,6 +56,27 @@ TEST(alignments_are_powers_of_two_and_edges_hold_them) {
     file->refuse_direct();
     CHECK(!file->direct_possible(), "nothing direct once it was refused");
   }
+}
+
+TEST(an_old_kernel_is_not_asked_for_alignments) {
+  const std::string path = directory() / "old";
+  const auto told = File::open(path, Op::Write, Cache::Auto);
+  if (!told->direct_possible() || !has_block_size(path)) return check::skipped("no block size is told in TMPDIR");
+  old_kernel = true;
+  const auto file = File::open(path, Op::Write, Cache::Auto);
+  old_kernel = false;
+  CHECK(file->direct_possible(), "direct");
+  CHECK_EQUAL(file->offset_alignment(), told->offset_alignment());
+}
+
+TEST(files_of_two_devices_are_two) {
+  const std::string path = directory() / "device";
+  const auto one = File::open(path, Op::Write, Cache::Auto), same = File::open(path, Op::Write, Cache::Auto);
+  other_devices = 1;
+  const auto other = File::open(path, Op::Write, Cache::Auto);
+  other_devices = 0;
+  CHECK_EQUAL(one->inode(), same->inode());
+  CHECK(one->inode() != other->inode(), "another one of the same number");
 }
 
 TEST(growing_cutting_and_holes) {

@@ -1,9 +1,12 @@
 // Planner: from shares to requests, without a queue.
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <numeric>
 
 #include "base/limits.h"
 #include "check.h"
+#include "engine/folio_gate.h"
 #include "engine/lane.h"
 #include "support.h"
 
@@ -127,6 +130,53 @@ TEST(a_stopped_job_gives_its_planned_requests_up) {
   planned.planner.finish_shares();
   CHECK(job->outcome()->done(), "the job to have ended");
   CHECK(!planned.planner.busy(), "nothing left");
+}
+
+TEST(it_waits_at_a_gate_that_others_hold_and_only_there) {
+  Planned planned;
+  const Memory memory(kBlock);
+  const Extent wanted = extent(directory() / "gated", Op::Write, memory, 0, Cache::Buffered);
+  const auto file = File::open(directory() / "gated", Op::Write, Cache::Auto);
+  const GatedWrite direct{WriteKind::Direct, file->inode(), 0, kBlock};
+  CHECK(enter_folios(direct), "nobody else writes");
+  const auto job = planned.add(Op::Write, {wanted});
+  planned.planner.plan();
+  CHECK(planned.planner.ready().empty() && planned.planner.take_at_gate(), "to wait");
+  leave_folios(direct);
+  planned.move_all();
+  CHECK(job->outcome()->done() && !job->outcome()->failure(), "success");
+  planned.planner.plan();
+  CHECK(!planned.planner.take_at_gate(), "nothing to wait for where nothing is left");
+}
+
+TEST(nothing_is_read_into_memory_before_it_has_its_pages) {
+  const std::size_t bytes = 64 * kHugePage;
+  void* const room = ::mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  const auto start = (reinterpret_cast<std::uintptr_t>(room) + kHugePage - 1) / kHugePage * kHugePage;
+  auto* const memory = reinterpret_cast<std::byte*>(start);
+  void* const beyond = static_cast<std::byte*>(room) + bytes + kHugePage - kPageSize;
+  if (::madvise(beyond, kPageSize, kPopulateWrite) != 0) return check::skipped("the kernel populates nothing");
+  std::byte* const last = memory + bytes - kBlock;  // populated last
+  support::write_file(directory() / "populated", support::pattern(kBlock, 6));
+  {
+    Planned planned;
+    const auto population = std::make_shared<Population>();
+    population->add(memory, bytes);
+    CHECK(!population->empty(), "memory without pages");
+    const auto job = job_of(Op::Read, {{shared(directory() / "populated", Op::Read), last, kBlock, 0, false}});
+    job->await(Population::start(population));
+    job->expect_shares(1);
+    planned.planner.add(Planner::ready(split(job, 1).front()));
+    while (planned.planner.ready().empty()) planned.planner.plan();
+    unsigned char there = 0;
+    CHECK(::mincore(last, kPageSize, &there) == 0 && (there & 1) != 0, "its page");
+    planned.move_all();
+    CHECK(job->outcome()->done() && !job->outcome()->failure(), "success");
+  }
+  const auto again = std::make_shared<Population>();
+  again->add(memory, bytes);
+  CHECK(again->empty(), "memory with pages is left alone");
+  ::munmap(room, bytes + kHugePage);
 }
 
 TEST(what_is_known_of_one_extent_is_not_believed_of_the_next) {

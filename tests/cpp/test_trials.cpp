@@ -75,6 +75,11 @@ TEST(which_tool_is_chosen_and_how_often_it_looks) {
   }
 }
 
+TEST(a_single_tool_is_always_used) {
+  Trials trials(1, 1, 3);
+  CHECK(use(trials, {1}, 5) == std::vector<std::size_t>(5, 0), "there is no other");
+}
+
 TEST(a_bad_turn_ends_early) {
   Trials trials(3, 4, 2);
   const auto used = use(trials, {1, 3, 0.9}, 50);
@@ -208,6 +213,18 @@ TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
     CHECK_EQUAL(has(tools_for(kind, bounds()), cached), bytes <= 256 << 10);
     kind.op = Op::Write;
     CHECK(!has(tools_for(kind, bounds()), cached), "its errors would be lost");
+  }
+}
+
+TEST(small_reads_take_turns_of_four) {
+  for (const std::uint64_t bytes : {4 << 10, 256 << 10, 1 << 20}) {
+    Experience experience(bounds(), false);
+    const unsigned turn = bytes <= 256 << 10 ? 4 : 1;
+    for (unsigned i = 0; i < turn + 2; ++i) {  // the very first one does not count
+      const auto choice = experience.choose(reads(bytes));
+      CHECK_EQUAL(choice.ticket.tool, i <= turn ? 0U : 1U);
+      experience.note(choice, bytes, false, 1);
+    }
   }
 }
 
