@@ -128,7 +128,7 @@ def largest_table(run: Run, scratch: str) -> Table:
 
 # What follows runs in the row's own process.
 
-_LEAST = 1 << 20  # bytes; tensors of this size and more are saved by hand, too
+_MIN = 1 << 20  # bytes; tensors of this size and more are saved by hand, too
 _CHANNELS, _PIXELS = 16, 64  # of the convolutional net
 _WIDTH, _TOKENS, _HEADS = 1024, 256, 16  # of the transformer
 
@@ -159,7 +159,7 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
         self.moved = self._count = 0
 
         def pack(tensor: torch.Tensor) -> Any:
-            if tensor.nbytes < _LEAST or isinstance(tensor, torch.nn.Parameter):
+            if tensor.nbytes < _MIN or isinstance(tensor, torch.nn.Parameter):
                 return tensor
             self._count += 1
             path = os.path.join(folder, f"{self._count}.npy")

@@ -41,8 +41,8 @@ ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
 FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
 _FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
-_PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MOST
-_MOST = 256
+_PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MAX
+_MAX = 256
 _FIXED: dict[str, dict[str, Any]] = {
     "direct, in place": {"cache": "direct"},
     "cache auto": {},
@@ -60,7 +60,7 @@ class Work:
 
     def __init__(self, path: str, write: bool, each: int) -> None:
         self.path, self.write, self.each = path, write, each
-        self.count = max(1, min(_MOST, _PASS // each))
+        self.count = max(1, min(_MAX, _PASS // each))
         self.places, self._next = os.path.getsize(path) // each, 0
         self.tensor = filled(nvme_ops.empty(each, dtype=torch.uint8))
         self.pageable = filled(torch.empty(each, dtype=torch.uint8))

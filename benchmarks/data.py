@@ -43,8 +43,8 @@ GROUPS = {
     "log": "records of 200 bytes at a rate: what each call costs, in us",
 }
 _DEPTHS = (128, 1024)  # enough to keep a device busy; and as much memory as the batches of 128 KiB samples
-_MOST_FIO_BYTES = 128 * MIB
-_BATCH, _MOST_BATCH_BYTES = 256, 64 * MIB
+_MAX_FIO_BYTES = 128 * MIB
+_BATCH, _MAX_BATCH_BYTES = 256, 64 * MIB
 RECORD_BYTES = 64  # of a sample of the index, on average
 _STORE = "benchmark"  # its identity
 _PIECE = 256 * MIB
@@ -107,10 +107,10 @@ def random_tables(given: Namespace, scratch: Path, _: dict[str, Any]) -> Iterato
         command.show_progress(f"writing samples of {size_words(each)} in each format")
         folder = scratch / str(each)
         folder.mkdir()
-        batch = max(1, min(_BATCH, _MOST_BATCH_BYTES // each))
+        batch = max(1, min(_BATCH, _MAX_BATCH_BYTES // each))
         data = DataSet(folder, [each] * (given.size // each), batch, workers=given.workers)
         rows = [reader_row(name, data) for name in READERS]
-        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MOST_FIO_BYTES]
+        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MAX_FIO_BYTES]
         title = f"random samples of {size_words(each)}, cold, batches of {batch}, {given.workers} workers"
         yield Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
 

@@ -21,7 +21,7 @@ from nvme_ops._native import native
 aten = torch.ops.aten
 
 _NO_MEMORY = "the values of this tensor are on storage, so it has no memory of its own: {instead}"
-_MOST_VIEWS = 64  # outlines of views that are cached for one tensor
+_MAX_VIEWS = 64  # outlines of views that are cached for one tensor
 
 Made = TypeVar("Made", bound="OffloadedTensor")
 
@@ -286,7 +286,7 @@ def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: d
         key = found = None
     if found is None:
         found = func(outline, *args, **kwargs)
-        if key is not None and len(known) < _MOST_VIEWS:
+        if key is not None and len(known) < _MAX_VIEWS:
             known[key] = found
     return found
 

@@ -19,7 +19,7 @@ from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Buffer
 
-_LEAST_ALIGNMENT = 8  # bytes: what safetensors pads its header to
+_MIN_ALIGNMENT = 8  # bytes: what safetensors pads its header to
 #: Bytes to which torch aligns what it allocates on an accelerator. For operands that are aligned to fewer than 256,
 #: libraries may take other kernels, which round otherwise: CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES of cuBLASLt.
 DEVICE_ALIGNMENT = 512
@@ -169,7 +169,7 @@ def lay_out(runs: Sequence[tuple[int, int]], device: torch.device) -> tuple[list
     accelerator as torch aligns its own.
     """
     on_host = device.type == "cpu"
-    alignment, least = (ALIGNMENT, _LEAST_ALIGNMENT) if on_host else (DEVICE_ALIGNMENT, DEVICE_ALIGNMENT)
+    alignment, least = (ALIGNMENT, _MIN_ALIGNMENT) if on_host else (DEVICE_ALIGNMENT, DEVICE_ALIGNMENT)
     places, size = [], 0
     for start, end in runs:
         size = -(-size // alignment) * alignment

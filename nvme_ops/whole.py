@@ -7,8 +7,8 @@ import os
 
 from nvme_ops.errors import naming
 
-_LARGE, _LEAST_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
-_MOST = 1 << 30  # bytes of one pread
+_LARGE, _MIN_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
+_MAX = 1 << 30  # bytes of one pread
 
 
 def read_whole(fd: int, path: str | None = None) -> bytes:
@@ -20,9 +20,9 @@ def read_whole(fd: int, path: str | None = None) -> bytes:
     status, parts = os.fstat(fd), list[bytes]()
     wanted = status.st_size
     with naming("read", fd if path is None else path):
-        if wanted > _LARGE and status.st_blocks * 512 < wanted // _LEAST_SHARE:
+        if wanted > _LARGE and status.st_blocks * 512 < wanted // _MIN_SHARE:
             raise OSError(errno.EFBIG, f"has {wanted} bytes, and blocks for {status.st_blocks * 512} of them")
-        while wanted > 0 and (part := os.pread(fd, min(wanted, _MOST), sum(map(len, parts)))):
+        while wanted > 0 and (part := os.pread(fd, min(wanted, _MAX), sum(map(len, parts)))):
             parts.append(part)
             wanted -= len(part)
     return b"".join(parts)

@@ -23,7 +23,7 @@ import warnings
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-MOST = 200_000  # bytes of a message: a program and an environment
+MAX_MESSAGE = 200_000  # bytes of a message: a program and an environment
 
 
 def run(
@@ -48,14 +48,14 @@ def run(
     socket.send_fds(server, [message], [its_output, its_errors])
     os.close(its_output)
     os.close(its_errors)
-    process = int(server.recv(MOST))
+    process = int(server.recv(MAX_MESSAGE))
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         said = [pool.submit(_read, descriptor) for descriptor in (output, errors)]
         late = bool(concurrent.futures.wait(said, timeout).not_done)
         if late:
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(process, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(int(server.recv(MOST)))
+    status = os.waitstatus_to_exitcode(int(server.recv(MAX_MESSAGE)))
     done = subprocess.CompletedProcess([sys.executable, *command], status, *(each.result() for each in said))
     if late:
         raise subprocess.TimeoutExpired(done.args, timeout, done.stdout, done.stderr)
@@ -92,7 +92,7 @@ def _server(process: int, imported: tuple[str, ...]) -> socket.socket:
 def _serve(connection: socket.socket) -> tuple[list[str], dict[str, str], str] | None:
     """Forks a child for each message, and returns what to run in the child; None at the end."""
     while True:
-        message, descriptors, *_ = socket.recv_fds(connection, MOST, 2)
+        message, descriptors, *_ = socket.recv_fds(connection, MAX_MESSAGE, 2)
         if not message:
             return None
         child = os.fork()

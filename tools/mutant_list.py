@@ -23,7 +23,7 @@ SWAPPED: dict[type, type] = {
     ast.Mod: ast.FloorDiv, ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.BitAnd: ast.BitOr,
     ast.BitOr: ast.BitAnd, ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-MOST_CONSTANT = 64  # larger ones are sizes and flags, of which one more is no change or a crash
+MAX_CONSTANT = 64  # larger ones are sizes and flags, of which one more is no change or a crash
 TEXT = {"say", "show", "print", "printable", "warn", "debug", "info", "warning", "isinstance", "cast", "TypeVar"}
 
 
@@ -112,7 +112,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         yield "logic", node, f"({ast.unparse(ast.BoolOp(SWAPPED[type(node.op)](), node.values))})"
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         yield "not", node, f"({ast.unparse(node.operand)})"
-    elif isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MOST_CONSTANT:
+    elif isinstance(node, ast.Constant) and type(node.value) is int and 0 <= node.value <= MAX_CONSTANT:
         yield "constant", node, f"({node.value + 1})"
     elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and called(node.value) not in TEXT:
         yield "statement", node, "pass"

@@ -18,7 +18,7 @@ from nvme_ops.tensors import checksums_of, copy, is_plain
 #: Bytes below which a tensor is written together with its neighbours.
 SMALL = 1 << 20
 # Bytes of a group of tensors, its number of tensors, and the number of groups in flight. Small tensors may be copied.
-_SMALL_GROUP, _LARGE_GROUP, _MOST_ITEMS, _MOST_GROUPS = 8 << 20, 256 << 20, 4096, 3
+_SMALL_GROUP, _LARGE_GROUP, _MAX_ITEMS, _MAX_GROUPS = 8 << 20, 256 << 20, 4096, 3
 
 _T = TypeVar("_T")
 
@@ -32,13 +32,13 @@ class Framed(NamedTuple):
 
 
 def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iterator[list[_T]]:
-    """Yields groups of items. A group ends with the item that brings it to ``most`` bytes or ``_MOST_ITEMS`` items."""
+    """Yields groups of items. A group ends with the item that brings it to ``most`` bytes or ``_MAX_ITEMS`` items."""
     group: list[_T] = []
     size = 0
     for item in items:
         group.append(item)
         size += nbytes(item)
-        if size >= most or len(group) == _MOST_ITEMS:
+        if size >= most or len(group) == _MAX_ITEMS:
             yield group
             group, size = [], 0
     if group:
@@ -59,7 +59,7 @@ def write(
         sources, starts = [part for _, part in ordered], [start for start, _ in ordered]
         in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
 
-    with InFlight(_MOST_GROUPS, abandon=True) as in_flight:
+    with InFlight(_MAX_GROUPS, abandon=True) as in_flight:
         for group in grouped(small, _nbytes, _SMALL_GROUP):
             data = [each if each.device.type == "cpu" and is_plain(each) else _copied(each) for _, each, _ in group]
             crcs = checksums_of(data, CHECKSUM) if checksums else [0] * len(group)

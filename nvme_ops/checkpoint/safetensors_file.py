@@ -22,7 +22,7 @@ from nvme_ops.errors import ChecksumError, SharedMemoryError
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.formats.contents import Contents, Item
-from nvme_ops.formats.safetensors_format import MOST_HEADER, NAMES, Header, TensorEntry
+from nvme_ops.formats.safetensors_format import MAX_HEADER, NAMES, Header, TensorEntry
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
 from nvme_ops.memory.pieces import Borrowed
@@ -201,8 +201,8 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
         position = end
     text = ("{" + ",".join(lines) + "}").encode()
     padded = -(-(8 + len(text)) // PAGE) * PAGE - 8
-    if padded > MOST_HEADER:
-        raise ValueError(f"the header would be {padded} bytes long, and readers accept {MOST_HEADER}: too many tensors")
+    if padded > MAX_HEADER:
+        raise ValueError(f"the header would be {padded} bytes long, and readers accept {MAX_HEADER}: too many tensors")
     start = 8 + padded
     entries = {
         name: TensorEntry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places

@@ -23,7 +23,7 @@ from nvme_ops.handle import aio_handle
 # The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
 # The most bytes that a byte of the file may decompress to, on average. torch itself compresses nothing.
-_MOST_EXPANSION = 16
+_MAX_EXPANSION = 16
 
 
 @dataclass
@@ -56,7 +56,7 @@ class TorchFile:
             refuse(self.path, f"the zip directory has no record {PICKLE!r}: torch.save did not write this file")
         if any(record.method for record in archive.records.values()):
             full = sum(record.size for record in archive.records.values())
-            if full > _MOST_EXPANSION * found.st_size:
+            if full > _MAX_EXPANSION * found.st_size:
                 what = f"its compressed records would expand to {full} bytes, from a file of {found.st_size}"
                 refuse(self.path, what)
             return None

@@ -27,7 +27,7 @@ from nvme_ops.memory.pool import Pool, can_pin, charge_of
 from nvme_ops.text import MIB, parse_size
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
-_MOST_BATCHES = 64
+_MAX_BATCHES = 64
 _LARGE = 64 * MIB  # bytes from which on a few batches are more than the buffer pool keeps for reuse
 _CHUNK = 1 << 14  # positions whose samples are looked up at once; for more, torch would wake its threads, which spin
 
@@ -222,7 +222,7 @@ class Loader:
             return len(ahead) <= self._prefetch
         samples = sum(len(batch.read) for batch in ahead)
         busy = in_flight >= _AHEAD_BYTES or samples >= _AHEAD_SAMPLES * len(self.store._handles)
-        return len(ahead) < 2 or (not busy and len(ahead) < _MOST_BATCHES)
+        return len(ahead) < 2 or (not busy and len(ahead) < _MAX_BATCHES)
 
     def _begin(
         self, numbers: torch.Tensor, position: int, pool: ThreadPoolExecutor | None, stop: threading.Event, urgent: bool

@@ -20,7 +20,7 @@ from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, seg
 from nvme_ops.storage.files import make_last_folder, try_lock
 from nvme_ops.text import parse_size, size_words
 
-_MOST = (1 << 32) - 1  # bytes of a record
+_MAX = (1 << 32) - 1  # bytes of a record
 _NOTHING = 0, 0  # numbers of records and bytes
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there
 _PARTS = 4  # flushes in a window: a record that just misses one waits for the next, and both take time
@@ -119,7 +119,7 @@ class AsyncLog(Closing):
         """
         if not isinstance(record, bytes):
             record = _encoded(record)
-        if len(record) > _MOST:
+        if len(record) > _MAX:
             raise ValueError(f"a record must have less than 4 GiB, not {size_words(len(record))}")
         with self._lock:
             busy = self._closing or self._ended or self._failure is not None or self._bytes >= self._limit

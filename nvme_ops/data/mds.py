@@ -24,7 +24,7 @@ from nvme_ops.text import parse_json
 _LIST = "index.json"
 _KEYS = ("column_names", "column_encodings", "column_sizes")
 _WORD = 4
-_MOST = 100_000_000  # bytes of the index
+_MAX = 100_000_000  # bytes of the index
 # In an array of any dtype, a byte says the dtype, and two bits the size of each length of its shape.
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
@@ -37,7 +37,7 @@ def matches(path: str) -> bool:
     if not os.path.isfile(os.path.join(path, _LIST)):
         return False
     try:
-        found = parse_json(content_of(os.path.join(path, _LIST), _MOST))
+        found = parse_json(content_of(os.path.join(path, _LIST), _MAX))
         return isinstance(found, dict) and "shards" in found
     except ValueError:
         return any(name.endswith(".mds") for name in os.listdir(path))
@@ -48,7 +48,7 @@ def matches(path: str) -> bool:
 def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none for each record)
     """Returns where the samples of a folder lie. Raises FormatError for shards that cannot be read in place."""
     name = os.path.join(path, _LIST)
-    text = content_of(name, _MOST)
+    text = content_of(name, _MAX)
     try:
         shards = parse_json(text)["shards"]
         names = [_name_of(shard, path) for shard in shards]

@@ -41,7 +41,7 @@ Allocate: TypeAlias = Callable[[int], torch.Tensor]
 
 _BEYOND = 1 << 44  # bytes: no file is larger
 _LOOKED_UP = 4096  # samples whose sizes are looked up at once
-_MOST, _LEAST = 1 << 14, 4  # bounds of the number of files that are kept open
+_MAX, _MIN = 1 << 14, 4  # bounds of the number of files that are kept open
 _AT_ONCE = 256  # files that are opened at the beginning
 _SHARE = 20  # descriptors of the process's limit for each file kept open, which may need four of them
 
@@ -451,7 +451,7 @@ class DataFiles:
         self._open: OrderedDict[int, OpenDataFile] = OrderedDict()
         self._alive = weakref.WeakValueDictionary[int, OpenDataFile]()  # also those that only reads refer to
         #: The most files that are kept open, and that one read has open at a time.
-        self.most = max(_LEAST, min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
+        self.most = max(_MIN, min(_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(self.paths):
             self._check(number, os.stat(path))
         for number in range(min(len(self.paths), self.most, _AT_ONCE)):

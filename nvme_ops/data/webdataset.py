@@ -22,7 +22,7 @@ from nvme_ops.tensors import bytes_of
 
 KEY = "__key__"
 _BLOCK = 512
-_MOST_HEADER = 16 << 20  # bytes of a name and other metadata in front of a file
+_MAX_HEADER = 16 << 20  # bytes of a name and other metadata in front of a file
 _SUFFIX = ".tar"
 
 
@@ -83,8 +83,8 @@ class _BoundedTar(io.BufferedIOBase):
 
     def read(self, size: int | None = -1, /) -> bytes:
         left = max(0, self._nbytes - self._file.tell())
-        if size is None or size < 0 or min(size, left) > _MOST_HEADER:
-            raise FormatError(f"a header of more than {_MOST_HEADER} bytes")
+        if size is None or size < 0 or min(size, left) > _MAX_HEADER:
+            raise FormatError(f"a header of more than {_MAX_HEADER} bytes")
         return self._file.read(min(size, left))
 
     def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:

@@ -42,11 +42,11 @@ from nvme_ops.text import parse_json, parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment
-_LEAST = 64  # bytes that each of these counts as at least
+_MIN = 64  # bytes that each of these counts as at least
 _PATIENCE = 5.0  # seconds that the end of the program waits for a thread that is adding or closing
 _PREFIX = "samples-"
 _MARK = ".nvme_ops-claim"
-_MOST_CLAIM = 1 << 20  # bytes
+_MAX_CLAIM = 1 << 20  # bytes
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
@@ -142,7 +142,7 @@ class SampleWriter:
                 self._append(parts, self._alignment)
             else:
                 self._first_records.append([memoryview(bytes(part)) for part in parts])  # the caller may change its own
-                self._first_bytes += max(_LEAST, sum(map(len, parts)))
+                self._first_bytes += max(_MIN, sum(map(len, parts)))
                 if self.columns.record_bytes is not None or self._first_bytes >= min(_FIRST_BYTES, self._shard_bytes):
                     self._settle_alignment()
             self._state = "open"
@@ -457,7 +457,7 @@ def _folders(index: str, path: str) -> list[str]:
     """Returns the folder of the index, and those the claim names unless it is a copy, made for another index."""
     mine = os.path.dirname(index)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = parse_json(content_of(path, _MOST_CLAIM))
+        found = parse_json(content_of(path, _MAX_CLAIM))
         if found["index"] == index:
             return list(dict.fromkeys([mine, *map(str, found["folders"])]))
     return [mine]

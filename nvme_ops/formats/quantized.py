@@ -8,12 +8,12 @@ from typing import Protocol
 import torch
 
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
-_MOST = 127  # the values are within -127 and 127
+_MAX = 127  # the values are within -127 and 127
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32
 
 #: How files name the scale of a weight, and the factor to apply to it: compressed-tensors and static FP8; FP8 in blocks
 #: as in DeepSeek-V3, whose "inverse" scale is the one to multiply by; bitsandbytes' LLM.int8().
-SCALES = {"weight_scale": 1.0, "weight_scale_inv": 1.0, "SCB": 1 / _MOST}
+SCALES = {"weight_scale": 1.0, "weight_scale_inv": 1.0, "SCB": 1 / _MAX}
 
 
 def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -24,7 +24,7 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     largest = tensor.detach().abs().amax(dim=-1, keepdim=True).float()
     if not bool(largest.isfinite().all()):
         raise ValueError("a weight that is not finite cannot be quantized")
-    scale = (largest / _MOST).clamp(min=torch.finfo(torch.float32).tiny)
+    scale = (largest / _MAX).clamp(min=torch.finfo(torch.float32).tiny)
     values = torch.empty(tensor.shape, dtype=torch.int8, device=tensor.device)
     for part in _parts(tensor):
         values[part] = (tensor[part].detach().float() / scale[part]).round_().to(torch.int8)

@@ -26,7 +26,7 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.tensors import collector_paused
 
 #: The longest header that safetensors' reader accepts, in bytes.
-MOST_HEADER = 100_000_000
+MAX_HEADER = 100_000_000
 
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
@@ -100,8 +100,8 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
         if len(prefix) < 8:
             refuse(path, f"{size} bytes are too few for a safetensors file")
         length = struct.unpack("<Q", prefix)[0]
-        if length > MOST_HEADER:
-            refuse(path, f"header length {length} is more than the {MOST_HEADER} bytes a header may have", fd)
+        if length > MAX_HEADER:
+            refuse(path, f"header length {length} is more than the {MAX_HEADER} bytes a header may have", fd)
         if length > size - 8:
             refuse(path, f"header length {length} reaches beyond the file's {size} bytes")
         text = bytearray()

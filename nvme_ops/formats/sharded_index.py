@@ -13,7 +13,7 @@ from typing import Any
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.safetensors_format import MOST_HEADER
+from nvme_ops.formats.safetensors_format import MAX_HEADER
 from nvme_ops.storage import publication
 
 # Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
@@ -48,7 +48,7 @@ class ShardedIndex:
 
 def read_index(path: str) -> ShardedIndex:
     """Parses an index. Raises FormatError, which says what is wrong, and OSError."""
-    content = publication.content_of(path, MOST_HEADER)
+    content = publication.content_of(path, MAX_HEADER)
     document = _parse(content, path)
     places = document.get("weight_map")
     if not isinstance(places, dict):

@@ -22,7 +22,7 @@ import torch
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
-from nvme_ops.offload.optimizer.nvme_optimizer import LEAST, NvmeOptimizer, require_elementwise
+from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
 from nvme_ops.offload.weights.stream_weights import budget_of
 
 Path = str | os.PathLike[str]
@@ -82,7 +82,7 @@ def use_nvme(
             "fully_shard and NvmeOptimizer in a loop of your own"
         )
     if optimizer_budget is not None:
-        optimizer_budget = budget_of(optimizer_budget, LEAST, name="optimizer_budget")
+        optimizer_budget = budget_of(optimizer_budget, MIN_BUDGET, name="optimizer_budget")
         if trainer.optimizer is not None:
             _require_movable(trainer, trainer.optimizer)
     if activations_budget is not None:

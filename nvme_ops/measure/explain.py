@@ -47,10 +47,10 @@ exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
 cannot be used
 """
 _PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
-_LEAST_PASS = 64 * MIB  # a pass moves a smaller file several times
-_MOST_CALLS = 1024
+_MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
+_MAX_CALLS = 1024
 _TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
-_LEAST_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
+_MIN_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
 _NOTE = 50  # the most characters of a row's note
 
 
@@ -103,7 +103,7 @@ def _explain(given: argparse.Namespace) -> list[str]:
         if given.io_size:
             _check_memory(most)
         meter = Meter([] if given.gpu is None else [given.gpu])
-        found = Task(path, min(most, _LEAST_PASS), False, given.gpu)
+        found = Task(path, min(most, _MIN_PASS), False, given.gpu)
         about = [] if path != given.path else [_as_found(found, given.rounds)]
         files.make_cold(path)
         task = Task(path, most if given.io_size else _in_time(path, most), False, given.gpu)
@@ -148,8 +148,8 @@ def _is_folder(path: str) -> bool:
         if not stat.S_ISREG(about.st_mode):
             raise files.NotUsable(f"{path} is no regular file: name a file, or a folder on the device")
         _require_device(path)
-        if about.st_size < _LEAST_FILE:
-            words = f"{size_words(about.st_size)}, less than a block of {size_words(_LEAST_FILE)}"
+        if about.st_size < _MIN_FILE:
+            words = f"{size_words(about.st_size)}, less than a block of {size_words(_MIN_FILE)}"
             raise files.NotUsable(f"{path} has {words}: too little to tell a rate; name a larger file, or a folder")
         _require_direct(path)
     except OSError as error:
@@ -191,9 +191,9 @@ def _default_size() -> int:
 
 def _in_time(path: str, most: int) -> int:
     """Returns how many bytes a pass of ``_PASS_SECONDS`` moves, by one short read of a cold file; at most ``most``."""
-    tensor = files.filled(nvme_ops.empty(min(most, _LEAST_PASS), dtype=torch.uint8))
+    tensor = files.filled(nvme_ops.empty(min(most, _MIN_PASS), dtype=torch.uint8))
     rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
-    return min(most, max(_LEAST_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
+    return min(most, max(_MIN_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
 
 
 def _check_memory(size: int) -> None:
@@ -309,7 +309,7 @@ def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
 
 def calls(size: int) -> int:
     """Returns how often a file of this size is moved in a pass."""
-    return max(1, min(_MOST_CALLS, _LEAST_PASS // size))
+    return max(1, min(_MAX_CALLS, _MIN_PASS // size))
 
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:

@@ -29,7 +29,7 @@ GPU = "GPU tensor"
 GDS = "GPU tensor, gds_handle"
 
 #: Differences below this do not matter, however sure they are.
-LEAST = 0.03
+MIN_DIFFERENCE = 0.03
 _SURE = 2.5  # standard errors; some eight comparisons are made
 _AT_CEILING = 0.95  # of it; the verdict on a lower rate is qualified
 _BUSY = 0.85  # of a core; a thread this busy hardly waits for the device
@@ -93,7 +93,7 @@ def judge(measured: Measured) -> Judgement:
 
 
 def least_difference(rates: Mapping[str, Rates]) -> float:
-    """Returns the least difference between two rows' medians that counts; LEAST in a quiet run."""
+    """Returns the least difference between two rows' medians that counts; MIN_DIFFERENCE in a quiet run."""
     rows = [_around_median(row) for row in rates.values() if any(row)]
     rounds = ([value for value in taken if value is not None] for taken in zip(*rows, strict=True))
     levels = [statistics.median(values or [0.0]) for values in rounds]
@@ -101,7 +101,11 @@ def least_difference(rates: Mapping[str, Rates]) -> float:
         [None if value is None else value - level for value, level in zip(row, levels, strict=True)] for row in rows
     )
     one = noise(left)
-    return LEAST if one is None else max(LEAST, math.expm1(_SURE * math.sqrt(2) * noise_of_median(one, len(levels))))
+    return (
+        MIN_DIFFERENCE
+        if one is None
+        else max(MIN_DIFFERENCE, math.expm1(_SURE * math.sqrt(2) * noise_of_median(one, len(levels))))
+    )
 
 
 def _around_median(row: Rates) -> list[float | None]:

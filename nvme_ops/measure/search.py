@@ -33,9 +33,9 @@ from nvme_ops.text import KIB, MIB
 Rates: TypeAlias = Mapping[str, float]
 
 #: By how much the rates must differ, whatever the noise, before the default is left.
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 #: Rounds until a median says anything.
-LEAST_ROUNDS = 3
+MIN_ROUNDS = 3
 _UNKNOWN = 0.1  # standard deviation assumed for a round's ratio until a setting has been measured twice
 
 
@@ -55,12 +55,12 @@ class Duel:
     @property
     def won(self) -> bool:
         """Whether the challenger was faster by more than two standard deviations of the noise."""
-        return len(self.ratios) >= LEAST_ROUNDS and self.ratio > 1 + max(LEAST_GAIN, 2 * self.noise)
+        return len(self.ratios) >= MIN_ROUNDS and self.ratio > 1 + max(MIN_GAIN, 2 * self.noise)
 
     @property
     def clear(self) -> bool:
         """Whether more rounds would hardly change the result."""
-        return abs(self.ratio - 1) > max(LEAST_GAIN, 4 * self.noise)
+        return abs(self.ratio - 1) > max(MIN_GAIN, 4 * self.noise)
 
     @property
     def noise_of_a_pass(self) -> float:
@@ -112,7 +112,7 @@ def geometric_mean(values: Iterable[float]) -> float:
 
 
 DIRECTIONS = ("write", "read")
-LEAST_PASS = 32 * MIB  # a shorter pass would mostly measure how it begins and ends
+MIN_PASS = 32 * MIB  # a shorter pass would mostly measure how it begins and ends
 # How many short and how many full passes should fit into a budget. Fewer and longer passes are as much less noisy as
 # they are fewer; many and short ones say less about large blocks, since a pass should have many blocks.
 _SHORT_PASSES, _FULL_PASSES = 200, 80
@@ -134,7 +134,7 @@ class Passes:
     cached: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.short = self.full = min(self.tensor.numel(), LEAST_PASS)
+        self.short = self.full = min(self.tensor.numel(), MIN_PASS)
         self._buffered = not _direct(self.path)
 
     def calibrate(self, seconds: float) -> None:
@@ -144,7 +144,7 @@ class Passes:
         rates = self.measure(Settings(), False)
         moved = seconds / sum(1 / rate for rate in rates.values()) / self.loops
         self.short, self.full = (
-            min(self.tensor.numel(), max(LEAST_PASS, int(moved / passes) // MIB * MIB))
+            min(self.tensor.numel(), max(MIN_PASS, int(moved / passes) // MIB * MIB))
             for passes in (_SHORT_PASSES, _FULL_PASSES)
         )
         self._fill(handle)
@@ -200,7 +200,7 @@ TIE = 0.01
 RACE_SHARE = 0.7
 _OPENING_ROUNDS, _ROUNDS = 2, 3  # of a race
 _CERTAIN = 3  # a challenger this many standard deviations below the fastest drops out
-_LEAST_FINAL, _MOST_FINAL = 5, 40  # rounds
+_MIN_FINAL, _MAX_FINAL = 5, 40  # rounds
 
 
 @dataclass(frozen=True)
@@ -291,15 +291,15 @@ class Search:
         while any(raced):
             raced = [self._race(self._varied(axis), _ROUNDS) for axis in self.axes]
         contestants = list(dict.fromkeys([self._baseline, self._best]))
-        while len(self._final) < _MOST_FINAL and self._final.measure(contestants, partial(self._pass, True)):
+        while len(self._final) < _MAX_FINAL and self._final.measure(contestants, partial(self._pass, True)):
             duels = self._final.duels(self._baseline).values()
-            if len(self._final) >= _LEAST_FINAL and all(duel.clear for duel in duels):
+            if len(self._final) >= _MIN_FINAL and all(duel.clear for duel in duels):
                 break
         return self.outcome()
 
     def outcome(self) -> Outcome:
         """Returns what is known so far. Before the final, the best is the winner of the races."""
-        final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= LEAST_ROUNDS else None
+        final = self._final.duels(self._baseline).get(self._best) if len(self._final) >= MIN_ROUNDS else None
         best = self._best if final is None or final.won else self._baseline
         return Outcome(
             best, self._baseline, self._best, final, self.axes,

@@ -148,8 +148,8 @@ def _check(given: Namespace) -> None:
     for folder in given.folder:
         if not os.path.isdir(folder):
             raise ValueError(f"--folder {folder}: no such folder")
-    if given.io_size < search.LEAST_PASS:
-        least = size_words(search.LEAST_PASS)
+    if given.io_size < search.MIN_PASS:
+        least = size_words(search.MIN_PASS)
         words = f"a pass of less than {least} mostly measures how it begins and ends"
         raise ValueError(f"--io_size {size_words(given.io_size)}: {words}")
     if not 0 < given.seconds < math.inf:

@@ -62,7 +62,7 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
-_MOST_LEVELS = 16  # stacks are two or three deep; a loop device may name a file on itself
+_MAX_LEVELS = 16  # stacks are two or three deep; a loop device may name a file on itself
 _BY_NAME = {"loop": "loop", "zram": "memory", "ram": "memory", "nbd": "network", "rbd": "network", "drbd": "network"}
 
 
@@ -80,7 +80,7 @@ class Device:
 
 def devices(host: Host, number: int) -> list[Device]:
     """Returns the physical devices behind a device number (``st_dev``); none if sysfs has none (tmpfs, NFS)."""
-    return _descend(host, _folder(host, number), (), _MOST_LEVELS)
+    return _descend(host, _folder(host, number), (), _MAX_LEVELS)
 
 
 def devices_under(host: Host, path: str, mount: Mount | None) -> list[Device]:

@@ -45,7 +45,7 @@ OWNER = "owner"
 MAGIC = "nvme_ops session"
 VERSION = 1  # of the owner file and of what it describes; a file without one has version 1
 _CHANGING = ("magic", "pid", "boot", "machine")  # keys that every program writes anew
-_MOST = 1 << 20  # bytes of the owner file
+_MAX = 1 << 20  # bytes of the owner file
 _SECTOR = 512  # bytes that a device writes wholly or not at all
 _STARTING = 86400  # seconds for which an empty owner file may belong to a session that is starting
 
@@ -59,7 +59,7 @@ def open_owner(path: str, create: bool = False) -> int:
 
 def read_owner(fd: int) -> dict[str, object] | None:
     """Returns what the file says: an empty dict before the first write, None for other content or a later version."""
-    if os.fstat(fd).st_size > _MOST:
+    if os.fstat(fd).st_size > _MAX:
         return None
     content = read_whole(fd)
     if not content.strip(b"\0"):  # a power failure may leave the length without the bytes

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 _SECONDS = 0.2  # for which one device is measured
-_MOST = 64 << 20  # bytes of the file used for that
+_MAX = 64 << 20  # bytes of the file used for that
 
 
 class Part(NamedTuple):
@@ -95,7 +95,7 @@ def measured(handles: Sequence[aio_handle], slabs: Sequence[Slab], fds: Sequence
 
 
 def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float:
-    extent = slab.allocate(_MOST)
+    extent = slab.allocate(_MAX)
     try:
         moved, begin = 0, time.perf_counter()
         with InFlight(0) as in_flight:  # waits even when interrupted, since the extent is freed afterwards

@@ -20,13 +20,13 @@ from nvme_ops.tuning import store
 SECTION = "classes"  # of a device's file
 MODE = "NVME_OPS_ADAPTIVE"
 _MODES = ("learn", "frozen", "off")
-_MOST_LANES = 8  # more do not copy from the page cache any faster
+_MAX_LANES = 8  # more do not copy from the page cache any faster
 _PLACES = ("pageable", "aligned", "pinned", "device")
 _CONCURRENCY = ("waited", "alone", "crowd")
 _CACHES = ("auto", "direct", "buffered")
 _SMALLEST = 4096  # bytes: the first class; each further class is four times as large
 _CLASSES = 10
-_MOST_KEPT = 1000  # classes in a file
+_MAX_KEPT = 1000  # classes in a file
 _PLAUSIBLE = 1e-15, 1e6  # seconds per byte; 0: not known
 
 #: Block size, queue depth, lanes (0: automatic), in place, bounce, cache: as in the native module.
@@ -136,7 +136,7 @@ class Dictionary:
                 again = [entry for entry, exploring, _ in explored if exploring]
                 settled = [entry for entry, exploring, _ in explored if not exploring]
                 entries = again + (stored if store.sound(stored, _check) else []) + settled
-                document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MOST_KEPT:]
+                document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MAX_KEPT:]
         except (OSError, RuntimeError) as error:  # the program does not depend on it
             self._why_not_kept = str(error)
         else:
@@ -227,7 +227,7 @@ def dictionary_of(identity: Identity, settings: Mapping[str, Any], given: Mappin
     sizes = settings["block_size"], settings["queue_depth"], lanes
     arguments = (
         (*sizes, False, False, _CACHES.index(settings["cache"])),
-        lanes if lanes_fixed else max(lanes, min(_MOST_LANES, max(2, len(os.sched_getaffinity(0))))),
+        lanes if lanes_fixed else max(lanes, min(_MAX_LANES, max(2, len(os.sched_getaffinity(0))))),
         ("block_size" in fixed, "queue_depth" in fixed, lanes_fixed, "cache" in fixed or bool(os.environ.get(CACHE))),
         mode == "frozen",
     )

@@ -25,7 +25,7 @@ from nvme_ops.text import parse_json
 #: Version of the files; others are ignored. It also changes when the engine moves bytes in another way.
 FORMAT = 2
 _PATIENCE = 50  # tenths of a second that a process waits for others to save
-_MOST = 16 << 20  # bytes of a file
+_MAX = 16 << 20  # bytes of a file
 _DAMAGE = ValueError, LookupError, TypeError, AttributeError, OverflowError
 
 
@@ -75,7 +75,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
             return {}, ""
         if loose := trust.why_not(path):
             return {}, f"others could change it: {loose}"
-        document = parse_json(content_of(str(path), _MOST))
+        document = parse_json(content_of(str(path), _MAX))
         if document["format"] != FORMAT:
             raise ValueError(f"format {document['format']} instead of {FORMAT}")
         return dict(document), ""

@@ -142,8 +142,12 @@ def test_writes_know_no_page_faults() -> None:
 
 
 def test_a_slow_round_is_not_noise_and_more_rounds_tell_smaller_differences() -> None:
-    assert judging.least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == judging.LEAST
-    assert judging.LEAST < judging.least_difference(rows({}, NOISY * 3)) < judging.least_difference(rows({}, NOISY))
+    assert judging.least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == judging.MIN_DIFFERENCE
+    assert (
+        judging.MIN_DIFFERENCE
+        < judging.least_difference(rows({}, NOISY * 3))
+        < judging.least_difference(rows({}, NOISY))
+    )
 
 
 # Places
@@ -191,7 +195,7 @@ def test_what_cannot_be_explained_is_refused(
         assert "lives in memory" in refused("/dev/shm")
     sysfs = "/sys/kernel/mm/transparent_hugepage/enabled"  # refuses O_DIRECT
     if os.path.isfile(sysfs):
-        monkeypatch.setattr(explain, "_LEAST_FILE", 1)
+        monkeypatch.setattr(explain, "_MIN_FILE", 1)
         assert "refuses O_DIRECT" in refused(sysfs)
 
 

@@ -152,7 +152,7 @@ class Ran:
 def test_how_many_are_fed_and_by_data_sets_of_which_size_is_told(
     folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(readers, "_MOST_FILES", 100)
+    monkeypatch.setattr(readers, "_MAX_FILES", 100)
     words = ["--reader", OURS, "plain", "--accelerators", "2", "--slower", "0.001"]
     ran = Ran(folder, capsys, "bert", "cosmoflow", *words)
     assert ran.found.keys() == {"command", "machine", "folders", "jobs", "interrupted"}

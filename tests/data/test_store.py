@@ -407,8 +407,8 @@ def test_a_store_that_is_removed_or_replaced_is_read_on(folder: Path, monkeypatc
 
 def test_another_file_of_the_same_bytes_is_not_the_same(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_fixed(folder / "store", 62)
-    monkeypatch.setattr(store_module, "_MOST", 1)
-    monkeypatch.setattr(store_module, "_LEAST", 1)
+    monkeypatch.setattr(store_module, "_MAX", 1)
+    monkeypatch.setattr(store_module, "_MIN", 1)
     store = SampleStore(folder / "store")
     for path in data_files(folder / "store"):
         content = path.read_bytes()

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 # Call by call
 
-LAYERS, WINDOW, LEAST = 5, 33, 2600 * KIB
+LAYERS, WINDOW, MIN_BUDGET = 5, 33, 2600 * KIB
 
 
 def config(windows: bool) -> Any:
@@ -40,7 +40,7 @@ def config(windows: bool) -> Any:
 class Caches(RuleBasedStateMachine):
     """Two caches that are given the same calls, and must return the same."""
 
-    @initialize(windows=st.booleans(), budget=st.sampled_from([LEAST, 4 * MIB, 64 * MIB]), seed=st.integers(0, 99))
+    @initialize(windows=st.booleans(), budget=st.sampled_from([MIN_BUDGET, 4 * MIB, 64 * MIB]), seed=st.integers(0, 99))
     def begin(self, windows: bool, budget: int, seed: int) -> None:
         self.folder = tempfile.mkdtemp(prefix="caches-")
         self.windows, self.budget, self.batch = windows, budget, 2

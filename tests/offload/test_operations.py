@@ -22,7 +22,7 @@ from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
 OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
 POLICIES = ("nvme", "auto")  # of save_on_nvme
 ANY_VALUES = re.compile(r"empty|resize_")  # whatever is in memory
-MOST = 2  # samples of each operation
+MAX_SAMPLES = 2  # samples of each operation
 
 #: What differs, as a pattern, and why.
 DIFFERENT = {
@@ -132,7 +132,7 @@ def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
     torch.default_generator.manual_seed(0)
     random.seed(0)
     samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
-    for number in sorted(random.Random(0).sample(range(len(samples)), min(MOST, len(samples)))):
+    for number in sorted(random.Random(0).sample(range(len(samples)), min(MAX_SAMPLES, len(samples)))):
         tried = list[tuple[Case, list[torch.Tensor], Any, Tensors]]()
         for case in cases(op, samples[number], way):
             given, usual = case.copies(), case.copies()

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from nvme_ops.measure.search import DEFAULT, LEAST_GAIN, Axis, Duel, Rounds, Search, axes, combinations
+from nvme_ops.measure.search import DEFAULT, MIN_GAIN, Axis, Duel, Rounds, Search, axes, combinations
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB
 
@@ -229,7 +229,7 @@ def test_the_noise_is_what_the_median_scatters_when_all_is_repeated() -> None:
         ([0.8, 0.81, 0.79, 0.8, 0.8], False, True),
         ([1.2, 1.2], False, True),  # two rounds say nothing
         ([1.3], False, False),  # as single passes differ
-        ([1 + LEAST_GAIN / 2, 1 + LEAST_GAIN / 2, 1.0, 1.0], False, False),  # below what is worth a change
+        ([1 + MIN_GAIN / 2, 1 + MIN_GAIN / 2, 1.0, 1.0], False, False),  # below what is worth a change
         ([1.3, 0.8, 1.2, 0.9, 1.1], False, False),
     ],
 )

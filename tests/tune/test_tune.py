@@ -46,7 +46,7 @@ def passes(tmp_path: Path) -> Passes:
 def test_calibrating_fills_the_file_and_chooses_the_size_of_passes(
     passes: Passes, monkeypatch: pytest.MonkeyPatch, seconds: float, least: int, size: int
 ) -> None:
-    monkeypatch.setattr(search, "LEAST_PASS", least)
+    monkeypatch.setattr(search, "MIN_PASS", least)
     passes.calibrate(seconds)
     assert torch.equal(contents(Path(passes.path))[:size], passes.tensor[:size])
     assert (passes.short, passes.full) == (size, size)

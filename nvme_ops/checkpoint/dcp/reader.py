@@ -303,7 +303,7 @@ def _columns(reads: Sequence[tuple[torch.Tensor, str, int]]) -> tuple[list[torch
 # The bytes of tensors in the files of a checkpoint, written by us or by DCP's own writer
 
 
-_MOST_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
+_MAX_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
 
 
 @dataclass(frozen=True)
@@ -341,7 +341,7 @@ def _find(archive: Archive) -> Stored | None:
     if any(record.method for record in archive.records.values()):
         return None
     description, order = archive.records[PICKLE], archive.records.get("byteorder")
-    if description.size > _MOST_DESCRIPTION:
+    if description.size > _MAX_DESCRIPTION:
         return None
     if order is not None and (order.size > 10 or archive.content("byteorder").decode() != sys.byteorder):
         return None

@@ -20,7 +20,7 @@ from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, show_progress, used_columns
 from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
-from nvme_ops.measure.workload.readers import LEAST_BATCHES, OURS, READERS, DataSet, checked, made
+from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
 from nvme_ops.text import MIB, rate_words, share_words, size_words
 
@@ -41,7 +41,7 @@ exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
 folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
 measured until then
 """
-_MOST_SAMPLES = 1 << 18
+_MAX_SAMPLES = 1 << 18
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
     add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
-    words = f"about, for a data set: {LEAST_BATCHES} batches at least, {_MOST_SAMPLES:,} samples at most (default 2G)"
+    words = f"about, for a data set: {MIN_BATCHES} batches at least, {_MAX_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
     add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
     add("--seconds", type=float, default=2.0, metavar="S", help="least duration of a measurement (default 2)")
@@ -155,7 +155,7 @@ class _Lines:
 
 
 def _sizes(job: Job, total: int) -> list[int]:
-    count = min(_MOST_SAMPLES, max(LEAST_BATCHES * job.batch, int(total / job.record)))
+    count = min(_MAX_SAMPLES, max(MIN_BATCHES * job.batch, int(total / job.record)))
     count -= count % job.batch  # a smaller batch would count as much computing
     chance = random.Random(0)
     least, most = job.record / 8, 2 * job.record

@@ -16,7 +16,7 @@ from nvme_ops.measure.workload.readers import Reader
 
 FED = 0.9  # utilization from which an accelerator counts as fed
 _FIRST_BATCHES = 4  # of each accelerator, at least
-_MOST = 1 << 14  # accelerators
+_MAX = 1 << 14  # accelerators
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ def cool(reader: Reader) -> None:
         make_cold(str(path))
 
 
-def search(measure: Callable[[int], Fed], most: int = _MOST) -> tuple[int, list[Fed]]:
+def search(measure: Callable[[int], Fed], most: int = _MAX) -> tuple[int, list[Fed]]:
     """Returns how many accelerators can be fed, 0 if not even one, and all that was measured, by their number."""
     found: dict[int, Fed] = {}
 

@@ -25,8 +25,8 @@ OURS = "nvme_ops"
 _CONTENT = 16 << 20  # bytes of noise, parts of which are the samples
 _NUMBER = 8  # bytes of a sample's number, with which it begins
 _SHARDS = 8
-_FILES, _MOST_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
-LEAST_BATCHES = 8  # in an epoch: fewer would all be read ahead
+_FILES, _MAX_FILES = ("plain", "safetensors"), 1 << 13  # readers with a file for each sample
+MIN_BATCHES = 8  # in an epoch: fewer would all be read ahead
 _SHARED_MEMORY = "/dev/shm"  # torch's workers put their batches there
 _PREFETCHED = 2  # batches of each of torch's workers, by default
 
@@ -288,7 +288,7 @@ def made(name: str, data: DataSet) -> Reader:
     """
     if name != OURS:
         _require_shared_memory(data)
-    return READERS[name](data.part(max(_MOST_FILES, LEAST_BATCHES * data.batch)) if name in _FILES else data)
+    return READERS[name](data.part(max(_MAX_FILES, MIN_BATCHES * data.batch)) if name in _FILES else data)
 
 
 def checked(reader: Reader) -> Iterator[Sequence[Any]]:

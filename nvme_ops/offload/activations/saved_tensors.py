@@ -14,7 +14,7 @@ from torch.autograd.function import BackwardCFunction
 
 from nvme_ops._native import native
 
-_MOST = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
+_MAX = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
 _node = getattr(torch._C, "_current_autograd_node", lambda: None)
 
 
@@ -190,7 +190,7 @@ def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:
     whole = storage.nbytes()
     if whole < int(tensor.storage_offset()) * tensor.itemsize + length:
         return None  # it was resized; whoever did that brings it back
-    if whole <= _MOST * nbytes:
+    if whole <= _MAX * nbytes:
         return None if whole < least else StoragePart(storage._cdata, whole)
     return None if nbytes < least else StoragePart(storage._cdata, nbytes, Layout.of(tensor))
 

@@ -43,7 +43,7 @@ from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.text import MIB, size_words
 
-LEAST = 1 * MIB  #: bytes of the smallest budget
+MIN_BUDGET = 1 * MIB  #: bytes of the smallest budget
 _HALF = (torch.bfloat16, torch.float16)  # dtypes that get master weights
 
 _malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
@@ -286,8 +286,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         budget = budget_of(memory_budget)
-        if budget < LEAST:
-            raise ValueError(f"memory_budget must be at least {size_words(LEAST)}, not {size_words(budget)}")
+        if budget < MIN_BUDGET:
+            raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
         self._cached_signature: tuple[int, list[Any]] = (0, [])  # the groups in it, and itself
         self._switches: dict[int, dict[str, bool]] = {}  # by group: what _switches was when room was made

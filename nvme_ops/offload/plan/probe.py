@@ -33,9 +33,9 @@ _PIECE, _IN_FLIGHT = 16 * MIB, 4
 _SECONDS = 0.5  # duration of a measurement
 _SCRATCH = 256 * MIB
 _WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches hold
-_VOCABULARY, _LEAST_VOCABULARY = 1 << 15, 1 << 10
+_VOCABULARY, _MIN_VOCABULARY = 1 << 15, 1 << 10
 _TOKENS = 256  # the most of a prompt that are timed
-_MOST_STEPS = 9
+_MAX_STEPS = 9
 
 
 def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
@@ -191,7 +191,7 @@ class Layers:
             raise ValueError(f"a layer takes {size_words(layer)}: too much to time one in {size_words(most)}")
         self._count = max(1, min(self._all, memory * 3 // 4 // layer, _WEIGHTS // layer))
         room = max(0, memory - self._count * layer)
-        self._rows = min(self._vocabulary, max(_LEAST_VOCABULARY, min(_VOCABULARY, room // row)))
+        self._rows = min(self._vocabulary, max(_MIN_VOCABULARY, min(_VOCABULARY, room // row)))
         config = _shortened(model.config, self._all, self._count, self._rows)
         model_class: Any = plain_class(type(model))
         with torch.device(device):
@@ -338,6 +338,6 @@ def _shortest(seconds: Callable[[], float]) -> float:
     """Returns the shortest of several times: other programs on the machine make times longer, never shorter."""
     seconds()
     begin, found = time.perf_counter(), [seconds()]
-    while len(found) < _MOST_STEPS and time.perf_counter() - begin < _SECONDS:
+    while len(found) < _MAX_STEPS and time.perf_counter() - begin < _SECONDS:
         found.append(seconds())
     return min(found)

@@ -18,7 +18,7 @@ from nvme_ops.storage.publication import FileState
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
 
-_MOST_EXTENTS = 16384  # of one tensor: reading more takes longer than reading all of it and copying a part
+_MAX_EXTENTS = 16384  # of one tensor: reading more takes longer than reading all of it and copying a part
 
 
 class WeightFile:
@@ -126,7 +126,7 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
     first = sources[0]
     dim %= len(first.shape)
     outer = math.prod(first.shape[:dim])
-    if outer * len(sources) > _MOST_EXTENTS or any(each.dtype != first.dtype for each in sources):
+    if outer * len(sources) > _MAX_EXTENTS or any(each.dtype != first.dtype for each in sources):
         return None
     extents: list[FileExtent] = []
     for index in range(outer):
@@ -142,7 +142,7 @@ def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
     if dim == 0:
         return source.rows(begin, end)
     outer = math.prod(source.shape[:dim])
-    if outer > _MOST_EXTENTS:
+    if outer > _MAX_EXTENTS:
         return None
     block = source.nbytes // outer
     row = block // source.shape[dim]

@@ -28,7 +28,7 @@ from nvme_ops.tensors import is_dense
 from nvme_ops.text import parse_size
 
 _WRITES = 8  # transfers of weights that are being written at once
-_LEAST = 1 << 16  # elements of the smallest matrix that is quantized
+_MIN = 1 << 16  # elements of the smallest matrix that is quantized
 
 Path = str | os.PathLike[str]
 
@@ -215,7 +215,7 @@ def _matrices(model: torch.nn.Module) -> set[int]:
     return {
         id(each)
         for each in model.parameters()
-        if each.dim() > 1 and each.is_floating_point() and each.numel() >= _LEAST and id(each) not in embeddings
+        if each.dim() > 1 and each.is_floating_point() and each.numel() >= _MIN and id(each) not in embeddings
     }
 
 
