@@ -50,12 +50,12 @@ _FIRST = 1  # steps that are not counted
 
 def net_table(run: Run, net: str, scratch: str) -> Table:
     """Measures rows that all train the same net."""
-    given, same = run.given, command.Alike("gradients")
-    batch = given.batch if net == "convolutional" else given.batch_of_transformer
+    args, same = run.args, command.Alike("gradients")
+    batch = args.batch if net == "convolutional" else args.batch_of_transformer
 
     def train(way: str) -> Sample:
-        job = {"way": way, "net": net, "layers": _LAYERS[net], "batch": batch, "steps": _FIRST + given.steps}
-        found = command.work("activations", scratch, given, **job)
+        job = {"way": way, "net": net, "layers": _LAYERS[net], "batch": batch, "steps": _FIRST + args.steps}
+        found = command.work("activations", scratch, args, **job)
         same.require(found["gradients"], way == "memory")
         names = ("forward", "backward", "moved")
         forward, backward, moved = (statistics.median(found[name][_FIRST:]) for name in names)
@@ -66,7 +66,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
 
     path = command.data_file(scratch, GIB)
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
-    title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(given.budget)}"
+    title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(args.budget)}"
     table = Table(net, title, "samples/s", rows, MEMORY, _COLUMNS)
     bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync)
     return bounded(run, table, bound, batch, "read and written")
@@ -97,14 +97,14 @@ def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Tabl
 
 def largest_table(run: Run, scratch: str) -> Table:
     """Searches the largest batch of each row, once; the figure is the batch."""
-    given = run.given
+    args = run.args
 
     def fits(row: Row, way: str, batch: int) -> bool:
         command.show_progress(f"{row.name}: batch {batch}")
-        with cgroups.limited_memory(given.limit) as group:
+        with cgroups.limited_memory(args.limit) as group:
             job = {"way": way, "net": "convolutional", "layers": _LAYERS["largest"], "batch": batch, "steps": 1}
             try:
-                command.work("activations", scratch, given, **job, budget=given.budget_of_largest, group=group)
+                command.work("activations", scratch, args, **job, budget=args.budget_of_largest, group=group)
             except Unavailable as error:
                 row.note = f"{batch} did not fit: {str(error).splitlines()[-1]}"
                 return False
@@ -112,9 +112,9 @@ def largest_table(run: Run, scratch: str) -> Table:
 
     def find(row: Row, way: str) -> Sample:
         most = 0
-        while max(1, 2 * most) <= given.most and fits(row, way, max(1, 2 * most)):
+        while max(1, 2 * most) <= args.most and fits(row, way, max(1, 2 * most)):
             most = max(1, 2 * most)
-        if 2 <= most <= given.most * 2 // 3 and fits(row, way, most + most // 2):
+        if 2 <= most <= args.most * 2 // 3 and fits(row, way, most + most // 2):
             most += most // 2
         return Sample(1.0, most)
 
@@ -122,7 +122,7 @@ def largest_table(run: Run, scratch: str) -> Table:
     for row in rows:
         row.run = partial(find, row, _WAYS[row.name])
     run.measure(rows, 1, warmups=0)
-    title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(given.limit)} of memory"
+    title = f"largest batch of {_LAYERS['largest']} light layers in {size_words(args.limit)} of memory"
     return Table("largest", title, "samples", rows, MEMORY, ())
 
 
@@ -233,7 +233,7 @@ def work(job: Namespace) -> dict[str, Any]:
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
-    for group in run.given.groups:
+    for group in run.args.groups:
         yield largest_table(run, scratch) if group == "largest" else net_table(run, group, scratch)
 
 

@@ -130,7 +130,7 @@ def handle_rows(work: Work) -> list[Row]:
     first = work.row(NEW, lambda tensor, offset: anew[0](tensor, offset), count=LEARNING)
     first.before = begin_anew
     rows = [learned, first, *([together(work, adaptive)] if work.count > 1 else [])]
-    rows += [work.row(f"nvme_ops {name}", work.by(nvme_ops.aio_handle(**given))) for name, given in _FIXED.items()]
+    rows += [work.row(f"nvme_ops {name}", work.by(nvme_ops.aio_handle(**args))) for name, args in _FIXED.items()]
     buffered = work.by(nvme_ops.aio_handle(cache="buffered"), sync=work.write)
     return [*rows, work.row(f"nvme_ops buffered{work.synced}", buffered)]
 
@@ -225,14 +225,14 @@ def summary(table: Table) -> str:
 
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder, measured with a dictionary of their own."""
-    given = run.given
-    path = command.data_file(scratch, given.size)
+    args = run.args
+    path = command.data_file(scratch, args.size)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
-        for group, each in ((group, each) for group in given.groups for each in given.sizes):
+        for group, each in ((group, each) for group in args.groups for each in args.sizes):
             know_nothing()
             work = Work(path, group == "write", each)
-            rows = [*handle_rows(work), *peer_rows(work, not given.no_deepspeed), *fio_rows(work)]
+            rows = [*handle_rows(work), *peer_rows(work, not args.no_deepspeed), *fio_rows(work)]
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB",))
             yield table

@@ -385,13 +385,13 @@ _ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # and the row by 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each group for each state dict, whose files are removed before the next."""
-    for kind in run.given.state_dict:
+    for kind in run.args.state_dict:
         command.show_progress(f"making the state dict {kind}")
-        tensors = state_dict(kind, run.given.size)
+        tensors = state_dict(kind, run.args.size)
         with tempfile.TemporaryDirectory(dir=scratch) as folder:
-            work = Work(os.path.join(folder, kind), tensors, not run.given.no_deepspeed)
+            work = Work(os.path.join(folder, kind), tensors, not run.args.no_deepspeed)
             words = f"{kind}: {len(tensors)} tensors, {size_words(work.size)}"
-            for group in run.given.groups:
+            for group in run.args.groups:
                 if group == "fresh" and kind != "large":
                     continue
                 rows, reference = _ROWS[group]

@@ -60,17 +60,17 @@ def names() -> dict[str, str]:
     return {name: texts[name].partition("\n")[0].strip('"') for name in programs}
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs a benchmark; returns 0; 1: wrong bytes; 2: wrong arguments, unusable folders; 130: after Ctrl-C."""
     known = names()
-    if not words or words[0] not in known:
+    if not argv or argv[0] not in known:
         print(f"usage: python benchmarks NAME ...\n\n{listed(known.items(), 14)}", file=sys.stderr)
-        return 0 if words in (["--help"], ["-h"]) else 2
-    module = importlib.import_module(f"benchmarks.{words[0]}")
-    return int(module.main(words[1:])) if words[0] == "page" else run(words[0], words[1:])
+        return 0 if argv in (["--help"], ["-h"]) else 2
+    module = importlib.import_module(f"benchmarks.{argv[0]}")
+    return int(module.main(argv[1:])) if argv[0] == "page" else run(argv[0], argv[1:])
 
 
-def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
+def parse(name: str, argv: Sequence[str]) -> tuple[Program, Namespace]:
     """Returns a benchmark and its arguments; exits with status 2 on wrong ones."""
     module = importlib.import_module(f"benchmarks.{name}")
     program: Program = module.PROGRAM
@@ -95,18 +95,18 @@ def parse(name: str, words: Sequence[str]) -> tuple[Program, Namespace]:
         add(flag, **more, metavar="SIZE" if read is size else "N",
             help=f"{told} (default {' '.join(map(str, values))})")  # fmt: skip
     add_outputs(add, ".json (the figures of every round), a picture's")
-    given = made.parse_args(words)
-    given.groups = [each for each in program.groups if not given.only or each in given.only]
-    given.folder = given.folder or ["."]
+    args = made.parse_args(argv)
+    args.groups = [each for each in program.groups if not args.only or each in args.only]
+    args.folder = args.folder or ["."]
     try:
-        for folder in given.folder:
+        for folder in args.folder:
             if not os.path.isdir(folder):
                 raise ValueError(f"--folder {folder}: no such folder")
-        check_outputs(given.output, pictures=True)
-        program.check(given)
+        check_outputs(args.output, pictures=True)
+        program.check(args)
     except ValueError as error:
         made.error(str(error))
-    return program, given
+    return program, args
 
 
 def file_size(text: str) -> int:
@@ -120,19 +120,19 @@ def file_size(text: str) -> int:
 class Run:
     """Runs a program. Its ``result`` is for the JSON file; its ``tables``, by folder, are for the picture."""
 
-    def __init__(self, program: Program, given: Namespace) -> None:
-        self.given, self.tables = given, dict[str, list[Table]]()
-        about = program.prepare(given)
+    def __init__(self, program: Program, args: Namespace) -> None:
+        self.args, self.tables = args, dict[str, list[Table]]()
+        about = program.prepare(args)
         show_progress("loading this package's op")
-        kept = {name: value for name, value in vars(given).items() if name not in ("folder", "json", "output", "only")}
+        kept = {name: value for name, value in vars(args).items() if name not in ("folder", "json", "output", "only")}
         self.result: dict[str, Any] = {"machine": machine.machine(), **kept, "about": about, "folders": {}}
         show_progress("")
         print(machine.facts(self.result["machine"], about))
-        copies = program.copies if isinstance(program.copies, int) else program.copies(given)
-        for folder in given.folder:
+        copies = program.copies if isinstance(program.copies, int) else program.copies(args)
+        for folder in args.folder:
             found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
             print(f"\n== {folder}: {machine.facts(found['place'])}")
-            with scratch_folder(folder, copies * given.size + 64 * MIB) as scratch:
+            with scratch_folder(folder, copies * args.size + 64 * MIB) as scratch:
                 self.result["folders"][folder], self.tables[folder] = found, []
                 with contextlib.closing(program.tables(self, scratch, found)) as tables:  # type: ignore[type-var]
                     for table in tables:
@@ -145,7 +145,7 @@ class Run:
 
     def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
         """Measures rows before their table is yielded."""
-        interleave(rows, rounds or self.given.rounds, show_progress, warmups)
+        interleave(rows, rounds or self.args.rounds, show_progress, warmups)
 
 
 def note(found: dict[str, Any], words: str) -> None:
@@ -162,15 +162,15 @@ def data_file(scratch: str, size: int) -> str:
     return path
 
 
-def run(name: str, words: Sequence[str]) -> int:
+def run(name: str, argv: Sequence[str]) -> int:
     """Runs one benchmark; the status is that of ``main``."""
-    program, given = parse(name, words)
+    program, args = parse(name, argv)
 
     @stop.measuring(name)
     def measured(_: Sequence[str] | None = None) -> int:
-        with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
-            found = Run(program, given)
-        deliver(given, found.result, "", found.tables)
+        with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+            found = Run(program, args)
+        deliver(args, found.result, "", found.tables)
         wrong = [row.name for group in found.tables.values() for table in group for row in table.rows if row.wrong]
         if wrong:
             print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
@@ -201,7 +201,7 @@ def in_new_process(program: str, *words: str, folder: str | None = None, **varia
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-def work(module: str, folder: str, given: Namespace, **more: object) -> dict[str, Any]:
+def work(module: str, folder: str, args: Namespace, **more: object) -> dict[str, Any]:
     """Calls ``benchmarks.MODULE.work(job)`` in a process of its own; ``job.folder`` is a new one in ``folder``.
 
     ``job`` has the flags, and ``more``; ``job.group`` is a cgroup's file cgroup.procs to join.
@@ -212,7 +212,7 @@ def work(module: str, folder: str, given: Namespace, **more: object) -> dict[str
         "print(json.dumps(work(argparse.Namespace(**json.loads(sys.argv[1])))))"
     )
     with tempfile.TemporaryDirectory(dir=folder) as place:
-        words = json.dumps({"group": "", **vars(given), **more, "folder": place})
+        words = json.dumps({"group": "", **vars(args), **more, "folder": place})
         found: dict[str, Any] = in_new_process(program, words, folder=place)
     return found
 

@@ -101,17 +101,17 @@ def fio_row(data: DataSet, depth: int) -> Row:
     return fio.row(f"fio randread, depth {depth}", "randread", lambda: path, sum(data.sizes), before, shapes)
 
 
-def random_tables(given: Namespace, scratch: Path, _: dict[str, Any]) -> Iterator[Table]:
+def random_tables(args: Namespace, scratch: Path, _: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each size."""
-    for each in given.sizes:
+    for each in args.sizes:
         command.show_progress(f"writing samples of {size_words(each)} in each format")
         folder = scratch / str(each)
         folder.mkdir()
         batch = max(1, min(_BATCH, _MAX_BATCH_BYTES // each))
-        data = DataSet(folder, [each] * (given.size // each), batch, workers=given.workers)
+        data = DataSet(folder, [each] * (args.size // each), batch, workers=args.workers)
         rows = [reader_row(name, data) for name in READERS]
         rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MAX_FIO_BYTES]
-        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {given.workers} workers"
+        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {args.workers} workers"
         yield Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
 
 
@@ -130,12 +130,12 @@ def make_store(folder: Path, records: int) -> None:
     write_index(str(folder / NAME), index)
 
 
-def index_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+def index_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of one index; each pass is a new process, with cold files."""
-    command.show_progress(f"writing {given.records:,} samples")
+    command.show_progress(f"writing {args.records:,} samples")
     folder, peaks = scratch / "index", list[int]()
     folder.mkdir()
-    make_store(folder, given.records)
+    make_store(folder, args.records)
 
     def cold() -> None:
         for path in folder.iterdir():
@@ -148,12 +148,12 @@ def index_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iter
 
     rows = [Row(name, partial(run, which), cold)
             for which, name in enumerate(("SampleStore", "the first shuffled batch of 256"))]  # fmt: skip
-    yield Table("index", f"{given.records:,} samples of varying size, cold", "s", rows)
+    yield Table("index", f"{args.records:,} samples of varying size, cold", "s", rows)
     if peaks:
         command.note(found, f"memory for both: {size_words(int(statistics.median(peaks)))}")
 
 
-def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+def log_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of one rate, with the median time of a call.
 
     Records are due one by one at the rate; a row that falls behind goes on as fast as it can.
@@ -179,7 +179,7 @@ def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterat
                 times = []
                 begin = time.perf_counter_ns()
                 for number in range(count):
-                    due = begin + number * 1_000_000_000 // given.rate
+                    due = begin + number * 1_000_000_000 // args.rate
                     while (now := time.perf_counter_ns()) < due:
                         pass
                     append(record)
@@ -190,11 +190,11 @@ def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterat
             return Row(name, run, begin_anew)
 
         rows = [
-            paced("AsyncLog.append", given.log_records, log.append),
-            paced("write and flush", given.log_records, flushed),
-            paced("write, flush and fdatasync", max(1, given.log_records // 500), durable),
+            paced("AsyncLog.append", args.log_records, log.append),
+            paced("write and flush", args.log_records, flushed),
+            paced("write, flush and fdatasync", max(1, args.log_records // 500), durable),
         ]
-        yield Table("log", f"records of 200 bytes, {given.rate:,} a second, each call", "us", rows)
+        yield Table("log", f"records of 200 bytes, {args.rate:,} a second, each call", "us", rows)
     for name, times in latest.items():
         command.note(found, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
 
@@ -202,14 +202,14 @@ def log_tables(given: Namespace, scratch: Path, found: dict[str, Any]) -> Iterat
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"random": random_tables, "index": index_tables, "log": log_tables}.items():
-        if group in run.given.groups:
-            yield from make(run.given, Path(scratch), found)
+        if group in run.args.groups:
+            yield from make(run.args, Path(scratch), found)
 
 
-def copies(given: Namespace) -> int:
+def copies(args: Namespace) -> int:
     """Returns how many files of ``--size`` the groups take."""
-    index = -(-given.records * (RECORD_BYTES + 8) // given.size)  # each sample and its place
-    return (7 * len(given.sizes) if "random" in given.groups else 0) + (index if "index" in given.groups else 0)
+    index = -(-args.records * (RECORD_BYTES + 8) // args.size)  # each sample and its place
+    return (7 * len(args.sizes) if "random" in args.groups else 0) + (index if "index" in args.groups else 0)
 
 
 _FLAGS = {

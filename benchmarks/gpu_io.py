@@ -225,24 +225,24 @@ def _proc_modules() -> None:
 # The benchmark
 
 
-def check(given: Namespace) -> None:
+def check(args: Namespace) -> None:
     """Raises ValueError when torch cannot use the GPU that is named."""
-    if given.block_size % PAGE:
-        raise ValueError(f"--block-size {given.block_size}: not a multiple of 4K")
-    kind, _, number = given.device.partition(":")
+    if args.block_size % PAGE:
+        raise ValueError(f"--block-size {args.block_size}: not a multiple of 4K")
+    kind, _, number = args.device.partition(":")
     if kind != "cuda" or not (number or "0").isdecimal():
-        raise ValueError(f"--device {given.device}: not cuda:N")
+        raise ValueError(f"--device {args.device}: not cuda:N")
     if not torch.cuda.is_available():
         words = "torch.cuda is not available: a CUDA GPU, its driver (nvidia-smi) and a torch with CUDA are needed"
         raise ValueError(words)
     if int(number or 0) >= torch.cuda.device_count():
-        raise ValueError(f"--device {given.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
+        raise ValueError(f"--device {args.device}: there are {torch.cuda.device_count()} GPUs, counted from 0")
 
 
-def prepare(given: Namespace) -> dict[str, str]:
+def prepare(args: Namespace) -> dict[str, str]:
     """Returns the GPU, and whether cuFile moves data directly between storage and GPU, or why it cannot work."""
-    device = torch.device(given.device)
-    words = {"device": str(device), "blocks": size_words(given.block_size), "threads": str(given.threads)}
+    device = torch.device(args.device)
+    words = {"device": str(device), "blocks": size_words(args.block_size), "threads": str(args.threads)}
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
@@ -271,13 +271,13 @@ def aims(measured: Table) -> Iterator[str]:
 
 def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each direction. The rows' memory and processes end with it."""
-    given, device = run.given, torch.device(run.given.device)
-    path = command.data_file(scratch, given.size)
-    for group in given.groups:
-        settings: dict[str, Any] = {"block_size": given.block_size, "threads": given.threads}
-        work = GpuWork(path, given.size, group == "write", device=device, **settings)
+    args, device = run.args, torch.device(run.args.device)
+    path = command.data_file(scratch, args.size)
+    for group in args.groups:
+        settings: dict[str, Any] = {"block_size": args.block_size, "threads": args.threads}
+        work = GpuWork(path, args.size, group == "write", device=device, **settings)
         with ExitStack() as stack:
-            remote = remote_rows(stack, work, not given.no_deepspeed)
+            remote = remote_rows(stack, work, not args.no_deepspeed)
             rows = [fio_row(work), *stack.enter_context(nvme_ops_rows(work)), *remote, *other_rows(work)]
             measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
             yield measured

@@ -84,16 +84,16 @@ class Contender(NamedTuple):
     imports: tuple[str, ...] = ()
 
 
-def contenders(given: Namespace) -> list[Contender]:
+def contenders(args: Namespace) -> list[Contender]:
     """Returns the contenders of the chosen groups, in the order of the table."""
-    groups = {"memory", *given.groups} - ({"deepspeed"} if given.no_deepspeed else set())
-    return [each._replace(name=each.name.format(size_words(given.budget + _SPARE * (each.group == "mapped"))))
+    groups = {"memory", *args.groups} - ({"deepspeed"} if args.no_deepspeed else set())
+    return [each._replace(name=each.name.format(size_words(args.budget + _SPARE * (each.group == "mapped"))))
             for each in _CONTENDERS if each.group in groups]  # fmt: skip
 
 
 def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
     """Measures one batch size."""
-    given, same = run.given, command.Alike("tokens")
+    args, same = run.args, command.Alike("tokens")
 
     def decode(each: Contender) -> Sample:
         for package in ("transformers", *(name.partition(".")[0] for name in each.imports)):
@@ -102,8 +102,8 @@ def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
         job = {"load": each.load.__name__, "model": model, "batch": batch}
         with contextlib.ExitStack() as stack:
             if each.group == "mapped":
-                job["group"] = stack.enter_context(cgroups.limited_memory(given.budget + _SPARE))
-            found = command.work("inference", scratch, given, **job)
+                job["group"] = stack.enter_context(cgroups.limited_memory(args.budget + _SPARE))
+            found = command.work("inference", scratch, args, **job)
         same.require(found["tokens"], each.name == MEMORY)
         figures = {name: found[name] for name in ("first token", "load", "read per step", "while decoding")}
         step = statistics.median(found["steps"])
@@ -112,7 +112,7 @@ def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
     file = os.path.join(model, "model.safetensors")
     nbytes = os.path.getsize(file)
     rest = partial(let_the_device_rest, nbytes)
-    rows = [Row(each.name, partial(decode, each), before=rest) for each in contenders(given)]
+    rows = [Row(each.name, partial(decode, each), before=rest) for each in contenders(args)]
     title = f"{size_words(nbytes)} of weights, batch {batch}"
     table = Table(f"batch {batch}", title, "tokens/s", rows, MEMORY, _COLUMNS)
     bound = fio.row(f"{fio.NAME}, all weights", "read", lambda: file, nbytes, rest, fio.best(nbytes))
@@ -121,8 +121,8 @@ def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each batch size."""
-    model = make_model(scratch, run.given.size)
-    for batch in run.given.batch:
+    model = make_model(scratch, run.args.size)
+    for batch in run.args.batch:
         yield batch_table(run, scratch, model, batch)
 
 

@@ -81,7 +81,7 @@ def commands(name: str, places: Sequence[str], size: str, rounds: int) -> dict[s
     return made
 
 
-def arguments(words: Sequence[str]) -> Namespace:
+def arguments(argv: Sequence[str]) -> Namespace:
     """Parses the command line; exits with status 2 on wrong arguments."""
     made = command_line("python benchmarks page", (__doc__ or "").strip(), "sections: " + ", ".join(SECTIONS))
     add = made.add_argument
@@ -94,18 +94,18 @@ def arguments(words: Sequence[str]) -> Namespace:
     add("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
     add("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
     add("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
-    given = made.parse_args(words)
-    given.places = dict(given.place)
-    for file, render in ((given.readme, render_readme), (given.page, render_page)):
+    args = made.parse_args(argv)
+    args.places = dict(args.place)
+    for file, render in ((args.readme, render_readme), (args.page, render_page)):
         try:
             render(file.read_text(encoding="utf-8"), {})
         except ValueError as error:
             made.error(f"{file}: {error}")
         except OSError as error:
             made.error(f"{file}: {error.strerror}")
-    if not given.render and not given.places:
+    if not args.render and not args.places:
         made.error("--place NAME=DIR is needed, or --render")
-    return given
+    return args
 
 
 def _place(text: str) -> tuple[str, str]:
@@ -117,20 +117,20 @@ def _place(text: str) -> tuple[str, str]:
     return name.upper(), os.path.abspath(folder)
 
 
-def measure(name: str, given: Namespace) -> bool:
+def measure(name: str, args: Namespace) -> bool:
     """Runs the commands of a section and stores their results; returns False if one failed.
 
     If a section cannot be run, the results of an earlier run stay.
     """
-    stored, results = given.results / f"{name}.json", given.results
+    stored, results = args.results / f"{name}.json", args.results
     if SECTIONS[name].needs_gpu and not torch.cuda.is_available():
         print(f"{name}: not run: there is no CUDA GPU here")
         return True
-    size = f"{given.size >> 30}G" if given.size % (1 << 30) == 0 else f"{given.size >> 20}M"
+    size = f"{args.size >> 30}G" if args.size % (1 << 30) == 0 else f"{args.size >> 20}M"
     with scratch_folder(tempfile.gettempdir(), 0) as folder:
-        scrub, scratch = scrub_for(given.places, folder), Path(folder)
-        runs = [scrub(_run(own, words, SECTIONS[name].json, given.places, scratch))
-                for own, words in commands(name, list(given.places), size, given.rounds).items()]  # fmt: skip
+        scrub, scratch = scrub_for(args.places, folder), Path(folder)
+        runs = [scrub(_run(own, words, SECTIONS[name].json, args.places, scratch))
+                for own, words in commands(name, list(args.places), size, args.rounds).items()]  # fmt: skip
         for old in _read(stored).get("runs", []):
             if old["plot"]:
                 (results / old["plot"]).unlink(missing_ok=True)
@@ -138,15 +138,15 @@ def measure(name: str, given: Namespace) -> bool:
             if run["plot"]:
                 shutil.copyfile(scratch / run["plot"], results / run["plot"])
         today = datetime.date.today().isoformat()
-        _store(stored, {"date": today, "description": scrub(describe(given.places)), "runs": runs})
+        _store(stored, {"date": today, "description": scrub(describe(args.places)), "runs": runs})
     return not any(run["failure"] for run in runs)
 
 
-def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, str], scratch: Path) -> dict[str, Any]:
+def _run(name: str, argv: Sequence[str], has_json: bool, places: Mapping[str, str], scratch: Path) -> dict[str, Any]:
     """Runs a command; returns its result, or how it failed."""
-    document, plot, shown = scratch / f"{name}.json", scratch / f"{name}.png", " ".join(words)
+    document, plot, shown = scratch / f"{name}.json", scratch / f"{name}.png", " ".join(argv)
     print(shown, end="", flush=True)
-    real = [{**places, plot.name: str(plot)}.get(word, word) for word in words]
+    real = [{**places, plot.name: str(plot)}.get(word, word) for word in argv]
     if has_json:
         real += ["--output", str(document)]
     begin = time.monotonic()
@@ -164,11 +164,11 @@ def _run(name: str, words: Sequence[str], has_json: bool, places: Mapping[str, s
     return {"command": shown, "failure": failure, "document": found, "text": text, "plot": picture}
 
 
-def _execute(words: Sequence[str]) -> tuple[int, str, str]:
+def _execute(argv: Sequence[str]) -> tuple[int, str, str]:
     """Returns status, output and errors. If this process is stopped, so is the command, which removes its files."""
     programs = {"python": [sys.executable], "nvme-bench": [sys.executable, "-m", "nvme_ops.bench"]}
     with subprocess.Popen(
-        stop.tied([*programs.get(words[0], words[:1]), *words[1:]], "TERM"), cwd=ROOT, env=shared.environment(),
+        stop.tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM"), cwd=ROOT, env=shared.environment(),
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,  # it gets one signal from us, not also the terminal's while it cleans up
     ) as process:  # fmt: skip
@@ -183,17 +183,17 @@ def _execute(words: Sequence[str]) -> tuple[int, str, str]:
     return process.returncode, output, errors
 
 
-def write(given: Namespace) -> None:
+def write(args: Namespace) -> None:
     """Writes the page and the README's table from the stored results. Raises OSError."""
-    stored = {name: found for name in SECTIONS if (found := _read(given.results / f"{name}.json"))}
-    pictures = os.path.relpath(given.results, given.page.parent)
+    stored = {name: found for name in SECTIONS if (found := _read(args.results / f"{name}.json"))}
+    pictures = os.path.relpath(args.results, args.page.parent)
     try:
-        text = render_page(given.page.read_text(encoding="utf-8"), stored, pictures)
-        readme = render_readme(given.readme.read_text(encoding="utf-8"), stored)
+        text = render_page(args.page.read_text(encoding="utf-8"), stored, pictures)
+        readme = render_readme(args.readme.read_text(encoding="utf-8"), stored)
     except _DAMAGED as error:
         raise OSError(f"results cannot be shown ({error!r}): measure the sections again") from error
-    given.page.write_text(text, encoding="utf-8")
-    given.readme.write_text(readme, encoding="utf-8")
+    args.page.write_text(text, encoding="utf-8")
+    args.readme.write_text(readme, encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -431,19 +431,19 @@ _ENVIRONMENT = jinja2.Environment(
 _ENVIRONMENT.filters.update(_FILTERS)
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Returns 0; 1 if a command failed; 2 for wrong arguments; 130 after Ctrl-C, which keeps finished sections."""
-    given = arguments(words)
+    args = arguments(argv)
 
     @stop.measuring("page")
     def measured(_: Sequence[str] | None = None) -> int:
-        given.results.mkdir(parents=True, exist_ok=True)
-        write(given)
+        args.results.mkdir(parents=True, exist_ok=True)
+        write(args)
         failed = []
         for name in SECTIONS:
-            if not given.render and (not given.only or name in given.only):
-                failed += [] if measure(name, given) else [name]
-                write(given)
+            if not args.render and (not args.only or name in args.only):
+                failed += [] if measure(name, args) else [name]
+                write(args)
         if failed:
             print(f"page: failed, and the page says so: {', '.join(failed)}", file=sys.stderr)
         return 1 if failed else 0

@@ -229,9 +229,9 @@ def start_rows(rounds: int) -> list[Row]:
     return [cold, warm]
 
 
-def prepare(given: Namespace) -> dict[str, str]:
+def prepare(args: Namespace) -> dict[str, str]:
     """Loads DeepSpeed's op if its rows are wanted: it must come before this package's."""
-    if not given.no_deepspeed and {"read", "write"} & set(given.groups):
+    if not args.no_deepspeed and {"read", "write"} & set(args.groups):
         command.show_progress("loading DeepSpeed's op; the first time it is compiled, which takes minutes")
         with contextlib.suppress(Unavailable):
             load_deepspeed()
@@ -240,11 +240,11 @@ def prepare(given: Namespace) -> dict[str, str]:
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder; that of a fresh process does not depend on it, and comes once."""
-    given = run.given
-    path = command.data_file(scratch, given.size)
-    for group in given.groups:
+    args = run.args
+    path = command.data_file(scratch, args.size)
+    for group in args.groups:
         # a new one for each, so that a table's memory is free before the next
-        task, title = Task(path, given.size, group == "write", pageable_memory=True), GROUPS[group]
+        task, title = Task(path, args.size, group == "write", pageable_memory=True), GROUPS[group]
         sized = f"{title}, {size_words(task.size)}"
         if group == "random":
             yield Table(group, title, "kIOPS", random_rows(task), FIO_RANDOM)
@@ -253,9 +253,9 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
         elif group == "cached":
             yield Table(group, sized, "GB/s", cached_rows(task), PREADV)
         elif group != "start":
-            yield Table(group, sized, "GB/s", large_rows(task, not given.no_deepspeed), fio.NAME)
-        elif len(run.result["folders"]) == len(given.folder):
-            yield Table(group, title, "s", start_rows(given.rounds))
+            yield Table(group, sized, "GB/s", large_rows(task, not args.no_deepspeed), fio.NAME)
+        elif len(run.result["folders"]) == len(args.folder):
+            yield Table(group, title, "s", start_rows(args.rounds))
 
 
 PROGRAM = Program(GROUPS, tables, prepare=prepare)

@@ -42,12 +42,12 @@ _FIRST = 1  # steps that are not counted, since there are no states yet
 _BUFFERS = 12  # of DeepSpeed: three times the tensors of Adam
 
 
-def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> Table:
+def step_table(scratch: str, args: Namespace, stack: contextlib.ExitStack) -> Table:
     """Returns rows that update equal parameters with equal gradients, so that they can be compared."""
 
     def parameters() -> list[torch.nn.Parameter]:
         torch.manual_seed(1)
-        made = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(max(1, given.size // (4 * WIDTH * WIDTH)))]
+        made = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(max(1, args.size // (4 * WIDTH * WIDTH)))]
         for each in made:
             each.grad = torch.randn(WIDTH, WIDTH)
         return made
@@ -55,7 +55,7 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
     in_memory, on_nvme = parameters(), parameters()
     states = sum(each.numel() for each in in_memory) * _STATES
     ours = stack.enter_context(
-        NvmeOptimizer(on_nvme, torch.optim.AdamW, scratch, memory_budget=given.budget, **_OPTIONS)
+        NvmeOptimizer(on_nvme, torch.optim.AdamW, scratch, memory_budget=args.budget, **_OPTIONS)
     )
     memory = torch.optim.AdamW(in_memory, **_OPTIONS)
     before = partial(command.forget, scratch)
@@ -67,22 +67,22 @@ def step_table(scratch: str, given: Namespace, stack: contextlib.ExitStack) -> T
     path = command.data_file(scratch, states)
     rows = [
         Row(MEMORY, lambda: timed(memory.step, 2 * states), before),
-        Row(f"NvmeOptimizer, {size_words(given.budget)}", lambda: timed(ours.step, 2 * states), before, check),
+        Row(f"NvmeOptimizer, {size_words(args.budget)}", lambda: timed(ours.step, 2 * states), before, check),
         fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, states, before, fio.best(states)),
     ]
     return Table("step", f"AdamW, {size_words(states)} of states: read and written", "GB/s", rows, MEMORY)
 
 
-def engine_table(scratch: str, given: Namespace, _: contextlib.ExitStack) -> Table:
+def engine_table(scratch: str, args: Namespace, _: contextlib.ExitStack) -> Table:
     """Returns rows that train the same model, and must find the losses of the one in memory."""
-    blocks = max(1, given.size // (2 * 4 * WIDTH * INNER))
-    batch, same = given.batch, command.Alike("losses")
+    blocks = max(1, args.size // (2 * 4 * WIDTH * INNER))
+    batch, same = args.batch, command.Alike("losses")
 
     def train(engine: str, parameters: bool) -> Sample:
-        if engine.startswith("deepspeed") and (given.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
-            raise Unavailable("left out" if given.no_deepspeed else "not installed: pip install deepspeed")
-        job = {"engine": engine, "blocks": blocks, "batch": batch, "steps": _FIRST + given.steps}
-        found = command.work("training", scratch, given, **job, parameters=parameters)
+        if engine.startswith("deepspeed") and (args.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
+            raise Unavailable("left out" if args.no_deepspeed else "not installed: pip install deepspeed")
+        job = {"engine": engine, "blocks": blocks, "batch": batch, "steps": _FIRST + args.steps}
+        found = command.work("training", scratch, args, **job, parameters=parameters)
         try:
             same.require(found["losses"], engine == "memory")
         except WrongData:
@@ -227,9 +227,9 @@ def work(job: Namespace) -> dict[str, Any]:
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"step": step_table, "engines": engine_table}.items():
-        if group in run.given.groups:
+        if group in run.args.groups:
             with contextlib.ExitStack() as stack:
-                table = make(scratch, run.given, stack)
+                table = make(scratch, run.args, stack)
                 if group == "engines":
                     run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
                 yield table

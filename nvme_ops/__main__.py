@@ -32,12 +32,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command("nvme-ops")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command; returns its exit status."""
-    given = sys.argv[1:] if words is None else list(words)
-    name = parser().parse_args(given[:1]).command
+    args = sys.argv[1:] if argv is None else list(argv)
+    name = parser().parse_args(args[:1]).command
     run: Main = importlib.import_module(COMMANDS[name][0]).main
-    return run(given[1:])
+    return run(args[1:])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from nvme_ops.text import fitted, parse_size, printable
 class Main(Protocol):
     """The function of a command: takes its arguments, by default the process's, and returns the exit status."""
 
-    def __call__(self, words: Sequence[str] | None = None, /) -> int:
+    def __call__(self, argv: Sequence[str] | None = None, /) -> int:
         """Runs the command."""
 
 
@@ -48,10 +48,10 @@ def command(name: str) -> Callable[[Main], Main]:
 
     def decorated(main: Main) -> Main:
         @functools.wraps(main)
-        def run(words: Sequence[str] | None = None) -> int:
+        def run(argv: Sequence[str] | None = None) -> int:
             try:
                 try:
-                    status = main(words)
+                    status = main(argv)
                 except BrokenPipeError:  # the reader has seen enough (`nvme-report | head`)
                     status = 0
                 except OSError as error:

@@ -129,14 +129,14 @@ def bootstrap(suite: str, root: Path, mirror: str) -> Image:
     return image
 
 
-def make(stage: dockerfile.Stage, image: Image, images: Mapping[str, Image], given: argparse.Namespace) -> None:
+def make(stage: dockerfile.Stage, image: Image, images: Mapping[str, Image], args: argparse.Namespace) -> None:
     """Runs the steps of a stage in its image."""
     host, arguments = connect(image.root), dict[str, str]()
     for step in stage.steps:
         began, values = time.monotonic(), {**arguments, **image.environment}
         try:
             if step.word == "ARG":
-                arguments |= dockerfile.declared(step.rest, given.build_arg, stage.arguments, values)
+                arguments |= dockerfile.declared(step.rest, args.build_arg, stage.arguments, values)
             elif step.word == "ENV":
                 image.environment |= dockerfile.assigned(step.rest, values)
             elif step.word == "WORKDIR":
@@ -145,33 +145,33 @@ def make(stage: dockerfile.Stage, image: Image, images: Mapping[str, Image], giv
             elif step.word == "COPY":
                 roots = {name: made.root for name, made in images.items()}
                 words = shlex.split(dockerfile.expand(step.rest, values))
-                dockerfile.copy(words, image.root, image.folder, roots, given.context)
+                dockerfile.copy(words, image.root, image.folder, roots, args.context)
             elif step.word == "RUN":
                 quietly(*inside(image, *words_of(step.rest)), environment={**host, **values})
             else:
                 image.command = words_of(step.rest)
         except (OSError, RuntimeError, ValueError, shutil.Error) as error:
-            raise RuntimeError(f"{given.file}, line {step.line}: {step.word} {step.rest}\n{error}") from error
+            raise RuntimeError(f"{args.file}, line {step.line}: {step.word} {step.rest}\n{error}") from error
         print(f"{time.monotonic() - began:5.0f} s  {step.word} {step.rest[:100]}", flush=True)
 
 
-def build(given: argparse.Namespace) -> int:
-    """Makes all stages in folders of ``given.work``, and runs a command in the last. Its status."""
+def build(args: argparse.Namespace) -> int:
+    """Makes all stages in folders of ``args.work``, and runs a command in the last. Its status."""
     images: dict[str, Image] = {}
-    if given.in_memory:
-        quietly("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", given.work)
-    for number, stage in enumerate(dockerfile.stages(given.file.read_text(), given.build_arg)):
-        began, root = time.monotonic(), given.work / str(number)
+    if args.in_memory:
+        quietly("mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", args.work)
+    for number, stage in enumerate(dockerfile.stages(args.file.read_text(), args.build_arg)):
+        began, root = time.monotonic(), args.work / str(number)
         if stage.base not in images:
             suite = dockerfile.suite_of(stage.base)
-            images[stage.base] = bootstrap(suite, given.work / suite, given.mirror)
+            images[stage.base] = bootstrap(suite, args.work / suite, args.mirror)
         base = images[stage.base]
         quietly("cp", "-ax", base.root, root)
         image = replace(base, root=root, environment=dict(base.environment))
         print(f"{time.monotonic() - began:5.0f} s  FROM {stage.base} {stage.name and 'AS ' + stage.name}", flush=True)
-        make(stage, image, images, given)
+        make(stage, image, images, args)
         images[stage.name or root.name] = image
-    command = words_of(given.run) if given.run else image.command
+    command = words_of(args.run) if args.run else image.command
     print(f"         {shlex.join(command)}", flush=True)
     return subprocess.run(inside(image, *command), env=image.environment, stdin=subprocess.DEVNULL).returncode
 
@@ -215,16 +215,16 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str]) -> int:
     """Runs the program. Its status."""
     try:
-        given = parser().parse_args(arguments)
-        given.build_arg = dict(each.partition("=")[::2] for each in given.build_arg)
-        dockerfile.stages(given.file.read_text(), given.build_arg)  # so that what it cannot do is said first
+        args = parser().parse_args(arguments)
+        args.build_arg = dict(each.partition("=")[::2] for each in args.build_arg)
+        dockerfile.stages(args.file.read_text(), args.build_arg)  # so that what it cannot do is said first
         if missing := [name for name in PROGRAMS if not shutil.which(name)]:
             raise RuntimeError(f"{', '.join(missing)} not found; fix: apt-get install debootstrap util-linux")
         if os.geteuid() != 0:
             raise RuntimeError("only root can make a chroot; fix: sudo")
-        if given.work and os.getpid() == 1:  # in namespaces of its own
-            return build(given)
-        return isolated(arguments, given.timeout)
+        if args.work and os.getpid() == 1:  # in namespaces of its own
+            return build(args)
+        return isolated(arguments, args.timeout)
     except (OSError, RuntimeError, ValueError) as error:
         print(f"chroot.py: {error}", file=sys.stderr)
         return 1

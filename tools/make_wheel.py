@@ -210,18 +210,18 @@ def make(versions: Sequence[str], ops: Sequence[str], target: Path, jobs: int) -
         return max(after - before or after, key=lambda path: path.stat().st_mtime)
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Status 0, or 1 with the reason."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--torch", nargs="+", default=TORCHES, metavar="VERSION", help="versions, or 'installed'")
     parser.add_argument("--op", nargs="+", default=list(ALL_OPS), choices=list(ALL_OPS), help="default: all of them")
     parser.add_argument("--target", type=Path, default=ROOT / "dist", help="folder for the wheel (default dist)")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="versions at once")
-    given = parser.parse_args(words)
+    args = parser.parse_args(argv)
     if sys.version_info < (3, 11):
         parser.error("Python 3.11 or later is needed: its headers have the limited API that is used")
     try:
-        print(make(given.torch, given.op, given.target, given.jobs))
+        print(make(args.torch, args.op, args.target, args.jobs))
     except (OSError, LookupError, RuntimeError) as error:
         sys.exit(f"make_wheel: {error}")
     return 0

@@ -82,8 +82,8 @@ if log:
 class Copy:
     """A copy of the checkout in which the tests run."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
-        self.root, self._folder, self._given = folder / "copy", folder, given
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        self.root, self._folder, self._args = folder / "copy", folder, args
         shutil.copytree(ROOT, self.root, symlinks=True, ignore=LEFT_OUT)
 
     def run(self, arguments: Sequence[str], seconds: float | None, **environment: str) -> tuple[int | None, list[str]]:
@@ -98,7 +98,7 @@ class Copy:
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MUTANTS_"))}
 
         def limit() -> None:
-            resource.setrlimit(resource.RLIMIT_DATA, (self._given.memory << 30, self._given.memory << 30))
+            resource.setrlimit(resource.RLIMIT_DATA, (self._args.memory << 30, self._args.memory << 30))
 
         with tempfile.TemporaryFile(dir=self._folder) as output:
             process = subprocess.Popen(
@@ -153,7 +153,7 @@ class Copy:
         try:
             self._write(path, mutant.applied(source))
             if tests:
-                status, said = self.run(["-x", *tests], self._given.timeout + 2 * usual)
+                status, said = self.run(["-x", *tests], self._args.timeout + 2 * usual)
         finally:
             self._write(path, source)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # what make goes by
@@ -244,13 +244,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def measure(rooms: Sequence[str], given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs what ``given.resume`` has no outcome of; returns the outcomes of all."""
-    before = read_lines(given.resume)
+def measure(rooms: Sequence[str], args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs what ``args.resume`` has no outcome of; returns the outcomes of all."""
+    before = read_lines(args.resume)
     known = {line["room"]: line for line in before if "reached" in line}
     done = {line["mutant"]: line for line in before if "mutant" in line}
     lock = threading.Lock()
-    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, open(given.resume, "a") as file:
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder, open(args.resume, "a") as file:
 
         def note(line: dict[str, Any]) -> None:
             with lock:
@@ -259,8 +259,8 @@ def measure(rooms: Sequence[str], given: argparse.Namespace) -> list[dict[str, A
 
         for room in rooms:
             made = NativeCopy if room == native_mutants.ROOM else Copy
-            copies = [made(Path(folder, f"{room}-{number}"), given) for number in range(given.processes)]
-            wanted = sample(room, given.first)
+            copies = [made(Path(folder, f"{room}-{number}"), args) for number in range(args.processes)]
+            wanted = sample(room, args.first)
             if room not in known and any(each.name not in done for each in wanted):
                 known[room] = copies[0].reach(room)
                 note(known[room])
@@ -279,9 +279,9 @@ def measure(rooms: Sequence[str], given: argparse.Namespace) -> list[dict[str, A
                 change = f"{mutant.before[:60]!r} -> {mutant.after[:60]!r}"
                 print(f"{line['outcome']:9} {mutant.path}:{mutant.line} {change} {line.get('by', '')}", flush=True)
 
-            with ThreadPoolExecutor(given.processes) as pool:
+            with ThreadPoolExecutor(args.processes) as pool:
                 list(pool.map(judge, [each for each in wanted if each.name not in done]))
-    return [done[each.name] for room in rooms for each in sample(room, given.first)]
+    return [done[each.name] for room in rooms for each in sample(room, args.first)]
 
 
 def main() -> None:
@@ -298,13 +298,13 @@ def main() -> None:
         "--timeout", type=float, default=300, metavar="SECONDS", help="of one mutant, beyond twice what its tests take"
     )
     parser.add_argument("--memory", type=int, default=16, metavar="GIB", help="that a process of the tests may take")
-    given = parser.parse_args()
-    rooms = given.only or list(ROOMS)
-    if given.list:
-        for mutant in (each for room in rooms for each in sample(room, given.first)):
+    args = parser.parse_args()
+    rooms = args.only or list(ROOMS)
+    if args.list:
+        for mutant in (each for room in rooms for each in sample(room, args.first)):
             print(f"{mutant.path}:{mutant.line}  {mutant.operator}: {mutant.before!r} -> {mutant.after!r}")
         return
-    counts = Counter((line["room"], line["outcome"]) for line in measure(rooms, given))
+    counts = Counter((line["room"], line["outcome"]) for line in measure(rooms, args))
     print("".join(f"{each:>12}" for each in ("room", *OUTCOMES)))
     for room in rooms:
         print("".join(f"{each:>12}" for each in (room, *(counts[room, outcome] for outcome in OUTCOMES))))

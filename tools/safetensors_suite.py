@@ -116,15 +116,15 @@ def run(tests: Path, plugins: Path) -> tuple[set[str], str]:
     return failed, done.stdout.strip().splitlines()[-1]
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Status 0 when exactly what is expected differs, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tests", type=Path, help="folder of the tests")
-    given = parser.parse_args(words)
+    args = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "tests").mkdir()
-        failed, last = run((given.tests or fetch(folder / "tests")).resolve(), folder)
+        failed, last = run((args.tests or fetch(folder / "tests")).resolve(), folder)
     matched = {test: key for test in failed for key in DIFFERENT if test == key or test.endswith(f"::{key}")}
     for test in sorted(failed):
         print(f"{test}: {DIFFERENT[matched[test]] if test in matched else 'NOT EXPECTED'}")

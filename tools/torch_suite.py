@@ -68,7 +68,7 @@ def pytest_runtest_call(item):
 """
 
 
-def run(tests: Path, plugins: Path, policy: str, words: Sequence[str]) -> dict[str, str]:
+def run(tests: Path, plugins: Path, policy: str, argv: Sequence[str]) -> dict[str, str]:
     """The outcome of each test; a test in which the process died has none, and those after it are run by another."""
     (plugins / "within_save_on_nvme.py").write_text(PLUGIN)
     found: dict[str, str] = {}
@@ -89,7 +89,7 @@ def run(tests: Path, plugins: Path, policy: str, words: Sequence[str]) -> dict[s
                 "--timeout=60",
             ]
             command += [
-                *words,
+                *argv,
                 *(word for test in died for word in ("--deselect", test)),
                 "--rootdir",
                 str(tests),
@@ -111,7 +111,7 @@ def run(tests: Path, plugins: Path, policy: str, words: Sequence[str]) -> dict[s
                 rf"^{file}::(\S+)(?: (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR))?", done.stdout, re.MULTILINE
             )
             found.update(lines)
-            if not lines and not words:
+            if not lines and not argv:
                 sys.exit(done.stdout + done.stderr)
             unfinished = [test for test, outcome in lines if not outcome]
             if not unfinished:
@@ -121,12 +121,12 @@ def run(tests: Path, plugins: Path, policy: str, words: Sequence[str]) -> dict[s
     return found
 
 
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Status 0 when exactly what is expected differs, else 1."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("tests", type=Path, help="torch's folder of tests")
     parser.add_argument("-k", default="", help="of pytest: which tests")
-    given = parser.parse_args(words)
+    given = parser.parse_args(argv)
     unexpected = 0
     chosen = ["-k", given.k] if given.k else []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:

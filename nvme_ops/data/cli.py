@@ -65,39 +65,39 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command("nvme-data")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    given = parser().parse_args(words)
+    args = parser().parse_args(argv)
     try:
-        return {"convert": _convert, "info": _info, "verify": _verify}[given.command](given)
+        return {"convert": _convert, "info": _info, "verify": _verify}[args.command](args)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
         say(f"nvme-data: {error}")
         return 2
 
 
-def _convert(given: argparse.Namespace) -> int:
-    if given.shape and given.dtype is None:
+def _convert(args: argparse.Namespace) -> int:
+    if args.shape and args.dtype is None:
         raise ValueError("--shape is for --dtype")
-    source = open_source(given.source, given.dtype, given.shape)
+    source = open_source(args.source, args.dtype, args.shape)
     if source.left_out:
         some = ", ".join(source.left_out[:3]) + (", ..." if len(source.left_out) > 3 else "")
-        say(printable(f"nvme-data: not converted, {len(source.left_out)} in {given.source}: {some}"))
-    for folder in given.folders:
+        say(printable(f"nvme-data: not converted, {len(source.left_out)} in {args.source}: {some}"))
+    for folder in args.folders:
         make_folder(folder)
-    options = {name: getattr(given, name) for name in ("shard_bytes", "alignment", "overwrite")}
+    options = {name: getattr(args, name) for name in ("shard_bytes", "alignment", "overwrite")}
     bar = byte_bar(source.nbytes, "convert")
-    with SampleWriter(given.folders, source.columns, **options) as writer, bar as advance:
+    with SampleWriter(args.folders, source.columns, **options) as writer, bar as advance:
         count = convert(source, writer, advance)
-    nbytes = SampleStore(given.folders[0]).nbytes
-    if given.json:
-        print(json.dumps({"samples": count, "bytes": nbytes, "folders": given.folders}, indent=2))
+    nbytes = SampleStore(args.folders[0]).nbytes
+    if args.json:
+        print(json.dumps({"samples": count, "bytes": nbytes, "folders": args.folders}, indent=2))
     else:
-        show(f"{count} samples, {size_words(nbytes)}, in {', '.join(given.folders)}")
+        show(f"{count} samples, {size_words(nbytes)}, in {', '.join(args.folders)}")
     return 0
 
 
-def _info(given: argparse.Namespace) -> int:
-    with SampleStore(given.path) as store:
+def _info(args: argparse.Namespace) -> int:
+    with SampleStore(args.path) as store:
         index, paths = store.index, store._files.paths
         columns = list(map(str, store.columns.all)) if store.columns else index.more.get("column_names", [])
         files = [
@@ -106,7 +106,7 @@ def _info(given: argparse.Namespace) -> int:
         ]
         found: dict[str, Any] = {"kind": index.kind, "samples": len(store), "bytes": store.nbytes}
         found |= {"record_bytes": index.record_bytes, "alignment": index.alignment, "columns": columns, "files": files}
-    if given.json:
+    if args.json:
         print(json.dumps(found, indent=2))
         return 0
     mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
@@ -118,9 +118,9 @@ def _info(given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify(given: argparse.Namespace) -> int:
+def _verify(args: argparse.Namespace) -> int:
     damaged: list[str] = []
-    with SampleStore(given.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
+    with SampleStore(args.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = store.nbytes / max(1, len(store))
         for numbers in store.ranges(_AT_ONCE):
             try:
@@ -129,7 +129,7 @@ def _verify(given: argparse.Namespace) -> int:
                 damaged += _damaged(store, numbers)
             advance(int(each * numbers.stop) - int(each * numbers.start))
         checked = store.index.checksums is not None
-    if given.json:
+    if args.json:
         print(json.dumps({"samples": len(store), "checksums": checked, "damaged": damaged}, indent=2))
     else:
         for words in damaged:

@@ -76,21 +76,21 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command("nvme-checkpoint")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    given = parser().parse_args(words)
+    args = parser().parse_args(argv)
     try:
         return {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}[
-            given.command
-        ](given)
+            args.command
+        ](args)
     except (OSError, ValueError) as error:
         say(f"nvme-checkpoint: {error}")
         return 2
 
 
-def _info(given: argparse.Namespace) -> int:
-    found = contents(given.path, given.format)
-    if given.json:
+def _info(args: argparse.Namespace) -> int:
+    found = contents(args.path, args.format)
+    if args.json:
         print(json.dumps(asdict(found), indent=2))
         return 0
     kept = sum(item.checksum is not None for item in found.tensors)
@@ -103,18 +103,18 @@ def _info(given: argparse.Namespace) -> int:
     return 0
 
 
-def _verify_all(given: argparse.Namespace) -> int:
-    paths = [given.path, *given.more]
-    return max(_verify(given, path, f"{path}: " if len(paths) > 1 else "") for path in paths)
+def _verify_all(args: argparse.Namespace) -> int:
+    paths = [args.path, *args.more]
+    return max(_verify(args, path, f"{path}: " if len(paths) > 1 else "") for path in paths)
 
 
-def _verify(given: argparse.Namespace, path: str, label: str) -> int:
-    found = contents(path, given.format)
+def _verify(args: argparse.Namespace, path: str, label: str) -> int:
+    found = contents(path, args.format)
     checked = [item for item in found.items if item.checksum is not None]
     with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
         wrong = damaged(found, advance)
     bare = len(found.items) - len(checked)
-    if given.json:
+    if args.json:
         counts = {"checked": len(checked), "without_checksum": bare, "damaged": wrong}
         print(json.dumps({"path": path, **counts} if label else counts, indent=2))
     else:
@@ -134,26 +134,26 @@ def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> 
     return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
 
 
-def _clean(given: argparse.Namespace) -> int:
-    found = {path: os.path.getsize(path) for folder in given.folders for path in leftovers(folder)}
-    for path in found if not given.dry_run else ():
+def _clean(args: argparse.Namespace) -> int:
+    found = {path: os.path.getsize(path) for folder in args.folders for path in leftovers(folder)}
+    for path in found if not args.dry_run else ():
         with suppress(FileNotFoundError):  # another process removed it meanwhile
             os.unlink(path)
-    if given.json:
-        print(json.dumps({"removed": not given.dry_run, "files": found}, indent=2))
+    if args.json:
+        print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
         return 0
     for path, size in found.items():
         print(printable(f"{path}: {size_words(size)}"))
-    done = "would be removed" if given.dry_run else "removed"
+    done = "would be removed" if args.dry_run else "removed"
     print(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
     return 0
 
 
-def _diff(given: argparse.Namespace) -> int:
-    first, second = contents(given.first, given.format), contents(given.second, given.format)
+def _diff(args: argparse.Namespace) -> int:
+    first, second = contents(args.first, args.format), contents(args.second, args.format)
     with byte_bar(first.bytes, "diff") as advance:
         found = compare(first, second, advance)
-    if given.json:
+    if args.json:
         print(json.dumps(asdict(found), indent=2))
     else:
         for label, names in (
@@ -169,19 +169,19 @@ def _diff(given: argparse.Namespace) -> int:
     return 1 if found else 0
 
 
-def _convert(given: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> int:
     from nvme_ops.inspection.convert import convert  # slow to import
 
     done = convert(
-        given.source,
-        given.target,
-        key=given.key,
-        max_shard_size=given.max_shard_size,
-        checksums=not given.no_checksums,
-        verify=not given.no_verify,
+        args.source,
+        args.target,
+        key=args.key,
+        max_shard_size=args.max_shard_size,
+        checksums=not args.no_checksums,
+        verify=not args.no_verify,
         on_progress=lambda total: byte_bar(total, "convert"),
     )
-    if given.json:
+    if args.json:
         print(json.dumps(asdict(done), indent=2))
         return 0
     for name, stored in done.tied.items():

@@ -115,20 +115,20 @@ def _probe(ours: Any) -> Callable[..., Any]:
     return is_compatible
 
 
-def main(words: Sequence[str]) -> NoReturn:
+def main(argv: Sequence[str]) -> NoReturn:
     """Replaces this process by a program, such as ``ds_io``, with ``install`` in all of its Python processes.
 
     Args:
-        words: a file, or a program of this environment, and its arguments. A program in Python runs with this Python,
+        argv: a file, or a program of this environment, and its arguments. A program in Python runs with this Python,
             whatever its first line says; any other, such as a shell script, as it is.
 
     Raises:
         SystemExit: there is no such program, or it cannot run.
     """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    found = words[0] if os.path.isfile(words[0]) else shutil.which(words[0], path=path)
+    found = argv[0] if os.path.isfile(argv[0]) else shutil.which(argv[0], path=path)
     if found is None:
-        raise SystemExit(f"{words[0]}: no such program")
+        raise SystemExit(f"{argv[0]}: no such program")
     site = str(Path(__file__).parent / "at_start")
     environment = {
         **os.environ,
@@ -136,7 +136,7 @@ def main(words: Sequence[str]) -> NoReturn:
         "PYTHONPATH": os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "NVME_OPS_DEEPSPEED": "1",
     }
-    command = [*([sys.executable] if _is_python(found) else []), os.path.join(".", found), *words[1:]]
+    command = [*([sys.executable] if _is_python(found) else []), os.path.join(".", found), *argv[1:]]
     sys.stdout.flush()
     try:
         os.execve(command[0], command, environment)

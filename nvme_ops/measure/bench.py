@@ -92,47 +92,47 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(words: Sequence[str]) -> Namespace:
+def parse(argv: Sequence[str]) -> Namespace:
     """Returns the flags and what follows: ``places``, ``settings`` (several for a sweep), ``swept``, ``files``.
 
     Exits with status 2 and a message on wrong arguments.
     """
     made = parser()
-    given = made.parse_args(words)
-    given.words, given.gpu = list(words), given.device == "cuda"
+    args = made.parse_args(argv)
+    args.words, args.gpu = list(argv), args.device == "cuda"
     try:
-        _check(given)
-        given.places = _places(given)
-        given.settings, given.swept = _settings(given)
+        _check(args)
+        args.places = _places(args)
+        args.settings, args.swept = _settings(args)
     except ValueError as error:
         made.error(str(error))
     # of each process
-    given.files = given.loops + max(1, given.warmup_loops) if given.different_files else 1
-    return given
+    args.files = args.loops + max(1, args.warmup_loops) if args.different_files else 1
+    return args
 
 
-def _check(given: Namespace) -> None:
-    if unknown := [name for name in given.engines if name not in (*ENGINES, "all")]:
+def _check(args: Namespace) -> None:
+    if unknown := [name for name in args.engines if name not in (*ENGINES, "all")]:
         raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
-    wanted = [name for name, each in ENGINES.items() if given.gpu or not each.gpu_only]
-    given.engines = wanted if "all" in given.engines else list(dict.fromkeys(given.engines))
-    if given.use_gds and not given.gpu:
+    wanted = [name for name, each in ENGINES.items() if args.gpu or not each.gpu_only]
+    args.engines = wanted if "all" in args.engines else list(dict.fromkeys(args.engines))
+    if args.use_gds and not args.gpu:
         raise ValueError("--use_gds goes with --device cuda")
-    if given.cached and given.write:
+    if args.cached and args.write:
         raise ValueError("--cached goes with --read")
-    check_outputs(given.output, pictures=True)
+    check_outputs(args.output, pictures=True)
 
 
-def _places(given: Namespace) -> list[Workplace]:
-    if given.folder is not None:
-        gpus = max(1, torch.cuda.device_count()) if given.gpu else given.multi_process
+def _places(args: Namespace) -> list[Workplace]:
+    if args.folder is not None:
+        gpus = max(1, torch.cuda.device_count()) if args.gpu else args.multi_process
         # as ds_io: process N uses GPU N, or begins again at 0 if there are fewer
-        places = [Workplace(given.folder, number % gpus) for number in range(given.multi_process)]
+        places = [Workplace(args.folder, number % gpus) for number in range(args.multi_process)]
     else:
-        if given.multi_process not in (1, len(given.folder_to_device_mapping)):
+        if args.multi_process not in (1, len(args.folder_to_device_mapping)):
             raise ValueError("--multi_process: --folder_to_device_mapping has one process for each folder")
         places = []
-        for entry in given.folder_to_device_mapping:
+        for entry in args.folder_to_device_mapping:
             folder, separator, device = entry.rpartition(":")
             if not separator or not device.isdigit():
                 raise ValueError(f"--folder_to_device_mapping {entry}: not FOLDER:NUMBER")
@@ -140,9 +140,9 @@ def _places(given: Namespace) -> list[Workplace]:
     for place in places:
         if not os.path.isdir(place.folder):
             raise ValueError(f"{place.folder}: no such folder")
-    if given.gpu:
-        _check_gpus(places, given.pageable)
-    if given.scaling and len({place.folder for place in places}) < 2:
+    if args.gpu:
+        _check_gpus(places, args.pageable)
+    if args.scaling and len({place.folder for place in places}) < 2:
         raise ValueError("--scaling needs several folders: --folder_to_device_mapping")
     return places
 
@@ -158,10 +158,10 @@ def _check_gpus(places: list[Workplace], pageable: bool) -> None:
             raise ValueError(f"GPU {place.device} of {place.folder}: there are {count}, from 0 on")
 
 
-def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
+def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
     """Returns all combinations of the values of --sweep, and the names of the settings that differ."""
     axes: dict[str, Axis] = {}
-    for entry in given.sweep:
+    for entry in args.sweep:
         name, _, values = entry.partition("=")
         if not values or name not in SWEPT:
             raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(SWEPT)}")
@@ -173,25 +173,25 @@ def _settings(given: Namespace) -> tuple[list[Settings], list[str]]:
             raise ValueError(f"--sweep {name}: twice; name all its values once")
         axes[axis.name] = axis
     base = Settings(
-        given.block_size, given.queue_depth, given.single_submit, not given.sequential_requests, given.io_parallel
+        args.block_size, args.queue_depth, args.single_submit, not args.sequential_requests, args.io_parallel
     )
     settings = combinations(list(axes.values()), base)
-    if len(settings) > 1 and given.scaling:
+    if len(settings) > 1 and args.scaling:
         raise ValueError("--sweep and --scaling are two runs")
     return settings, list(axes)
 
 
 @measuring("nvme-bench")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1 for wrong data; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
-    words = words or []
-    if words and words[0] == "explain":
-        return explain.main(words[1:])
-    if words and words[0] == "workload":
+    argv = argv or []
+    if argv and argv[0] == "explain":
+        return explain.main(argv[1:])
+    if argv and argv[0] == "workload":
         from nvme_ops.measure.workload import cli as workload
 
-        return workload.main(words[1:])
-    result = run.run(parse(words), show_progress)
+        return workload.main(argv[1:])
+    result = run.run(parse(argv), show_progress)
     deliver(result.options, run.as_document(result), run.text(result), {"": [result.table]})
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")

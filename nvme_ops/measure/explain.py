@@ -54,11 +54,11 @@ _MIN_FILE = MIB  # one block of a default handle; with less, a call is bound by 
 _NOTE = 50  # the most characters of a row's note
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, or 1 if a transfer failed. Raises NotUsable for places that cannot be used."""
-    given = _parse(words)
+    args = _parse(argv)
     try:
-        page = _explain(given)
+        page = _explain(args)
     except (OSError, EOFError, RuntimeError) as reason:
         say(f"nvme-bench explain: {reason}")
         return 1
@@ -79,40 +79,40 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
-    given = made.parse_args(words)
-    if given.rounds < 2:
-        made.error(f"--rounds {given.rounds}: at least 2, or nothing is known of the noise")
-    kind, _, number = given.device.partition(":")
+    args = made.parse_args(argv)
+    if args.rounds < 2:
+        made.error(f"--rounds {args.rounds}: at least 2, or nothing is known of the noise")
+    kind, _, number = args.device.partition(":")
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-        made.error(f"--device {given.device}: neither cpu nor cuda:N")
-    given.gpu = int(number or 0) if kind == "cuda" else None
-    if given.gpu is not None and given.gpu >= torch.cuda.device_count():
-        made.error(f"--device {given.device}: torch sees {torch.cuda.device_count()} GPUs")
-    if given.write and os.path.isfile(given.path):
+        made.error(f"--device {args.device}: neither cpu nor cuda:N")
+    args.gpu = int(number or 0) if kind == "cuda" else None
+    if args.gpu is not None and args.gpu >= torch.cuda.device_count():
+        made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
+    if args.write and os.path.isfile(args.path):
         made.error("--write: a file that exists is only read; name a folder")
-    return given
+    return args
 
 
-def _explain(given: argparse.Namespace) -> list[str]:
+def _explain(args: argparse.Namespace) -> list[str]:
     """Returns the verdicts, then for each direction its table and findings, then the place and the machine."""
-    with _file(given) as path:
+    with _file(args) as path:
         place = _require_device(path)
-        most = min(os.path.getsize(path), given.io_size or _default_size())
-        if given.io_size:
+        most = min(os.path.getsize(path), args.io_size or _default_size())
+        if args.io_size:
             _check_memory(most)
-        meter = Meter([] if given.gpu is None else [given.gpu])
-        found = Task(path, min(most, _MIN_PASS), False, given.gpu)
-        about = [] if path != given.path else [_as_found(found, given.rounds)]
+        meter = Meter([] if args.gpu is None else [args.gpu])
+        found = Task(path, min(most, _MIN_PASS), False, args.gpu)
+        about = [] if path != args.path else [_as_found(found, args.rounds)]
         files.make_cold(path)
-        task = Task(path, most if given.io_size else _in_time(path, most), False, given.gpu)
+        task = Task(path, most if args.io_size else _in_time(path, most), False, args.gpu)
         about += _cautions(path, task.size)
         verdicts, page = [], []
-        for write in [False, True] if given.write else [False]:
+        for write in [False, True] if args.write else [False]:
             task = replace(task, write=write)
             refused = hindrances(task.handle.backend, _lock(task))
-            judgement, lines = _direction(task, meter, given.rounds, refused)
+            judgement, lines = _direction(task, meter, args.rounds, refused)
             verdicts.append(judgement.verdict)
             page += ["", *lines]
         about += [f"refused: {words}; fix: {fix}" for words, fix in refused]
@@ -122,20 +122,20 @@ def _explain(given: argparse.Namespace) -> list[str]:
 
 
 @contextmanager
-def _file(given: argparse.Namespace) -> Iterator[str]:
+def _file(args: argparse.Namespace) -> Iterator[str]:
     """Yields the file to work on: the one that is named, or a new one in the folder."""
-    if not _is_folder(given.path):
-        yield given.path
+    if not _is_folder(args.path):
+        yield args.path
         return
-    _require_device(given.path)
-    size = given.io_size or _default_size()
-    with scratch_folder(given.path, size + 64 * MIB, "--io_size or folder") as folder:
+    _require_device(args.path)
+    size = args.io_size or _default_size()
+    with scratch_folder(args.path, size + 64 * MIB, "--io_size or folder") as folder:
         _check_memory(size)
         path = os.path.join(folder, "data")
         try:
             files.make_file(path, size)
         except OSError as error:
-            raise files.NotUsable(f"{given.path}: {error.strerror}") from error
+            raise files.NotUsable(f"{args.path}: {error.strerror}") from error
         yield path
 
 

@@ -31,10 +31,10 @@ def measuring(name: str) -> Callable[[Main], Main]:
     def decorated(main: Main) -> Main:
         @command(name)
         @functools.wraps(main)
-        def run(words: Sequence[str] | None = None) -> int:
+        def run(argv: Sequence[str] | None = None) -> int:
             leave_on_signals()
             try:
-                return main(sys.argv[1:] if words is None else words)
+                return main(sys.argv[1:] if argv is None else argv)
             except NotUsable as reason:
                 say(f"{name}: {reason}")
                 return 2

@@ -232,15 +232,15 @@ def check_outputs(files: Sequence[str], pictures: bool = False) -> None:
 
 
 def deliver(
-    given: Namespace, document: Mapping[str, Any], text: str, tables: Mapping[str, Sequence[Table]] | None = None
+    args: Namespace, document: Mapping[str, Any], text: str, tables: Mapping[str, Sequence[Table]] | None = None
 ) -> None:
     """Prints the text, or with ``--json`` the document, and writes the files of ``--output``."""
     written = json.dumps(document, indent=2) + "\n"
-    if given.json:
+    if args.json:
         sys.stdout.write(written)
     elif text:
         show(text)
-    for file in given.output:
+    for file in args.output:
         if file.lower().endswith(".json"):
             Path(file).write_text(written, encoding="utf-8")
         elif not plot(tables or {}, file):

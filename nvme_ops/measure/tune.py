@@ -37,16 +37,16 @@ from nvme_ops.tuning import store
 
 
 @measuring("nvme-tune")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
-    given = parse(words)
-    shown_by_the_bar = sys.stderr.isatty() and not given.verbose
-    result = tune(given, (lambda _: None) if shown_by_the_bar else say)
+    args = parse(argv)
+    shown_by_the_bar = sys.stderr.isatty() and not args.verbose
+    result = tune(args, (lambda _: None) if shown_by_the_bar else say)
     if result.interrupted:
         say("\nnvme-tune: interrupted; the files are removed")
     if result.devices:
-        deliver(given, as_document(result), text(result))
-        if not given.no_store and not result.interrupted:
+        deliver(args, as_document(result), text(result))
+        if not args.no_store and not result.interrupted:
             _keep(result)
     return 130 if result.interrupted else 0
 
@@ -120,47 +120,47 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def parse(words: Sequence[str] | None) -> Namespace:
+def parse(argv: Sequence[str] | None) -> Namespace:
     """Returns the flags, checked, and what follows from them: ``axes``, ``directions`` and ``way`` (``device.WAYS``).
 
     Exits with status 2 and a message on wrong arguments.
     """
     made = parser()
-    given = made.parse_args(words)
-    given.folder = list(dict.fromkeys(given.folder))
-    given.directions = [name for name in search.DIRECTIONS if not getattr(given, f"no_{name}")]
-    given.way = "gds" if given.gds else "gpu" if given.device == "cuda" else "cpu"
+    args = made.parse_args(argv)
+    args.folder = list(dict.fromkeys(args.folder))
+    args.directions = [name for name in search.DIRECTIONS if not getattr(args, f"no_{name}")]
+    args.way = "gds" if args.gds else "gpu" if args.device == "cuda" else "cpu"
     try:
-        _check(given)
+        _check(args)
     except ValueError as error:
         made.error(str(error))
     try:
-        path = given.sweep_config
-        given.axes = search.axes(len(os.sched_getaffinity(0))) if path is None else _sweep_axes(path)
+        path = args.sweep_config
+        args.axes = search.axes(len(os.sched_getaffinity(0))) if path is None else _sweep_axes(path)
     except ValueError as error:
-        made.error(f"--sweep_config {given.sweep_config}: {error}")
-    return given
+        made.error(f"--sweep_config {args.sweep_config}: {error}")
+    return args
 
 
-def _check(given: Namespace) -> None:
-    if not given.directions:
+def _check(args: Namespace) -> None:
+    if not args.directions:
         raise ValueError("--no_read and --no_write together leave nothing to measure")
-    for folder in given.folder:
+    for folder in args.folder:
         if not os.path.isdir(folder):
             raise ValueError(f"--folder {folder}: no such folder")
-    if given.io_size < search.MIN_PASS:
+    if args.io_size < search.MIN_PASS:
         least = size_words(search.MIN_PASS)
         words = f"a pass of less than {least} mostly measures how it begins and ends"
-        raise ValueError(f"--io_size {size_words(given.io_size)}: {words}")
-    if not 0 < given.seconds < math.inf:
-        raise ValueError(f"--seconds: {given.seconds:g} is not a number of seconds above 0")
-    if given.no_store and given.replace:
+        raise ValueError(f"--io_size {size_words(args.io_size)}: {words}")
+    if not 0 < args.seconds < math.inf:
+        raise ValueError(f"--seconds: {args.seconds:g} is not a number of seconds above 0")
+    if args.no_store and args.replace:
         raise ValueError("--replace with --no_store: nothing is kept")
-    check_outputs(given.output)
-    if given.way != "cpu" and not torch.cuda.is_available():
-        flag = "--gds" if given.gds else "--device cuda"
+    check_outputs(args.output)
+    if args.way != "cpu" and not torch.cuda.is_available():
+        flag = "--gds" if args.gds else "--device cuda"
         raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
-    if given.way == "gds":
+    if args.way == "gds":
         try:
             gds_handle()
         except RuntimeError as error:

@@ -79,9 +79,9 @@ def parser() -> argparse.ArgumentParser:
 
     words = "generate text, and compare its speed with what storage and computing allow"
     command = _command(commands, "generate", words)
-    given = command.add_mutually_exclusive_group(required=True)
-    given.add_argument("--prompt", metavar="TEXT", help="the text to continue")
-    given.add_argument("--ids", type=_ids, metavar="1,2,3", help="the prompt as ids of tokens, without a tokenizer")
+    args = command.add_mutually_exclusive_group(required=True)
+    args.add_argument("--prompt", metavar="TEXT", help="the text to continue")
+    args.add_argument("--ids", type=_ids, metavar="1,2,3", help="the prompt as ids of tokens, without a tokenizer")
     command.add_argument("--memory", type=size_argument, default=4 << 30, help="for weights (4G)")
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
     command.add_argument("--batch", type=positive, default=1, metavar="N", help="copies of the prompt at once (1)")
@@ -91,12 +91,12 @@ def parser() -> argparse.ArgumentParser:
 
 
 @command("nvme-offload")
-def main(words: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
-    given = parser().parse_args(words)
+    args = parser().parse_args(argv)
     try:
         _silence_transformers()
-        return {"plan": _plan, "generate": _generate}[given.command](given)
+        return {"plan": _plan, "generate": _generate}[args.command](args)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
         say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
         return 2
@@ -111,34 +111,34 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
     return made
 
 
-def _plan(given: argparse.Namespace) -> int:
-    device, files = _device(given.device), weight_files(given.model)
-    given.batch = sorted(set(given.batch))
-    with progress_bar(3 if given.train else 2 + len(given.batch)) as step:
+def _plan(args: argparse.Namespace) -> int:
+    device, files = _device(args.device), weight_files(args.model)
+    args.batch = sorted(set(args.batch))
+    with progress_bar(3 if args.train else 2 + len(args.batch)) as step:
         step("sizes")
-        with _opened(given, device) as model:
+        with _opened(args, device) as model:
             sizes, about = sizes_of(model)
             parameters = list(model.parameters())
-        _require_context(model.config, given.prompt_length + (0 if given.train else given.new_tokens))
+        _require_context(model.config, args.prompt_length + (0 if args.train else args.new_tokens))
         step("storage")
-        if given.train:
-            folder = given.folder or os.path.dirname(os.path.abspath(files[0]))
+        if args.train:
+            folder = args.folder or os.path.dirname(os.path.abspath(files[0]))
             rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
             step("computing")
             with _timing(about):
-                trained = Layers(model, given.memory, device, given.memory).training(given.prompt_length, parameters)
-            found = training_plan(about, trained, given.memory, rate, free, given.batch, given.prompt_length)
+                trained = Layers(model, args.memory, device, args.memory).training(args.prompt_length, parameters)
+            found = training_plan(about, trained, args.memory, rate, free, args.batch, args.prompt_length)
         else:
-            found = _inference(given, model, sizes, about, rates(files, given.folder, device), device, step)
-    if given.json:
+            found = _inference(args, model, sizes, about, rates(files, args.folder, device), device, step)
+    if args.json:
         print(json.dumps(found, indent=2))
     else:
-        show(training_text(found) if given.train else inference_text(found))
+        show(training_text(found) if args.train else inference_text(found))
     return 0
 
 
 def _inference(
-    given: argparse.Namespace,
+    args: argparse.Namespace,
     model: Any,
     sizes: Sizes,
     about: Mapping[str, Any],
@@ -147,19 +147,19 @@ def _inference(
     step: Step,
 ) -> dict[str, Any]:
     with _timing(about):
-        layers = Layers(model, given.memory, device, measured.device_free)
+        layers = Layers(model, args.memory, device, measured.device_free)
         sizes = replace(sizes, cache=layers.cache_bytes())
-    prompt, new = given.prompt_length, given.new_tokens
-    fit = [batch for batch in given.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
+    prompt, new = args.prompt_length, args.new_tokens
+    fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
     estimates, energy = [], _Energy(device)
     for batch in fit:
         step(f"batch {batch}")
         estimates.append(
             estimate(sizes, measured, layers.computing(batch, prompt, prompt + new // 2), batch, prompt, new)
         )
-    watts = energy.watts() if given.watts is None else given.watts
-    left_out = [batch for batch in given.batch if batch not in fit]
-    return inference_plan(about, sizes, measured, estimates, left_out, given.memory, given.price_per_hour, watts)
+    watts = energy.watts() if args.watts is None else args.watts
+    left_out = [batch for batch in args.batch if batch not in fit]
+    return inference_plan(about, sizes, measured, estimates, left_out, args.memory, args.price_per_hour, watts)
 
 
 @contextlib.contextmanager
@@ -171,39 +171,39 @@ def _timing(about: Mapping[str, Any]) -> Iterator[None]:
         raise ValueError(f"no layer of {about['model']} can be timed: {error}") from error
 
 
-def _generate(given: argparse.Namespace) -> int:
-    device, files = _device(given.device), weight_files(given.model)
-    tokenizer = _tokenizer(given.model, os.path.dirname(files[0]))
-    if given.prompt is not None and tokenizer is None:
-        raise ValueError(f"{given.model} has no tokenizer: give the prompt as ids of tokens, --ids 1,2,3")
-    prompt = given.ids if given.prompt is None else tokenizer(given.prompt)["input_ids"]
+def _generate(args: argparse.Namespace) -> int:
+    device, files = _device(args.device), weight_files(args.model)
+    tokenizer = _tokenizer(args.model, os.path.dirname(files[0]))
+    if args.prompt is not None and tokenizer is None:
+        raise ValueError(f"{args.model} has no tokenizer: give the prompt as ids of tokens, --ids 1,2,3")
+    prompt = args.ids if args.prompt is None else tokenizer(args.prompt)["input_ids"]
     if not prompt:
         raise ValueError("the prompt has no tokens")
-    text = _Text(tokenizer, silent=given.json)
+    text = _Text(tokenizer, silent=args.json)
     with contextlib.ExitStack() as bar:
-        step = bar.enter_context(progress_bar(2 + given.new_tokens))
+        step = bar.enter_context(progress_bar(2 + args.new_tokens))
         step("load the model")
-        with _opened(given, device) as model:
-            _require_context(model.config, len(prompt) + given.new_tokens)
+        with _opened(args, device) as model:
+            _require_context(model.config, len(prompt) + args.new_tokens)
             step("read the prompt")
             energy = _Energy(device)
 
             def on_token(tokens: list[int]) -> None:
-                if sys.stdout.isatty() and not given.json:
+                if sys.stdout.isatty() and not args.json:
                     bar.close()  # both would be on one line
                 else:
                     step("generate")
                 text.add(tokens[0])
 
-            reached = generate(model, prompt, given.batch, given.new_tokens, sample=given.sample, on_token=on_token)
+            reached = generate(model, prompt, args.batch, args.new_tokens, sample=args.sample, on_token=on_token)
             joules = energy.joules()
         found = reached.document(read_rate(files, cached=True), joules)
     text.end()
     texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in reached.tokens]
-    if given.json:
+    if args.json:
         print(json.dumps({**found, "texts": texts}, indent=2))
         return 0
-    if given.sample:
+    if args.sample:
         for each in (texts or [",".join(map(str, tokens)) for tokens in reached.tokens])[1:]:
             show(each)
     if tokenizer is None:
@@ -305,8 +305,8 @@ def _silence_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def _opened(given: argparse.Namespace, device: torch.device) -> Any:
-    return from_pretrained(given.model, memory_budget=given.memory, device=device)
+def _opened(args: argparse.Namespace, device: torch.device) -> Any:
+    return from_pretrained(args.model, memory_budget=args.memory, device=device)
 
 
 def _device(name: str) -> torch.device:

@@ -166,14 +166,14 @@ def test_the_large_store_is_a_store(folder: Path) -> None:
 # Those that must find what the one in memory finds
 
 
-def given_of(name: str, *words: str) -> Namespace:
+def args_of(name: str, *words: str) -> Namespace:
     return command.parse(name, words)[1]
 
 
 def _activations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(activations, "GIB", 1 << 20)
     run = command.Run.__new__(command.Run)
-    run.given, kept = given_of("activations", "--steps", "1"), list[Row]()
+    run.args, kept = args_of("activations", "--steps", "1"), list[Row]()
     monkeypatch.setattr(command.Run, "measure", lambda _, rows, **__: kept.extend(rows))
     activations.net_table(run, "convolutional", str(folder))
     return kept
@@ -181,13 +181,13 @@ def _activations(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 
 def _training(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda _: True)
-    rows = training.engine_table(str(folder), given_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
+    rows = training.engine_table(str(folder), args_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
     return [rows[0], *(each for each in rows if each.name.startswith("nvme_ops"))]
 
 
 def _deepspeed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     _training(folder, monkeypatch)
-    rows = training.engine_table(str(folder), given_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
+    rows = training.engine_table(str(folder), args_of("training", "--steps", "1"), None).rows  # type: ignore[arg-type]
     return [rows[0], next(each for each in rows if each.name == "DeepSpeed, states")]
 
 
@@ -196,7 +196,7 @@ def _inference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(inference, "bounded", lambda _, table, *__: table)
     (folder / "model.safetensors").write_bytes(bytes(4096))
     run = command.Run.__new__(command.Run)
-    run.given = given_of("inference")
+    run.args = args_of("inference")
     return inference.batch_table(run, str(folder), str(folder), 1).rows
 
 

@@ -70,57 +70,57 @@ def _words(make: Callable[..., Any]) -> str:
     return (make.__doc__ or "").rstrip(".")
 
 
-def main(words: Sequence[str]) -> int:
+def main(argv: Sequence[str]) -> int:
     """Runs the command; returns 0, or 1 if a reader returned wrong bytes.
 
     Raises NotUsable or OSError if a folder or an output cannot be used; then, and after Ctrl-C, what was measured
     before has been printed and written.
     """
-    given = _parse(words)
+    args = _parse(argv)
     jobs: dict[str, Any] = {}
     found = {
-        "command": ["nvme-bench", "workload", *words],
+        "command": ["nvme-bench", "workload", *argv],
         "machine": machine(),
-        "folders": {given.folder: place(given.folder)},
+        "folders": {args.folder: place(args.folder)},
         "jobs": jobs,
         "interrupted": True,  # until all of it is measured
     }
     try:
-        with contextlib.redirect_stdout(sys.stderr if given.json else sys.stdout):
-            for name in dict.fromkeys(given.jobs):
+        with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
+            for name in dict.fromkeys(args.jobs):
                 jobs[name] = {"wrong": [], "notes": {}}
                 if name in JOBS:
-                    _read(JOBS[name], given, jobs[name])
+                    _read(JOBS[name], args, jobs[name])
                 else:
-                    _write(WRITING[name], given, jobs[name])
+                    _write(WRITING[name], args, jobs[name])
         found["interrupted"] = False
     finally:
         measured = any(job.get("curves") or job.get("ways") for job in jobs.values())
         if measured or not found["interrupted"]:
-            deliver(given, found, "")
+            deliver(args, found, "")
     wrong = [name for job in jobs.values() for name in job["wrong"]]
     if wrong:
         say(f"nvme-bench: wrong data: {', '.join(wrong)}")
     return 1 if wrong else 0
 
 
-def _parse(words: Sequence[str]) -> argparse.Namespace:
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
     flags = parser()
-    given = flags.parse_args(words)
+    args = flags.parse_args(argv)
     try:
-        check_outputs(given.output)
-        of_readers = {"--reader": given.reader, "--accelerators": given.accelerators}
+        check_outputs(args.output)
+        of_readers = {"--reader": args.reader, "--accelerators": args.accelerators}
         for flag, wanted in of_readers.items():
-            if wanted and not JOBS.keys() & set(given.jobs):
+            if wanted and not JOBS.keys() & set(args.jobs):
                 raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
-        given.reader = given.reader or [OURS]
-        if not all(math.isfinite(value) and value > 0 for value in (given.seconds, given.slower)):
+        args.reader = args.reader or [OURS]
+        if not all(math.isfinite(value) and value > 0 for value in (args.seconds, args.slower)):
             raise ValueError("--seconds and --slower must be numbers greater than 0")
-        if not Path(given.folder).is_dir():
-            raise ValueError(f"--folder {given.folder}: no such folder")
+        if not Path(args.folder).is_dir():
+            raise ValueError(f"--folder {args.folder}: no such folder")
     except ValueError as error:
         flags.error(str(error))
-    return given
+    return args
 
 
 class _Lines:
@@ -162,9 +162,9 @@ def _sizes(job: Job, total: int) -> list[int]:
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
 
 
-def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
-    sizes = _sizes(job, given.size)
-    compute, nbytes = job.compute * given.slower, sum(sizes)
+def _read(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    sizes = _sizes(job, args.size)
+    compute, nbytes = job.compute * args.slower, sum(sizes)
     show(
         f"\n{job.name}: {job.words}; batches of {job.batch} x {size_words(int(job.record))}, {compute:.4g} s each: "
         f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
@@ -173,14 +173,14 @@ def _read(job: Job, given: argparse.Namespace, found: dict[str, Any]) -> None:
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
     head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
     with _Lines(found, *head) as table:
-        for name in list(READERS) if "all" in given.reader else dict.fromkeys(given.reader):
-            with table.of(name), scratch_folder(given.folder, nbytes + nbytes // 8) as folder:
-                data = DataSet(Path(folder), sizes, job.batch, job.shuffled, given.workers)
-                _measure_reader(name, data, job, given, found, table)
+        for name in list(READERS) if "all" in args.reader else dict.fromkeys(args.reader):
+            with table.of(name), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
+                data = DataSet(Path(folder), sizes, job.batch, job.shuffled, args.workers)
+                _measure_reader(name, data, job, args, found, table)
 
 
 def _measure_reader(
-    name: str, data: DataSet, job: Job, given: argparse.Namespace, found: dict[str, Any], table: _Lines
+    name: str, data: DataSet, job: Job, args: argparse.Namespace, found: dict[str, Any], table: _Lines
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
     reader = made(name, data)
@@ -190,14 +190,14 @@ def _measure_reader(
     results: list[Fed] = []
 
     def at(count: int) -> Fed:
-        fed = feed(reader, count, found["compute"], given.seconds)
+        fed = feed(reader, count, found["compute"], args.seconds)
         show_progress(f"{job.name}, {name}: {count} accelerators, {share_words(fed.utilization)} busy")
         results.append(fed)
         return fed
 
     try:
-        if given.accelerators:
-            at(given.accelerators)
+        if args.accelerators:
+            at(args.accelerators)
         else:
             search(at)
     finally:
@@ -227,9 +227,9 @@ def _as_json(fed: Fed) -> dict[str, Any]:
     return {**kept, "fed_from": FED, **waits, "latency_p50": fed.latency(0.5), "latency_p99": fed.latency(0.99)}
 
 
-def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> None:
-    nbytes = min(job.nbytes, given.size) if job.records == 1 else job.nbytes
-    compute = job.compute * given.slower * nbytes / job.nbytes
+def _write(job: Writing, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    nbytes = min(job.nbytes, args.size) if job.records == 1 else job.nbytes
+    compute = job.compute * args.slower * nbytes / job.nbytes
     show(
         f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
         + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
@@ -237,11 +237,11 @@ def _write(job: Writing, given: argparse.Namespace, found: dict[str, Any]) -> No
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
     with (
         _Lines(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
-        scratch_folder(given.folder, 3 * nbytes + 256 * MIB) as folder,
+        scratch_folder(args.folder, 3 * nbytes + 256 * MIB) as folder,
     ):
         for words, make in saving.ways(job, Path(folder), nbytes).items():
             show_progress(f"{job.name}: {words}")
             with table.of(words):
-                kept = saving.measured(make, nbytes, compute, given.seconds)
+                kept = saving.measured(make, nbytes, compute, args.seconds)
                 found["ways"].append({"name": words, **_as_json(kept)})
                 table.add(words, f"{100 * kept.utilization:.1f} %", *_rate_and_waits(kept))
