@@ -180,8 +180,8 @@ class Copy:
 class NativeCopy(Copy):
     """A copy in which the programs of tests/cpp run; those that a change does not concern are not compiled again."""
 
-    def __init__(self, folder: Path, given: argparse.Namespace) -> None:
-        super().__init__(folder, given)
+    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+        super().__init__(folder, args)
         self._cpp = self.root / ROOMS[native_mutants.ROOM][0]
         if self.make("usual", "build-plain", None) != 0:
             raise RuntimeError("make -C tests/cpp build-plain fails")

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from mutant_list import MOST_CONSTANT, ROOT, Mutant, draw
+from mutant_list import MAX_CONSTANT, ROOT, Mutant, draw
 
 ROOM, LAYERS, SAMPLE = "csrc", ("base", "backends", "engine"), 60
 #: What may be a comment, a line of the preprocessor or a text, where nothing is changed.
@@ -36,7 +36,7 @@ def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
     for found in re.finditer(r"!(?=[\w(])", text):
         yield "not", *found.span(), ""
     for found in CONSTANT.finditer(text):
-        if int(found[0]) <= MOST_CONSTANT:
+        if int(found[0]) <= MAX_CONSTANT:
             yield "constant", *found.span(), str(int(found[0]) + 1)
     for found in STATEMENT.finditer(text):
         yield "statement", *found.span(1), ""
