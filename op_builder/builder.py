@@ -59,6 +59,10 @@ class OpBuilder:
         self.build_for_cpu = False
         #: Why the op cannot be built here, after ``is_buildable`` or ``is_compatible`` returned False.
         self.error_log: str | None = None
+        #: Why ``load`` would fail, after ``is_buildable`` returned False.
+        self.build_problem: str | None = None
+        #: The finished op that ``is_buildable`` found and ``load`` would use; None if it would compile first.
+        self.built: cache.Built | None = None
         #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
@@ -108,13 +112,12 @@ class OpBuilder:
         On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
         ``verbose=True`` prints these.
         """
-        self.error_log = None
-        if self.is_installed() or self.is_cached():
-            return True
-        self.error_log = cache.refusal() or None
-        if self.error_log is None and (problem := self.toolchain_problem()):
-            self.error_log = problem + cache.left_out(self.name)
-        return self.error_log is None
+        self.built = self._find_built()
+        problem = None if self.built else cache.refusal() or None
+        if not self.built and not problem and (problem := self.toolchain_problem()):
+            problem += cache.left_out(self.name)
+        self.error_log = self.build_problem = problem
+        return problem is None
 
     def is_loaded(self) -> bool:
         """Returns whether this process has loaded the op."""
@@ -122,8 +125,7 @@ class OpBuilder:
 
     def is_installed(self) -> bool:
         """Returns whether the package contains an op built ahead of time that fits this torch and Python."""
-        found = prebuilt.find(self.name)
-        return found is not None and not prebuilt.mismatch(found, self._requirements())
+        return self._find_prebuilt() is not None
 
     def is_cached(self) -> bool:
         """Returns whether the cache has an op built just in time, so that ``load`` compiles nothing."""
@@ -243,6 +245,17 @@ class OpBuilder:
 
     def _requirements(self) -> dict[str, str]:
         return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
+
+    def _find_prebuilt(self) -> cache.Built | None:
+        found = prebuilt.find(self.name)
+        return found if found is not None and not prebuilt.mismatch(found, self._requirements()) else None
+
+    def _find_built(self) -> cache.Built | None:
+        if (found := self._find_prebuilt()) is not None:
+            return found
+        entry = cache.find(self.recipe())
+        record = entry.record() if entry is not None else None
+        return cache.Built("cached", entry.library, record) if entry is not None and record is not None else None
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
@@ -419,8 +432,10 @@ class PinMemoryBuilder(OpBuilder):
 
     def is_buildable(self, verbose: bool = False) -> bool:
         """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
-        found = self._compiled.is_buildable(verbose)
-        self.error_log, self.warnings = self._compiled.error_log, self._compiled.warnings
+        op = self._compiled
+        found = op.is_buildable(verbose)
+        self.error_log, self.warnings = op.error_log, op.warnings
+        self.build_problem, self.built = op.build_problem, op.built
         return found
 
     def is_installed(self) -> bool:

@@ -16,7 +16,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +29,15 @@ RECORD = "build.json"
 
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a lock that is not this user's
+
+
+@dataclass(frozen=True)
+class Built:
+    """A finished op, and what it was made from."""
+
+    how: str  #: "prebuilt" or "cached"
+    library: Path
+    record: Mapping[str, object]
 
 
 @dataclass(frozen=True)

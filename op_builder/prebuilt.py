@@ -14,11 +14,11 @@ import os
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from . import cache, jit, trust
+from .cache import Built
 from .recipe import PACKAGE, Recipe
 
 if TYPE_CHECKING:
@@ -37,15 +37,7 @@ _SUFFIX = ".abi3.so"
 MARK = "portable"
 
 
-@dataclass(frozen=True)
-class Prebuilt:
-    """A prebuilt op and what it was made from."""
-
-    library: Path
-    record: Mapping[str, object]
-
-
-def find(name: str, folder: Path | None = None) -> Prebuilt | None:
+def find(name: str, folder: Path | None = None) -> Built | None:
     """Returns the prebuilt op ``name`` in the package, whatever it was built for; None if there is none."""
     folder = folder or OPS
     fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
@@ -61,7 +53,7 @@ def find(name: str, folder: Path | None = None) -> Prebuilt | None:
                 record = json.loads(record_path(library).read_text())
             except (OSError, ValueError):
                 record = {}
-            return Prebuilt(library, record if isinstance(record, dict) else {})
+            return Built("prebuilt", library, record if isinstance(record, dict) else {})
     return None
 
 
@@ -70,7 +62,7 @@ def record_path(library: Path) -> Path:
     return library.with_name(f"{stem(library.name) or library.name.partition('.')[0]}.{cache.RECORD}")
 
 
-def mismatch(found: Prebuilt, requirements: Mapping[str, str]) -> str:
+def mismatch(found: Built, requirements: Mapping[str, str]) -> str:
     """Returns why ``found`` must not be loaded by a process with ``requirements``; an empty string if it fits."""
     if problem := _why_not_trusted(found.library):
         return problem

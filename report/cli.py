@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import partial
 
 from nvme_ops.arguments import command, command_line, say
 from nvme_ops.op_builder import ALL_OPS
@@ -63,13 +63,14 @@ def parser() -> argparse.ArgumentParser:
 
 def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
     """Runs every check that needs no folder; section name -> results. Opens cuFile only if ``open_driver``."""
-    look = cache(ops.built)
+    rows = run_checks({name: partial(ops.row, builder) for name, builder in ALL_OPS.items()})
+    built = ops.all_built()
     environment: Checks = {
         "torch": ops.torch,
         "nvme_ops": ops.package,
-        "ops compiled with": lambda: ops.compiled_with(look),
-        "C++ compiler": lambda: ops.if_needed(ops.compiler, look),
-        "Python headers": lambda: ops.if_needed(ops.python_headers, look),
+        "ops compiled with": lambda: ops.compiled_with(built),
+        "C++ compiler": lambda: ops.if_needed(ops.compiler, built),
+        "Python headers": lambda: ops.if_needed(ops.python_headers, built),
         "CUDA": lambda: ops.cuda(host),
         "kernel": lambda: kernel.version(host),
         "io_uring sysctl": lambda: kernel.io_uring_sysctl(host),
@@ -82,8 +83,8 @@ def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ..
     }
     return {
         "build": run_checks({"ninja": ops.ninja}),
-        "ops": run_checks({name: partial(ops.row, builder, look) for name, builder in ALL_OPS.items()}),
-        "backends": kernel.backends(host, look),
+        "ops": rows,
+        "backends": kernel.backends(host, built),
         "cufile": gds.section(host) + (run_checks({"cuFile driver": gds.open_driver}) if open_driver else ()),
         "environment": run_checks(environment),
     }

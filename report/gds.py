@@ -302,7 +302,9 @@ def open_driver() -> Result:
     broken = ops.torch_problem()
     if broken is not None:
         return Result(_DRIVER, Status.WARNING, f"not opened, torch: {broken.detail}", broken.fix)
-    if ops.built(GDSBuilder()) is None:
+    builder = GDSBuilder()
+    builder.is_buildable()
+    if builder.built is None:
         return Result(_DRIVER, Status.WARNING, "not opened, because the gds op is not compiled yet", _BUILD)
     code, output = _run()
     said = [line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)]

@@ -9,10 +9,10 @@ import platform
 import re
 import resource
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder.cache import Built
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.text import MIB, size_words
 
@@ -153,16 +153,16 @@ def libaio_name() -> str | None:
 # The backends
 
 
-def backends(host: Host, look: ops.Look) -> tuple[Result, ...]:
+def backends(host: Host, built: Mapping[str, Built]) -> tuple[Result, ...]:
     """Checks every backend, in order of preference; the last result is the one that a handle would choose."""
-    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(look)})
+    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(built)})
     results += (Result("threads", Status.OKAY, "pread and pwrite, always there"),)
     return results + run_checks({"chosen": lambda: chosen(results)})
 
 
-def libaio(look: ops.Look) -> Result:
+def libaio(built: Mapping[str, Built]) -> Result:
     """Checks whether the op was, or would be, compiled with libaio, the library, and the kernel's AIO."""
-    compiled_in = ops.has_libaio(ALL_OPS["async_io"], look)
+    compiled_in = ops.has_libaio(built)
     library = libaio_name()
     words, fix = f"{library}, io_setup succeeds", ""
     if not compiled_in:

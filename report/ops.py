@@ -13,12 +13,12 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TypeAlias
 
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, cache, cufile, machine, prebuilt, recipe
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, cache, cufile, machine, prebuilt, recipe
+from nvme_ops.op_builder.cache import Built
 from nvme_ops.op_builder.machine import Host
 
 from .result import Json, Result, Status, judged
@@ -26,19 +26,7 @@ from .result import Json, Result, Status, judged
 _HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
 
 
-@dataclass(frozen=True)
-class Built:
-    """A compiled op that ``load`` would use, and what it was made from."""
-
-    how: str  # "prebuilt" or "cached"
-    library: Path
-    record: Mapping[str, object]
-
-
-Look: TypeAlias = Callable[[OpBuilder], Built | None]  # ``built``, or a cached version of it
-
-
-def row(builder: OpBuilder, look: Look) -> Result:
+def row(builder: OpBuilder) -> Result:
     """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
     present = prebuilt.find(name)
@@ -50,10 +38,10 @@ def row(builder: OpBuilder, look: Look) -> Result:
         return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
     misfit = _misfit(builder, present) if present is not None else ""
     compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
-    found = look(builder)  # an op that is compiled needs no compiler
+    found = builder.built  # an op that is compiled needs no compiler
     reason = ""
-    if not compatible and found is None and not builder.is_buildable():
-        reason = builder.error_log or "not compatible"
+    if builder.build_problem:
+        reason = builder.build_problem
     elif misfit and not builder.is_cached():
         reason = builder.toolchain_problem() or ""
     if reason:
@@ -87,7 +75,7 @@ def _missing(builder: OpBuilder) -> tuple[list[str], str]:
     return warnings, next((fix for _, _, fix in parts if fix), "".join(warnings[-1:]))
 
 
-def _misfit(builder: OpBuilder, present: prebuilt.Prebuilt) -> str:
+def _misfit(builder: OpBuilder, present: Built) -> str:
     return prebuilt.mismatch(present, builder.recipe().requirements()) or _why_not_loadable(present.library)
 
 
@@ -100,10 +88,10 @@ def _why_not_loadable(library: Path) -> str:
     return ""
 
 
-def if_needed(check: Callable[[], Result], look: Look) -> Result:
+def if_needed(check: Callable[[], Result], built: Mapping[str, Built]) -> Result:
     """Runs a check of what compiles an op; its complaint becomes a fact if all ops are compiled already."""
     found = check()
-    if found.status is not Status.NO or any(look(builder) is None for builder in ALL_OPS.values()):
+    if found.status is not Status.NO or built.keys() < ALL_OPS.keys():
         return found
     words = f"{found.detail.partition(':')[0]}, nor needed: the ops are built"
     return replace(found, status=Status.INFO, detail=words, fix="")
@@ -119,39 +107,30 @@ def _build_fix() -> str:
     return install_command("compiler")
 
 
-def built(builder: OpBuilder) -> Built | None:
-    """Returns the compiled op that ``load`` would use; None if it would compile first, or torch cannot be imported."""
+def all_built() -> dict[str, Built]:
+    """Returns the finished ops that ``load`` would use, by name, as ``row`` has found them."""
     if torch_problem() is not None:
-        return None
-    recipe = builder.recipe()
-    present = prebuilt.find(builder.name)
-    if present is not None and not prebuilt.mismatch(present, recipe.requirements()):
-        return Built("prebuilt", present.library, present.record)
-    entry = cache.find(recipe)
-    record = entry.record() if entry is not None else None
-    return Built("cached", entry.library, record) if entry is not None and record is not None else None
+        return {}
+    return {name: builder.built for name, builder in ALL_OPS.items() if builder.built is not None}
 
 
-def has_libaio(builder: OpBuilder, look: Look) -> bool:
-    """Returns whether the op was compiled with libaio's header, or would be."""
-    found = look(builder)
-    flags = found.record.get("cxx_args") if found is not None else builder.cxx_args()
+def has_libaio(built: Mapping[str, Built]) -> bool:
+    """Returns whether ``async_io`` was compiled with libaio's header, or would be."""
+    name = AsyncIOBuilder.NAME
+    flags = built[name].record.get("cxx_args") if name in built else ALL_OPS[name].cxx_args()
     return isinstance(flags, list) and _HAVE_LIBAIO in flags
 
 
-def compiled_with(look: Look) -> list[Result]:
-    """Reports what each compiled op was compiled with; nothing for one that is not compiled yet."""
+def compiled_with(built: Mapping[str, Built]) -> list[Result]:
+    """Reports what each finished op was compiled with."""
     results = []
-    for builder in ALL_OPS.values():
-        found = look(builder)
-        if found is None:
-            continue
+    for name, found in built.items():
         record = found.record
         cuda = record.get("cuda")
         words = f"torch {record.get('torch')}, CUDA {cuda if cuda not in (None, 'None') else 'none'}, {found.how}"
         data: dict[str, Json] = {"how": found.how, "library": str(found.library)}
         data |= {key: str(record.get(key)) for key in ("torch", "cuda", "hip", "cxx11_abi", "compiler", "machine")}
-        results.append(Result(f"{builder.name} compiled with", Status.INFO, words, data=data))
+        results.append(Result(f"{name} compiled with", Status.INFO, words, data=data))
     return results
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, cufile, machine
+from nvme_ops.op_builder import GDSBuilder, cache, cufile, machine
 from tests.conftest import run_python
 from tests.made_up_gpu import EVERYTHING, clear_environment, put
 
@@ -30,7 +30,7 @@ def builder(root: Path, files: Mapping[str, str]) -> GDSBuilder:
     put(root, files)
     made = GDSBuilder()
     made.host = machine.Host(root)
-    made.is_installed = lambda: True  # type: ignore[method-assign]
+    made._find_built = lambda: cache.Built("prebuilt", root, {})  # type: ignore[method-assign]
     made._libaio_flags = list  # type: ignore[method-assign]
     return made
 

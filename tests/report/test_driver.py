@@ -113,7 +113,7 @@ def test_a_library_that_never_returns_is_given_up_and_what_it_said_before_counts
 def test_what_is_lacking_before_is_said_and_nothing_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gds, "_run", lambda: pytest.fail("a process was started"))
     with monkeypatch.context() as changed:
-        changed.setattr(ops, "built", lambda builder: None)
+        changed.setattr(GDSBuilder, "_find_built", lambda _: None)
         assert "GDSBuilder().load(" in check(Status.WARNING, "not compiled yet").fix
     broken = Result("torch", Status.NO, "not installed", "pip install torch")
     monkeypatch.setattr(ops, "torch_problem", lambda: broken)

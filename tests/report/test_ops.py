@@ -9,7 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, OpBuilder, prebuilt, recipe
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, prebuilt, recipe
+from nvme_ops.op_builder.cache import Built
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import ops
 from nvme_ops.report.result import Result, Status, run_checks
@@ -74,7 +75,7 @@ def prebuild(folder: Path, builder: OpBuilder, **changes: object) -> None:
 
 
 def row(builder: OpBuilder) -> Result:
-    (result,) = run_checks({builder.name: lambda: ops.row(builder, ops.built)})
+    (result,) = run_checks({builder.name: lambda: ops.row(builder)})
     return result
 
 
@@ -151,12 +152,14 @@ def test_what_a_prebuilt_op_was_compiled_with_is_read_from_its_record(
     tmp_path: Path, installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     builder = MadeUp(tmp_path)
-    assert not ops.has_libaio(builder, ops.built)
+    monkeypatch.setattr(ops, "ALL_OPS", {"async_io": builder, "gds": ForAGpu(tmp_path)})
+    assert not ops.has_libaio({})
     prebuild(installed, builder, cxx_args=["-O2", "-DNVME_OPS_HAVE_LIBAIO=1"])
-    assert ops.has_libaio(builder, ops.built)
-    monkeypatch.setattr(ops, "ALL_OPS", {"made_up": builder, "gds": ForAGpu(tmp_path)})
-    (result,) = ops.compiled_with(ops.built)
-    assert result.name == "made_up compiled with"
+    row(builder)
+    built = ops.all_built()
+    assert ops.has_libaio(built)
+    (result,) = ops.compiled_with(built)
+    assert result.name == "async_io compiled with"
     assert result.detail.endswith("prebuilt")
     assert result.data["torch"] == builder.recipe().facts()["torch"]
 
@@ -171,8 +174,9 @@ def test_a_cache_that_others_can_write_to_is_a_reason(tmp_path: Path) -> None:
 
 def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built() -> None:
     missing = Result("C++ compiler", NO, "not found (c++): ops cannot be compiled here", "apt-get install g++")
-    assert ops.if_needed(lambda: missing, lambda _: None) == missing
-    found = ops.if_needed(lambda: missing, lambda _: ops.Built("prebuilt", Path("op.so"), {}))
+    built = {name: Built("prebuilt", Path("op.so"), {}) for name in ALL_OPS}
+    assert ops.if_needed(lambda: missing, {"gds": built["gds"]}) == missing
+    found = ops.if_needed(lambda: missing, built)
     assert (found.status, found.fix) == (Status.INFO, "")
 
 
