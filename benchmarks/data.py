@@ -21,7 +21,6 @@ import torch
 
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import size
 from nvme_ops.data import AsyncLog
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
@@ -35,7 +34,7 @@ from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentil
 from nvme_ops.measure.tables import Table
 from nvme_ops.measure.workload.feed import cool
 from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, checked, made
-from nvme_ops.text import MIB, rounded, size_words
+from nvme_ops.text import MIB, rounded, size, size_words
 
 GROUPS = {
     "random": "samples of each size in random order, in GB/s",

@@ -26,12 +26,11 @@ from benchmarks import cgroups, command
 from benchmarks.activations import bounded
 from benchmarks.checkpoint import let_the_device_rest
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import size
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import MIB, size, size_words
 
 GROUPS = {
     "memory": "the model in memory; always measured",

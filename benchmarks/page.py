@@ -30,7 +30,6 @@ from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,un
 
 from benchmarks import command as shared
 from benchmarks.command import ROOT
-from nvme_ops.arguments import command_line, positive
 from nvme_ops.measure import machine, stop
 from nvme_ops.measure.run import blocks_rows
 from nvme_ops.measure.scratch import scratch_folder
@@ -39,7 +38,7 @@ from nvme_ops.op_builder.machine import Host
 from nvme_ops.report.cli import collect
 from nvme_ops.report.result import Status
 from nvme_ops.storage.device import mount_of
-from nvme_ops.text import size_words
+from nvme_ops.text import command_line, positive, size_words
 
 _PATIENCE = 30.0  # seconds for a command to remove its files
 

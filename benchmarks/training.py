@@ -22,12 +22,11 @@ import torch
 
 from benchmarks import command
 from benchmarks.command import Program, Run
-from nvme_ops.arguments import size
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.text import size_words
+from nvme_ops.text import size, size_words
 
 GROUPS = {
     "step": "optimizer.step(): in memory, NvmeOptimizer, fio",

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from nvme_ops.arguments import command, command_line, say
 from nvme_ops.op_builder import ALL_OPS
 from nvme_ops.op_builder.machine import Host
+from nvme_ops.text import command, command_line, say
 
 from . import gds, kernel, ops, render, storage
 from .result import Checks, Result, Status, run_checks

@@ -9,14 +9,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, say, show, size
 from nvme_ops.data.convert import convert, open_source
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.files import make_folder
-from nvme_ops.text import MIB, printable, size_words
+from nvme_ops.text import MIB, command, command_line, printable, say, show, size, size_words
 
 _EPILOG = """\
 examples:

@@ -11,13 +11,12 @@ from contextlib import suppress
 from dataclasses import asdict
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, say, show
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.formats.contents import Contents
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
-from nvme_ops.text import columns_text, printable, size_words
+from nvme_ops.text import columns_text, command, printable, say, show, size_words
 
 _EPILOG = """\
 examples:

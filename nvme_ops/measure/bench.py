@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command_line, count, listed, positive, say, size
 from nvme_ops.measure import explain, run
 from nvme_ops.measure.engines import ENGINES
 from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
+from nvme_ops.text import command_line, count, listed, positive, say, size
 
 _DESCRIPTION = """\
 Moves tensors between files and memory by all engines asked for, on the same

@@ -20,7 +20,6 @@ from dataclasses import replace
 import torch
 
 import nvme_ops
-from nvme_ops.arguments import command_line, say, show, size
 from nvme_ops.limits import free_memory
 from nvme_ops.measure import files, fio, machine
 from nvme_ops.measure.energy import Meter
@@ -34,7 +33,7 @@ from nvme_ops.progress import progress_bar
 from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
 from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
-from nvme_ops.text import GIB, MIB, size_words, terminal_width
+from nvme_ops.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
 
 _DESCRIPTION = """\
 Measures for about half a minute how fast a default aio_handle moves an ordinary

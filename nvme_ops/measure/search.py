@@ -22,12 +22,11 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops.arguments import positive, size
 from nvme_ops.handle import aio_handle
 from nvme_ops.measure.files import cached_share, handles_read_the_cache, make_cold, sync
 from nvme_ops.measure.rows import in_turn, noise, noise_of_median
 from nvme_ops.settings import Settings
-from nvme_ops.text import KIB, MIB
+from nvme_ops.text import KIB, MIB, positive, size
 
 #: Bytes per second of one pass, by direction: "read", "write".
 Rates: TypeAlias = Mapping[str, float]

@@ -22,7 +22,6 @@ from typing import Any, TextIO
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command_line, positive, say, size
 from nvme_ops.gds import gds_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.measure import search
@@ -32,7 +31,7 @@ from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
-from nvme_ops.text import MIB, columns_text, share_words, size_words
+from nvme_ops.text import MIB, columns_text, command_line, positive, say, share_words, size, size_words
 from nvme_ops.tuning import store
 
 

@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from nvme_ops import __version__
-from nvme_ops.arguments import command, command_line, positive, say, show
-from nvme_ops.arguments import size as size_argument
 from nvme_ops.measure.energy import Meter, total, used
 from nvme_ops.offload.plan.estimate import (
     Rates,
@@ -33,7 +31,20 @@ from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, si
 from nvme_ops.offload.weights.generation import generate
 from nvme_ops.offload.weights.pretrained import from_pretrained, is_hub_name, weight_files
 from nvme_ops.progress import Step, progress_bar
-from nvme_ops.text import fitted, printable, rate_words, rounded, share_words, size_words
+from nvme_ops.text import (
+    command,
+    command_line,
+    fitted,
+    positive,
+    printable,
+    rate_words,
+    rounded,
+    say,
+    share_words,
+    show,
+    size_words,
+)
+from nvme_ops.text import size as size_argument
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")

@@ -31,7 +31,7 @@ LAYERS = {
 BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 
 # What the modules of each part may import of the package.
-PARTS = {"op_builder": {"op_builder"}, "report": {"op_builder", "report", "arguments", "storage.device", "text"}}
+PARTS = {"op_builder": {"op_builder"}, "report": {"op_builder", "report", "storage.device", "text"}}
 
 # What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
 # moves data imports what measures. A dotted name is a module that is meant for others.

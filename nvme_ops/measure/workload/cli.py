@@ -13,7 +13,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.arguments import command_line, listed, positive, say, show, size
 from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
@@ -22,7 +21,7 @@ from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
-from nvme_ops.text import MIB, rate_words, share_words, size_words
+from nvme_ops.text import MIB, command_line, listed, positive, rate_words, say, share_words, show, size, size_words
 
 _DESCRIPTION = """\
 Reads as known training and inference jobs do and says how many accelerators
