@@ -1,5 +1,5 @@
 """``nvme-report``: what works on this machine, what does not, and the command that fixes it.
 
-Checks return results (result.py, and one module for each topic), cli.py lists them all and is the command, render.py
-formats the results. From the package it imports only the builders and what reads devices and mounts, no capability.
+Checks return results (result.py, and one module for each topic); cli.py lists them all, formats what they return, and
+is the command. From the package it imports only the builders and what reads devices and mounts, no capability.
 """

@@ -1,7 +1,7 @@
 """``Result``, which a check returns, and ``run_checks``.
 
 A check is a function that inspects the host and returns results; it never prints, and an exception becomes a result
-too. Rendering is in render.py.
+too. What is printed of results, cli.py decides.
 """
 
 from __future__ import annotations

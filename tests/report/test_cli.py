@@ -15,9 +15,7 @@ from typing import Any, TypeAlias
 import pytest
 
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.report import render
-from nvme_ops.report.cli import collect, main
-from nvme_ops.report.render import Style, as_screen, as_text
+from nvme_ops.report.cli import WIDTH, Style, as_screen, as_text, collect, main
 from nvme_ops.report.result import Result, Status, run_checks
 from tests import prepared
 from tests.conftest import refusal, with_mounts
@@ -70,7 +68,7 @@ def test_the_text_has_the_lines_that_users_of_ds_report_know() -> None:
 
 def test_without_flags_it_is_one_screen(tmp_path: Path) -> None:
     lines = report("--folder", str(tmp_path)).stdout.splitlines()
-    assert max(map(len, lines)) <= render.WIDTH
+    assert max(map(len, lines)) <= WIDTH
     assert re.match(r"nvme_ops \S+, torch \S+, Python 3\.\S+, Linux \S+", lines[0])
     assert any(line.startswith("async_io ............... [") for line in lines)
     assert lines[-2].startswith(("ready: async_io on ", "NOT ready: "))
@@ -236,7 +234,7 @@ def screen(sections: dict[str, list[Result]], storage: Any = (), **style: bool) 
 
 def test_what_limits_comes_with_commands_that_can_be_pasted() -> None:
     lines = screen({"ops": [ASYNC_IO], "backends": [FORBIDDEN, LIBAIO, THREADS]})
-    assert max(map(len, lines)) <= render.WIDTH
+    assert max(map(len, lines)) <= WIDTH
     assert "what limits, and what to do:" in lines
     assert "optional:" not in lines, "libaio would be faster than threads"
     begin = next(number for number, line in enumerate(lines) if line.startswith("  fix: docker run --flag"))
