@@ -32,27 +32,28 @@ def load_op_builder() -> ModuleType:
 
 
 op_builder = load_op_builder()
-prebuilt = importlib.import_module("nvme_ops_op_builder.prebuilt")
+finished = importlib.import_module("nvme_ops_op_builder.finished")
+jit = importlib.import_module("nvme_ops_op_builder.jit")
 
 
 def requested_ops() -> list[Any]:
     """Returns the builders of the ops to compile; exits with the reason if one that was requested cannot be built."""
     try:
-        all_requested = prebuilt.variable(prebuilt.BUILD_ALL)
-        requested = {op: prebuilt.variable(op.BUILD_VAR) for op in op_builder.ALL_OPS.values()}
+        all_requested = jit.variable(jit.BUILD_ALL)
+        requested = {op: jit.variable(op.BUILD_VAR) for op in op_builder.ALL_OPS.values()}
     except ValueError as error:
         sys.exit(f"nvme-ops: {error}")
     wanted = [op for op, own in requested.items() if own or (own is None and all_requested)]
     chosen, problems = [], {}
     for op in wanted:
-        problem = prebuilt.obstacle(op)
+        problem = jit.obstacle(op)
         if problem is None:
             chosen.append(op)
         else:
             problems[op] = f"nvme-ops: the {op.name} op cannot be built: {problem}"
     for op, text in problems.items():
         if requested[op] or not chosen:
-            variable = op.BUILD_VAR if requested[op] else prebuilt.BUILD_ALL
+            variable = op.BUILD_VAR if requested[op] else jit.BUILD_ALL
             sys.exit(f"{text}\nWithout {variable}=1 it is built on first use instead.")
         op.warning(f"{text}; left out ({op.BUILD_VAR}=1 makes this an error)")
     return chosen
@@ -65,7 +66,7 @@ class BuildOps(build_ext):
         """Compiles one op to where setuptools expects it."""
         op = next(op for op in op_builder.ALL_OPS.values() if op.absolute_name() == ext.name)
         try:
-            prebuilt.build(op.recipe(), Path(self.get_ext_fullpath(ext.name)))
+            jit.prebuild(op.recipe(), Path(self.get_ext_fullpath(ext.name)))
         except RuntimeError as error:
             sys.exit(f"nvme-ops: {error}")
 
@@ -75,7 +76,7 @@ class BuildOps(build_ext):
         for ext in self.extensions:
             built = Path(self.build_lib, self.get_ext_filename(ext.name))
             source = Path(self.get_finalized_command("build_py").get_package_dir("nvme_ops.ops"))
-            self.copy_file(str(prebuilt.record_path(built)), str(source))
+            self.copy_file(str(finished.record_path(built)), str(source))
 
 
 def urls() -> dict[str, str]:

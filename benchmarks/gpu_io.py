@@ -29,7 +29,8 @@ from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
 from nvme_ops.measure.tables import Table, with_range
-from nvme_ops.op_builder import GDSBuilder, cufile
+from nvme_ops.op_builder import GDSBuilder
+from nvme_ops.op_builder.machine import cufile_libraries
 from nvme_ops.settings import PAGE, Settings
 from nvme_ops.text import MIB, size, size_words
 
@@ -246,7 +247,7 @@ def prepare(args: Namespace) -> dict[str, str]:
         found = torch.cuda.get_device_properties(device)
         words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
     try:
-        driver = GDSBuilder().load().open_driver(cufile.libraries())
+        driver = GDSBuilder().load().open_driver(cufile_libraries())
     except RuntimeError as reason:
         return words | {"cufile": str(reason).splitlines()[0]}
     kind = "a test double" if driver["fake"] else f"{driver['version'] // 1000}.{driver['version'] % 1000 // 10}"

@@ -39,14 +39,14 @@ def opened() -> Any:
         ValueError: ``NVME_OPS_GDS`` is not ``auto``, ``require`` or ``off``.
         RuntimeError: cuFile cannot work here, which is found before compiling; or not as ``NVME_OPS_GDS`` requires.
     """
-    from nvme_ops.op_builder import cufile
+    from nvme_ops.op_builder import machine
 
     mode = os.environ.get("NVME_OPS_GDS") or "auto"
     if mode not in ("auto", "require", "off"):
         raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
     builder = GDSBuilder()
-    unchecked = mode == "off" or bool(os.environ.get(cufile.OVERRIDE))  # a library that the user names is not checked
-    if not (unchecked or is_ready()) and not builder.is_compatible():
+    named = bool(os.environ.get(machine.CUFILE_OVERRIDE))  # a library that the user names is not checked
+    if not (mode == "off" or named or is_ready()) and not builder.is_compatible():
         raise RuntimeError(
             f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
             "(NVME_OPS_GDS=off moves GPU tensors without cuFile)"
@@ -55,7 +55,7 @@ def opened() -> Any:
     if mode != "off":
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # a CUDA context must exist before the driver is opened, once per process
-        driver = module.open_driver(cufile.libraries())
+        driver = module.open_driver(machine.cufile_libraries())
         if mode == "require" and driver["why_not_direct"]:
             raise RuntimeError(f"NVME_OPS_GDS=require, but {driver['why_not_direct']}")
     return module

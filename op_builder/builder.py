@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from . import cache, cufile, jit, machine, prebuilt
+from . import finished, jit, machine
 from .console import announce, say, warn
 from .recipe import CSRC, UNITED, Recipe, compiled, headers, requirements
 
@@ -62,7 +62,7 @@ class OpBuilder:
         #: Why ``load`` would fail, after ``is_buildable`` returned False.
         self.build_problem: str | None = None
         #: The finished op that ``is_buildable`` found and ``load`` would use; None if it would compile first.
-        self.built: cache.Built | None = None
+        self.built: finished.Built | None = None
         #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
@@ -113,9 +113,9 @@ class OpBuilder:
         ``verbose=True`` prints these.
         """
         self.built = self._find_built()
-        problem = None if self.built else cache.refusal() or None
+        problem = None if self.built else finished.refusal() or None
         if not self.built and not problem and (problem := self.toolchain_problem()):
-            problem += cache.left_out(self.name)
+            problem += finished.left_out(self.name)
         self.error_log = self.build_problem = problem
         return problem is None
 
@@ -129,7 +129,7 @@ class OpBuilder:
 
     def is_cached(self) -> bool:
         """Returns whether the cache has an op built just in time, so that ``load`` compiles nothing."""
-        return cache.find(self.recipe()) is not None
+        return finished.find_cached(self.recipe()) is not None
 
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
@@ -188,10 +188,10 @@ class OpBuilder:
 
     def load_prebuilt(self) -> ModuleType | None:
         """Returns the prebuilt op, or None, with a warning if there is one that does not fit or load."""
-        found = prebuilt.find(self.name)
+        found = finished.find_prebuilt(self.name)
         if found is None:
             return None
-        problem = prebuilt.mismatch(found, self._requirements())
+        problem = finished.mismatch(found, self._requirements())
         if not problem:
             try:
                 return jit.import_library(self.absolute_name(), found.library)
@@ -246,16 +246,16 @@ class OpBuilder:
     def _requirements(self) -> dict[str, str]:
         return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
 
-    def _find_prebuilt(self) -> cache.Built | None:
-        found = prebuilt.find(self.name)
-        return found if found is not None and not prebuilt.mismatch(found, self._requirements()) else None
+    def _find_prebuilt(self) -> finished.Built | None:
+        found = finished.find_prebuilt(self.name)
+        return found if found is not None and not finished.mismatch(found, self._requirements()) else None
 
-    def _find_built(self) -> cache.Built | None:
+    def _find_built(self) -> finished.Built | None:
         if (found := self._find_prebuilt()) is not None:
             return found
-        entry = cache.find(self.recipe())
+        entry = finished.find_cached(self.recipe())
         record = entry.record() if entry is not None else None
-        return cache.Built("cached", entry.library, record) if entry is not None and record is not None else None
+        return finished.Built("cached", entry.library, record) if entry is not None and record is not None else None
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
@@ -267,7 +267,7 @@ class OpBuilder:
     def _load_built(self, verbose: bool) -> ModuleType:
         self.jit_mode = True
         recipe = self.recipe()
-        entry = cache.find(recipe)
+        entry = finished.find_cached(recipe)
         if entry is not None:
             try:
                 return jit.import_library(self.absolute_name(), entry.library)
@@ -357,7 +357,7 @@ class EngineOpBuilder(OpBuilder):
         found = machine.find_compiler()
         if found is None:
             return None
-        return machine.header_flags("libaio.h", machine.include_directories(found, cache.roots()))
+        return machine.header_flags("libaio.h", machine.include_directories(found, finished.roots()))
 
 
 class AsyncIOBuilder(EngineOpBuilder):
@@ -383,11 +383,11 @@ class GDSBuilder(EngineOpBuilder):
         #: The kernel's files about GPU, driver and cuFile.
         self.host = machine.Host()
 
-    def pieces(self) -> list[cufile.Requirement]:
+    def pieces(self) -> list[machine.Requirement]:
         """Returns what the op requires beyond a compiler, the GPU first; what is optional comes last."""
         import torch
 
-        return cufile.pieces(str(torch.__version__), torch.version.cuda, self.host)
+        return machine.gds_requirements(str(torch.__version__), torch.version.cuda, self.host)
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Returns whether the op can be built and used here; ``load`` needs no more than ``is_buildable``.

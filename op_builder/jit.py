@@ -1,27 +1,48 @@
-"""Compiles an op through ``torch.utils.cpp_extension`` and imports the result; independent of any particular op."""
+"""Compiles ops through ``torch.utils.cpp_extension``, into the cache or for setup.py, and imports them.
+
+An entry of the cache appears by one ``rename``, complete or not at all. Builders take turns by ``flock``, which the
+kernel releases when a process dies, so no lock outlives its holder. Nothing is built in a folder that others can write
+to.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import importlib
 import importlib.machinery
 import importlib.util
 import io
 import itertools
+import json
 import os
 import re
+import secrets
 import shlex
 import shutil
+import stat
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from . import cache, machine, trust
-from .console import usable_streams
+from . import finished, machine
+from .console import usable_streams, warn
+from .finished import CacheEntry
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from .builder import OpBuilder
+
+#: The environment variable that requests every op that this machine can build.
+BUILD_ALL = "NVME_BUILD_OPS"
+
+_NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a lock that is not this user's
 
 #: What a build leaves behind beside the op.
 _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
@@ -30,14 +51,14 @@ _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
 _NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
 
 
-def build(recipe: Recipe) -> cache.CacheEntry:
+def build(recipe: Recipe) -> CacheEntry:
     """Compiles ``recipe`` into the cache, unless another process does so first.
 
     Raises:
         RuntimeError: the compiler failed, in its own words, or nothing can be written.
     """
-    entry = cache.CacheEntry(cache.writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
-    with cache.building(entry) as folder:
+    entry = CacheEntry(writable_root() / f"{recipe.name}-{recipe.key()}", recipe.name)
+    with building(entry) as folder:
         if folder is not None:
             compile_into(folder, recipe, entry.log)
     return entry
@@ -66,11 +87,11 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
         output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)
         kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
         raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
-    library = cache.CacheEntry(folder, recipe.name).library
+    library = CacheEntry(folder, recipe.name).library
     for pattern in _INTERMEDIATE:
         for path in folder.glob(pattern):
             path.unlink()
-    cache.seal(folder, recipe)
+    seal(folder, recipe)
     return library
 
 
@@ -80,7 +101,7 @@ def _keep(output: str, log: Path | None, prefix: str) -> str:
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")
         else:
-            descriptor, name = trust.replace_file(log), str(log)
+            descriptor, name = finished.replace_file(log), str(log)
         with os.fdopen(descriptor, "w", errors="replace") as file:
             file.write(f"{output}\n")
     except OSError:
@@ -186,3 +207,200 @@ def _essence(output: str, limit: int = 60) -> str:
     commands = {line for previous, line in itertools.pairwise(lines) if previous.startswith("FAILED: ")}
     said = [line for line in lines if line not in commands and not _NOISE.match(line)]
     return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))
+
+
+# Ahead of time
+
+
+def prebuild(recipe: Recipe, target: Path) -> None:
+    """Compiles ``recipe`` with the flags of a just-in-time build, and puts it at ``target`` with its record.
+
+    Raises:
+        RuntimeError: the compiler failed, or nothing can be written.
+    """
+    try:
+        place = tempfile.TemporaryDirectory(prefix="nvme_ops_build_")
+    except OSError as error:
+        raise RuntimeError(f"the {recipe.name} op needs a temporary folder to be built in: {error}") from error
+    with place as folder:
+        library = compile_into(Path(folder), recipe)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(library, target)
+        shutil.copy(Path(folder, finished.RECORD), finished.record_path(target))
+
+
+def variable(name: str) -> bool | None:
+    """Returns the value of ``NVME_BUILD_...`` or its alias ``DS_BUILD_...``; None if neither is set.
+
+    Raises:
+        ValueError: it is neither 1 nor 0.
+    """
+    for spelling in (name, name.replace("NVME_", "DS_", 1)):
+        value = os.environ.get(spelling, "")
+        if value not in ("", "0", "1"):
+            raise ValueError(f"{spelling} must be 1 or 0, not {value!r}")
+        if value:
+            return value == "1"
+    return None
+
+
+def obstacle(op: OpBuilder) -> str | None:
+    """Returns why ``op`` cannot be compiled here and now, with the fix; None if it can."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        return (
+            f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools, wheel "
+            "and ninja first, then run: pip install --no-build-isolation ..."
+        )
+    return op.toolchain_problem() if op.is_buildable() else op.error_log
+
+
+# The cache: who builds an entry, and where
+
+
+@contextlib.contextmanager
+def building(entry: CacheEntry) -> Iterator[Path | None]:
+    """Holds the exclusive right to build ``entry`` and yields the folder to build in.
+
+    Yields None if another process has finished it meanwhile. The folder becomes the entry when the block ends, and is
+    removed when it raises.
+    """
+    prefix = f".{entry.folder.name}."
+    with _exclusive(entry.folder.with_suffix(".lock")) as alone:
+        if alone:
+            for leftover in entry.folder.parent.glob(f"{prefix}*"):  # of builds that were killed
+                shutil.rmtree(leftover, ignore_errors=True)
+        if entry.record() is not None:
+            yield None
+            return
+        if problem := entry.why_not_trusted():
+            warn(f"the cached {entry.name} op is built anew, because others could have changed it: {problem}")
+        workshop = entry.folder.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
+        workshop.mkdir(0o755)
+        published_mode = stat.S_IMODE(workshop.stat().st_mode)  # by umask, because a cache may be read by others
+        workshop.chmod(0o700)  # whatever the umask, nobody else may write to an unfinished build
+        try:
+            yield workshop
+            if entry.record() is None:  # otherwise another process was first, without locks
+                workshop.chmod(published_mode)
+                _clear(entry.folder)  # a damaged entry
+                _publish(workshop, entry)
+        finally:
+            shutil.rmtree(workshop, ignore_errors=True)
+
+
+def _clear(path: Path) -> None:
+    """Frees the name, even if it is a folder that another user has filled, and only that user can empty."""
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    with contextlib.suppress(FileNotFoundError):
+        path.rename(aside)
+        if aside.is_dir() and not aside.is_symlink():
+            shutil.rmtree(aside, ignore_errors=True)
+        else:
+            aside.unlink()
+
+
+def _publish(workshop: Path, entry: CacheEntry) -> None:
+    try:
+        workshop.rename(entry.folder)
+    except OSError:
+        if entry.record() is None:  # else another process published in this very moment
+            raise
+
+
+def seal(folder: Path, recipe: Recipe) -> None:
+    """Records in ``folder`` what its op was made from: the last step of a build."""
+    library = CacheEntry(folder, recipe.name).library
+    record = {**recipe.facts(), "bytes": library.stat().st_size}
+    (folder / finished.RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for path in folder.iterdir():  # files made with a lax umask would not be trusted
+        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
+        with open(path, "rb") as file:  # a power failure may leave the right size without the bytes
+            os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _exclusive(path: Path) -> Iterator[bool]:
+    """Holds a lock on ``path``; yields False on a file system without locks, where two builds may run concurrently."""
+    descriptor = _open_lock(path)
+    locked = True
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS_HERE:
+                raise
+            locked = False
+        yield locked
+    finally:
+        if locked:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough where a child forked meanwhile has it open
+        os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """Opens a lock file that no other user can lock, replacing one that another user put there."""
+    for attempts_left in reversed(range(5)):  # another process may do the same at the same time
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            if error.errno not in _NOT_OURS or not attempts_left:
+                raise
+        else:
+            facts = os.fstat(descriptor)
+            if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
+                os.fchmod(descriptor, 0o600)
+                return descriptor
+            os.close(descriptor)
+        _clear(path)
+    raise RuntimeError(f"{path} is another user's, and comes back when it is removed")
+
+
+def writable_root() -> Path:
+    """Returns the root to build in.
+
+    A folder named by ``TORCH_EXTENSIONS_DIR`` is used or refused. Torch's default one is replaced by a private folder
+    under /tmp where it cannot be written, or others can write to it, with a warning.
+
+    Raises:
+        RuntimeError: no folder can be written, or only folders that others can write to.
+    """
+    root = finished.default_root()
+    problem = _why_not_usable(root)
+    if not problem:
+        return root
+    if os.environ.get("TORCH_EXTENSIONS_DIR"):
+        raise RuntimeError(
+            finished.refusal() or f"TORCH_EXTENSIONS_DIR cannot be written: {problem}. Set it to a folder that can."
+        )
+    fallback = finished.shared_fallback_root()
+    trouble = "there is no folder for temporary files" if fallback is None else _why_no_fallback(fallback)
+    if fallback is None or trouble:
+        raise RuntimeError(
+            f"no folder for compiled ops can be written: {problem}; {trouble}. "
+            "Set TORCH_EXTENSIONS_DIR to a folder that can, and that others cannot write to."
+        )
+    warn(f"compiled ops are kept in {fallback}, because: {problem}. TORCH_EXTENSIONS_DIR names another folder.")
+    return fallback
+
+
+def _why_not_usable(root: Path) -> str:
+    """Returns why nothing can be built in ``root``, which is made; an empty string if it can."""
+    return finished.why_not_a_root(root) or _why_not_writable(root) or finished.why_not_trusted(root)  # now it is there
+
+
+def _why_not_writable(root: Path) -> str:
+    """Returns the system's reason why a file cannot be made in ``root``; an empty string if one can."""
+    try:
+        finished.make_folder(root)
+        with tempfile.TemporaryFile(dir=root):
+            return ""
+    except OSError as error:
+        return str(error)
+
+
+def _why_no_fallback(fallback: Path) -> str:
+    with contextlib.suppress(OSError):
+        fallback.parent.mkdir(mode=0o700)
+    return _why_not_usable(fallback) if finished.is_private(fallback.parent) else f"{fallback.parent} is not private"

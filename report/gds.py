@@ -20,14 +20,13 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from nvme_ops.op_builder import GDSBuilder, cufile
-from nvme_ops.op_builder.cufile import Requirement
-from nvme_ops.op_builder.machine import Host
+from nvme_ops.op_builder import GDSBuilder, machine
+from nvme_ops.op_builder.machine import Host, Requirement
 
 from . import ops
 from .result import Json, Result, Status, judged, run_checks
 
-_MODE = cufile.MODE
+_MODE = machine.GDS_MODE
 _MODES = ("auto", "require", "off")
 
 
@@ -55,7 +54,7 @@ class _Facts:
 
     @functools.cached_property
     def pieces(self) -> list[Requirement]:
-        return cufile.pieces(*ops.torch_build(), self.host)
+        return machine.gds_requirements(*ops.torch_build(), self.host)
 
     @functools.cached_property
     def settings(self) -> CuFileSettings:
@@ -102,7 +101,7 @@ def _version(path: Path) -> str | None:
 
 def _header(host: Host) -> Result:
     toolkit = [Path(home, "include")] if (home := ops.cuda_home(host)) else []
-    for folder in [*cufile.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
+    for folder in [*machine.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
         path = str(folder / "cufile.h")
         if os.path.isfile(path):
             return Result("cuFile header", Status.OKAY, path, data={"path": path})
@@ -243,7 +242,7 @@ def peer_to_peer(facts: _Facts) -> Result:
 def obstacles(host: Host, settings: CuFileSettings) -> list[str]:
     """Returns what PCI peer-to-peer lacks; empty if nothing is known to be missing."""
     x86 = platform.machine() == "x86_64"
-    driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(cufile.DRIVER_VERSION))
+    driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(machine.DRIVER_VERSION))
     problems = {
         f"the kernel lacks {_OPTION}": not _kernel_has_option(host),
         f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": not driver or int(driver[1]) < _LEAST_DRIVER,
@@ -326,7 +325,7 @@ def answer() -> None:
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # cuFile needs a CUDA context
-        found = GDSBuilder().load().open_driver(cufile.libraries())
+        found = GDSBuilder().load().open_driver(machine.cufile_libraries())
     except Exception as error:
         found = {"error": str(error)}
     sys.stdout.write(f"\n{_MARK}{json.dumps(found)}\n")

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from nvme_ops.op_builder.cache import Built
+from nvme_ops.op_builder.finished import Built
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.text import MIB, size_words
 

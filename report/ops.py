@@ -17,8 +17,8 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, cache, cufile, machine, prebuilt, recipe
-from nvme_ops.op_builder.cache import Built
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, finished, machine, recipe
+from nvme_ops.op_builder.finished import Built
 from nvme_ops.op_builder.machine import Host
 
 from .result import Json, Result, Status, judged
@@ -29,8 +29,8 @@ _HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
 def row(builder: OpBuilder) -> Result:
     """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
     name = builder.name
-    present = prebuilt.find(name)
-    expected = not isinstance(builder, GDSBuilder) or bool(cufile.gpu(builder.host).found)  # most machines lack a GPU
+    present = finished.find_prebuilt(name)
+    expected = not isinstance(builder, GDSBuilder) or bool(machine.gpu(builder.host).found)  # most machines lack a GPU
     data: dict[str, Json] = {"installed": present is not None, "compatible": False, "expected": expected}
     data["warnings"] = []
     broken = torch_problem()
@@ -46,7 +46,7 @@ def row(builder: OpBuilder) -> Result:
         reason = builder.toolchain_problem() or ""
     if reason:
         words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
-        fix = "unset TORCH_EXTENSIONS_DIR  # or name a folder that only you can write to" if cache.refusal() else ""
+        fix = "unset TORCH_EXTENSIONS_DIR  # or name a folder that only you can write to" if finished.refusal() else ""
         return Result(name, Status.NO, words.partition("; fix: set TORCH")[0], fix or _build_fix(), data)
     if not compatible:
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
@@ -76,7 +76,7 @@ def _missing(builder: OpBuilder) -> tuple[list[str], str]:
 
 
 def _misfit(builder: OpBuilder, present: Built) -> str:
-    return prebuilt.mismatch(present, builder.recipe().requirements()) or _why_not_loadable(present.library)
+    return finished.mismatch(present, builder.recipe().requirements()) or _why_not_loadable(present.library)
 
 
 def _why_not_loadable(library: Path) -> str:

@@ -11,8 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from nvme_ops.op_builder import cufile
-from nvme_ops.op_builder.machine import Host
+from nvme_ops.op_builder.machine import Host, gpu
 from nvme_ops.storage.device import MEMORY, NETWORK, Device, Mount, devices_under, logical_block, mount_of
 from nvme_ops.text import GIB, size_words
 
@@ -138,7 +137,7 @@ def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
 
 def _gds(host: Host, folder: str) -> Result:
     mount = mount_of(host, folder)
-    return gpudirect(mount, devices_under(host, folder, mount), bool(cufile.gpu(host).found))
+    return gpudirect(mount, devices_under(host, folder, mount), bool(gpu(host).found))
 
 
 def _device(host: Host, folder: str) -> Result:

@@ -29,7 +29,7 @@ from typing import Any
 
 import pypi
 
-from nvme_ops.op_builder import ALL_OPS, OpBuilder, jit, machine, prebuilt, recipe
+from nvme_ops.op_builder import ALL_OPS, OpBuilder, finished, jit, machine, recipe
 
 ROOT = Path(__file__).parent.parent
 #: One of each minor version whose C++ standard library is the one of manylinux_2_28 and later.
@@ -118,7 +118,7 @@ def compile_op(
 
     for name in _TORCH_LIBRARIES:
         compiled("-shared", "-x", "c", "/dev/null", f"-Wl,-soname,lib{name}.so", "-o", f"{work}/lib{name}.so")
-    target = folder / prebuilt.file_name(op.name, prebuilt.minor(version))
+    target = folder / finished.file_name(op.name, finished.minor(version))
     system = [torch_include, torch_include / "torch/csrc/api/include", python_include]
     compiled(
         *op.cxx_args(),
@@ -131,15 +131,15 @@ def compile_op(
         *("-o", str(target)),
     )
     record = {
-        prebuilt.MARK: True,
+        finished.MARK: True,
         "name": op.name,
         "sources": recipe.content_hash([*map(Path, op.sources()), *recipe.headers(op.source_root())]),
-        "torch": prebuilt.minor(version),
+        "torch": finished.minor(version),
         "cxx11_abi": "True",
         "machine": platform.machine(),
-        "python": prebuilt.PORTABLE_PYTHON,
+        "python": finished.PORTABLE_PYTHON,
     }
-    prebuilt.record_path(target).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    finished.record_path(target).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
     return target
 
 
@@ -156,7 +156,7 @@ def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
     made = []
     for name in ops:
         library = compile_op(ALL_OPS[name], chosen, version, include, Path(sysconfig.get_path("include")), work / "ops")
-        made += [library, prebuilt.record_path(library)]
+        made += [library, finished.record_path(library)]
         print(f"{library.name}: {library.stat().st_size >> 10} KiB", flush=True)
     shutil.rmtree(work / f"torch-{version}", ignore_errors=True)
     return made

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.errors import FormatError
-from nvme_ops.op_builder import trust
+from nvme_ops.op_builder import finished
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
 from nvme_ops.storage.files import make_folder, try_lock, unlock_and_close
@@ -73,7 +73,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         if not path.is_file():  # a pipe would block
             return {}, ""
-        if loose := trust.why_not(path):
+        if loose := finished.why_not_trusted(path):
             return {}, f"others could change it: {loose}"
         document = parse_json(content_of(str(path), _MAX))
         if document["format"] != FORMAT:
@@ -106,7 +106,7 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
     """
     path = path_of(identity)
     make_folder(os.fspath(path.parent), mode=0o755)
-    if problem := trust.why_not(path.parent):
+    if problem := finished.why_not_trusted(path.parent):
         raise PermissionError(f"others could change what is kept in {path.parent}: {problem}")
     lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:

@@ -20,7 +20,7 @@ from nvme_ops.data import SampleStore
 from nvme_ops.measure import files
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
-from nvme_ops.op_builder.cache import default_root
+from nvme_ops.op_builder.finished import default_root
 from nvme_ops.text import MIB
 from tests import prepared
 from tests.conftest import run_python

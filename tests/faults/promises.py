@@ -23,7 +23,7 @@ from nvme_ops import dcp
 from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.op_builder import cache
+from nvme_ops.op_builder import finished, jit
 from nvme_ops.op_builder.recipe import Recipe
 from nvme_ops.settings import Settings
 from nvme_ops.storage import Session, TensorStore
@@ -345,15 +345,15 @@ def _found_learned(folder: str) -> int:
 
 def _built(folder: str, version: int) -> None:
     """An op that was compiled is promised to be whole, if it is there."""
-    entry = cache.CacheEntry(Path(folder, f"op-{version}"), "op")
-    with cache.building(entry) as workshop:
+    entry = finished.CacheEntry(Path(folder, f"op-{version}"), "op")
+    with jit.building(entry) as workshop:
         if workshop is not None:
             Path(workshop, "op.so").write_bytes(b"%d" % version * 300_000)
-            cache.seal(workshop, cast(Recipe, SimpleNamespace(name="op", facts=dict)))
+            jit.seal(workshop, cast(Recipe, SimpleNamespace(name="op", facts=dict)))
 
 
 def _is_built(folder: str, version: int) -> bool:
-    entry = cache.CacheEntry(Path(folder, f"op-{version}"), "op")
+    entry = finished.CacheEntry(Path(folder, f"op-{version}"), "op")
     return entry.record() is None or entry.library.read_bytes() == b"%d" % version * 300_000
 
 

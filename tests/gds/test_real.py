@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import cufile
+from nvme_ops.op_builder import machine
 from tests.conftest import run_python
 
 PROGRAM = """
@@ -45,7 +45,7 @@ PROGRAM = """
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu meets the real libcufile")
-@pytest.mark.skipif(not cufile.libraries(), reason="no libcufile.so.0 here: pip install nvidia-cufile")
+@pytest.mark.skipif(not machine.cufile_libraries(), reason="no libcufile.so.0 here: pip install nvidia-cufile")
 @pytest.mark.skipif(not Path("/proc/modules").exists(), reason="without /proc/modules cuFile would never open")
 def test_the_real_library(folder: Path) -> None:
     done = run_python(PROGRAM, folder, CUFILE_EXPERIMENTAL_FS="1")

@@ -77,11 +77,11 @@ for name in ("CUFILE_ENV_PATH_JSON", "CUFILE_LOGFILE_PATH"):
 def test_the_driver_is_opened_once_from_one_copy_of_the_library(cufile: None, folder: Path) -> None:
     printed = run_well(
         f"""{USE}
-from nvme_ops.op_builder import GDSBuilder, cufile
+from nvme_ops.op_builder import GDSBuilder, machine
 first = use(sys.argv[1])
 second = use(sys.argv[1])
 gds = GDSBuilder().load()
-assert gds.open_driver(cufile.libraries()) == gds.open_driver([])
+assert gds.open_driver(machine.cufile_libraries()) == gds.open_driver([])
 del first
 assert use(sys.argv[1]).last_path
 copies = {{line.split()[-1] for line in open("/proc/self/maps") if "/libcufile.so" in line}}

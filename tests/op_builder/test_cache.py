@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import cache, jit, machine, recipe
+from nvme_ops.op_builder import finished, jit, machine, recipe
 from tests.op_builder.tiny_op import ANSWER, SOURCE, Sandbox, TinyBuilder, here, sandbox, workshop
 
 
@@ -32,7 +32,7 @@ def replace(library: Path, content: bytes) -> None:
     library.write_bytes(content)
 
 
-def build() -> cache.CacheEntry:
+def build() -> finished.CacheEntry:
     return jit.build(TinyBuilder().recipe())
 
 
@@ -199,7 +199,7 @@ def test_the_default_root_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         if value:
             monkeypatch.setenv(name, value)
-        assert cache.default_root().parent.resolve() == Path(cpp_extension.get_default_build_root())
+        assert finished.default_root().parent.resolve() == Path(cpp_extension.get_default_build_root())
 
 
 def test_a_chosen_root_that_cannot_be_written_is_refused(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -220,9 +220,9 @@ def test_without_a_home_builds_go_to_a_private_folder(
         entry = build()
     assert entry.folder.is_relative_to(private)
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
-    assert cache.find(TinyBuilder().recipe()) == entry
+    assert finished.find_cached(TinyBuilder().recipe()) == entry
     private.chmod(0o777)
-    assert cache.roots() == [cache.default_root()]
+    assert finished.roots() == [finished.default_root()]
     with pytest.raises(RuntimeError, match="is not private"):
         build()
 
@@ -230,8 +230,8 @@ def test_without_a_home_builds_go_to_a_private_folder(
 def test_without_locks_the_first_of_two_builds_stays(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", refuse_locks)
     made = TinyBuilder().recipe()
-    entry = cache.CacheEntry(cache.writable_root() / f"{made.name}-{made.key()}", made.name)
-    with cache.building(entry) as slower:
+    entry = finished.CacheEntry(jit.writable_root() / f"{made.name}-{made.key()}", made.name)
+    with jit.building(entry) as slower:
         assert slower is not None
         build()
         first = entry.library.stat().st_ino

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, cache, cufile, machine
+from nvme_ops.op_builder import GDSBuilder, finished, machine
 from tests.conftest import run_python
 from tests.made_up_gpu import EVERYTHING, clear_environment, put
 
@@ -30,7 +30,7 @@ def builder(root: Path, files: Mapping[str, str]) -> GDSBuilder:
     put(root, files)
     made = GDSBuilder()
     made.host = machine.Host(root)
-    made._find_built = lambda: cache.Built("prebuilt", root, {})  # type: ignore[method-assign]
+    made._find_built = lambda: finished.Built("prebuilt", root, {})  # type: ignore[method-assign]
     made._libaio_flags = list  # type: ignore[method-assign]
     return made
 
@@ -97,7 +97,7 @@ WHEEL, NAMED, LOADED = "site-packages/nvidia/cu13/lib/libcufile.so.0", "named.so
 CACHE = "\0".join(["glibc-ld.so.cache1.1", "libcufile.so.0", "/opt/odd/libcufile.so.0", "/gone/libcufile.so.0", ""])
 #: Files from the best place to the worst, with the names of the places.
 PLACES = {
-    NAMED: cufile.OVERRIDE,
+    NAMED: machine.CUFILE_OVERRIDE,
     LOADED: "already loaded",
     WHEEL: "site-packages",
     "site-packages/nvidia/cufile/lib/libcufile.so.0": "site-packages",
@@ -112,19 +112,19 @@ PLACES = {
 
 def test_the_library_is_taken_from_the_best_place_that_has_it(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", "/extra/lib")
-    monkeypatch.setenv(cufile.OVERRIDE, str(root / NAMED))
+    monkeypatch.setenv(machine.CUFILE_OVERRIDE, str(root / NAMED))
     put(root, {"conda-meta/history": "", "etc/ld.so.cache": CACHE, **dict.fromkeys(PLACES, "")})
     put(root, {"proc/self/maps": f"7f00-7f01 r-xp 0 08:01 12    {root / LOADED}\n7f02-7f03 rw-p 0 00:00 0\n"})
     for file, place in PLACES.items():
-        assert cufile.find(machine.Host(root)) == (place, root / file)
+        assert machine.find_cufile(machine.Host(root)) == (place, root / file)
         (root / file).unlink()
-        monkeypatch.delenv(cufile.OVERRIDE, raising=False)
-    assert cufile.find(machine.Host(root)) is None
+        monkeypatch.delenv(machine.CUFILE_OVERRIDE, raising=False)
+    assert machine.find_cufile(machine.Host(root)) is None
 
 
 def test_the_op_is_given_absolute_paths_of_files_that_are_there(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(root, {WHEEL: ""})
     monkeypatch.chdir(root)
     monkeypatch.setattr(sys, "path", ["site-packages"])
-    assert cufile.libraries()[0] == str(root / WHEEL)
-    assert all(Path(path).is_file() and Path(path).is_absolute() for path in cufile.libraries())
+    assert machine.cufile_libraries()[0] == str(root / WHEEL)
+    assert all(Path(path).is_file() and Path(path).is_absolute() for path in machine.cufile_libraries())

@@ -12,10 +12,10 @@ import make_wheel
 import pytest
 import torch
 
-from nvme_ops.op_builder import machine, prebuilt
+from nvme_ops.op_builder import finished, jit, machine
 from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, once, sandbox, workshop
 
-MINOR = prebuilt.minor(str(torch.__version__))
+MINOR = finished.minor(str(torch.__version__))
 needs_abi3 = pytest.mark.skipif(
     ".abi3.so" not in importlib.machinery.EXTENSION_SUFFIXES, reason="this Python has no abi3"
 )
@@ -25,8 +25,8 @@ needs_abi3 = pytest.mark.skipif(
 def installed(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The tiny op, prebuilt into a folder that stands in for the package's own; returns the library."""
     library = here.csrc.parent / "ops" / f"tiny{importlib.machinery.EXTENSION_SUFFIXES[0]}"
-    monkeypatch.setattr(prebuilt, "OPS", library.parent)
-    once(here, lambda: prebuilt.build(TinyBuilder().recipe(), library))
+    monkeypatch.setattr(finished, "OPS", library.parent)
+    once(here, lambda: jit.prebuild(TinyBuilder().recipe(), library))
     return library
 
 
@@ -41,12 +41,12 @@ def load(sandbox: Sandbox, folder: Path, **environment: str) -> tuple[str, str]:
     """The file that a new process loads the op from, and what it says while doing so."""
     program = f"""
 from pathlib import Path
-from nvme_ops.op_builder import prebuilt
-prebuilt.OPS = Path({str(folder)!r})
+from nvme_ops.op_builder import finished
+finished.OPS = Path({str(folder)!r})
 builder = TinyBuilder()
 module = builder.load()
 assert module.answer() in (42, 43)
-assert builder.jit_mode == (not module.__file__.startswith(str(prebuilt.OPS)))
+assert builder.jit_mode == (not module.__file__.startswith(str(finished.OPS)))
 print(module.__file__)
 """
     done = sandbox.end(program, environment)
@@ -54,7 +54,7 @@ print(module.__file__)
 
 
 def change_record(library: Path, **changes: str) -> None:
-    record = prebuilt.record_path(library)
+    record = finished.record_path(library)
     record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
 
 
@@ -75,8 +75,8 @@ MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], object], str]] = {
     "another torch": (lambda op, _: change_record(op, torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
     "another machine": (lambda op, _: change_record(op, machine="pdp11"), "machine: built for pdp11"),
     "changed sources": (lambda _, sandbox: sandbox.header.write_text("#define ANSWER 43\n"), "its sources changed"),
-    "no record": (lambda op, _: prebuilt.record_path(op).unlink(), r"tiny\.build\.json is missing"),
-    "bad record": (lambda op, _: prebuilt.record_path(op).write_text("[]"), r"tiny\.build\.json is missing"),
+    "no record": (lambda op, _: finished.record_path(op).unlink(), r"tiny\.build\.json is missing"),
+    "bad record": (lambda op, _: finished.record_path(op).write_text("[]"), r"tiny\.build\.json is missing"),
     "bad library": (lambda op, _: op.write_bytes(b"\x7fELF but not really"), "file too short|invalid ELF header"),
 }
 
@@ -117,8 +117,8 @@ def test_of_several_the_one_for_this_torch_is_used_in_silence(here: Sandbox, tmp
     made = portable(folder)
     assert made.name == f"tiny.torch{MINOR}.abi3.so"
     for other in ("2.3.0", "9.9.1"):  # that another library is taken would be seen in its name
-        for path, kept in ((made, made.name), (prebuilt.record_path(made), prebuilt.record_path(made).name)):
-            (folder / kept.replace(MINOR, prebuilt.minor(other))).write_bytes(path.read_bytes())
+        for path, kept in ((made, made.name), (finished.record_path(made), finished.record_path(made).name)):
+            (folder / kept.replace(MINOR, finished.minor(other))).write_bytes(path.read_bytes())
     assert load(here, folder) == (str(made), "")
     change_record(made, torch="2.3")
     file, said = load(here, folder)
@@ -133,13 +133,13 @@ def test_another_build_of_the_same_torch_fits(monkeypatch: pytest.MonkeyPatch) -
     exact = {"torch": "2.13.0+cpu", "torch_commit": "1", "sources": "2", "cxx11_abi": "True", "cuda": "None",
              "hip": "None", "python": ".cpython-311-x86_64-linux-gnu.so", "machine": "x86_64"}  # fmt: skip
     another = {**exact, "torch": "2.13.1+cu130", "torch_commit": "2", "cuda": "13.0", "python": ".cpython-314-....so"}
-    fitting = prebuilt.portable_requirements(exact)
-    assert fitting == prebuilt.portable_requirements(another)
+    fitting = finished.portable_requirements(exact)
+    assert fitting == finished.portable_requirements(another)
     for change in ({"torch": "2.14.0"}, {"sources": "3"}, {"cxx11_abi": "False"}, {"machine": "pdp11"}):
-        assert fitting != prebuilt.portable_requirements({**exact, **change})
+        assert fitting != finished.portable_requirements({**exact, **change})
     monkeypatch.setattr("importlib.machinery.EXTENSION_SUFFIXES", [".cpython-314t-x86_64-linux-gnu.so", ".so"])
-    without_abi3 = prebuilt.portable_requirements(exact)["python"]
-    assert without_abi3 != prebuilt.PORTABLE_PYTHON
+    without_abi3 = finished.portable_requirements(exact)["python"]
+    assert without_abi3 != finished.PORTABLE_PYTHON
 
 
 # Variables
@@ -162,7 +162,7 @@ def test_the_variables_and_their_aliases(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    assert prebuilt.variable("NVME_BUILD_AIO") is expected
+    assert jit.variable("NVME_BUILD_AIO") is expected
     monkeypatch.setenv("NVME_BUILD_AIO", "yes")
     with pytest.raises(ValueError, match="NVME_BUILD_AIO must be 1 or 0, not 'yes'"):
-        prebuilt.variable("NVME_BUILD_AIO")
+        jit.variable("NVME_BUILD_AIO")

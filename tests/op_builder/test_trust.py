@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import cache, jit, machine, prebuilt, trust
+from nvme_ops.op_builder import finished, jit, machine
 from tests.conftest import NOBODY, give_up_root, in_child, open_to_all, with_mounts
 from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, once, sandbox, workshop
 
@@ -23,10 +23,10 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as 
 
 
 @pytest.fixture
-def made(here: Sandbox) -> cache.CacheEntry:
+def made(here: Sandbox) -> finished.CacheEntry:
     """The tiny op in the cache, built by this user and good."""
     once(here, lambda: jit.build(TinyBuilder().recipe()))
-    found = cache.find(TinyBuilder().recipe())
+    found = finished.find_cached(TinyBuilder().recipe())
     assert found is not None
     return found
 
@@ -34,7 +34,7 @@ def made(here: Sandbox) -> cache.CacheEntry:
 def refused(problem: str) -> None:
     """Fails unless the folder is refused, by each way to the op, with the reason and the fix."""
     builder = TinyBuilder()
-    assert cache.roots() == []
+    assert finished.roots() == []
     assert not builder.is_cached()
     assert not builder.is_compatible()
     assert problem in str(builder.error_log)
@@ -87,7 +87,7 @@ def test_an_op_planted_in_a_folder_open_to_all_is_not_loaded(here: Sandbox, tmp_
     [(0, "mode", 0o777), (0, "mode", 0o1777), (1, "mode", 0o757), (0, "owner", 0), (2, "owner", 0)],
 )
 def test_a_folder_that_others_own_or_can_write_to_is_refused(
-    here: Sandbox, made: cache.CacheEntry, depth: int, way: str, mode: int
+    here: Sandbox, made: finished.CacheEntry, depth: int, way: str, mode: int
 ) -> None:
     place = [made.folder.parent, *made.folder.parent.parents][depth]
     refused(spoil(place, way, mode))
@@ -96,7 +96,7 @@ def test_a_folder_that_others_own_or_can_write_to_is_refused(
 
 
 @needs_root
-def test_a_folder_of_root_is_trusted_by_others(here: Sandbox, made: cache.CacheEntry) -> None:
+def test_a_folder_of_root_is_trusted_by_others(here: Sandbox, made: finished.CacheEntry) -> None:
     open_to_all(here.cache.parent)
     here.cache.parent.chmod(0o755)
 
@@ -108,14 +108,14 @@ def test_a_folder_of_root_is_trusted_by_others(here: Sandbox, made: cache.CacheE
 
 
 def test_a_link_is_followed_before_the_folder_is_checked_and_not_used_again(
-    here: Sandbox, made: cache.CacheEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    here: Sandbox, made: finished.CacheEntry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     link = tmp_path / "open" / "link"
     link.parent.mkdir()
     link.parent.chmod(0o777)  # another user could turn it
     link.symlink_to(here.cache)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(link))
-    assert cache.find(TinyBuilder().recipe()) == made
+    assert finished.find_cached(TinyBuilder().recipe()) == made
     refused(spoil(made.folder.parent, "mode"))
 
 
@@ -145,8 +145,8 @@ def test_the_users_own_group_counts_as_the_user(
     open_to_all(tmp_path)
     tmp_path.chmod(0o755)
     program = (
-        "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import trust; os.setuid(4321);"
-        f"{first}print(trust.why_not(Path(sys.argv[1])))"
+        "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import finished; os.setuid(4321);"
+        f"{first}print(finished.why_not_trusted(Path(sys.argv[1])))"
     )
     names = ("passwd", "group", "nsswitch.conf")
     mounts = " && ".join(f"mount --bind {tmp_path}/{name} /etc/{name}" for name in names)
@@ -155,7 +155,7 @@ def test_the_users_own_group_counts_as_the_user(
 
 
 @needs_root
-def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, made: cache.CacheEntry) -> None:
+def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, made: finished.CacheEntry) -> None:
     """Where root has no number, / seems to belong to the overflow user, as in Apptainer."""
     user = 4321
     for each in [here.cache, *here.cache.rglob("*")]:
@@ -172,9 +172,9 @@ def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, 
             os._exit(0)  # not permitted here
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         assert (os.geteuid(), os.stat("/").st_uid) == (user, NOBODY)
-        assert cache.roots() == [made.folder.parent]
+        assert finished.roots() == [made.folder.parent]
         assert TinyBuilder().is_cached()
-        assert trust.why_not(Path("/")) == "/ belongs to the user nobody"  # trusted above others only
+        assert finished.why_not_trusted(Path("/")) == "/ belongs to the user nobody"  # trusted above others only
 
     in_child(body)
 
@@ -202,11 +202,11 @@ def test_a_home_that_others_can_write_to_is_left_alone(by_default: Path, way: st
     recipe = TinyBuilder().recipe()
     assert jit.build(recipe).folder.is_relative_to(by_default)
     reason = spoil(by_default, way).partition(" (")[0]
-    assert cache.find(recipe) is None
+    assert finished.find_cached(recipe) is None
     with pytest.warns(UserWarning, match=rf"compiled ops are kept in .*/torch_extensions_0/.*because: {reason}"):
         entry = jit.build(recipe)
     assert entry.folder.is_relative_to(by_default.parent / "tmp")
-    assert cache.find(recipe) == entry
+    assert finished.find_cached(recipe) == entry
 
 
 @needs_root
@@ -220,8 +220,8 @@ def test_nothing_is_taken_from_the_current_folder(
     shutil.rmtree(entry.folder)
     monkeypatch.chdir(current)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert cache.find(recipe) is None
-    assert cache.default_root() == by_default / ".cache" / "torch_extensions" / "nvme_ops"
+    assert finished.find_cached(recipe) is None
+    assert finished.default_root() == by_default / ".cache" / "torch_extensions" / "nvme_ops"
     current.chmod(0o777)
     (tmp_path / "tmp").chmod(0o1777)
 
@@ -230,10 +230,10 @@ def test_nothing_is_taken_from_the_current_folder(
         os.setgid(54321)
         os.setuid(54321)  # not in the password file
         del os.environ["HOME"], os.environ["XDG_CACHE_HOME"]
-        assert cache.find(recipe) is None
-        assert cache.roots() == []
+        assert finished.find_cached(recipe) is None
+        assert finished.roots() == []
         with pytest.warns(UserWarning, match="because: ~/.* is not an absolute path"):
-            assert cache.writable_root() == tmp_path / "tmp" / "torch_extensions_54321" / "nvme_ops"
+            assert jit.writable_root() == tmp_path / "tmp" / "torch_extensions_54321" / "nvme_ops"
 
     in_child(without_a_home)
 
@@ -243,7 +243,7 @@ def test_nothing_is_taken_from_the_current_folder(
 
 @needs_root
 def test_a_filled_cache_that_is_not_loaded_is_told_of(
-    here: Sandbox, made: cache.CacheEntry, monkeypatch: pytest.MonkeyPatch
+    here: Sandbox, made: finished.CacheEntry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing can be built, as in an image with a cache that another user filled."""
     os.chown(made.library, NOBODY, 0)
@@ -255,22 +255,22 @@ def test_a_filled_cache_that_is_not_loaded_is_told_of(
 
 @needs_root
 @pytest.mark.parametrize(
-    ("part", "way"), [("", "mode"), ("", "owner"), ("tiny.so", "mode"), ("tiny.so", "link"), (cache.RECORD, "owner")]
+    ("part", "way"), [("", "mode"), ("", "owner"), ("tiny.so", "mode"), ("tiny.so", "link"), (finished.RECORD, "owner")]
 )
 def test_an_entry_that_others_made_is_built_anew(
-    here: Sandbox, made: cache.CacheEntry, part: str, way: str, tmp_path: Path
+    here: Sandbox, made: finished.CacheEntry, part: str, way: str, tmp_path: Path
 ) -> None:
     path = made.folder / part
     if way == "link":
         path = tmp_path / "elsewhere.so"
         shutil.move(made.library, path)
         made.library.symlink_to(path)
-        assert cache.find(TinyBuilder().recipe()) == made
+        assert finished.find_cached(TinyBuilder().recipe()) == made
     spoil(path, "mode" if way == "mode" else "owner")
-    assert cache.find(TinyBuilder().recipe()) is None
+    assert finished.find_cached(TinyBuilder().recipe()) is None
     with pytest.warns(UserWarning, match=r"the cached tiny op is built anew, because others could have changed it: "):
         entry = jit.build(TinyBuilder().recipe())
-    assert entry == cache.find(TinyBuilder().recipe())
+    assert entry == finished.find_cached(TinyBuilder().recipe())
     assert here.compilations() == 2
 
 
@@ -280,7 +280,7 @@ def test_without_a_umask_what_is_built_is_nobody_elses(here: Sandbox) -> None:
         entry = jit.build(TinyBuilder().recipe())
     finally:
         os.umask(old)
-    assert cache.find(TinyBuilder().recipe()) == entry
+    assert finished.find_cached(TinyBuilder().recipe()) == entry
     for path in (here.cache, here.cache / "nvme_ops", entry.folder, *entry.folder.iterdir()):
         assert stat.S_IMODE(path.stat().st_mode) & 0o022 == 0, path
 
@@ -299,7 +299,7 @@ LOCKS: dict[str, Callable[[Path, Path], object]] = {
 @needs_root
 @pytest.mark.parametrize("kind", LOCKS)
 def test_a_lock_of_another_user_is_replaced(here: Sandbox, kind: str) -> None:
-    entry = cache.CacheEntry(cache.writable_root() / f"tiny-{TinyBuilder().recipe().key()}", "tiny")
+    entry = finished.CacheEntry(jit.writable_root() / f"tiny-{TinyBuilder().recipe().key()}", "tiny")
     lock, victim = entry.folder.with_suffix(".lock"), here.cache / "victim"
     victim.write_text("precious")
     LOCKS[kind](lock, victim)
@@ -321,11 +321,11 @@ def test_the_log_does_not_go_through_a_link(
     here.source.write_text("nonsense")
     recipe, victim = TinyBuilder().recipe(), tmp_path / "victim"
     victim.write_text("precious")
-    log = cache.CacheEntry(cache.writable_root() / f"tiny-{recipe.key()}", "tiny").log
+    log = finished.CacheEntry(jit.writable_root() / f"tiny-{recipe.key()}", "tiny").log
     for place in (log, tmp_path / "nvme_ops_tiny_build.log"):
         place.symlink_to(victim)
     with pytest.raises(RuntimeError, match=r"nonsense(.|\n)*All output: ") as caught:
-        prebuilt.build(recipe, tmp_path / "tiny.so") if ahead else jit.build(recipe)
+        jit.prebuild(recipe, tmp_path / "tiny.so") if ahead else jit.build(recipe)
     written = Path(str(caught.value).rpartition("All output: ")[2])
     assert (written == log) != ahead
     assert "nonsense" in written.read_text()
@@ -369,8 +369,8 @@ def test_a_prebuilt_op_that_others_can_change_is_not_used(
     here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, way: str
 ) -> None:
     ops = tmp_path / "ops"
-    prebuilt.build(TinyBuilder().recipe(), ops / "tiny.so")
-    monkeypatch.setattr(prebuilt, "OPS", ops)
+    jit.prebuild(TinyBuilder().recipe(), ops / "tiny.so")
+    monkeypatch.setattr(finished, "OPS", ops)
     assert TinyBuilder().is_installed()
     reason = spoil(ops / part, way).partition(" (")[0]
     assert not TinyBuilder().is_installed()
@@ -382,13 +382,13 @@ def test_a_prebuilt_op_that_others_can_change_is_not_used(
 def test_what_the_compiler_said_is_not_believed_of_others(here: Sandbox) -> None:
     found = machine.find_compiler()
     assert found is not None
-    cache.writable_root()
-    directories = machine.include_directories(found, cache.roots())
-    note = next(cache.roots()[0].glob("compiler-*.json"))
+    jit.writable_root()
+    directories = machine.include_directories(found, finished.roots())
+    note = next(finished.roots()[0].glob("compiler-*.json"))
     note.write_text('{"include_directories": ["/planted"]}')
-    assert machine.include_directories(found, cache.roots()) == ["/planted"]
+    assert machine.include_directories(found, finished.roots()) == ["/planted"]
     os.chown(note, NOBODY, 0)
-    assert machine.include_directories(found, cache.roots()) == directories
+    assert machine.include_directories(found, finished.roots()) == directories
 
 
 def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

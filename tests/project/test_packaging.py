@@ -1,4 +1,4 @@
-"""What an install contains and does: plain, editable, from an sdist, and with the ops prebuilt.
+"""What an install contains and does: plain, editable, from an sdist, and with the ops finished.
 
 Most tests work on a copy of the checkout whose native code is one small file, so that compiling costs a second.
 """
@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 import nvme_ops
-from nvme_ops.op_builder import ALL_OPS, prebuilt
+from nvme_ops.op_builder import ALL_OPS, finished
 from tests import prepared
 from tests.op_builder.tiny_op import REPOSITORY, SOURCE
 
@@ -34,7 +34,7 @@ builder = AsyncIOBuilder()
 print(builder.load().__file__, builder.jit_mode)
 """
 LOAD_ALL = """
-from nvme_ops.op_builder import ALL_OPS, prebuilt
+from nvme_ops.op_builder import ALL_OPS, finished
 for name, builder in ALL_OPS.items():
     module = builder.load()
     print(name, module.answer(), builder.jit_mode, module.__name__, module.__file__)
@@ -174,7 +174,7 @@ def test_the_wheel_for_every_python_works_without_a_compiler(run: Run, tmp_path:
     (tmp_path / "no programs").mkdir()
     program = f"""
 import sys, torch, nvme_ops
-from nvme_ops.op_builder import ALL_OPS, prebuilt
+from nvme_ops.op_builder import ALL_OPS, finished
 assert all(op.is_installed() for op in ALL_OPS.values())
 model = torch.nn.Linear(300, 300)
 nvme_ops.save(model, {str(tmp_path / "model.safetensors")!r})
@@ -200,7 +200,7 @@ def metadata_of(wheel: Path) -> str:
 def compiled(wheel: Path) -> set[str]:
     """The ops that lie compiled in a wheel; each with its record."""
     libraries = [Path(name) for name in contents(wheel) if name.endswith(".so")]
-    assert {str(prebuilt.record_path(library)) for library in libraries} <= contents(wheel)
+    assert {str(finished.record_path(library)) for library in libraries} <= contents(wheel)
     return {library.name.partition(".")[0] for library in libraries}
 
 

@@ -352,7 +352,7 @@ def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> N
         import os, subprocess, torch
         from pathlib import Path
         from nvme_ops.op_builder import GDSBuilder
-        from nvme_ops.op_builder.cache import Built
+        from nvme_ops.op_builder.finished import Built
         from nvme_ops.report import gds
         def refuse(*args, **kwargs): raise AssertionError(args)
         def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}

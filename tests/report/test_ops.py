@@ -9,8 +9,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, prebuilt, recipe
-from nvme_ops.op_builder.cache import Built
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, finished, recipe
+from nvme_ops.op_builder.finished import Built
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import ops
 from nvme_ops.report.result import Result, Status, run_checks
@@ -63,7 +63,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty folder of prebuilt ops and an empty cache."""
     folder = tmp_path / "ops"
     folder.mkdir()
-    monkeypatch.setattr(prebuilt, "OPS", folder)
+    monkeypatch.setattr(finished, "OPS", folder)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     return folder
 
@@ -71,7 +71,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def prebuild(folder: Path, builder: OpBuilder, **changes: object) -> None:
     library = folder / "made_up.abi3.so"
     library.write_bytes(b"not a library")
-    prebuilt.record_path(library).write_text(json.dumps({**builder.recipe().facts(), **changes}))
+    finished.record_path(library).write_text(json.dumps({**builder.recipe().facts(), **changes}))
 
 
 def row(builder: OpBuilder) -> Result:

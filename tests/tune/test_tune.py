@@ -19,7 +19,7 @@ from nvme_ops.measure import search, tune
 from nvme_ops.measure.files import cached_share, filled
 from nvme_ops.measure.search import DEFAULT, Axis, Duel, Outcome, Passes
 from nvme_ops.measure.tune import Tuned, TuneResult
-from nvme_ops.op_builder.cache import default_root
+from nvme_ops.op_builder.finished import default_root
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity
 from nvme_ops.text import KIB, MIB

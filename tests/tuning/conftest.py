@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.op_builder.cache import default_root
+from nvme_ops.op_builder.finished import default_root
 from nvme_ops.settings import PAGE
 from nvme_ops.tuning import dictionary
 from nvme_ops.tuning.dictionary import Learned
