@@ -355,9 +355,7 @@ class EngineOpBuilder(OpBuilder):
 
     def _libaio_flags(self) -> list[str] | None:
         found = machine.find_compiler()
-        if found is None:
-            return None
-        return machine.header_flags("libaio.h", machine.include_directories(found, finished.roots()))
+        return machine.header_flags("libaio.h", machine.include_directories(found)) if found is not None else None
 
 
 class AsyncIOBuilder(EngineOpBuilder):

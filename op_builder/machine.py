@@ -133,12 +133,12 @@ def try_program(compiler: Compiler, program: str, flags: list[str], libraries: l
     return "" if result.returncode == 0 else result.stdout.strip() or f"exit status {result.returncode}"
 
 
-def include_directories(compiler: Compiler, memory: Sequence[Path]) -> list[str]:
+def include_directories(compiler: Compiler) -> list[str]:
     """Returns the directories that the compiler searches for headers, including CFLAGS and CPATH.
 
-    ``memory``: folders in which the answer may be cached, as asking costs a process, which loading an op must not.
+    The answer is kept in the cache of ops: asking costs a process, which loading an op must not.
     """
-    flags = compile_flags()
+    flags, memory = compile_flags(), finished.roots()
     question = json.dumps([compiler.identity, flags, [*map(os.environ.get, _SEARCH_VARIABLES)]])
     note = f"compiler-{hashlib.sha256(question.encode()).hexdigest()[:20]}.json"
     for folder in memory:

@@ -383,12 +383,12 @@ def test_what_the_compiler_said_is_not_believed_of_others(here: Sandbox) -> None
     found = machine.find_compiler()
     assert found is not None
     jit.writable_root()
-    directories = machine.include_directories(found, finished.roots())
+    directories = machine.include_directories(found)
     note = next(finished.roots()[0].glob("compiler-*.json"))
     note.write_text('{"include_directories": ["/planted"]}')
-    assert machine.include_directories(found, finished.roots()) == ["/planted"]
+    assert machine.include_directories(found) == ["/planted"]
     os.chown(note, NOBODY, 0)
-    assert machine.include_directories(found, finished.roots()) == directories
+    assert machine.include_directories(found) == directories
 
 
 def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
