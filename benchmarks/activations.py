@@ -68,30 +68,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
     title = f"{net}, {_LAYERS[net]} layers, batch {batch}, budget {size_words(args.budget)}"
     table = Table(net, title, "samples/s", rows, MEMORY, _COLUMNS)
     bound = fio.row(f"{fio.NAME}, half read, half written", "rw", lambda: path, GIB, os.sync)
-    return bounded(run, table, bound, batch, "read and written")
-
-
-def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Table:
-    """Measures a table, and fio as its last row; adds the bound's share of each sample's time.
-
-    The bound is the time of computing, or of moving the sample's bytes, its figure ``moved``, at fio's rate. Both are
-    medians of this run; the first row computes in memory. ``amount`` is what a pass of any row does.
-    """
-    rows, fio_pass = list(table.rows), bound.run
-
-    def shown() -> Sample:
-        sample = fio_pass()
-        return Sample(sample.seconds, amount, figures={moved: sample.amount, "GB/s": sample.rate / 1e9})
-
-    bound.run = shown
-    table.rows.append(bound)
-    run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
-    rates = [each.figures[moved] / each.seconds for each in bound.samples if each]
-    computing = [each.seconds for each in rows[0].samples if each]
-    for each in [sample for row in rows for sample in row.samples if sample and rates and computing]:
-        longer = max(statistics.median(computing), each.figures.get(moved, 0) / statistics.median(rates))
-        each.figures["of the bound"] = longer / each.seconds
-    return table
+    return command.bounded(run, table, bound, batch, "read and written")
 
 
 def largest_table(run: Run, scratch: str) -> Table:

@@ -294,7 +294,7 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
         if each.package and importlib.util.find_spec(each.package) is None:
             raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
         if prepare is None:
-            let_the_device_rest(work.size)
+            command.let_the_device_rest(work.size)
         else:
             for name in _files(_saved(work, each.suffix)):
                 prepare(name)
@@ -324,12 +324,6 @@ def _look_at(tensors: Tensors) -> None:
     for tensor in tensors.values():
         if tensor.nbytes > _SMALL or not tensor.is_floating_point():
             tensor.reshape(-1).view(torch.uint8)[::4096].sum()
-
-
-def let_the_device_rest(size: int) -> None:
-    """Waits until the file system has told its device what a row has freed, which would slow the next one."""
-    os.sync()
-    time.sleep(1.5 * min(1, size / (1 << 30)))
 
 
 def _warm_free_memory(size: int) -> None:
@@ -366,7 +360,7 @@ def _fio_rows(work: Work, pattern: str) -> list[Row]:
         new.unlink(missing_ok=True)
         new.touch()
         os.truncate(new, size)
-        let_the_device_rest(work.size)
+        command.let_the_device_rest(work.size)
 
     rows = [fio.row(fio.NAME, pattern, lambda: path, size, before)]
     if pattern == "write":

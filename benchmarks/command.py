@@ -12,9 +12,11 @@ import itertools
 import json
 import os
 import pkgutil
+import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.measure import files, machine, stop
-from nvme_ops.measure.rows import Row, Unavailable, WrongData, interleave
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Table, add_outputs, as_json, as_text, check_outputs, deliver, show_progress
 from nvme_ops.text import MIB, command_line, listed, positive, size, size_words
@@ -256,3 +258,32 @@ def forget(*folders: str) -> None:
     for path in itertools.chain.from_iterable(Path(folder).rglob("*") for folder in folders):
         with contextlib.suppress(OSError), path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Table:
+    """Measures a table, and fio as its last row; adds the bound's share of each sample's time.
+
+    The bound is the time of computing, or of moving the sample's bytes, its figure ``moved``, at fio's rate. Both are
+    medians of this run; the first row computes in memory. ``amount`` is what a pass of any row does.
+    """
+    rows, fio_pass = list(table.rows), bound.run
+
+    def shown() -> Sample:
+        sample = fio_pass()
+        return Sample(sample.seconds, amount, figures={moved: sample.amount, "GB/s": sample.rate / 1e9})
+
+    bound.run = shown
+    table.rows.append(bound)
+    run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
+    rates = [each.figures[moved] / each.seconds for each in bound.samples if each]
+    computing = [each.seconds for each in rows[0].samples if each]
+    for each in [sample for row in rows for sample in row.samples if sample and rates and computing]:
+        longer = max(statistics.median(computing), each.figures.get(moved, 0) / statistics.median(rates))
+        each.figures["of the bound"] = longer / each.seconds
+    return table
+
+
+def let_the_device_rest(size: int) -> None:
+    """Waits until the file system has told its device what a row has freed, which would slow the next one."""
+    os.sync()
+    time.sleep(1.5 * min(1, size / (1 << 30)))

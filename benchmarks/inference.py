@@ -23,8 +23,6 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import cgroups, command
-from benchmarks.activations import bounded
-from benchmarks.checkpoint import let_the_device_rest
 from benchmarks.command import Program, Run
 from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
@@ -110,12 +108,12 @@ def batch_table(run: Run, scratch: str, model: str, batch: int) -> Table:
 
     file = os.path.join(model, "model.safetensors")
     nbytes = os.path.getsize(file)
-    rest = partial(let_the_device_rest, nbytes)
+    rest = partial(command.let_the_device_rest, nbytes)
     rows = [Row(each.name, partial(decode, each), before=rest) for each in contenders(args)]
     title = f"{size_words(nbytes)} of weights, batch {batch}"
     table = Table(f"batch {batch}", title, "tokens/s", rows, MEMORY, _COLUMNS)
     bound = fio.row(f"{fio.NAME}, all weights", "read", lambda: file, nbytes, rest, fio.best(nbytes))
-    return bounded(run, table, bound, batch, "read per step")
+    return command.bounded(run, table, bound, batch, "read per step")
 
 
 def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:

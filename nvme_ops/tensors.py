@@ -218,9 +218,9 @@ def checksums_of(data: Sequence[torch.Tensor | bytes], kind: str) -> list[int]:
 
 def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
     """Returns the checksum of ``tensor``, continuing from ``value`` as ``zlib.crc32`` does."""
-    return joined(value, checksums_of([tensor], kind)[0], tensor.nbytes, kind)
+    return joined_checksum(value, checksums_of([tensor], kind)[0], tensor.nbytes, kind)
 
 
-def joined(first: int, second: int, length: int, kind: str) -> int:
+def joined_checksum(first: int, second: int, length: int, kind: str) -> int:
     """Returns the checksum of two parts from the ``first`` one's, and the ``second``'s, which has ``length`` bytes."""
     return cast("int", native().joined_checksum(kind, first, second, length))

@@ -87,7 +87,7 @@ class ShardedPlan:
             shard.tensors = self.tensors[start : start + count]
             work.append((shard, os.path.join(folder, file)))
         if borrowed is not None:  # first the shards with borrowed tensors, which a caller waits for
-            work.sort(key=lambda each: not any(map(borrowed.owes, each[0].tensors)))
+            work.sort(key=lambda each: not any(map(borrowed.holds, each[0].tensors)))
         begun: list[str] = []
         try:
             for shard, target in work:

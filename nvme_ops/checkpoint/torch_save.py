@@ -212,9 +212,9 @@ class TorchPlan:
             records, end = self.records()
             others = records
             if borrowed is not None:
-                owed = [borrowed.owes(record.data) for record in records]
-                lent = [record for record, each in zip(records, owed, strict=True) if each]
-                others = [record for record, each in zip(records, owed, strict=True) if not each]
+                held = [borrowed.holds(record.data) for record in records]
+                lent = [record for record, each in zip(records, held, strict=True) if each]
+                others = [record for record, each in zip(records, held, strict=True) if not each]
                 write(handle, file.fd, lent, self.checksums)
                 borrowed.release(record.data for record in lent)
             write(handle, file.fd, others, self.checksums)

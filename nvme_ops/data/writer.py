@@ -37,7 +37,7 @@ from nvme_ops.storage.files import (
     unlink,
 )
 from nvme_ops.storage.publication import content_of
-from nvme_ops.tensors import checksums_of, joined
+from nvme_ops.tensors import checksums_of, joined_checksum
 from nvme_ops.text import parse_json, parse_size
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
@@ -343,7 +343,7 @@ def _checksum(parts: Sequence[Any]) -> int:
     found = checksums_of(list(parts), "crc32c")
     value = found[0]
     for part, each in zip(parts[1:], found[1:], strict=True):
-        value = joined(value, each, len(part), "crc32c")
+        value = joined_checksum(value, each, len(part), "crc32c")
     return value
 
 

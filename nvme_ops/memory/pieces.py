@@ -46,7 +46,7 @@ class Borrowed:
         self._safe = threading.Event()
         self.release(())
 
-    def owes(self, tensor: torch.Tensor) -> bool:
+    def holds(self, tensor: torch.Tensor) -> bool:
         """Returns whether ``tensor`` is borrowed and not yet released."""
         return self._ids[id(tensor)] > 0
 
@@ -81,7 +81,7 @@ def write(
         kind: the checksum, ``"crc32c"`` or ``"crc32"``; none when None.
         borrowed: tensors that are read first.
     """
-    first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.owes(tensor)]
+    first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.holds(tensor)]
     found = [0] * len(places)
     for chosen in (first, sorted(set(range(len(places))) - set(first))):
         if not chosen:

@@ -193,7 +193,7 @@ def _deepspeed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
 
 def _inference(folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[Row]:
     monkeypatch.setattr(inference.importlib.util, "find_spec", lambda _: True)
-    monkeypatch.setattr(inference, "bounded", lambda _, table, *__: table)
+    monkeypatch.setattr(command, "bounded", lambda _, table, *__: table)
     (folder / "model.safetensors").write_bytes(bytes(4096))
     run = command.Run.__new__(command.Run)
     run.args = args_of("inference")
@@ -250,7 +250,7 @@ def test_the_bound_is_the_longer_of_computing_and_moving() -> None:
     memory, reads, computes = measured(1.0, 0), measured(4.0, 300.0), measured(4.0, 30.0)
     bound = Row("fio", lambda: Sample(1.0, 100))
     table = Table("", "", "tokens/s", [memory, reads, computes])
-    assert activations.bounded(run, table, bound, 1, "read per step").rows[-1] is bound
+    assert command.bounded(run, table, bound, 1, "read per step").rows[-1] is bound
     found = [each.samples[0].figures["of the bound"] for each in (reads, computes) if each.samples[0]]
     assert found == [0.75, 0.25]
 

@@ -6,11 +6,18 @@ import io
 import os
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    _MEM_FORMAT_ENCODING,
+    STORAGE_TYPES,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text, read_metadata
 from nvme_ops.errors import FormatError
@@ -65,8 +72,10 @@ def contents(path: str) -> Contents:
 
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
+    entries = metadata.state_dict_metadata.items()
+    chunks = {name: {each.offsets: each for each in getattr(entry, "chunks", ())} for name, entry in entries}
     for index, info in metadata.storage_data.items():
-        name, dtype, shape = _described(metadata, index)
+        name, dtype, shape = _described(metadata.state_dict_metadata[index.fqn], chunks[index.fqn], index)
         known = getattr(info, ATTRIBUTE, {})
         checksum = (CHECKSUM, known[CHECKSUM]) if CHECKSUM in known else None
         path = os.path.join(folder, info.relative_path)
@@ -78,11 +87,12 @@ def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
         yield Item(name, dtype, shape, path, info.offset, info.offset + info.length, checksum)
 
 
-def _described(metadata: Metadata, index: MetadataIndex) -> tuple[str, str, tuple[int, ...]]:
-    entry = metadata.state_dict_metadata[index.fqn]
+def _described(
+    entry: STORAGE_TYPES, chunks: Mapping[torch.Size, ChunkStorageMetadata], index: MetadataIndex
+) -> tuple[str, str, tuple[int, ...]]:
     if not isinstance(entry, TensorStorageMetadata):
         return index.fqn, "pickle", ()
     dtype = str(entry.properties.dtype).removeprefix("torch.")
-    chunk = next((each for each in entry.chunks if each.offsets == index.offset), entry.chunks[0])
+    chunk = chunks.get(index.offset or torch.Size(()), entry.chunks[0])
     part = "" if len(entry.chunks) == 1 else f" from {list(index.offset or ())}"
     return index.fqn + part, dtype, tuple(chunk.sizes)

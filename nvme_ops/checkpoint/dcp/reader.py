@@ -31,7 +31,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
-from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined
+from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined_checksum
 
 _log = logging.getLogger("nvme_ops.dcp")
 
@@ -282,7 +282,7 @@ class Loading:
     def _finish(self, targets: Sequence[tuple[Wanted, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
         payloads = checksums_of([target for _, _, target, _ in whole], CHECKSUM)
         for (one, head, target, tail), payload in zip(whole, payloads, strict=True):
-            found = joined(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
+            found = joined_checksum(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
             if checksum_of(tail, CHECKSUM, found) != one.checksum:
                 self._damaged[one.name] = None
         for one, target in targets:

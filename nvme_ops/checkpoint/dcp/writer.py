@@ -42,7 +42,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.storage.files import make_folder
 from nvme_ops.storage.publication import replacing
-from nvme_ops.tensors import checksums_of, collector_paused, joined
+from nvme_ops.tensors import checksums_of, collector_paused, joined_checksum
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -206,7 +206,7 @@ class RankFile:
             head, tail = given.around(crc) if given else (b"", b"")
             known = {"data": head_length} if as_planned else {}
             if self._checksums:
-                known[CHECKSUM] = zlib.crc32(tail, joined(zlib.crc32(head), crc, nbytes, CHECKSUM))
+                known[CHECKSUM] = zlib.crc32(tail, joined_checksum(zlib.crc32(head), crc, nbytes, CHECKSUM))
             info = _StorageInfo(self._name, offset, length)
             setattr(info, ATTRIBUTE, known)
             self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
