@@ -41,7 +41,7 @@ struct Script {
   std::function<int()> breaks;                              // before each reap(): the errno of a queue that has failed
   std::function<std::size_t(std::size_t finished)> choose;  // which of those that are finished is told first
   std::function<void()> before_open;                        // may throw IoError
-  bool registers = true;
+  bool registers = true, may_be_bypassed = false;
 
   // Looks or changes something while lanes are at work.
   template <class Action>
@@ -159,7 +159,7 @@ public:
   }
 
   bool broken() const override { return broken_ != 0; }
-  bool may_be_bypassed() const override { return false; }
+  bool may_be_bypassed() const override { return script_.may_be_bypassed; }
 
   bool register_buffer(int index, std::byte* memory, std::size_t bytes) override {
     const std::lock_guard<std::mutex> lock(script_.mutex);

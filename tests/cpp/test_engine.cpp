@@ -106,6 +106,26 @@ TEST(an_interruption_stops_a_call_and_leaves_the_engine_usable) {
   }
 }
 
+TEST(a_lone_small_request_takes_no_queue) {
+  const std::string path = directory() / "alone";
+  const Bytes data = pattern(4096, 1);
+  support::write_file(path, data);
+  for (const bool allowed : {true, false}) {
+    fake::Script& script = fake::new_script();
+    script.may_be_bypassed = allowed;
+    Engine engine(engine_options(fake::kFake));
+    CHECK_EQUAL(engine.statistics().in_flight_sum, 0U);
+    const Memory target(data.size());
+    const auto job = job_of(Op::Read, {extent(path, Op::Read, target, 0, Cache::Buffered)});
+    engine.run(job, never);
+    check_moved(job, data.size());
+    check_equal(target, data);
+    CHECK_EQUAL(script.requests, allowed ? 0U : 1U);
+    CHECK_EQUAL(engine.statistics().in_flight_sum, 1U);
+    CHECK_EQUAL(engine.statistics().requests, 1U);
+  }
+}
+
 TEST(all_lanes_together_keep_to_the_staging_memory_of_their_engine) {
   fake::Script& script = fake::new_script();
   script.judge = [](const Request&, bool) { return fake::Verdict{0, EIO, 2000}; };  // after a while

@@ -79,6 +79,16 @@ TEST(files_of_two_devices_are_two) {
   CHECK(one->inode() != other->inode(), "another one of the same number");
 }
 
+TEST(a_descriptor_is_used_only_as_it_was_opened) {
+  const std::string path = directory() / "descriptor";
+  support::write_file(path, pattern(10, 1));
+  for (const Op op : {Op::Read, Op::Write}) {
+    const UniqueFd fd(::open(path.c_str(), (op == Op::Read ? O_WRONLY : O_RDONLY) | O_CLOEXEC));
+    const auto failure = check::failure_of([&] { File::adopt(fd.get(), op, Cache::Auto, 7); });
+    CHECK_FAILURE(failure, System, EBADF, "file descriptor 7 is not open to");
+  }
+}
+
 TEST(growing_cutting_and_holes) {
   const std::string path = directory() / "grown";
   support::write_file(path, pattern(1000, 1));

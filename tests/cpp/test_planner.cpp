@@ -106,6 +106,17 @@ TEST(the_urgent_is_planned_first_and_carries_its_priority) {
   planned.move_all();
 }
 
+TEST(a_job_has_no_more_in_flight_than_its_tool_says) {
+  Planned planned;
+  const Memory memory(kDepth * kBlock);
+  Tool tool;
+  tool.queue_depth = 2;
+  planned.add(Op::Write, {extent(directory() / "shallow", Op::Write, memory, 0, Cache::Buffered)}, {}, tool);
+  planned.planner.plan();
+  CHECK_EQUAL(planned.planner.ready().size(), 2U);
+  CHECK_EQUAL(planned.move_all(), std::size_t{kDepth});
+}
+
 TEST(without_a_queue_everything_fails_and_nothing_is_left) {
   Planned planned;
   const Memory memory(20 * kBlock);
@@ -142,6 +153,12 @@ TEST(it_waits_at_a_gate_that_others_hold_and_only_there) {
   const auto job = planned.add(Op::Write, {wanted});
   planned.planner.plan();
   CHECK(planned.planner.ready().empty() && planned.planner.take_at_gate(), "to wait");
+  leave_folios(direct);
+  planned.planner.plan();
+  planned.move(kBlock / 2);
+  CHECK(enter_folios(direct), "nobody else writes now");
+  planned.planner.plan();
+  CHECK(planned.planner.ready().empty() && planned.planner.take_at_gate(), "to wait with the rest");
   leave_folios(direct);
   planned.move_all();
   CHECK(job->outcome()->done() && !job->outcome()->failure(), "success");
