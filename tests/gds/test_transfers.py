@@ -6,10 +6,12 @@ is not known from here.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import gc
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ import pytest
 import torch
 
 from nvme_ops.gds import gds_handle
-from nvme_ops.op_builder import GDSBuilder
+from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import MIB, contents, in_threads, pattern, store
 from tests.fake_cufile import FakeCuFile, Function
 from tests.private_device import PrivateDevice
@@ -63,6 +65,39 @@ def moves(device: PrivateDevice, handle: gds_handle, path: Path, write: bool, si
 
 
 # What reaches cuFile
+
+
+# A CUDA driver whose memory belongs to a context, or where it is null to the primary one of device 3.
+CUDA = """
+static void* owner; static void* now; static void* made[8]; static int count;
+int cuPointerGetAttribute(void* value, int attribute, unsigned long) {
+  if (attribute == 1) *static_cast<void**>(value) = owner;
+  if (attribute == 9) *static_cast<int*>(value) = 3;
+  return 0;
+}
+int cuCtxGetCurrent(void** context) { *context = now; return 0; }
+int cuCtxSetCurrent(void* context) { now = made[count++ % 8] = context; return 0; }
+int cuDevicePrimaryCtxRetain(void** context, int of) { *context = reinterpret_cast<void*>(100L + of); return 0; }
+void own(void* context) { owner = context; count = 0; }
+void* made_current(int which) { return made[which]; }
+"""
+
+
+@pytest.mark.parametrize(("owner", "current"), [(7, 7), (0, 103)], ids=["its own", "mapped memory"])
+def test_the_context_of_the_memory_is_current(
+    cufile: FakeCuFile, device: PrivateDevice, folder: Path, owner: int, current: int
+) -> None:
+    """Found by its name, as the driver's library is."""
+    found = machine.find_compiler()
+    assert found is not None
+    (folder / "cuda.cpp").write_text(f'extern "C" {{{CUDA}}}')
+    library = folder / "libcuda.so.1"
+    command = [*found.command, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "cuda.cpp")]
+    subprocess.run([*command, "-o", str(library)], check=True)
+    cuda = ctypes.CDLL(str(library))
+    cuda.own(ctypes.c_void_p(owner))
+    moves(device, gds_handle(), folder / "file", True, BLOCK)
+    assert [cuda.made_current(which) for which in range(2)] == [current, 0]  # and what was before, afterwards
 
 
 @pytest.mark.parametrize("offset", [0, PAGE, 1, 12345])
