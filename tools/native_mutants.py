@@ -26,7 +26,7 @@ SWAPPED = {
 BINARY = re.compile(rf"(?<= )(?:{'|'.join(map(re.escape, sorted(SWAPPED, key=len, reverse=True)))})(?=[ \n])")
 CONSTANT = re.compile(r"(?<![\w.'])\d+(?=[uUlL]*(?![\w.']))")
 STATEMENT = re.compile(r"^ +((?:[a-z]\w*(?:\(\))?(?:\[[^\]\n]*\])?(?:::|\.|->))*[a-z]\w*\([^;{}\n]*\));$", re.MULTILINE)
-RETURN = re.compile(r"\breturn ([^;{}]+);")
+RETURN = re.compile(r"(\] (?:\([^()]*\) )?\{ )?\breturn ([^;{}]+);")  # first the head of a lambda, which says no type
 
 
 def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
@@ -41,8 +41,8 @@ def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
     for found in STATEMENT.finditer(text):
         yield "statement", *found.span(1), ""
     for found in RETURN.finditer(text):
-        if found[1] not in ("0", "nullptr"):
-            yield "return", *found.span(1), "true" if found[1] == "false" else "{}"
+        if found[1] is None and found[2] not in ("0", "nullptr"):
+            yield "return", *found.span(2), "true" if found[2] == "false" else "{}"
     for found in re.finditer(r"\b(if|while) \(", text):
         start = end = found.end()
         depth = 1
