@@ -212,6 +212,19 @@ def test_a_failed_step_is_gone_on_with_unless_the_gradients_are_others(folder: P
         assert equal(values(mine), values(other)) is (how == "the same")
 
 
+def test_what_a_failed_step_has_put_back_is_the_programs_to_change(folder: Path) -> None:
+    model, handle = network(), Faulty("write", "refuse", {3})
+    given: Any = {"memory_budget": "1M", "handle": handle, "lr": 0.0, "momentum": 0.9}
+    with NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, **given) as optimizer:
+        backward(model, 0)
+        with pytest.raises(OSError, match="Input/output error"):
+            optimizer.step()
+        for each in model.parameters():
+            each.data.fill_(5.0)
+        optimizer.step()
+        assert all(bool((each == 5).all()) for each in model.parameters())
+
+
 class Stopping(dict[Any, Any]):
     """Is stopped by Ctrl-C, twice, as it forgets something."""
 

@@ -114,6 +114,17 @@ def test_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> Non
             assert gradients.stats().bytes_stored <= most
 
 
+def test_a_gradient_that_could_not_be_written_is_lost_whenever_it_is_used(folder: Path) -> None:
+    model, handle = torch.nn.Linear(64, 64), Faulty("write", "fail")
+    with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB, handle=handle):
+        model.weight.sum().backward()
+        handle.will()
+        for _ in range(2):
+            assert model.weight.grad is not None
+            with pytest.raises(OSError, match="Input/output error"):
+                model.weight.grad.sum()
+
+
 def test_a_gradient_that_the_program_gave_is_added_to(folder: Path) -> None:
     model, mine = torch.nn.Linear(64, 64), torch.zeros(64, 64)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB):
@@ -128,7 +139,7 @@ def test_a_conjugated_gradient_is_one(folder: Path) -> None:
     weight = torch.nn.Parameter(torch.randn(64, 64, dtype=torch.complex64))
     factor = torch.randn(64, 64, dtype=torch.complex64)
     expected = torch.autograd.grad((weight * factor).sum().abs(), weight)[0]
-    with swap_gradients([weight], folder, min_bytes=1):
+    with swap_gradients([weight], folder, min_bytes=weight.nbytes):
         (weight * factor).sum().abs().backward()
         assert type(weight.grad) is not torch.Tensor
         assert weight.grad is not None

@@ -70,8 +70,21 @@ def test_out_of_another_shape_is_refused_and_keeps_its_values(folder: Path) -> N
         assert torch.equal(bias, 3 * x)
 
 
+def test_an_assignment_that_cannot_be_written_leaves_the_old_values(folder: Path) -> None:
+    model, handle = torch.nn.Linear(48, 48), Faulty()
+    before = model.weight.detach().clone()
+    with swap_params(model, folder, memory_budget="64K", min_bytes=1, handle=handle):
+        handle.will("write", "fail")
+        with pytest.raises(OSError, match="Input/output error"):
+            model.weight.data = torch.ones(48, 48)
+        handle.will()
+        assert torch.equal(model.weight, before)
+
+
 def test_restored_parameters_keep_their_gradients_and_are_usual_ones(folder: Path) -> None:
     mine, other = sentences(), sentences()
+    for model in (mine, other):
+        model.register_parameter("tied", next(model.parameters()))
     swapped = swap_params(mine, folder, memory_budget=200 * KIB, min_bytes=4 * KIB)
     for model in (mine, other):
         model(words(1)).sum().backward()
