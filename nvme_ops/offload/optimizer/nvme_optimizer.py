@@ -373,8 +373,6 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             self._abandon_pass()
         backward, with_gradient = self._pass, []
         under_way = backward is not None  # chunks may be done
-        if not under_way:
-            states.check()
         try:
             if backward is None and not self._same_gradients():
                 states.begin()

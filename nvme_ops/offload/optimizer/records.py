@@ -192,11 +192,6 @@ class Flush:
             except RuntimeError:  # there are too many threads, or Ctrl-C came here before
                 self._run()
 
-    @property
-    def done(self) -> bool:
-        """Whether the work has ended."""
-        return self._done.is_set()
-
     def wait(self) -> None:
         """Waits for the end. Ctrl-C interrupts the wait, but not the work."""
         self.start()

@@ -584,11 +584,6 @@ class States:
         flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
         return flush, {chunk: version.slot for chunk, version in now.items()}
 
-    def check(self) -> None:
-        """Raises OSError, once, if the last step has failed to become durable: the next commit writes it again."""
-        if self._flush is not None and self._flush[0].done:
-            self.settle()
-
     def settle(self) -> None:
         """Waits until the last step is durable; only then may places be written to that are not the current ones.
 
