@@ -185,8 +185,9 @@ def find_cached(recipe: Recipe) -> CacheEntry | None:
     Without a compiler at hand (an image that was given a filled cache), any build of the same sources for this torch,
     Python and machine serves.
     """
+    folder_name = f"{recipe.name}-{recipe.key()}"
     for root in roots():
-        entry = CacheEntry(root / f"{recipe.name}-{recipe.key()}", recipe.name)
+        entry = CacheEntry(root / folder_name, recipe.name)
         if entry.record() is not None:
             return entry
         if recipe.compiler is None:
