@@ -328,8 +328,9 @@ def give_up_root() -> None:
 def open_to_all(path: Path) -> None:
     """Lets other users come to ``path``: pytest's folders are private."""
     path.chmod(0o777)
+    roots = {Path(tempfile.gettempdir()), Path(os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir())}
     for parent in path.parents:
-        if Path(tempfile.gettempdir()) in parent.parents:
+        if roots.intersection(parent.parents):
             parent.chmod(parent.stat().st_mode | 0o011)
 
 
