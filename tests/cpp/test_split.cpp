@@ -81,6 +81,14 @@ TEST(one_extent_is_shared_evenly) {
   }
 }
 
+TEST(small_extents_go_to_a_lane_each) {
+  for (const std::size_t lanes : {std::size_t{2}, std::size_t{5}}) {
+    const std::vector<Share> shares = split(job_with(std::vector<std::uint64_t>(lanes, 1000), 0, 0), lanes);
+    CHECK_EQUAL(shares.size(), lanes);
+    for (const Share& share : shares) CHECK_EQUAL(spans(share).size(), 1U);
+  }
+}
+
 TEST(what_is_smaller_than_an_edge_stays_whole) {
   CHECK_EQUAL(split(job_with({1}, 0, 5), 8).size(), std::size_t{1});
   CHECK_EQUAL(split(job_with({4096}, 0, 0), 8).size(), std::size_t{1});
