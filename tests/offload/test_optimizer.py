@@ -102,6 +102,21 @@ def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
             optimizer.load_state_dict(found)
 
 
+def test_a_momentum_that_is_none_begins_with_the_next_step(folder: Path) -> None:
+    """As it is in state dicts of earlier versions of torch."""
+    mine, other = network(), network()
+    options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
+    plain = torch.optim.SGD(other.parameters(), **options)
+    found = plain.state_dict()
+    found["state"] = {number: {"momentum_buffer": None} for number in found["param_groups"][0]["params"]}
+    with NvmeOptimizer(mine.parameters(), torch.optim.SGD, folder, memory_budget="1M", **options) as ours:
+        for model, optimizer in ((mine, ours), (other, plain)):
+            optimizer.load_state_dict(found)
+            backward(model, 0)
+            optimizer.step()
+        assert equal(values(mine), values(other))
+
+
 def test_torchs_optimizer_gets_what_is_in_memory_together(folder: Path) -> None:
     """Its foreach and fused kernels are for that."""
     model, counts = network(), list[int]()
