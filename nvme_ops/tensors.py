@@ -28,10 +28,6 @@ DEVICE_ALIGNMENT = 512
 Kind: TypeAlias = tuple[torch.dtype, tuple[int, ...]]
 
 
-if TYPE_CHECKING:
-    from nvme_ops.ops.async_io import Buffer
-
-
 def pool_buffer(size: int) -> Buffer:
     """Allocates ``size`` bytes from the native pool. Raises MemoryError."""
     if size > sys.maxsize:
@@ -81,7 +77,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 @contextlib.contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pauses the collector while the block makes thousands of objects that are not garbage, which it would scan often.
+    """Pauses Python's garbage collector while a block makes thousands of objects, which it would scan often.
 
     Also works as a decorator. Garbage of other threads is not collected meanwhile either.
     """
