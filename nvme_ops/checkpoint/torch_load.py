@@ -207,7 +207,12 @@ def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch)
         NotReadError: the pickle needs more than this reader supports. Nothing that it names was called.
     """
     maker = _Maker(content, device_of)
-    made = maker.load()
+    try:
+        made = maker.load()
+    finally:
+        # It has methods of the maker. The cycle, and so all tensors, would stay until Python's garbage collector runs,
+        # and for ever where that does not look into a memo (Python 3.11.2).
+        maker.memo = {}
     if maker.unused:
         raise NotReadError("a storage by itself")
     maker.fill(fetch)
@@ -229,6 +234,14 @@ class _Function:
         raise NotReadError("the state of a function")
 
 
+_CLASSES = {("collections", "OrderedDict"): OrderedDict, ("torch", "Size"): torch.Size}
+_REBUILT_BY = {  # torch's functions and what stands for them
+    "_rebuild_tensor_v2": "_tensor",
+    "_rebuild_tensor_v3": "_tensor_of_dtype",
+    "_rebuild_parameter": "_parameter",
+}
+
+
 class _Maker(Unpickler):
     """Builds tensors by the methods below, which stand for torch's functions; calls nothing else."""
 
@@ -242,18 +255,13 @@ class _Maker(Unpickler):
         self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: key, offset, size, stride
         self._numbers: dict[int, int] = {}  # indices of tensors by their id(), valid while _tensors keeps them alive
         self.unused = 0  # storages that no tensor uses
-        self._functions = {
-            ("collections", "OrderedDict"): OrderedDict,
-            ("torch", "Size"): torch.Size,
-            ("torch._utils", "_rebuild_tensor_v2"): _Function(self._tensor),
-            ("torch._utils", "_rebuild_tensor_v3"): _Function(self._tensor_of_dtype),
-            ("torch._utils", "_rebuild_parameter"): _Function(self._parameter),
-        }
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Returns what the opcode ``GLOBAL`` puts on the stack."""
-        if (module, name) in self._functions:
-            return self._functions[module, name]
+        if module == "torch._utils" and name in _REBUILT_BY:
+            return _Function(getattr(self, _REBUILT_BY[name]))
+        if (module, name) in _CLASSES:
+            return _CLASSES[module, name]
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return dtype_of_storage(name)
         found = getattr(torch, name, None) if module == "torch" else None

@@ -12,6 +12,7 @@ import resource
 import signal
 import stat
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -169,6 +170,17 @@ def test_a_mapping_keeps_no_descriptor(tmp_path: Path, name: str) -> None:
 
 
 # Who may open them
+
+
+@pytest.mark.usefixtures("no_collection")  # it may not come for long; Python 3.11.2's sees no memo of a pickle
+@pytest.mark.parametrize("options", [{}, {"verify": True}, {"mmap": True}], ids=str)
+@NAMES
+def test_what_is_loaded_is_freed_with_its_last_reference(tmp_path: Path, name: str, options: Any) -> None:
+    nvme_ops.save({"a": torch.zeros(1000), "b": torch.zeros(10)}, tmp_path / name)
+    loaded = nvme_ops.load(tmp_path / name, **options)
+    still_there = [weakref.ref(each) for each in loaded.values()]
+    del loaded
+    assert [each() for each in still_there] == [None, None]
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o640, 0o440])
