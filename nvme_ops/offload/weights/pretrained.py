@@ -110,6 +110,8 @@ def from_pretrained(
                 del config.quantization_config  # else transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
             kwargs["experts_implementation"] = "eager"  # it computes with the selected experts alone
+        # Transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it.
+        undo.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
         with _Tying():
             model, info = chosen.from_pretrained(
                 None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
