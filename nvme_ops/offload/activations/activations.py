@@ -75,6 +75,8 @@ class Activations(Residency[Unit]):
         handle: aio_handle | None,
     ) -> None:
         super().__init__(ActivationStats())
+        #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
+        self.is_busy: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
         self._budget, self._checksums, self._native = budget, checksums, native()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}

@@ -117,7 +117,7 @@ class _Packer:
     @torch._disable_dynamo
     def pack(self, tensor: torch.Tensor) -> SavedValue:
         place = place_of(tensor, self._least)
-        if place is None:
+        if place is None or self._activations.is_busy():
             return kept(tensor, self._least)
         layout, counter = Layout.of(tensor), native().share_version(torch.empty(0, device="cpu"), tensor)
         if self._choice is not None:
