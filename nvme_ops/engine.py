@@ -1,21 +1,18 @@
-"""``Engine``: the interface between a handle and what moves its bytes.
+"""What a handle's engine, which moves its bytes, is told and tells: directions, priorities, statistics.
 
-``aio_handle`` and ``gds_handle`` each have one; that of an adaptive handle learns which tool suits each transfer.
-Only the handles and this module access a handle's engine.
+Engines are native, described in ``nvme_ops/ops/async_io.pyi``. ``aio_handle`` and ``gds_handle`` each have one; that of
+an adaptive handle learns which tool suits each transfer. Only the handles and this module access a handle's engine.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    import torch
-
-    from nvme_ops.handle import FileName, aio_handle
-    from nvme_ops.ops.async_io import Operation, Pending
+    from nvme_ops.handle import aio_handle
+    from nvme_ops.ops.async_io import Engine
 
 
 AUTOMATIC = 0  #: lanes: as many as a transfer needs
@@ -60,67 +57,6 @@ class Statistics:
     def cached_share(self) -> float:
         """The part of all bytes that the page cache served or took, from 0 to 1."""
         return self.cached_bytes / max(1, self.bytes)
-
-
-class Engine(Protocol):
-    """The lanes of one handle. ``memory`` is a tensor or anything with the buffer protocol.
-
-    ``priority`` is a ``Priority``; ``offset`` None writes the whole file. Every method raises ValueError once the
-    handle is closed.
-    """
-
-    def run(
-        self,
-        op: int,
-        memory: object,
-        file: FileName,
-        offset: int | None,
-        validate: bool,
-        all_lanes: bool = ...,
-        priority: int = ...,
-        /,
-    ) -> int:
-        """Moves the bytes on the caller's thread or, with ``all_lanes``, on the lanes' threads; returns how many."""
-
-    def submit(
-        self,
-        op: int,
-        memory: object,
-        file: FileName,
-        offset: int | None,
-        validate: bool,
-        all_lanes: bool = ...,
-        priority: int = ...,
-        pending: Pending | None = ...,
-        /,
-    ) -> Operation:
-        """Starts the transfer on the lanes' threads. It is in ``pending`` before it starts."""
-
-    def submit_many(
-        self,
-        op: int,
-        memories: Sequence[object] | torch.Tensor,
-        files: FileName | Sequence[FileName],
-        offsets: Sequence[int] | None,
-        priority: int = ...,
-        /,
-    ) -> Operation:
-        """Starts many transfers as one operation."""
-
-    def backend(self) -> str:
-        """Returns the backend's name: ``io_uring``, ``libaio`` or ``threads``."""
-
-    def staging_bytes(self) -> int:
-        """Returns the bytes of staging memory held now."""
-
-    def paths(self) -> dict[str, Any]:
-        """Returns the paths that accelerator tensors took: ``last``, ``why`` and ``uses``."""
-
-    def statistics(self) -> dict[str, int]:
-        """Returns the counters behind ``Statistics``."""
-
-    def sweep(self) -> None:
-        """Releases the memory of transfers that have ended."""
 
 
 class ClosedEngine:

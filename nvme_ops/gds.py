@@ -17,8 +17,7 @@ from nvme_ops.keywords import one_example
 from nvme_ops.op_builder import GDSBuilder
 
 if TYPE_CHECKING:
-    from nvme_ops.engine import Engine
-    from nvme_ops.ops.async_io import Operation
+    from nvme_ops.ops.async_io import Engine, Operation
 
 # The native module takes the place of the package nvme_ops.ops.gds, from which programs import the builder
 __all__ = ["GDSBuilder", "gds_handle"]
@@ -92,7 +91,7 @@ class gds_handle(aio_handle):  # noqa: N801  (DeepNVMe's name)
 
     def _make_engine(self) -> Engine:
         self._gds = opened()
-        return Engines(super()._make_engine(), self._native_engine(self._gds))
+        return cast("Engine", Engines(super()._make_engine(), self._native_engine(self._gds)))
 
     @property
     def last_path(self) -> str | None:

@@ -16,7 +16,7 @@ import torch
 from nvme_ops import pin_memory
 from nvme_ops._native import native
 from nvme_ops.closing import Closing
-from nvme_ops.engine import AUTOMATIC, ClosedEngine, Engine, Op, Priority, Statistics, statistics_of
+from nvme_ops.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nvme_ops.file import File
-    from nvme_ops.ops.async_io import OpenFile, Pending
+    from nvme_ops.ops.async_io import Engine, OpenFile, Pending
     from nvme_ops.tuning.dictionary import Dictionary, Learned
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
@@ -210,7 +210,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             if not self.closed:
                 self.wait()
         finally:
-            self._engine = ClosedEngine()
+            self._engine = cast("Engine", ClosedEngine())
             if self._dictionary is not None:
                 self._dictionary.save()
 

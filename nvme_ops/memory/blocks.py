@@ -21,8 +21,7 @@ from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
 
 if TYPE_CHECKING:
-    from nvme_ops.engine import Engine
-    from nvme_ops.ops.async_io import OpenFile, Operation
+    from nvme_ops.ops.async_io import Engine, OpenFile, Operation
 
 
 BLOCK, BLOCKS = 4 << 20, 4  # bytes of one, and how many a stream has in each direction

@@ -59,7 +59,11 @@ class Experience:
     ) -> None: ...
 
 class Engine:
-    """The lanes of one handle."""
+    """The lanes of one handle. ``memory`` is a tensor or anything with the buffer protocol.
+
+    ``priority`` is a ``Priority``; ``offset`` None writes the whole file. A ``gds_handle`` has two, behind the same
+    methods; those of ``ClosedEngine`` raise ValueError.
+    """
 
     def __new__(
         cls,
@@ -83,7 +87,9 @@ class Engine:
         all_lanes: bool = False,
         priority: int = 0,
         /,
-    ) -> int: ...
+    ) -> int:
+        """Moves the bytes on the caller's thread or, with ``all_lanes``, on the lanes' threads; returns how many."""
+
     def submit(
         self,
         op: int,
@@ -95,7 +101,9 @@ class Engine:
         priority: int = 0,
         pending: Pending | None = None,
         /,
-    ) -> Operation: ...
+    ) -> Operation:
+        """Starts the transfer on the lanes' threads. It is in ``pending`` before it starts."""
+
     def submit_many(
         self,
         op: int,
@@ -104,12 +112,23 @@ class Engine:
         offsets: Sequence[int] | None,
         priority: int = 0,
         /,
-    ) -> Operation: ...
-    def backend(self) -> str: ...
-    def staging_bytes(self) -> int: ...
-    def paths(self) -> dict[str, Any]: ...
-    def statistics(self) -> dict[str, int]: ...
-    def sweep(self) -> None: ...
+    ) -> Operation:
+        """Starts many transfers as one operation."""
+
+    def backend(self) -> str:
+        """Returns the backend's name: ``io_uring``, ``libaio`` or ``threads``."""
+
+    def staging_bytes(self) -> int:
+        """Returns the bytes of staging memory held now."""
+
+    def paths(self) -> dict[str, Any]:
+        """Returns the paths that accelerator tensors took: ``last``, ``why`` and ``uses``."""
+
+    def statistics(self) -> dict[str, int]:
+        """Returns the counters behind ``Statistics``."""
+
+    def sweep(self) -> None:
+        """Releases the memory of transfers that have ended."""
 
 class Pending:
     """Operations to wait for together."""
