@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import inspect
 import os
 from pathlib import Path
@@ -90,9 +91,9 @@ def test_load_gives_one_module_with_everything() -> None:
     assert native().backends()["threads"] is None
 
 
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-def test_a_handle_says_how_it_was_made(lanes: int) -> None:
+def test_a_handle_says_how_it_was_made() -> None:
     """FastFileWriter asserts that its buffer is a multiple of the alignment."""
+    lanes = 3
     by_position = aio_handle(4096, 7, True, False, lanes)
     by_keyword = aio_handle(block_size=4096, queue_depth=7, single_submit=True, overlap_events=False, num_threads=lanes)
     for handle in (by_position, by_keyword, aio_handle(4096, 7, True, False, lanes, num_threads=lanes)):
@@ -105,9 +106,8 @@ def test_a_handle_says_how_it_was_made(lanes: int) -> None:
         aio_handle(intra_op_parallelism=2, num_threads=3)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_what_calls_return_and_count(make_handle: HandleFactory, folder: Path, lanes: int) -> None:
-    handle, path, data = make_handle(intra_op_parallelism=lanes), folder / "file", pattern(SIZE)
+def test_what_calls_return_and_count(make_handle: HandleFactory, folder: Path) -> None:
+    handle, path, data = make_handle(intra_op_parallelism=3), folder / "file", pattern(SIZE)
     assert handle.wait() == 0
     assert handle.write(data, str(path), True) == 0
     back, part = torch.zeros_like(data), torch.zeros(20, dtype=torch.uint8)
@@ -153,8 +153,8 @@ def test_async_is_said_once_and_as_a_bool(folder: Path) -> None:
     assert handle.wait() == 0
 
 
-def test_a_descriptor_as_a_keyword(handle: aio_handle, folder: Path) -> None:
-    path, data = store(folder / "file", pattern(SIZE, 1)), pattern(1000)
+def test_a_descriptor_as_a_keyword(folder: Path) -> None:
+    handle, path, data = aio_handle(), store(folder / "file", pattern(SIZE, 1)), pattern(1000)
     with path.open("r+b") as file:
         assert handle.async_pwrite(buffer=data, fd=file.fileno(), file_offset=5) == 0
         assert handle.async_pwrite(data[:3], fd=file.fileno()) == 0
@@ -196,11 +196,41 @@ def test_memcpy() -> None:
         memcpy(torch.zeros(4), [0, 0, 0, 0])
 
 
-def test_a_path_may_be_anything_that_names_a_file(handle: aio_handle, folder: Path) -> None:
-    path, data = folder / "größe \udcff.bin", pattern(1000)
+def test_a_path_may_be_anything_that_names_a_file(folder: Path) -> None:
+    handle, path, data = aio_handle(), folder / "größe \udcff.bin", pattern(1000)
     for name in (path, str(path), os.fsencode(path)):
         store(path, torch.zeros(1000, dtype=torch.uint8))
         back = torch.zeros_like(data)
         handle.sync_pwrite(data, name)
         handle.sync_pread(back, name)
         assert torch.equal(back, data)
+
+
+# validate=True reads back and compares
+
+
+@pytest.mark.parametrize(("way", "write"), [("blocking", True), ("all lanes", False), ("asynchronous", True)])
+def test_a_mismatch_is_told(make_handle: HandleFactory, folder: Path, way: str, write: bool) -> None:
+    """Provoked by a tensor that maps the very file it is moved to or from, a little further on.
+
+    The move shifts the file under the tensor, so that afterwards they do differ.
+    """
+    handle = make_handle(cache="buffered", intra_op_parallelism=1 + 2 * (way == "all lanes"))
+    path = store(folder / "file", pattern(9 * 4096))
+    mapped = torch.from_file(str(path), shared=True, size=9 * 4096, dtype=torch.uint8)
+    if write:
+        tensor, place, blocking, every = mapped[5 * 4096 + 2048 :][:4096], 5 * 4096, handle.write, handle.pwrite
+    else:
+        tensor, place, blocking, every = mapped[: 3 * 4096], 4096, handle.read, handle.pread
+    match = f"validation failed: file and tensor differ at offset {place}: '{path}'"
+    with pytest.raises(OSError, match=match) as caught:  # noqa: PT012  (asynchronous: from wait)
+        if way == "blocking":
+            blocking(tensor, path, True, place)
+        else:
+            every(tensor, path, True, way == "asynchronous", place)
+            handle.wait()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
+    assert handle.wait() == 0
+    with (folder / "other").open("wb") as file:  # a descriptor that only writes
+        assert handle.pwrite(pattern(100_001), file.fileno(), True, False) == 1
+    assert torch.equal(contents(folder / "other"), pattern(100_001))

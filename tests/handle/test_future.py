@@ -111,7 +111,7 @@ def test_a_transfer_that_is_to_be_cancelled_ends_early(make_handle: HandleFactor
 
 
 def test_whoever_cancels_knows_of_it(handle: aio_handle, folder: Path, unraisable: list[Any]) -> None:
-    handle.submit_pwrite(pattern(64 * MIB), folder / "file").request_cancel()
+    handle.submit_pwrite(pattern(16 * MIB), folder / "file").request_cancel()
     handle.close()
     gc.collect()
     assert not unraisable
@@ -120,12 +120,14 @@ def test_whoever_cancels_knows_of_it(handle: aio_handle, folder: Path, unraisabl
 # Callbacks
 
 
-def test_callbacks(pending: IoFuture, unraisable: list[Any]) -> None:
+def test_callbacks(pending: IoFuture, unraisable: list[Any], folder: Path) -> None:
+    """One may use a handle, and one that raises does not matter to the others."""
     calls: list[tuple[IoFuture, threading.Thread]] = []
     ended, late = threading.Event(), threading.Event()
     for _ in range(3):
         pending.add_done_callback(lambda future: calls.append((future, threading.current_thread())))
     pending.add_done_callback(lambda _: 1 // 0)
+    pending.add_done_callback(lambda _: aio_handle().sync_pwrite(pattern(100), folder / "of a callback"))
     pending.add_done_callback(lambda _: ended.set())
     assert calls == []
     pending.result()
@@ -135,31 +137,14 @@ def test_callbacks(pending: IoFuture, unraisable: list[Any]) -> None:
     assert [future for future, _ in calls] == [pending] * 3
     assert threading.main_thread() not in {thread for _, thread in calls}
     assert [type(error) for error in unraisable] == [ZeroDivisionError]
-
-
-def test_a_callback_may_use_the_handle(handle: aio_handle, folder: Path) -> None:
-    """Each write's callback starts the next; none is waited for by anyone else."""
-    ended, count = threading.Event(), 50
-
-    def write(i: int) -> None:
-        if i == count:
-            ended.set()
-        else:
-            handle.submit_pwrite(torch.full((100,), i), folder / str(i)).add_done_callback(lambda _: write(i + 1))
-
-    write(0)
-    assert ended.wait(60)
-    back = torch.zeros(100, dtype=torch.int64)
-    for i in range(count):
-        handle.read(back, folder / str(i))
-        assert (back == i).all()
+    assert (folder / "of a callback").stat().st_size == 100
 
 
 # Among others' futures
 
 
 def test_asyncio(handle: aio_handle, failing, folder: Path) -> None:
-    tensors = [pattern(10_000 + i, i) for i in range(50)]
+    tensors = [pattern(10_000 + i, i) for i in range(20)]
 
     async def one(future: IoFuture) -> int:
         return await future
@@ -177,7 +162,7 @@ def test_asyncio(handle: aio_handle, failing, folder: Path) -> None:
     asyncio.run(main())
 
 
-def test_asyncio_timeout_and_cancellation(pending: IoFuture) -> None:
+def test_asyncio_timeout_cancellation_and_a_loop_that_closes_first(pending: IoFuture, unraisable: list[Any]) -> None:
     """The waiting ends, the transfer goes on."""
 
     async def wait() -> int:
@@ -191,19 +176,10 @@ def test_asyncio_timeout_and_cancellation(pending: IoFuture) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert not pending.done()
-
-    asyncio.run(main())
-
-
-def test_an_event_loop_that_closes_first(pending: IoFuture, unraisable: list[Any]) -> None:
-    async def wait() -> None:
-        await pending
-
-    async def main() -> None:
-        waiting = asyncio.create_task(wait())
+        left = asyncio.create_task(wait())
         await asyncio.sleep(0)
-        assert not waiting.done()
+        assert not left.done()
+        assert not pending.done()
 
     asyncio.run(main())
     ended = threading.Event()
