@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 import zlib
@@ -113,11 +114,11 @@ def test_after_a_sync_during_which_another_thread_rewrites_the_index_a_power_fai
 # Kills
 
 
-def put(folder: Path, atomic: bool = False) -> None:
+def put(folder: Path) -> None:
     session = kept(folder)
     store = TensorStore(session, handle=aio_handle(backend="threads"))
     for key, tensor in NEW.items():
-        store.put(key, tensor, atomic=atomic).result()
+        store.put(key, tensor).result()
     store.close()
     session.close()
 
@@ -137,14 +138,6 @@ def traced(work: Callable[[Path], object], folder: Path, log: Path, *injections:
     return save_under_strace(lambda: work(folder), log, *injections)
 
 
-WORKS: dict[str, Callable[[Path], object]] = {
-    "put": put,
-    "first put": put,
-    "put beside": lambda folder: put(folder, atomic=True),
-    "drop": drop,
-}
-
-
 @pytest.fixture
 def place(folder: Path) -> Path:
     (folder / "place").mkdir()
@@ -152,21 +145,21 @@ def place(folder: Path) -> Path:
 
 
 @SOME_CALLS
-@pytest.mark.parametrize("work", ["put", "first put", pytest.param("put beside", marks=pytest.mark.slow), "drop"])
+@pytest.mark.parametrize("work", ["put", "first put", "drop"])
 def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path, work: str, ends: bool) -> None:
     def prepare() -> None:
         if work != "first put":
             fill(place)
 
     prepare()
-    outcome = traced(WORKS[work], place, folder)
+    outcome = traced((drop if work == "drop" else put), place, folder)
     assert (outcome.status, outcome.error) == (0, None)
     found(place)
     seen = set()
     for name, number in outcome.points(ends and work != "first put"):
-        if name in CHANGING if work != "first put" else name == "pwrite64":
+        if name in CHANGING - {"openat"} if work != "first put" else name == "pwrite64":
             prepare()
-            killed = traced(WORKS[work], place, folder, kill_at(name, number))
+            killed = traced((drop if work == "drop" else put), place, folder, kill_at(name, number))
             assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
             state = found(place)
             assert "put" not in work or work == "first put" or state.keys() == OLD.keys(), (name, number)
@@ -176,9 +169,8 @@ def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path
 
 
 @SOME_CALLS
-@pytest.mark.parametrize("fingerprint", ["", pytest.param("2", marks=pytest.mark.slow)])
 def test_killed_while_it_is_emptied_it_is_whole_or_empty(
-    place: Path, folder: Path, fingerprint: str, ends: bool, monkeypatch: pytest.MonkeyPatch
+    place: Path, folder: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several places all, and never with the new fingerprint."""
     monkeypatch.setattr(striped, "STRIPE", PAGE)
@@ -195,16 +187,15 @@ def test_killed_while_it_is_emptied_it_is_whole_or_empty(
 
     prepare()
     seen = set()
-    for name, number in traced(empty, place, folder).points(ends):
-        if name in CHANGING:
-            prepare()
-            traced(empty, place, folder, kill_at(name, number))
-            with session(fingerprint) as kept, TensorStore(kept, weights=[1, 1]) as store:
-                seen.add(len(store))
-                if len(store):
-                    assert fingerprint == ""
-                    assert torch.equal(got(store, "a"), pattern(4 * PAGE))
-    assert seen == ({0, 1} if fingerprint == "" else {0})
+    points = [point for point in traced(empty, place, folder).points(ends) if point[0] in CHANGING]
+    for turn, point in enumerate(points):
+        prepare()
+        traced(empty, place, folder, kill_at(*point))
+        fingerprint = "2" * (turn % 2)
+        with session(fingerprint) as kept, TensorStore(kept, weights=[1, 1]) as store:
+            seen.add((fingerprint, len(store)))
+            assert not len(store) or torch.equal(got(store, "a"), pattern(4 * PAGE))
+    assert seen == {("", 0), ("", 1), ("2", 0)}
 
 
 def test_an_index_that_cannot_be_written_leaves_the_old_value(place: Path, folder: Path) -> None:
@@ -249,7 +240,7 @@ def entry(key: str = "x", nbytes: int = 100, start: int = 0, **changes: Any) -> 
     return {"key": key, **described, "pieces": [[0, 0, nbytes, start, size]]} | changes
 
 
-@pytest.mark.parametrize("cut", [1, 10, 60])
+@pytest.mark.parametrize("cut", [1, 60])
 def test_a_torn_last_line_does_not_count(folder: Path, cut: int) -> None:
     fill(folder)
     path = index_of(folder)
@@ -289,18 +280,18 @@ DAMAGED = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_index_is_an_error_that_names_it(folder: Path, damage: str) -> None:
+def test_a_damaged_index_is_an_error_that_names_it(folder: Path) -> None:
     fill(folder)
     path = index_of(folder)
     before = path.read_bytes()
-    for content in (DAMAGED[damage] + before, before + DAMAGED[damage]):
-        path.write_bytes(content)
-        with kept(folder) as session, pytest.raises(FormatError, match="index") as caught:
-            TensorStore(session)
-        assert str(path) in str(caught.value)
-        assert path.read_bytes() == content  # for whoever wants to look
-    path.write_bytes(before)
+    with kept(folder) as session:
+        for damage, lines in DAMAGED.items():
+            for content in (lines + before, before + lines):
+                path.write_bytes(content)
+                with pytest.raises(FormatError, match=f"{re.escape(str(path))}.*index"):
+                    pytest.fail(f"{damage}: {list(TensorStore(session))}")
+                assert path.read_bytes() == content  # for whoever wants to look
+        path.write_bytes(before)
     assert found(folder) == ALL_OLD
 
 
