@@ -6,6 +6,7 @@ Knows nothing of what is tested. Every run
 - says at its end what was skipped: each reason once, with the number of tests;
 - fails where it left something in the checkout;
 - gives a test marked ``alone`` the machine for itself, when there are several processes (``-n``);
+- begins with what takes longest;
 - ends a test that hangs, wherever it hangs, and says where;
 - fails a test in a thread, a callback or a destructor of which an exception was raised and nobody heard of it.
 """
@@ -98,11 +99,27 @@ def reason_of(report: Any) -> str:
 # Time
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests may take long on a machine that is busy: the time limit of all is for what hangs."""
+@pytest.hookimpl(trylast=True)  # when it is known which are run
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Slow tests may take long on a machine that is busy: the time limit of all is for what hangs.
+
+    Those with a limit of their own take longest, and begin first: each process begins with its share of the tests.
+    """
+    long: list[pytest.Item] = []
+    others: list[pytest.Item] = []
     for item in items:
-        if item.get_closest_marker("slow") and not item.get_closest_marker("timeout"):
+        slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
+        (long if slow and limit else others).append(item)
+        if slow and not limit:
             item.add_marker(pytest.mark.timeout(SLOW))
+    processes, dealt = getattr(config, "workerinput", {}).get("workercount", 1), list[pytest.Item]()
+    for number in range(processes):
+        share = (len(items) - len(dealt)) // (processes - number)
+        first = long[number::processes]
+        rest = max(0, share - len(first))
+        dealt += first + others[:rest]
+        del others[:rest]
+    items[:] = dealt
 
 
 # The checkout

@@ -15,7 +15,7 @@ PROGRAMS = sorted(path.stem for path in SOURCES.glob("test_*.cpp"))
 COMPILER = shlex.split(os.environ.get("CXX", "c++"))
 
 #: As in tests/cpp/Makefile: what each configuration is compiled with.
-CONFIGURATIONS = {"plain": [], "address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"]}
+CONFIGURATIONS = {"address": ["-fsanitize=address,undefined"], "thread": ["-fsanitize=thread"], "plain": []}
 
 #: What a program links against and does under every sanitizer: a thread that allocates.
 PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"

@@ -20,7 +20,6 @@ import torch
 from nvme_ops import limits
 from tests.conftest import REPOSITORY
 
-PROGRAM = REPOSITORY / "tools" / "chroot.py"
 #: Of which the last stage must have none.
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "ld", "as")
 
@@ -44,7 +43,6 @@ def test_a_dockerfile_is_its_stages_and_their_steps_with_variables_put_in() -> N
         (4, "ARG", "PYTHON"),
         (5, "RUN", 'echo a &&     echo "$b"'),
     ]
-    assert last.steps == [dockerfile.Step(10, "COPY", "--from=build /wheels /wheels")]
     declared = dockerfile.declared("PYTHON A=${PYTHON}-1 B", {"B": "2"}, first.arguments, {"PYTHON": "x"})
     assert declared == {"PYTHON": "3.11", "A": "x-1", "B": "2"}
     values = {"A": "1", "EMPTY": ""}
@@ -57,27 +55,13 @@ def test_a_dockerfile_is_its_stages_and_their_steps_with_variables_put_in() -> N
     [
         ("FROM python:3.11-slim-trixie", "line 1: nothing stands in for python:3.11-slim-trixie, only for python:3.11"),
         ("FROM python:3.11-slim\nUSER nobody", "line 2: not understood: USER nobody"),
-        ("FROM python:3.11-slim\nRUN --mount=type=cache,target=/x make", "line 2: not understood: RUN --mount"),
         ("FROM python:3.11-slim\nRUN <<EOF\nls\nEOF", "line 2: not understood: RUN <<EOF"),
-        ("RUN ls", "line 1: not understood: RUN ls"),
         ("ARG A", "there is no FROM"),
-        (EXAMPLE.replace("ARG PYTHON=3.9", "ARG PYTHON=3.11"), "there is no ARG TORHC"),
     ],
 )
 def test_what_is_not_understood_is_refused_with_its_line(text: str, reason: str) -> None:
     with pytest.raises(ValueError, match=re.escape(reason)):
-        dockerfile.stages(text, {"TORHC": "torch"} if "TORHC" in reason else {})
-    with pytest.raises(ValueError, match="only NAME=VALUE"):
-        dockerfile.assigned("B 1", {})
-
-
-def test_dockerignore_means_what_docker_says() -> None:
-    lines = ["# not", "", "/.git", "**/*.so", "*.egg-info", "build/", "docs/*", "!docs/a?.md", "x/**/y"]
-    wanted = dockerfile.kept(lines)
-    left_out = [".git", ".git/config", "a.so", "a/b.so", "x.egg-info/z", "build/lib", "docs/index.md", "x/y", "x/1/2/y"]
-    copied = ["docs", "docs/ab.md", "a/x.egg-info", "a/build", "gitk", ".github/x", "a.so.py", "x/yy"]
-    assert [path for path in left_out if wanted(path)] == []
-    assert [path for path in copied if not wanted(path)] == []
+        dockerfile.stages(text, {})
 
 
 def test_the_context_has_what_a_wheel_is_made_from_and_little_else(tmp_path: Path) -> None:
@@ -86,10 +70,13 @@ def test_the_context_has_what_a_wheel_is_made_from_and_little_else(tmp_path: Pat
     assert {"setup.py", "pyproject.toml", "README.md", "LICENSE", "nvme_ops", "csrc", "op_builder", "report"} <= names
     assert names & {".git", ".venv", "tests", "docs", "benchmarks", "build", "dist"} == set()
     assert (tmp_path / "src" / "nvme_ops" / "csrc").is_symlink()
-    assert list((tmp_path / "src").rglob("*.so")) == []
+    wanted = dockerfile.kept(["# not", "", "/.git", "**/*.so", "build/", "docs/*", "!docs/a?.md", "x/**/y"])
+    left_out = [".git/config", "a/b.so", "build/lib", "docs/index.md", "x/y", "x/1/2/y"]
+    copied = ["docs", "docs/ab.md", "a/build", "gitk", "a.so.py", "x/yy"]
+    assert [path for path in [*left_out, *copied] if wanted(path)] == copied
 
 
-def test_copies_from_another_stage_by_pattern_and_never_through_a_link_that_leads_out(tmp_path: Path) -> None:
+def test_copies_from_another_stage_never_go_through_a_link_that_leads_out(tmp_path: Path) -> None:
     there, here = tmp_path / "there", tmp_path / "here"
     (there / "wheels").mkdir(parents=True)
     here.mkdir()
@@ -97,52 +84,31 @@ def test_copies_from_another_stage_by_pattern_and_never_through_a_link_that_lead
         (there / "wheels" / name).write_text(name)
     dockerfile.copy(["--from=build", "/wheels/*.whl", "to/"], here, "/opt", {"build": there}, tmp_path)
     assert sorted(path.name for path in (here / "opt" / "to").iterdir()) == ["a.whl", "b.whl"]
-    dockerfile.copy(["--from=build", "/wheels/c.txt", "/d.txt"], here, "/opt", {"build": there}, tmp_path)
-    assert (here / "d.txt").read_text() == "c.txt"
     (here / "out").symlink_to(tmp_path)
-    for words, reason in (
-        (["--from=no", "a", "b"], "no stage no"),
-        (["--from=build", "/none", "b"], "no /none to copy"),
-        (["--from=build", "/wheels/c.txt", "/out/file"], "out/file leads out of"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            dockerfile.copy(words, here, "/", {"build": there}, tmp_path)
+    with pytest.raises(ValueError, match="out/file leads out of"):
+        dockerfile.copy(["--from=build", "/wheels/c.txt", "/out/file"], here, "/", {"build": there}, tmp_path)
 
 
 def test_what_says_where_packages_are_is_handed_on_and_nothing_else(tmp_path: Path) -> None:
-    (tmp_path / "index" / "simple").mkdir(parents=True)
     (tmp_path / "ca.pem").touch()
     listed = f":env:.cert='{tmp_path}/ca.pem'\nglobal.cert='/other'\nglobal.user='true'\n"
-    listed += f"global.extra-index-url='https://a.example/simple file://{tmp_path}/index/simple'\n"
-    variables, paths = chroot.handed_on({"https_proxy": "http://b:1", "SECRET": "x", "NO_PROXY": "localhost"}, listed)
-    assert variables == {
-        "https_proxy": "http://b:1",
-        "NO_PROXY": "localhost",
-        "PIP_CERT": f"/run/host{tmp_path}/ca.pem",
-        "PIP_EXTRA_INDEX_URL": f"https://a.example/simple file:///run/host{tmp_path}/index/simple",
-    }
-    assert paths == [f"{tmp_path}/ca.pem", f"{tmp_path}/index"]
+    variables, paths = chroot.handed_on({"https_proxy": "http://b:1", "SECRET": "x"}, listed)
+    assert variables == {"https_proxy": "http://b:1", "PIP_CERT": f"/run/host{tmp_path}/ca.pem"}
+    assert paths == [f"{tmp_path}/ca.pem"]
 
 
-def started(*words: str, folder: Path, debootstrap: str = "", path: str = "") -> subprocess.Popen[str]:
+def started(*words: str, folder: Path, debootstrap: str = "") -> subprocess.Popen[str]:
     """The program, with TMPDIR in ``folder``, and perhaps another ``debootstrap``, whose fourth argument is a place."""
+    path = os.environ["PATH"]
     if debootstrap:
         programs = folder.parent / "bin"
         programs.mkdir()
         (programs / "debootstrap").write_text(f"#!/bin/sh\n{debootstrap}\n")
         (programs / "debootstrap").chmod(0o755)
-        path = f"{programs}:{os.environ['PATH']}"
-    environment = {**os.environ, "TMPDIR": str(folder), "PATH": path or os.environ["PATH"]}
-    command = [sys.executable, str(PROGRAM), "--build-arg", "PYTHON=3.11", *words]
+        path = f"{programs}:{path}"
+    environment = {**os.environ, "TMPDIR": str(folder), "PATH": path}
+    command = [sys.executable, str(REPOSITORY / "tools" / "chroot.py"), "--build-arg", "PYTHON=3.11", *words]
     return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)
-
-
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
-    process = started(folder=tmp_path, path="/no/such")
-    said, complaint = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "")
-    assert complaint.startswith(f"chroot.py: {', '.join(chroot.PROGRAMS)} not found; fix: apt-get install debootstrap")
-    assert list(tmp_path.iterdir()) == []
 
 
 needs_root = pytest.mark.skipif(
@@ -161,29 +127,25 @@ def work(tmp_path: Path) -> Path:
 
 
 @needs_root
-def test_a_failure_is_shown_with_what_was_printed(work: Path) -> None:
-    process = started(folder=work, debootstrap="echo no such mirror; exit 3")
-    said, complaint = process.communicate(timeout=60)
-    assert (process.returncode, said) == (1, "")
-    assert complaint.startswith("chroot.py: no such mirror\nstatus 3: debootstrap --variant=minbase ")
-    assert list(work.iterdir()) == []
-
-
-@needs_root
-@pytest.mark.parametrize("signal", ["TERM", "KILL", "timeout"])
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])
 def test_an_interruption_leaves_no_mount_and_no_process(signal: str, work: Path) -> None:
     mounting = 'mkdir -p "$4/there" && mount -t tmpfs chroot-test "$4/there" && sleep 300'
-    process = started("--timeout", "2" if signal == "timeout" else "60", folder=work, debootstrap=mounting)
-    if signal != "timeout":
-        assert within(30, lambda: list(work.glob("chroot-*/bookworm/there")))
-        subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)
-    complaint = process.communicate(timeout=60)[1]
+    process = started(folder=work, debootstrap=mounting)
+    assert within(30, lambda: list(work.glob("chroot-*/bookworm/there")))
+    subprocess.run(["kill", f"-{signal}", str(process.pid)], check=True)
+    process.communicate(timeout=60)
     assert process.returncode != 0
-    assert ("not done after 2 s (--timeout)" in complaint) == (signal == "timeout")
     assert "chroot-test" not in Path("/proc/mounts").read_text()
     assert within(30, lambda: not processes_of(str(work)))
     if signal != "KILL":  # which leaves plain files, in TMPDIR
         assert list(work.iterdir()) == []
+
+
+@needs_root
+def test_a_failure_is_shown_with_what_was_printed(work: Path) -> None:
+    process = started(folder=work, debootstrap="echo no such mirror; exit 3")
+    assert process.communicate(timeout=60)[1].startswith("chroot.py: no such mirror\nstatus 3: debootstrap --variant")
+    assert (process.returncode, list(work.iterdir())) == (1, [])
 
 
 def within(seconds: float, condition: Callable[[], object]) -> bool:
@@ -222,7 +184,7 @@ def registry_problem(python: str) -> str | None:
 
 @needs_root
 @pytest.mark.slow
-@pytest.mark.timeout(540)
+@pytest.mark.timeout(1200)
 def test_the_steps_of_the_dockerfile_make_an_image_that_is_ready(work: Path) -> None:
     """The ops are prebuilt, and nothing in the last stage could compile them. About two minutes of an idle machine."""
     here = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -240,8 +202,8 @@ def test_the_steps_of_the_dockerfile_make_an_image_that_is_ready(work: Path) -> 
     arguments = ["--build-arg", f"PYTHON={python}", "--build-arg", f"TORCH=torch=={torch.__version__}"]
     if limits.free_memory() > 8 << 30:  # of which it takes three
         arguments += ["--in-memory"]
-    process = started(*arguments, "--timeout", "420", "--run", "; ".join(checks), folder=work)
-    said, complaint = process.communicate(timeout=480)
+    process = started(*arguments, "--timeout", "900", "--run", "; ".join(checks), folder=work)
+    said, complaint = process.communicate(timeout=960)
     if "(--timeout)" in complaint:
         pytest.skip(f"packages come too slowly here: {complaint}")
     assert process.returncode == 0, said + complaint
