@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.machinery
 import json
+import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
@@ -72,10 +73,8 @@ def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_one_built_just_in_
 
 
 MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], object], str]] = {
-    "another torch": (lambda op, _: change_record(op, torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
     "another machine": (lambda op, _: change_record(op, machine="pdp11"), "machine: built for pdp11"),
     "changed sources": (lambda _, sandbox: sandbox.header.write_text("#define ANSWER 43\n"), "its sources changed"),
-    "no record": (lambda op, _: finished.record_path(op).unlink(), r"tiny\.build\.json is missing"),
     "bad record": (lambda op, _: finished.record_path(op).write_text("[]"), r"tiny\.build\.json is missing"),
     "bad library": (lambda op, _: op.write_bytes(b"\x7fELF but not really"), "file too short|invalid ELF header"),
 }
@@ -98,12 +97,9 @@ def test_an_op_for_another_python_is_built_just_in_time_with_a_warning(sandbox: 
     assert Path(file).is_relative_to(sandbox.cache)
     assert "UserWarning: the prebuilt tiny op is not used (python: built for .cpython-37m" in said
     assert sandbox.compilations() == 2
-
-
-def test_a_mismatch_without_a_compiler_says_both(sandbox: Sandbox, installed: Path) -> None:
-    change_record(installed, torch="1.0.0")
+    shutil.rmtree(sandbox.cache)
     _, errors = load(sandbox, installed.parent, PATH="/no/such", CXX="")
-    assert "torch: built for 1.0.0" in errors
+    assert "python: built for .cpython-37m" in errors
     assert "RuntimeError: Unable to JIT load the tiny op" in errors
     assert "no C++ compiler was found" in errors
 
@@ -145,24 +141,11 @@ def test_another_build_of_the_same_torch_fits(monkeypatch: pytest.MonkeyPatch) -
 # Variables
 
 
-@pytest.mark.parametrize(
-    ("environment", "expected"),
-    [
-        ({}, None),
-        ({"NVME_BUILD_AIO": "1"}, True),
-        ({"DS_BUILD_AIO": "1"}, True),
-        ({"NVME_BUILD_AIO": "0", "DS_BUILD_AIO": "1"}, False),
-        ({"NVME_BUILD_AIO": "", "DS_BUILD_AIO": "1"}, True),
-    ],
-)
-def test_the_variables_and_their_aliases(
-    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: bool | None
-) -> None:
-    for name in ("NVME_BUILD_AIO", "DS_BUILD_AIO"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert jit.variable("NVME_BUILD_AIO") is expected
+def test_the_variables_and_their_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
+    for own, alias, expected in (("", "", None), ("1", "", True), ("", "1", True), ("0", "1", False)):
+        monkeypatch.setenv("NVME_BUILD_AIO", own)
+        monkeypatch.setenv("DS_BUILD_AIO", alias)
+        assert jit.variable("NVME_BUILD_AIO") is expected
     monkeypatch.setenv("NVME_BUILD_AIO", "yes")
     with pytest.raises(ValueError, match="NVME_BUILD_AIO must be 1 or 0, not 'yes'"):
         jit.variable("NVME_BUILD_AIO")

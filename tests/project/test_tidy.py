@@ -62,9 +62,7 @@ FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs
 ENTRY_POINTS = {"__init__", "__main__"}
-UNFINISHED = re.compile(r"\b(TODO|FIXME|XXX)\b")
-NOT_IN_A_LIBRARY = re.compile(r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b")
-SOMEONES_HOME = re.compile(r"/(?:home|Users)/\w+/|/root\b/")
+NOT_IN_A_LIBRARY = r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b"
 IGNORED = {".git", ".venv", "venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
 TEXT = {".py", ".pyi", ".h", ".cpp", ".md", ".toml", ".in", ".yml", ".yaml", ".sh", ".cfg", ".txt", ".json"}
 
@@ -76,18 +74,11 @@ def listed() -> list[Path]:
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
     except (OSError, subprocess.CalledProcessError):
         names = []
-    paths = [ROOT / name for name in names if name] or list(walk(ROOT))
+        for folder, below, files in os.walk(ROOT):  # follows no links
+            below[:] = [name for name in below if name not in IGNORED and not name.endswith(".egg-info")]
+            names += [os.path.join(folder, name) for name in files]
+    paths = [ROOT / name for name in names if name]
     return sorted(path for path in paths if path.is_file() and not path.is_symlink())
-
-
-def walk(folder: Path) -> Iterator[Path]:
-    for entry in os.scandir(folder):
-        if entry.is_symlink() or entry.name in IGNORED or entry.name.endswith(".egg-info"):
-            continue
-        if entry.is_dir():
-            yield from walk(Path(entry.path))
-        else:
-            yield Path(entry.path)
 
 
 FILES = listed()
@@ -118,19 +109,20 @@ def includes(path: Path) -> Iterator[tuple[int, str]]:
             yield number, found[1]
 
 
-def test_includes_point_from_binding_to_base() -> None:
-    problems = []
+def test_includes_point_from_binding_to_base_and_every_header_is_included() -> None:
+    problems, used = [], {operand[1:-1] for path in NATIVE for _, operand in includes(path)}
     for path in NATIVE:
-        parts = path.relative_to(ROOT).parts
-        if parts[0] != "csrc":
+        top, *inner = path.relative_to(ROOT).parts
+        if top != "csrc":
             continue
-        layer = parts[1]
-        if layer not in LAYERS or len(parts) < 3:
+        layer = inner[0]
+        if layer not in LAYERS:
             problems.append(f"{name_of(path)}:1: lies in no layer of csrc ({', '.join(LAYERS)})")
             continue
+        if path.suffix == ".h" and "/".join(inner) not in used:
+            problems.append(f"{name_of(path)}:1: nothing includes it")
         for number, operand in includes(path):
-            place = f"{name_of(path)}:{number}"
-            target = operand[1:-1]
+            place, target = f"{name_of(path)}:{number}", operand[1:-1]
             if operand[0] == '"' and not (ROOT / "csrc" / target).is_file():
                 problems.append(f"{place}: {operand} is not a path below csrc")
             elif operand[0] == '"' and target.split("/")[0] not in LAYERS[layer]:
@@ -160,21 +152,17 @@ def is_among(module: str, allowed: set[str]) -> bool:
 
 
 def test_imports_point_to_op_builder() -> None:
-    problems = []
-    for path in PYTHON:
+    problems = set()
+    for path in [path for path in PYTHON if inside(path, *LIBRARY)]:
         part = path.relative_to(ROOT).parts[0]
-        if part not in LIBRARY:
-            continue
+        allowed = PARTS.get(part) if name_of(path) not in FOR_TYPE_CHECKERS else None
         for number, module in imports(path):
             first, _, rest = module.partition(".")
             if first in PARTS:
-                problems.append(f"{name_of(path)}:{number}: import {PACKAGE}.{module}, not the folder {first}")
-            if first != PACKAGE:
-                continue
-            allowed = PARTS.get(part)
-            if allowed is not None and not is_among(rest, allowed) and name_of(path) not in FOR_TYPE_CHECKERS:
-                problems.append(f"{name_of(path)}:{number}: {part} must not import {module}")
-    clean(sorted(set(problems)))
+                problems.add(f"{name_of(path)}:{number}: import {PACKAGE}.{module}, not the folder {first}")
+            elif first == PACKAGE and allowed is not None and not is_among(rest, allowed):
+                problems.add(f"{name_of(path)}:{number}: {part} must not import {module}")
+    clean(sorted(problems))
 
 
 def test_the_core_needs_what_pyproject_lists_and_no_more() -> None:
@@ -216,38 +204,20 @@ def test_subpackages_import_what_is_below_them() -> None:
     clean(sorted(set(problems)))
 
 
-def test_where_a_handle_keeps_its_engine_is_known_to_handles_alone() -> None:
-    known = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py"}
-    problems = []
-    for path in [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in known]:
-        for number, line in enumerate(lines_of(path), 1):
-            if re.search(r"(?<!self)\._engine\b", line):
-                problems.append(f"{name_of(path)}:{number}: nvme_ops.engine.engine_of(handle) gives it")
-    clean(problems)
-
-
-def test_every_header_is_included() -> None:
-    used = {operand[1:-1] for path in NATIVE for _, operand in includes(path)}
-    headers = [path for path in NATIVE if path.suffix == ".h" and inside(path, "csrc")]
-    clean([f"{name_of(path)}:1: nothing includes it" for path in headers if name_of(path)[len("csrc/") :] not in used])
-
-
 def test_every_python_module_is_used() -> None:
     library = [path for path in PYTHON if inside(path, *LIBRARY)]
     used = {module for path in library for _, module in imports(path)}
-    words: set[str] = set()  # a package's lazy names, and the commands of pyproject.toml
+    words = set(re.findall(r'"([\w.]+):\w+"', PYPROJECT))  # of commands, and a package's lazy names
     for path in library:
         if path.name == "__init__.py":
             nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
             words |= {str(node.value) for node in nodes if isinstance(node, ast.Constant)}
-    words |= set(re.findall(r'"([\w.]+):\w+"', (ROOT / "pyproject.toml").read_text(encoding="utf-8")))
     problems = []
     for path in library:
         parts = path.relative_to(ROOT).with_suffix("").parts
         module = ".".join(parts if parts[0] == PACKAGE else (PACKAGE, *parts))
-        known = {module, f".{path.stem}", path.stem}
         by_users = path.stem in ENTRY_POINTS or "integrations" in parts
-        if not by_users and module not in used and not known & words:
+        if not by_users and module not in used and not {module, f".{path.stem}", path.stem} & words:
             problems.append(f"{name_of(path)}:1: nothing imports {module}")
     clean(problems)
 
@@ -259,20 +229,25 @@ def test_files_are_small() -> None:
     clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
 
 
+ENGINE = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py"}  # know where a handle keeps its engine
+
+
 @pytest.mark.parametrize(
     ("pattern", "files"),
     [
-        (UNFINISHED, [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]),
+        (r"\b(TODO|FIXME|XXX)\b", [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]),
         (NOT_IN_A_LIBRARY, [path for path in NATIVE if inside(path, "csrc")]),
-        (SOMEONES_HOME, [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
+        (r"/(?:home|Users)/\w+/|/root\b/", [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
+        # nvme_ops.engine.engine_of(handle) gives it
+        (r"(?<!self)\._engine\b", [each for each in PYTHON if inside(each, *LIBRARY) and name_of(each) not in ENGINE]),
     ],
-    ids=["unfinished", "prints, exits or asserts", "someone's home"],
+    ids=["unfinished", "prints, exits or asserts", "someone's home", "where a handle keeps its engine"],
 )
-def test_what_must_not_be_there_is_not(pattern: re.Pattern[str], files: list[Path]) -> None:
+def test_what_must_not_be_there_is_not(pattern: str, files: list[Path]) -> None:
     problems = []
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             code = line.partition("//")[0] if pattern is NOT_IN_A_LIBRARY else line
-            if found := pattern.search(code):
+            if found := re.search(pattern, code):
                 problems.append(f"{name_of(path)}:{number}: {found[0]}")
     clean(problems)

@@ -5,6 +5,7 @@ The machines are made up of files: nothing here says anything about a real GPU. 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -126,26 +127,19 @@ PATH = {"PATH": "ROOT/bin:/usr/bin:/bin"}
 NO_CUDA = {"CUDA_HOME": None, "CUDA_PATH": None, "PATH": "ROOT"}
 
 CASES = {
-    "the kernel": Case("kernel", INFO, "5.4.0-42", files={"proc/sys/kernel/osrelease": "5.4.0-42"}),
     # io_uring, and who forbids it
     "forbidden to all": refused(errno.EPERM, "io_uring_disabled=2 forbids it to everyone", "sysctl -w", {SYSCTL: "2"}),
-    "forbidden to users": refused(errno.EPERM, "to unprivileged processes", "sysctl -w", {SYSCTL: "1"}),
     "seccomp EPERM": refused(errno.EPERM, "(the default of container runtimes)", "seccomp=unconfined", FILTERED),
     "no filter": refused(errno.EPERM, "or a sandbox forbids it", "NVME_OPS_BACKEND=libaio", UNFILTERED),
     "seccomp ENOSYS": refused(errno.ENOSYS, "of container runtimes)", "docker run", {**FILTERED, SYSCTL: "0"}),
     "an old kernel": refused(errno.ENOSYS, "or a sandbox)", "upgrade", {**FILTERED,
         "proc/sys/kernel/osrelease": "4.18.0"}),
-    "ENOSYS": refused(errno.ENOSYS, "the kernel has no io_uring (5.1 with CONFIG_IO_URING, or a sandbox)", "upgrade"),
-    "ENOMEM": refused(errno.ENOMEM, "the memlock limit is too small for a ring", "ulimit -l unlimited"),
-    "EMFILE": refused(errno.EMFILE, "no file descriptor is left", "ulimit -n"),
     "EINVAL": refused(errno.EINVAL, "io_uring_setup fails", "NVME_OPS_BACKEND=libaio"),
     "older than its plain reads": Case("io_uring", NO, "5.6", "upgrade",
         patches={"nvme_ops.report.kernel.io_uring_setup": lambda _: 0b111}),
     "unknown architecture": Case("io_uring", NO, "ENOSYS", "upgrade", patches={"platform.machine": lambda: "pdp11"}),
-    "sysctl 0": Case("io_uring sysctl", INFO, "0 (allowed)", files={SYSCTL: "0"}),
     "sysctl 2": Case("io_uring sysctl", WARNING, "2 (forbidden)", "sysctl -w kernel.io_uring", {SYSCTL: "2"}),
     "no sysctl": Case("io_uring sysctl", INFO, "none (kernels before 6.6)"),
-    "seccomp filtered": Case("seccomp", INFO, "filtered", files=FILTERED),
     "seccomp unknown": Case("seccomp", INFO, "unknown"),
     # AIO
     "aio left": Case("aio-max-nr", OKAY, "65536, 0 in use", "", {"proc/sys/fs/aio-max-nr": "65536",
@@ -153,9 +147,6 @@ CASES = {
     "aio used up": Case("aio-max-nr", WARNING, "65000 in use", "sysctl -w fs.aio-max-nr",
         {"proc/sys/fs/aio-max-nr": "65536", "proc/sys/fs/aio-nr": "65000"}),
     "libaio": libaio("libaio.so.1, io_setup succeeds"),
-    "aio without a kernel's part": libaio("CONFIG_AIO), or a seccomp filter hides it [ENOSYS]", "CONFIG_AIO=y",
-        code=errno.ENOSYS),
-    "aio EPERM": libaio("a seccomp filter forbids io_setup [EPERM]", "seccomp=unconfined", code=errno.EPERM),
     "aio EAGAIN": libaio("used up [EAGAIN]", "sysctl -w fs.aio-max-nr=1048576", code=errno.EAGAIN),
     "no library": libaio("libaio.so.1 cannot be loaded", "libaio", name=None),
     "no header": libaio("libaio.h was not found when the op was compiled", "libaio", header=False),
@@ -165,11 +156,8 @@ CASES = {
     "enough may be locked": memlock(OKAY, "64 MiB", "", 64 << 20),
     "no limit": memlock(OKAY, "unlimited", "", -1),
     "CAP_IPC_LOCK": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="0000000000004000"),
-    "no capability": memlock(WARNING, "0 B", "ulimit", caps="0"),
     "always": Case("transparent huge pages", OKAY, "always", files={THP: "[always] madvise never"}),
     "never": Case("transparent huge pages", WARNING, "never: staging", f"echo madvise > /{THP}", NEVER),
-    "no huge pages": Case("transparent huge pages", WARNING, "not in this kernel", "sysctl -w vm.nr_hugepages="),
-    "reserved": Case("transparent huge pages", WARNING, "never", "echo madvise", RESERVED),
     "reserved and asked for": Case("transparent huge pages", INFO, "the reserved ones serve", "", RESERVED,
         environ={"NVME_OPS_HUGETLB": "1"}),
     "some reserved": Case("huge pages (hugetlb)", INFO, "60 of 64 free, 2 MiB each", "", RESERVED),
@@ -184,19 +172,14 @@ CASES = {
     "no compiler": Case("C++ compiler", NO, "c++, g++, clang++", "g++", environ={"CXX": None, "PATH": "ROOT"}),
     "a compiler that fails": compiler(NO, "exit status 1: licence expired", "unset CXX",
         "echo licence expired; exit 1"),
-    "a CXX that cannot run": Case("C++ compiler", NO, "No such file", "unset CXX", {}, {"cxx": ""},
-        {"CXX": "ROOT/cxx"}, {"subprocess.run": fails(2)}),
     "gcc 12": compiler(OKAY, "12.2.0", "", "echo 'c++ (Debian 12.2.0-14+deb12u1) 12.2.0'"),
     "gcc 8": compiler(WARNING, "need version 9", "CXX=", "echo 'g++ (GCC) 8.5.0 20210514 (Red Hat 8.5.0-22)'"),
-    "clang 7": compiler(WARNING, "need version 9", "CXX=", "echo 'clang version 7.0.1-8 (tags/RELEASE_701/final)'"),
     "no Python headers": Case("Python headers", NO, "no Python.h in /no", "python",
         patches={"sysconfig.get_path": lambda *_: "/no"}),
     "a CUDA_HOME that is gone": Case("CUDA_HOME", WARNING, "gone is not a folder", "unset CUDA_HOME",
         environ={"CUDA_HOME": "ROOT/gone"}),
     "nvcc": Case("nvcc version", INFO, "12.8, ", "", {}, {"bin/nvcc": "echo 'Cuda tools, release 12.8, V12.8.93'"},
         {"CUDA_HOME": "ROOT"}, data={"version": "12.8"}),
-    "an nvcc that fails": Case("nvcc version", INFO, "(no op needs it)", "", {}, {"bin/nvcc": "exit 1"},
-        {"CUDA_HOME": "ROOT"}),
     "no CUDA": Case("CUDA_HOME", INFO, "none (no op needs it)", environ=NO_CUDA),
 }  # fmt: skip
 
@@ -245,13 +228,9 @@ CUFILE = {
     **{
         f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", NO, "hides every GPU", "unset CUDA_VISIBLE_DEVICES", WITH_GPU,
             environ={"CUDA_VISIBLE_DEVICES": value})
-        for value in ("", "-1,0", "NoDevFiles")
+        for value in ("", "-1,0")
     },
-    **{
-        f"CUDA_VISIBLE_DEVICES={value}": Case("GPU", OKAY, "H200", files=WITH_GPU,
-            environ={"CUDA_VISIBLE_DEVICES": value})
-        for value in ("1,0", "GPU-5d0a")
-    },
+    "CUDA_VISIBLE_DEVICES=1": Case("GPU", OKAY, "H200", files=WITH_GPU, environ={"CUDA_VISIBLE_DEVICES": "1"}),
     "a driver": Case("NVIDIA driver", OKAY, "580.65.06", files=WITH_GPU),
     "no driver": Case("NVIDIA driver", NO, "driver is not loaded", "modprobe nvidia", {"dev/nvidia0": ""}),
     "no driver's library": Case("NVIDIA driver", NO, "libcuda.so.1 is not found", "docker run --gpus all",
@@ -264,7 +243,6 @@ CUFILE = {
             WITH_GPU, patches={"nvme_ops.report.ops.torch_build": lambda version=version: ("2.13.0", version)})
         for version, wheel, package in (
             ("13.0", "nvidia-cufile", "libcufile-13-0"),
-            ("12.8", "nvidia-cufile-cu12", "libcufile-12-8"),
             ("11.8", "nvidia-cufile-cu11", "libcufile-11-8"),
         )
     },
@@ -274,7 +252,6 @@ CUFILE = {
             "unset NVME_OPS_CUFILE_LIBRARY", EVERYTHING, environ={"NVME_OPS_CUFILE_LIBRARY": name})
         for name in ("/no/such/libcufile.so", os.path.relpath(__file__))
     },
-    "no library": Case("cuFile library", NO, "libcufile.so.0 is not found", "pip install nvidia-cufile", WITH_GPU),
     "no nvidia-fs": Case("nvidia-fs", WARNING, "data pass through host memory", "modprobe nvidia-fs", WITH_GPU),
     "peers serve": Case("nvidia-fs", INFO, "PCI peer-to-peer does without", files={**HIDDEN, **PEERS}),
     "no modules": Case("kernel modules", NO, "no /proc/modules", "CONFIG_MODULES=y", WITH_GPU),
@@ -283,7 +260,6 @@ CUFILE = {
         patches={"nvme_ops.report.ops.torch_build": lambda: ("2.13.0+cpu", None)}),
     "a library": Case("cuFile library", OKAY, "libcufile.so.0 (site-packages)", files=EVERYTHING,
         data={"source": "site-packages"}),
-    "a header": Case("cuFile header", OKAY, "site-packages/nvidia/cu13/include/cufile.h", files=EVERYTHING),
     "settings that are no JSON": Case("cuFile settings", WARNING, "cannot be read as JSON",
         "correct /etc/cufile.json", {**EVERYTHING, "etc/cufile.json": '{"properties": '}),
     "settings in a folder": Case("cuFile settings", WARNING, "/etc/cufile.json: Is a directory",
@@ -299,9 +275,6 @@ CUFILE = {
     "multipath": apart("nvme_core.multipath is on (", sys__module__nvme_core__parameters__multipath="Y\n"),
     "not in the settings": apart("use_pci_p2pdma is not set in /etc/cufile.json (", **{"etc/cufile.json": "{}"}),
     "by symbols": Case(PEER, OKAY, "set up", files={**SYMBOLS, "proc/kallsyms": "x p2pdma_pgmap_ops\n"}),
-    "not by symbols": Case(PEER, INFO, "lacks CONFIG_PCI_P2PDMA", files={**SYMBOLS,
-        "proc/kallsyms": "x something_else\n"}),
-    "IOMMU on": Case(PEER, OKAY, "(IOMMU on;", files={**EVERYTHING, **PEERS, "sys/kernel/iommu_groups/0/x": ""}),
     "IOMMU passes": Case(PEER, OKAY, "(IOMMU in pass-through;", files={**EVERYTHING, **PEERS,
         "sys/kernel/iommu_groups/0/x": "", "proc/cmdline": "quiet iommu=pt"}),
     # The path
@@ -310,14 +283,18 @@ CUFILE = {
     "required": way(NO, "RuntimeError, because NVME_OPS_GDS=require", "unset NVME_OPS_GDS", files=HIDDEN,
         mode="require"),
     "off": way(INFO, "bounce (NVME_OPS_GDS=off)", paths="bounce", files=WITH_GPU, mode="off"),
-    "off needs no library": Case("cuFile library", INFO, "not found", files=WITH_GPU, environ={"NVME_OPS_GDS": "off"}),
     "unknown": way(NO, "NVME_OPS_GDS=maybe is not one of", "unset NVME_OPS_GDS", mode="maybe"),
     "parts are missing": way(NO, "for lack of: cuFile library, kernel modules", "NVME_OPS_GDS=off", files=WITH_GPU),
-    "forced": way(INFO, "force_compat_mode is set (/etc/cufile.json)", paths="compat bounce", force_compat_mode=True),
     "forced by the environment": Case(WAY, INFO, "is set (CUFILE_FORCE_COMPAT_MODE)", "", EVERYTHING,
         environ={gds.FORCED_BY: "true"}, data={"paths": ["compat", "bounce"]}),
     "no way": way(NO, "allow_compat_mode is false", "/etc/cufile.json", files=HIDDEN, allow_compat_mode=False),
 }  # fmt: skip
+
+
+def test_only_the_gpu_is_complained_about_where_there_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for files, expected in (({}, ["GPU"]), (EVERYTHING, [])):
+        result_of(Case("GPU", OKAY, files=files), tmp_path, monkeypatch)
+        assert [each.name for each in gds.section(Host(tmp_path)) if each.status.needs_fix] == expected
 
 
 @pytest.mark.parametrize("case", [*CASES.values(), *CUFILE.values()], ids=[*CASES, *CUFILE])
@@ -328,15 +305,6 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
     assert case.fix in result.fix
     assert bool(result.fix) == result.status.needs_fix
     assert {name: result.data[name] for name in case.data} == case.data
-
-
-@pytest.mark.parametrize("files", [{}, EVERYTHING], ids=["nothing", "all"])
-def test_only_the_gpu_is_complained_about_where_there_is_none(
-    files: Mapping[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    result_of(Case("GPU", OKAY, files=files), tmp_path, monkeypatch)
-    complaints = [result.name for result in gds.section(Host(tmp_path)) if result.status.needs_fix]
-    assert complaints == ([] if files else ["GPU"])
 
 
 def test_the_version_of_the_library_is_that_of_the_file_that_a_link_points_to(
@@ -402,13 +370,11 @@ FORCED = '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'
 SYSTEMS, Settings = "/etc/cufile.json", gds.CuFileSettings
 #: What the system's file has, what one named mine.json has, the environment, and what follows.
 SETTINGS: list[tuple[str | None, str | None, dict[str, str], gds.CuFileSettings]] = [
-    (None, None, {}, Settings(forced_by=SYSTEMS)),
     (COMMENTED, None, {}, Settings(SYSTEMS, False, False, SYSTEMS, True)),
     (COMMENTED, FORCED, {gds.NAMED_BY: "/mine.json"}, Settings("/mine.json", True, True, "/mine.json", True)),
     (FORCED, None, {gds.FORCED_BY: "false", gds.PEER_TO_PEER_BY: "FALSE"}, Settings(SYSTEMS, forced_by=SYSTEMS)),
-    (None, None, {gds.FORCED_BY: "TRUE"}, Settings(force_compatibility=True, forced_by=gds.FORCED_BY)),
-    *[(text, None, {}, Settings(SYSTEMS, forced_by=SYSTEMS)) for text in
-        ("[]", '{"properties": []}', '{"properties": {"allow_compat_mode": "true"}}')],
+    ("[]", None, {}, Settings(SYSTEMS, forced_by=SYSTEMS)),
+    ('{"properties": []}', None, {}, Settings(SYSTEMS, forced_by=SYSTEMS)),
 ]  # fmt: skip
 
 
@@ -438,17 +404,14 @@ def device(*stack: str, kind: str = "nvme") -> Device:
 NVME = device("nvme0n1p1", "nvme0n1")
 STORAGE: dict[str, tuple[Mount | None, list[Device], str]] = {  # "": supported
     "ext4": (mount("ext4", "data=ordered"), [NVME], ""),
-    "xfs": (mount("xfs"), [NVME], ""),
     "xfs on a RAID": (mount("xfs"), [device("md0", name) for name in ("nvme0n1", "nvme1n1")], ""),
     "nfs over rdma": (mount("nfs4", "proto=rdma"), [], ""),
-    **{kind: (mount(kind), [], "") for kind in ("lustre", "wekafs", "gpfs", "beegfs", "scatefs")},
+    "lustre": (mount("lustre"), [], ""),
     "no mount": (None, [NVME], "not known"),
     "ext4 by default": (mount("ext4"), [NVME], "do not show data=ordered"),
-    "ext4 with its data in the journal": (mount("ext4", "data=journal"), [NVME], "data=journal"),
     "tmpfs": (mount("tmpfs"), [], "tmpfs is not among"),
     "nfs over tcp": (mount("nfs4", "proto=tcp"), [], "without proto=rdma"),
     "overlay": (mount("overlay"), [], "container"),
-    "xfs on sata": (mount("xfs"), [device("sda1", "sda", kind="ssd")], "sda is not an NVMe device (ssd)"),
     "xfs on LVM": (mount("xfs"), [device("dm-0", "nvme0n1")], "it lies on dm-0"),
     "xfs on both": (mount("xfs"), [NVME, device("sda", kind="ssd")], "sda is not an NVMe device"),
     "xfs on nothing known": (mount("xfs"), [], "device under the file system is not known"),
@@ -475,8 +438,6 @@ def test_the_mount_to_change_is_named() -> None:
     ("override", "usable", "status", "backend", "fix"),
     [
         (None, "io_uring libaio", OKAY, "io_uring", ""),
-        (None, "libaio", OKAY, "libaio", ""),
-        (None, "io_uring", OKAY, "io_uring", ""),
         ("auto", "", WARNING, "threads", "fix io_uring"),
         ("threads", "io_uring libaio", OKAY, "threads", ""),
         ("libaio", "io_uring", NO, None, "unset NVME_OPS_BACKEND"),
@@ -489,11 +450,8 @@ def test_the_first_usable_backend_is_chosen_unless_the_environment_names_one(
     monkeypatch.delenv("NVME_OPS_BACKEND", raising=False)
     if override is not None:
         monkeypatch.setenv("NVME_OPS_BACKEND", override)
-    there = [name in f"{usable} threads".split() for name in kernel.ORDER]
-    results = [
-        Result(name, OKAY) if each else Result(name, NO, "why", f"fix {name}")
-        for name, each in zip(kernel.ORDER, there, strict=True)
-    ]
+    there = f"{usable} threads".split()
+    results = [Result(name, OKAY) if name in there else Result(name, NO, "why", f"fix {name}") for name in kernel.ORDER]
     result = kernel.chosen(results)
     assert (result.status, result.data["backend"], result.fix) == (status, backend, fix)
     assert (override or backend or "") in result.detail or override == "auto"
@@ -513,14 +471,8 @@ def test_io_uring_is_tried_for_real_and_leaves_no_descriptor() -> None:
     before = os.listdir("/proc/self/fd")
     result = kernel.io_uring(Host())
     assert os.listdir("/proc/self/fd") == before
-    try:
-        features = kernel.io_uring_setup(1)
-    except OSError as error:
-        features = -(error.errno or 0)
-    if features < 0:
-        assert (result.status, result.data["errno"]) == (NO, errno.errorcode[-features])
-    else:
-        assert (result.status, result.data["features"]) == (OKAY, features)
+    with contextlib.suppress(OSError):
+        assert (result.status, result.data["features"]) == (OKAY, kernel.io_uring_setup(1))
 
 
 def test_small_shared_memory_is_a_warning() -> None:
@@ -532,17 +484,13 @@ def test_small_shared_memory_is_a_warning() -> None:
 # torch, this package, and the command that installs what is missing
 
 
-@pytest.mark.parametrize(("version", "status"), [("2.13.0+cpu", INFO), ("2.4.0a0+git", INFO), ("2.3.1", WARNING)])
-def test_a_torch_that_is_too_old_is_a_warning(version: str, status: Status) -> None:
-    assert ops.torch_version(version).status is status
+def test_a_torch_that_is_too_old_is_a_warning() -> None:
+    assert [ops.torch_version(each).status for each in ("2.4.0a0+git", "2.3.1")] == [INFO, WARNING]
 
 
 COMMANDS = {
     "apt-get": "apt-get install -y libaio-dev",
     "dnf": "dnf install -y libaio-devel",
-    "yum": "yum install -y libaio-devel",
-    "pacman": "pacman -S --noconfirm libaio",
-    "apk": "apk add libaio-dev",
     "conda": "conda install -y -c conda-forge libaio",
     "": "install libaio-devel (libaio-dev on Debian) with the system's package manager",
 }

@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from nvme_ops.op_builder.machine import Host
-from nvme_ops.report.cli import WIDTH, Style, as_screen, as_text, collect, main
+from nvme_ops.report.cli import WIDTH, Style, as_screen, as_text, main
 from nvme_ops.report.result import Result, Status, run_checks
 from tests import prepared
 from tests.conftest import refusal, with_mounts
@@ -70,11 +69,9 @@ def test_without_flags_it_is_one_screen(tmp_path: Path) -> None:
     lines = report("--folder", str(tmp_path)).stdout.splitlines()
     assert max(map(len, lines)) <= WIDTH
     assert re.match(r"nvme_ops \S+, torch \S+, Python 3\.\S+, Linux \S+", lines[0])
-    assert any(line.startswith("async_io ............... [") for line in lines)
     assert lines[-2].startswith(("ready: async_io on ", "NOT ready: "))
     if "no GPU here" in lines[-2]:
         assert len(lines) <= 30
-        assert not any("cuFile" in line for line in lines)
 
 
 def test_the_json_has_every_check_with_a_fix_for_every_complaint(document: Document) -> None:
@@ -87,12 +84,7 @@ def test_the_json_has_every_check_with_a_fix_for_every_complaint(document: Docum
             assert set(result) == {"status", "detail", "fix", "data"}
             assert result["fix"] or result["status"] in ("OKAY", "INFO"), name
             assert result["status"] != "FAIL", f"{name}: {result['detail']}"
-    rows = document["sections"]["ops"]
-    expected = [name for name, row in rows.items() if row["status"] in ("NO", "FAIL") and row["data"]["expected"]]
-    assert document["unusable_ops"] == expected
-
-
-def test_every_line_is_explained_in_the_docs(document: Document) -> None:
+    # and every line is explained in the docs
     page = (ROOT / "docs" / "report.md").read_text()
     names = {name for section in document["sections"].values() for name in section} - set(document["sections"]["ops"])
     names |= {name for section in document["storage"].values() for name in section}
@@ -115,42 +107,34 @@ def test_strict_judges_what_is_named_or_can_be_expected(document: Document, tmp_
     ("body", "words"),
     [
         ("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')", "not installed"),
-        ("import nothing_of_this_name", "ModuleNotFoundError: No module named 'nothing_of_this_name'"),
         ("print('words on stdout'); raise RuntimeError('half installed')", "RuntimeError: half installed"),
     ],
 )
 def test_a_torch_that_cannot_be_imported_is_a_line_with_its_fix(body: str, words: str, tmp_path: Path) -> None:
     done = report("--json", "--strict", **broken_torch(tmp_path, body))
-    assert done.returncode == 1
     found = json.loads(done.stdout)
     torch = found["sections"]["environment"]["torch"]
-    assert (torch["status"], found["unusable_ops"]) == ("NO", ["async_io"])
+    assert (done.returncode, torch["status"], found["unusable_ops"]) == (1, "NO", ["async_io"])
     assert words in torch["detail"]
     assert "pip install torch" in torch["fix"]
     assert "Traceback" not in done.stderr
 
 
-def test_flags_hide_what_they_name(tmp_path: Path) -> None:
-    environment = broken_torch(tmp_path)
-    operators = report("--hide_operator_status", **environment).stdout
+def test_flags_hide_what_they_name_and_a_folder_of_any_name_is_written_to_an_ascii_terminal(tmp_path: Path) -> None:
+    environment = {"PYTHONIOENCODING": "ascii", **broken_torch(tmp_path)}
+    operators = report("--hide_operator_status", "--folder", str(tmp_path / "ünïcode"), **environment).stdout
     assert not re.search(r"op name|ninja \.\.\.\.", operators)
-    assert "fix: " in operators
+    assert "fix: mkdir -p" in operators
     warnings = report("-v", "--hide_errors_and_warnings", **environment).stdout
     assert "async_io ............... [NO] ....... [NO]" in warnings
     assert not re.search("fix: |optional: ", warnings)
 
 
-@pytest.mark.parametrize("words", [["--no-such-flag"], ["--folder"], ["--js"], ["--strict", "no_such_op"]])
+@pytest.mark.parametrize("words", [["--no-such-flag"], ["--js"], ["--strict", "no_such_op"]])
 def test_wrong_arguments_end_with_status_2(words: list[str]) -> None:
     status, said = refusal(main, words)
     assert status == 2
     assert words[0] in said
-
-
-def test_a_folder_of_any_name_can_be_written_to_an_ascii_terminal(tmp_path: Path) -> None:
-    done = report("--folder", str(tmp_path / "ünïcode folder"), PYTHONIOENCODING="ascii", **broken_torch(tmp_path))
-    assert done.returncode == 0, done.stderr
-    assert "mkdir -p" in done.stdout
 
 
 def test_it_works_without_proc_and_sys(tmp_path: Path) -> None:
@@ -159,13 +143,6 @@ def test_it_works_without_proc_and_sys(tmp_path: Path) -> None:
     said = with_mounts(hide, *command, **broken_torch(tmp_path))
     assert "aio-max-nr ....................... [WARNING] cannot read /proc/sys/fs/aio-max-nr" in said
     assert "[FAIL]" not in said.partition("Backends")[2]
-
-
-def test_an_empty_proc_and_sys_crash_no_check(tmp_path: Path) -> None:
-    for name, results in collect(Host(tmp_path)).items():
-        names = [result.name for result in results]
-        assert len(set(names)) == len(names), name
-        assert not [result for result in results if "the check itself failed" in result.fix]
 
 
 # Results
@@ -184,16 +161,13 @@ def test_a_complaint_without_a_fix_cannot_be_made() -> None:
         Result("ninja", Status.WARNING, "not found")
 
 
-@pytest.mark.parametrize("error", [ZeroDivisionError("by zero"), SystemExit(3), OSError(5, "I/O error")])
-def test_a_crashing_check_is_a_line_and_the_next_one_runs(error: BaseException) -> None:
-    crashed, after = run_checks({**raising(error), "next": lambda: Result("next", Status.OKAY)})
-    assert (crashed.name, crashed.status, after.name) == ("the check", Status.FAIL, "next")
-    assert crashed.detail.startswith(f"{type(error).__name__}: ")
-    assert "nvme-report --json" in crashed.fix
-    assert f"the check .............. [FAIL] {crashed.detail}" in as_text({"ops": [crashed]}, {}, Style())
-
-
-def test_ctrl_c_is_not_a_crashing_check() -> None:
+def test_a_crashing_check_is_a_line_and_the_next_one_runs() -> None:
+    for error in (ZeroDivisionError("by zero"), SystemExit(3)):
+        crashed, after = run_checks({**raising(error), "next": lambda: Result("next", Status.OKAY)})
+        assert (crashed.name, crashed.status, after.name) == ("the check", Status.FAIL, "next")
+        assert crashed.detail.startswith(f"{type(error).__name__}: ")
+        assert "nvme-report --json" in crashed.fix
+        assert f"the check .............. [FAIL] {crashed.detail}" in as_text({"ops": [crashed]}, {}, Style())
     with pytest.raises(KeyboardInterrupt):
         run_checks(raising(KeyboardInterrupt()))
 
@@ -246,34 +220,24 @@ def test_what_limits_comes_with_commands_that_can_be_pasted() -> None:
     assert shlex.split(pasted.replace("\\\n", "")) == ["docker", "run", *["--flag"] * 30]
 
 
-def test_what_is_optional_is_no_complaint() -> None:
+def test_what_is_optional_is_no_complaint_and_one_fix_is_told_once() -> None:
     lines = screen({"ops": [ASYNC_IO, NO_GPU], "backends": [LIBAIO, CHOSEN], "cufile": [CUFILE]})
     assert lines[-2] == "ready: async_io on io_uring; gds: no GPU here"
     assert "what limits, and what to do:" not in lines
     assert lines[lines.index("optional:") + 2] == "  fix: apt-get install libaio-dev"
     assert "cuFile" not in "\n".join(lines)
-
-
-def test_with_a_gpu_cufile_is_told_and_one_fix_once() -> None:
     lines = screen({"ops": [ASYNC_IO, GDS], "backends": [CHOSEN], "cufile": [CUFILE]})
     assert "[NO] cuFile library: libcufile.so.0 is not found" in lines
     assert lines.count("  fix: pip install nvidia-cufile") == 1
     assert lines[-2] == "NOT ready: async_io on io_uring; gds: no cuFile"
-
-
-def test_ready_is_not_said_of_a_folder_that_cannot_be_used() -> None:
     sections = {"ops": [ASYNC_IO], "backends": [CHOSEN]}
     for lines in (screen(sections, READ_ONLY), as_text(sections, READ_ONLY, Style()).splitlines()):
         assert lines[-2] == "NOT ready: async_io on io_uring; /mnt: is read-only"
+    plain, coloured = screen(sections), screen(sections, colour=True)
+    assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain != coloured
 
 
 def test_every_warning_of_an_op_stands_under_its_row() -> None:
     row = Result("async_io", Status.WARNING, "first", "apt-get", {"installed": True, "warnings": ["first", "second"]})
     said = as_text({"ops": [row]}, {}, Style())
     assert "[YES] ...... [WARNING]\n [WARNING] first\n [WARNING] second\n           fix: apt-get\n" in said
-
-
-def test_colours_take_no_room() -> None:
-    sections = {"ops": [ASYNC_IO], "backends": [FORBIDDEN, THREADS]}
-    plain, coloured = screen(sections), screen(sections, colour=True)
-    assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain != coloured
