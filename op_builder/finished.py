@@ -51,16 +51,15 @@ class Built:
 # Built ahead of time
 
 
-def find_prebuilt(name: str, folder: Path | None = None) -> Built | None:
+def find_prebuilt(name: str) -> Built | None:
     """Returns the prebuilt op ``name`` in the package, whatever it was built for; None if there is none."""
-    folder = folder or OPS
-    fitting = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
-    others = sorted(folder.glob(f"{name}.*.so"), reverse=True)
+    fitting = [OPS / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    others = sorted(OPS.glob(f"{name}.*.so"), reverse=True)
     if len(others) > 1:  # a wheel's, for several versions of torch
         with contextlib.suppress(ImportError):  # a missing torch is reported elsewhere
             import torch
 
-            fitting.append(folder / file_name(name, minor(str(torch.__version__))))
+            fitting.append(OPS / file_name(name, minor(str(torch.__version__))))
     for library in [*fitting, *others]:
         if library.is_file():
             try:

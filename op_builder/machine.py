@@ -295,9 +295,9 @@ class Requirement:
     """One thing that cuFile requires, or works better with."""
 
     name: str
-    found: str = ""  #: what is there; empty when it is missing
-    missing: str = ""  #: what is missing, and the consequence
-    fix: str = ""
+    found: str  #: what is there; empty when it is missing
+    missing: str  #: what is missing where it is, and the consequence
+    fix: str
     needed: bool = True  #: False for what it can do without
     data: Mapping[str, str | bool | Sequence[str] | None] = field(default_factory=dict)
 
@@ -378,20 +378,18 @@ def gpu(host: Host = _HERE) -> Requirement:
     cards = [file.parent.name for file in sorted(host.path("/proc/driver/nvidia/gpus").glob("*/information"))]
     models = [_model(host.read_or(f"/proc/driver/nvidia/gpus/{card}/information")) for card in cards]
     nodes = sorted(path.name for path in host.path("/dev").glob("nvidia[0-9]*"))
-    data = {"models": models, "devices": nodes}
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if nodes and visible is not None and visible.strip().partition(",")[0] in ("", "-1", "NoDevFiles"):
+    hidden = bool(nodes) and visible is not None and visible.strip().partition(",")[0] in ("", "-1", "NoDevFiles")
+    words = "no NVIDIA GPU is visible, and only the gds op needs one"
+    fix = f"nvidia-smi  # must list the GPU; {_IN_A_CONTAINER}"
+    if hidden:
         words, fix = f"CUDA_VISIBLE_DEVICES={visible!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
-        return Requirement("GPU", "", words, fix, data=data)
-    if nodes:
-        names = [f"{models.count(model)} x {model}" for model in dict.fromkeys(models)]
-        return Requirement("GPU", ", ".join(names) or ", ".join(nodes), data=data)
-    if models or host.exists(DRIVER_VERSION):
+    elif models or host.exists(DRIVER_VERSION):
         words = "NVIDIA's driver is loaded, but no GPU is visible (no /dev/nvidia0)"
         fix = "docker run --gpus all ...  # outside a container: nvidia-modprobe -u -c 0"
-        return Requirement("GPU", "", words, fix, data=data)
-    words = "no NVIDIA GPU is visible, and only the gds op needs one"
-    return Requirement("GPU", "", words, f"nvidia-smi  # must list the GPU; {_IN_A_CONTAINER}", data=data)
+    names = [f"{models.count(model)} x {model}" for model in dict.fromkeys(models)] or nodes
+    found = ", ".join(names) if nodes and not hidden else ""
+    return Requirement("GPU", found, words, fix, data={"models": models, "devices": nodes})
 
 
 def _model(text: str) -> str:
@@ -402,40 +400,37 @@ def _model(text: str) -> str:
 def gpu_driver(host: Host = _HERE) -> Requirement:
     """Checks for NVIDIA's driver: its kernel module, and the library that comes with it."""
     found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", host.read_or(DRIVER_VERSION))
-    data = {"version": found[1] if found else None}
-    if not found and not host.exists("/dev/nvidiactl"):
-        fix = f"modprobe nvidia  # if that finds none: apt-get install nvidia-open; {_IN_A_CONTAINER}"
-        return Requirement("NVIDIA driver", "", "NVIDIA's driver is not loaded", fix, data=data)
+    version = found[1] if found else None
     places = [*_mapped(_CUDA, host), *_system_places(_CUDA, (*_SYSTEM_FOLDERS, *_DRIVER_FOLDERS), host)]
-    if not any(os.path.isfile(path) for path in places):
+    loaded, library = bool(found) or host.exists("/dev/nvidiactl"), any(map(os.path.isfile, places))
+    if loaded:
+        words = f"the driver's library {_CUDA} is not found"
         fix = "docker run --gpus all ...  # outside a container: install the driver's libraries (libnvidia-compute)"
-        return Requirement("NVIDIA driver", "", f"the driver's library {_CUDA} is not found", fix, data=data)
-    return Requirement("NVIDIA driver", found[1] if found else "loaded", data=data)
+    else:
+        words = "NVIDIA's driver is not loaded"
+        fix = f"modprobe nvidia  # if that finds none: apt-get install nvidia-open; {_IN_A_CONTAINER}"
+    there = (version or "loaded") if loaded and library else ""
+    return Requirement("NVIDIA driver", there, words, fix, data={"version": version})
 
 
 def cuda_build(version: str, cuda: str | None) -> Requirement:
     """Checks for a torch with CUDA."""
-    if cuda:
-        return Requirement("torch with CUDA", f"{version}, CUDA {cuda}", data={"cuda": cuda})
     words = f"torch {version} is built without CUDA, so there are no tensors on a GPU"
     fix = "pip install --force-reinstall torch  # and not one of its CPU or ROCm builds"
-    return Requirement("torch with CUDA", "", words, fix, data={"cuda": None})
+    found = f"{version}, CUDA {cuda}" if cuda else ""
+    return Requirement("torch with CUDA", found, words, fix, data={"cuda": cuda or None})
 
 
 def cufile_library(torch_cuda: str | None, host: Host = _HERE) -> Requirement:
     """Checks for the library, ``libcufile``."""
-    name, place = "cuFile library", find_cufile(host)
-    if place is not None:
-        source, path = place
-        return Requirement(name, f"{path} ({source})", data={"path": str(path), "source": source})
-    data = {"path": None, "source": None}
+    source, path = find_cufile(host) or ("", None)
+    data = {"path": None if path is None else str(path), "source": source or None}
     named = os.environ.get(CUFILE_OVERRIDE)
-    if named:
-        words = f"{CUFILE_OVERRIDE}={named} is not the absolute path of a file"
-        return Requirement(name, "", words, f"unset {CUFILE_OVERRIDE}", data=data)
     wheel, package = _packages(torch_cuda)
-    fix = f"pip install {wheel}  # or: apt-get install {package}"
-    return Requirement(name, "", f"{CUFILE} is not found", fix, data=data)
+    words, fix = f"{CUFILE} is not found", f"pip install {wheel}  # or: apt-get install {package}"
+    if named:
+        words, fix = f"{CUFILE_OVERRIDE}={named} is not the absolute path of a file", f"unset {CUFILE_OVERRIDE}"
+    return Requirement("cuFile library", f"{path} ({source})" if path else "", words, fix, data=data)
 
 
 def _packages(torch_cuda: str | None) -> tuple[str, str]:
@@ -450,36 +445,31 @@ def _packages(torch_cuda: str | None) -> tuple[str, str]:
 def kernel_modules(host: Host = _HERE) -> Requirement:
     """Checks for the kernel's list of modules."""
     there = host.exists(_MODULES)
-    data = {"proc_modules": there}
-    if there:
-        return Requirement("kernel modules", f"{_MODULES} is there", data=data)
     words = f"no {_MODULES}: cuFile would read it for ever, so its driver is not opened"
     fix = "use a kernel with CONFIG_MODULES=y  # or: export NVME_OPS_GDS=off"
-    return Requirement("kernel modules", "", words, fix, data=data)
+    found = f"{_MODULES} is there" if there else ""
+    return Requirement("kernel modules", found, words, fix, data={"proc_modules": there})
 
 
 def nvidia_fs(host: Host = _HERE) -> Requirement:
     """Checks for the kernel module that connects storage and GPU, unless PCI peer-to-peer does."""
-    found = re.search(r"version:\s*(\S+)", host.read_or("/proc/driver/nvidia-fs/version"))
-    loaded = bool(found) or host.exists("/proc/driver/nvidia-fs")
-    data = {"version": found[1] if found else None, "loaded": loaded}
-    if not loaded:
-        words = "nvidia-fs is not loaded: without it, or PCI peer-to-peer, data pass through host memory"
-        fix = "apt-get install nvidia-gds && modprobe nvidia-fs"
-        return Requirement("nvidia-fs", "", words, fix, needed=False, data=data)
-    if not any(host.path("/dev").glob("nvidia-fs*")):
+    match = re.search(r"version:\s*(\S+)", host.read_or("/proc/driver/nvidia-fs/version"))
+    version = match[1] if match else None
+    loaded, devices = host.exists("/proc/driver/nvidia-fs"), any(host.path("/dev").glob("nvidia-fs*"))
+    if loaded:
         words = "nvidia-fs is loaded, but /dev/nvidia-fs* is not here: data pass through host memory"
         fix = "docker run --gpus all -e NVIDIA_GDS=enabled ..."
-        return Requirement("nvidia-fs", "", words, fix, needed=False, data=data)
-    return Requirement("nvidia-fs", found[1] if found else "loaded", needed=False, data=data)
+    else:
+        words = "nvidia-fs is not loaded: without it, or PCI peer-to-peer, data pass through host memory"
+        fix = "apt-get install nvidia-gds && modprobe nvidia-fs"
+    found = (version or "loaded") if loaded and devices else ""
+    return Requirement("nvidia-fs", found, words, fix, needed=False, data={"version": version, "loaded": loaded})
 
 
 def udev_data(host: Host = _HERE) -> Requirement:
     """Checks for udev's data about disks, which cuFile reads when a file is registered."""
     there = host.exists("/run/udev/data")
-    data = {"udev": there}
-    if there:
-        return Requirement("udev data", "/run/udev/data is there", needed=False, data=data)
     words = "no /run/udev/data: cuFile refuses file systems whose disk it cannot look up"
     fix = "docker run -v /run/udev:/run/udev:ro ...  # or: export CUFILE_EXPERIMENTAL_FS=1"
-    return Requirement("udev data", "", words, fix, needed=False, data=data)
+    found = "/run/udev/data is there" if there else ""
+    return Requirement("udev data", found, words, fix, needed=False, data={"udev": there})

@@ -1,4 +1,22 @@
-"""The command ``nvme-report``: arguments in; the report out, on one screen, as text or as JSON; exit status."""
+"""Shows which ops are installed or can be built here, and what affects them.
+
+Also which backend they would use, why the others are not usable, and what else
+on this machine matters. Every warning ends with the command that fixes it. No
+op is compiled, nothing is installed or changed, cuFile's driver is not opened
+unless --open-driver asks for it.
+
+for example:
+  nvme-report                      the report, on one screen
+  nvme-report -v                   the results of all checks
+  nvme-report --folder /mnt/nvme   and what that folder's device can do
+  nvme-report --json | jq .sections.backends.chosen
+  nvme-report --strict             exit status 1 when an op cannot be used, for
+                                   Dockerfiles and CI
+  nvme-report --strict async_io    the same, for this op only
+
+exit status: 0; 1 with --strict when an op or a folder cannot be used;
+2 for a wrong argument
+"""
 
 from __future__ import annotations
 
@@ -21,40 +39,16 @@ from nvme_ops.text import command, command_line, printable, say
 from . import gds, kernel, ops, storage
 from .result import Checks, Json, Result, Status, run_checks
 
-_DESCRIPTION = """\
-Shows which ops of nvme_ops are installed and which can be built here, which
-backend they would use and why the others are not usable, and what else on this
-machine affects them. Every warning ends with the command that fixes it. No op
-is compiled, nothing is installed or changed, cuFile's driver is not opened
-unless --open-driver asks for it.
-"""
-_EPILOG = """\
-examples:
-  nvme-report                      the report, on one screen
-  nvme-report -v                   the results of all checks
-  nvme-report --folder /mnt/nvme   and what that folder's device can do
-  nvme-report --json | jq .sections.backends.chosen
-  nvme-report --strict             exit status 1 when an op cannot be used, for
-                                   Dockerfiles and CI
-  nvme-report --strict async_io    the same, for this op only
-
-exit status: 0; 1 with --strict when an op or a folder cannot be used;
-2 for a wrong argument
-"""
-
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    made = command_line("nvme-report", _DESCRIPTION, _EPILOG)
+    description, example, epilog = (__doc__ or "").partition("for example:\n")  # what --help says
+    made = command_line("nvme-report", description, example + epilog)
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
     add("--folder", metavar="DIR", action="extend", nargs="+", default=[], help=words)
-    add(
-        "-v",
-        "--verbose",
-        action="store_true",
-        help="the results of all checks and the environment, laid out like ds_report",
-    )
+    words = "the results of all checks and the environment, laid out like ds_report"
+    add("-v", "--verbose", action="store_true", help=words)
     add("--json", action="store_true", help="one JSON document with everything, instead of text")
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")

@@ -17,7 +17,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvme_ops.op_builder import GDSBuilder, machine
@@ -28,6 +28,7 @@ from .result import Json, Result, Status, judged, run_checks
 
 _MODE = machine.GDS_MODE
 _MODES = ("auto", "require", "off")
+_NONE = "none: gds_handle() raises RuntimeError"
 
 
 def section(host: Host) -> tuple[Result, ...]:
@@ -42,8 +43,13 @@ def section(host: Host) -> tuple[Result, ...]:
             "path of GPU tensors": lambda: _path_of_tensors(facts),
         }
     )
-    has_gpu = Status.OKAY in [result.status for result in results if result.name == "GPU"]
-    return results if has_gpu else tuple(map(_noted, results))
+    if Status.OKAY in [result.status for result in results if result.name == "GPU"]:
+        return results
+    bad = (Status.WARNING, Status.NO)
+    return tuple(
+        replace(each, status=Status.INFO, fix="") if each.name != "GPU" and each.status in bad else each
+        for each in results
+    )
 
 
 class _Facts:
@@ -51,24 +57,12 @@ class _Facts:
 
     def __init__(self, host: Host) -> None:
         self.host = host
+        self.settings = read_settings(host)
+        self.obstacles = obstacles(host, self.settings)
 
     @functools.cached_property
     def pieces(self) -> list[Requirement]:
         return machine.gds_requirements(*ops.torch_build(), self.host)
-
-    @functools.cached_property
-    def settings(self) -> CuFileSettings:
-        return read_settings(self.host)
-
-    @functools.cached_property
-    def obstacles(self) -> list[str]:
-        return obstacles(self.host, self.settings)
-
-
-def _noted(result: Result) -> Result:
-    if result.name == "GPU" or result.status not in (Status.WARNING, Status.NO):
-        return result
-    return Result(result.name, Status.INFO, result.detail, data=result.data)
 
 
 def _line(facts: _Facts, piece: Requirement) -> Result:
@@ -81,11 +75,10 @@ def _line(facts: _Facts, piece: Requirement) -> Result:
         return Result(piece.name, Status.OKAY, words, data=data)
     if os.environ.get(_MODE) == "off" and not piece.needed:
         return Result(piece.name, Status.INFO, piece.missing, data=data)
-    fix = piece.fix
-    if piece.name == "nvidia-fs" and not data["loaded"] and not piece.needed:
-        if not facts.obstacles:
-            return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
-        fix = f"{ops.install_command('nvidia-gds')} && modprobe nvidia-fs"
+    unloaded = piece.name == "nvidia-fs" and not data["loaded"]
+    if unloaded and not facts.obstacles:
+        return Result(piece.name, Status.INFO, "not loaded, PCI peer-to-peer does without", data=data)
+    fix = f"{ops.install_command('nvidia-gds')} && modprobe nvidia-fs" if unloaded else piece.fix
     return Result(piece.name, Status.NO if piece.needed else Status.WARNING, piece.missing, fix, data)
 
 
@@ -125,29 +118,26 @@ def _path_of_tensors(facts: _Facts) -> Result:
     name, mode = "path of GPU tensors", os.environ.get(_MODE) or "auto"
     settings = facts.settings
     missing = [piece for piece in facts.pieces if piece.needed and not piece.found]
-    data: dict[str, Json] = {_MODE: mode, "paths": []}
-    off = f"export {_MODE}=off  # moves them without cuFile"
+    status, fix, paths = Status.NO, f"export {_MODE}=off  # moves them without cuFile", list[str]()
     if mode not in _MODES:
-        return Result(name, Status.NO, f"{_MODE}={mode} is not one of {', '.join(_MODES)}", f"unset {_MODE}", data)
-    if mode == "off":
-        return Result(name, Status.INFO, f"bounce ({_MODE}=off)", data={**data, "paths": ["bounce"]})
-    if missing:
-        what = ", ".join(piece.name for piece in missing)
-        words = f"none: gds_handle() raises RuntimeError, for lack of: {what}"
-        return Result(name, Status.NO, words, f"{missing[0].fix}  # or: {off}", data)
-    why_not = _why_not_direct(facts)
-    if not why_not:
-        words = "gds where the file system takes part (see --folder), else bounce"
-        return Result(name, Status.OKAY, words, data={**data, "paths": ["gds", "bounce"]})
-    if mode == "require":
-        why, fix = f"because {_MODE}=require and {why_not}", f"unset {_MODE}  # or see the lines above"
+        words, fix = f"{_MODE}={mode} is not one of {', '.join(_MODES)}", f"unset {_MODE}"
+    elif mode == "off":
+        status, words, fix, paths = Status.INFO, f"bounce ({_MODE}=off)", "", ["bounce"]
+    elif missing:
+        words = f"{_NONE}, for lack of: {', '.join(piece.name for piece in missing)}"
+        fix = f"{missing[0].fix}  # or: {fix}"
+    elif not (why_not := _why_not_direct(facts)):
+        status, words = Status.OKAY, "gds where the file system takes part (see --folder), else bounce"
+        fix, paths = "", ["gds", "bounce"]
+    elif mode == "require":
+        words, fix = f"{_NONE}, because {_MODE}=require and {why_not}", f"unset {_MODE}  # or see the lines above"
     elif not settings.allow_compatibility:
-        why = f"because {why_not} and allow_compat_mode is false"
-        fix = f'set "allow_compat_mode": true in {settings.path}  # or: {off}'
+        words = f"{_NONE}, because {why_not} and allow_compat_mode is false"
+        fix = f'set "allow_compat_mode": true in {settings.path}  # or: {fix}'
     else:
-        words = f"compat or bounce, whichever turns out faster, because {why_not}"
-        return Result(name, Status.INFO, words, data={**data, "paths": ["compat", "bounce"]})
-    return Result(name, Status.NO, f"none: gds_handle() raises RuntimeError, {why}", fix, data)
+        status, words = Status.INFO, f"compat or bounce, whichever turns out faster, because {why_not}"
+        fix, paths = "", ["compat", "bounce"]
+    return Result(name, status, words, fix, {_MODE: mode, "paths": paths})
 
 
 def _why_not_direct(facts: _Facts) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -68,15 +69,21 @@ def version(host: Host) -> Result:
     return Result("kernel", Status.INFO, release, data={"release": release, "machine": platform.machine()})
 
 
-def _release(host: Host) -> tuple[int, int]:
-    found = re.match(r"(\d+)\.(\d+)", host.read_or("/proc/sys/kernel/osrelease") or platform.release())
-    return (int(found[1]), int(found[2])) if found else (0, 0)
+def _release(host: Host) -> tuple[int, ...]:
+    text = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
+    return tuple(int(each) for each in re.findall(r"\d+", text)[:2])
 
 
 def seccomp_mode(host: Host) -> int | None:
     """Returns 0 for no filter, 1 strict, 2 filtered; None if the kernel does not say."""
-    found = re.search(r"^Seccomp:\s*(\d+)", host.read_or("/proc/self/status"), re.MULTILINE)
-    return int(found[1]) if found else None
+    mode = _of_this_process(host, "Seccomp")
+    return int(mode) if mode else None
+
+
+def _of_this_process(host: Host, name: str) -> str:
+    """Returns a hexadecimal number in /proc/self/status, an empty string where it is not there."""
+    found = re.search(rf"^{name}:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
+    return found[1] if found else ""
 
 
 def io_uring(host: Host) -> Result:
@@ -142,11 +149,9 @@ def aio_context(events: int = _EVENTS) -> tuple[str, str]:
 def libaio_name() -> str | None:
     """Returns the name under which the backend will load libaio; None if it is not installed."""
     for soname in LIBAIO:
-        try:
+        with contextlib.suppress(OSError):
             ctypes.CDLL(soname)
-        except OSError:
-            continue
-        return soname
+            return soname
     return None
 
 
@@ -162,17 +167,14 @@ def backends(host: Host, built: Mapping[str, Built]) -> tuple[Result, ...]:
 
 def libaio(built: Mapping[str, Built]) -> Result:
     """Checks whether the op was, or would be, compiled with libaio, the library, and the kernel's AIO."""
-    compiled_in = ops.has_libaio(built)
-    library = libaio_name()
-    words, fix = f"{library}, io_setup succeeds", ""
-    if not compiled_in:
-        words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
-        fix = ops.install_command("libaio")
-    elif library is None:
-        words, fix = f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio")
+    compiled_in, library = ops.has_libaio(built), libaio_name()
+    if compiled_in and library:
+        words, fix = aio_context()
+        words = words or f"{library}, io_setup succeeds"
     else:
-        reason, fix = aio_context()
-        words = reason or words
+        words, fix = f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio")
+        if not compiled_in:
+            words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
     return judged("libaio", words, fix, {"compiled_in": compiled_in, "library": library}, bad=Status.NO)
 
 
@@ -181,14 +183,14 @@ def chosen(results: Sequence[Result]) -> Result:
     usable = [result.name for result in results if result.status is Status.OKAY]
     wanted = os.environ.get(OVERRIDE, "")
     data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
-    if wanted in usable:
-        return Result("chosen", Status.OKAY, f"{wanted} ({OVERRIDE})", data={**data, "backend": wanted})
-    if wanted not in ("", "auto"):
+    if wanted and wanted != "auto" and wanted not in usable:
         why = "is not usable here" if wanted in ORDER else f"is not one of auto, {', '.join(ORDER)}"
         return Result("chosen", Status.NO, f"{OVERRIDE}={wanted} {why}", f"unset {OVERRIDE}", data)
-    data["backend"] = backend = usable[0]
-    last = backend == ORDER[-1]
+    named = wanted in usable
+    data["backend"] = backend = wanted if named else usable[0]
+    last = backend == ORDER[-1] and not named
     words = f"{backend}: neither of the faster ones is usable" if last else backend
+    words = f"{backend} ({OVERRIDE})" if named else words
     return judged("chosen", words, next(filter(None, (result.fix for result in results))) if last else "", data)
 
 
@@ -207,7 +209,7 @@ def memlock(host: Host) -> Result:
     """Reports how much memory may be locked; io_uring's registered buffers need as much as the staging memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
-    privileged = _may_lock_anything(host)
+    privileged = bool(int(_of_this_process(host, "CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1)
     limits = [None if each == resource.RLIM_INFINITY else each for each in (soft, hard)]
     words, fix = "unlimited" if unlimited else size_words(soft), ""
     if privileged and not unlimited:
@@ -219,28 +221,21 @@ def memlock(host: Host) -> Result:
     return judged("memlock limit", words, fix, {"soft": limits[0], "hard": limits[1], "privileged": privileged})
 
 
-def _may_lock_anything(host: Host) -> bool:
-    found = re.search(r"^CapEff:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
-    return bool(found and int(found[1], 16) >> _CAP_IPC_LOCK & 1)
-
-
 def transparent(host: Host) -> Result:
     """Reports whether the kernel uses huge pages on request (``madvise``) or for all memory (``always``)."""
-    name = "transparent huge pages"
-    text = host.read_or(_TRANSPARENT)
-    found = re.search(r"\[(\w+)\]", text)
+    found = re.search(r"\[(\w+)\]", host.read_or(_TRANSPARENT))
     mode = found[1] if found else ""
-    data = {"mode": mode}
-    if mode in ("always", "madvise"):
-        return Result(name, Status.OKAY, mode, data=data)
-    asked = os.environ.get("NVME_OPS_HUGETLB", "0") not in ("", "0")
-    if asked and _reserved(host, "nr_hugepages"):
-        return Result(name, Status.INFO, f"{mode or 'not in this kernel'}, the reserved ones serve", data=data)
-    if mode:
-        fix = f"echo madvise > {_TRANSPARENT}"
-    else:
-        mode, fix = "not in this kernel", "sysctl -w vm.nr_hugepages=64; export NVME_OPS_HUGETLB=1"
-    return Result(name, Status.WARNING, f"{mode}: staging buffers lie in small pages, which is slower", fix, data)
+    words, fix = mode, ""
+    if mode not in ("always", "madvise"):
+        words = mode or "not in this kernel"
+        if os.environ.get("NVME_OPS_HUGETLB", "0") not in ("", "0") and _reserved(host, "nr_hugepages"):
+            words += ", the reserved ones serve"
+        else:
+            words += ": staging buffers lie in small pages, which is slower"
+            fix = "sysctl -w vm.nr_hugepages=64; export NVME_OPS_HUGETLB=1"
+            fix = f"echo madvise > {_TRANSPARENT}" if mode else fix
+    good = Status.OKAY if words == mode else Status.INFO
+    return judged("transparent huge pages", words, fix, {"mode": mode}, good=good)
 
 
 def reserved(host: Host) -> Result:

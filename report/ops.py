@@ -149,15 +149,11 @@ _CUDA = "/usr/local/cuda"  # where torch looks when CUDA_HOME is not set
 
 def ninja() -> Result:
     """Reports ninja, which torch needs to compile an op; builders also find it beside Python."""
-    fix = f"{sys.executable} -m pip install --force-reinstall ninja"
     folder = machine.ninja_directory()
-    if folder is None:
-        return Result("ninja", Status.FAIL, "not found", fix, {"path": None})
-    path = str(Path(folder, "ninja"))
-    version, problem = _answer([path])
-    if problem:
-        return Result("ninja", Status.FAIL, problem, fix, {"path": path})
-    return Result("ninja", Status.OKAY, f"{version}, {path}", data={"path": path, "version": version})
+    path = None if folder is None else str(Path(folder, "ninja"))
+    version, problem = _answer([path]) if path else ("", "not found")
+    fix = f"{sys.executable} -m pip install --force-reinstall ninja" if problem else ""
+    return judged("ninja", problem or f"{version}, {path}", fix, {"path": path, "version": version}, bad=Status.FAIL)
 
 
 def compiler() -> Result:
@@ -166,22 +162,20 @@ def compiler() -> Result:
 
     name = "C++ compiler"
     chosen = os.environ.get("CXX", "")
-    fix = f"unset CXX  # or: {install_command('compiler')}" if chosen else install_command("compiler")
-    data = {"CXX": chosen, "command": "", "version": ""}
+    install = install_command("compiler")
+    fix = f"unset CXX  # or: {install}" if chosen else install
     found = machine.find_compiler()
-    if found is None:
-        wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
-        return Result(name, Status.NO, f"not found ({wanted}): ops cannot be compiled here", fix, data)
-    data["command"] = " ".join(found.command)
-    answer, problem = _answer(found.command)
+    command = " ".join(found.command) if found else ""
+    wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
+    answer, problem = _answer(found.command) if found else ("", f"not found ({wanted}): ops cannot be compiled here")
+    banner = "" if problem else answer.partition("\n")[0]
+    data = {"CXX": chosen, "command": command, "version": banner}
     if problem:
         return Result(name, Status.NO, problem, fix, data)
-    data["version"] = banner = answer.partition("\n")[0]
     version = re.search(r"\d+\.\d+\.\d+", banner)
-    if version and Version(version[0]) < Version(_LEAST_COMPILER):
-        words = f"{banner}: torch's headers need version {_LEAST_COMPILER} or later"
-        return Result(name, Status.WARNING, words, f"{install_command('compiler')}  # then: export CXX=...", data)
-    return Result(name, Status.OKAY, f"{data['command']}: {banner}", data=data)
+    old = version and Version(version[0]) < Version(_LEAST_COMPILER)
+    words = f"{banner}: torch's headers need version {_LEAST_COMPILER} or later" if old else f"{command}: {banner}"
+    return judged(name, words, f"{install}  # then: export CXX=..." if old else "", data)
 
 
 def python_headers() -> Result:
@@ -216,17 +210,13 @@ def cuda(host: Host) -> list[Result]:
 
 
 def _nvcc(home: str | None) -> Result:
-    name = "nvcc version"
     inside = Path(home, "bin", "nvcc") if home else None
     path = str(inside) if inside and inside.is_file() else shutil.which("nvcc")
-    if path is None:
-        return Result(name, Status.INFO, "none (no op needs it)", data={"path": None, "version": None})
-    text, problem = _answer([path])
-    if problem:
-        return Result(name, Status.INFO, f"{problem} (no op needs it)", data={"path": path, "version": None})
+    text, problem = _answer([path]) if path else ("", "none")
     found = re.search(r"release (\d+\.\d+)", text)
-    version = found[1] if found else text.rpartition("\n")[2]
-    return Result(name, Status.INFO, f"{version}, {path}", data={"path": path, "version": version})
+    version = None if problem else found[1] if found else text.rpartition("\n")[2]
+    words = f"{problem} (no op needs it)" if problem else f"{version}, {path}"
+    return Result("nvcc version", Status.INFO, words, data={"path": path, "version": version})
 
 
 def _answer(command: Sequence[str]) -> tuple[str, str]:
