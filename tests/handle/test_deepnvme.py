@@ -196,16 +196,6 @@ def test_memcpy() -> None:
         memcpy(torch.zeros(4), [0, 0, 0, 0])
 
 
-def test_a_path_may_be_anything_that_names_a_file(folder: Path) -> None:
-    handle, path, data = aio_handle(), folder / "größe \udcff.bin", pattern(1000)
-    for name in (path, str(path), os.fsencode(path)):
-        store(path, torch.zeros(1000, dtype=torch.uint8))
-        back = torch.zeros_like(data)
-        handle.sync_pwrite(data, name)
-        handle.sync_pread(back, name)
-        assert torch.equal(back, data)
-
-
 # validate=True reads back and compares
 
 

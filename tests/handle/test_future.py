@@ -1,4 +1,4 @@
-"""``IoFuture``: results, failures, cancellation, callbacks, asyncio, concurrent.futures, and thousands at once."""
+"""``IoFuture``: results, failures, cancellation, callbacks, asyncio, concurrent.futures; what a handle counts."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+import nvme_ops
 from nvme_ops import IoFuture, aio_handle
-from tests.conftest import MIB, HandleFactory, LoopDevice, pattern
+from tests.conftest import KIB, MIB, HandleFactory, LoopDevice, in_child, pattern
 
 LONG = 96 * MIB  # in single 4 KiB requests: long enough to look at it while it goes on
 
@@ -200,3 +201,31 @@ def test_concurrent_futures_takes_them_among_its_own(tmp_path: Path) -> None:
     failing = handle.submit_pread(torch.zeros(10), tmp_path / "nosuch")
     done, _ = concurrent.futures.wait([failing], timeout=60, return_when=concurrent.futures.FIRST_EXCEPTION)
     assert isinstance(done.pop().exception(), FileNotFoundError)
+
+
+# Statistics, priorities
+
+
+def test_statistics_count_what_a_handle_moves_at_any_priority(make_handle: HandleFactory, folder: Path) -> None:
+    data = pattern(MIB)
+    for cache in ("direct", "buffered"):
+        handle, back = make_handle(64 * KIB, 16, cache=cache), torch.empty_like(data)
+        assert handle.statistics().bytes == handle.statistics().requests == 0
+        for each in nvme_ops.Priority:
+            handle.submit_pwrite(data, folder / "file", priority=each).result()
+            handle.submit_preadv([back.zero_()], [folder / "file"], priority=each).result()
+            assert torch.equal(back, data)
+        found = handle.statistics()
+        assert found.written_bytes == found.read_bytes == 4 * MIB
+        assert found.cached_share == (cache == "buffered")
+        assert 0 <= found.staged_bytes <= found.bytes
+        if cache == "direct":
+            assert found.requests >= 8
+            assert 1 <= found.mean_in_flight <= found.max_in_flight <= 16
+            assert found.kernel_seconds > 0
+
+    def child() -> None:
+        assert handle.statistics().bytes == 0
+
+    in_child(child)
+    assert handle.statistics().written_bytes == 4 * MIB

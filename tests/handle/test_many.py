@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import os
 from pathlib import Path
@@ -16,7 +15,7 @@ from hypothesis import strategies as st
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops._native import native
-from tests.conftest import MIB, HandleFactory, contents, pattern, store
+from tests.conftest import MIB, contents, pattern, store
 
 SIZES = st.lists(st.one_of(st.integers(0, 9000), st.sampled_from([0, 512, 4096, 70_000, MIB])), min_size=1, max_size=60)
 
@@ -47,17 +46,6 @@ def test_parts_of_any_size(backend: str, folder: Path, sizes: list[int], start: 
     backs = [tensor.clone().zero_() if index % 3 else nvme_ops.empty(len(tensor), dtype=torch.uint8)
              for index, tensor in enumerate(tensors)]  # fmt: skip
     assert handle.submit_preadv(tensors=backs, files=path, file_offsets=offsets).result() == sum(sizes)
-    assert same(backs, tensors)
-
-
-def test_one_file_for_each(handle: aio_handle, folder: Path) -> None:
-    tensors, paths = [pattern(1000 * i, i) for i in range(20)], [folder / str(i) for i in range(20)]
-    for path in paths:
-        store(path, torch.zeros(30_000, dtype=torch.uint8))
-    assert handle.submit_pwritev(tensors, paths).result() == sum(map(len, tensors))
-    assert same(map(contents, paths), tensors)  # each is its whole file
-    backs = [torch.zeros_like(tensor) for tensor in tensors]
-    handle.submit_preadv(tuple(backs), tuple(map(str, paths))).result()
     assert same(backs, tensors)
 
 
@@ -111,18 +99,6 @@ def test_arguments_that_do_not_fit(folder: Path) -> None:
     ):
         with pytest.raises(later):
             handle.submit_preadv(*arguments).result()
-
-
-def test_one_bad_request_fails_the_call(make_handle: HandleFactory, make_device) -> None:
-    device, handle = make_device(4 * MIB), make_handle(cache="direct", intra_op_parallelism=2)
-    with device.image.open("r+b") as image:
-        image.truncate(MIB)
-    rows = torch.zeros(64, 4096, dtype=torch.uint8)
-    offsets = [i * 4096 for i in range(63)] + [2 * MIB]
-    with pytest.raises(OSError, match="at offset 2097152: Input/output error") as caught:
-        handle.submit_preadv(rows, device.path, offsets).result()
-    assert caught.value.errno == errno.EIO
-    assert handle.submit_preadv(rows[:63], device.path, offsets[:63]).result() == 63 * 4096
 
 
 def test_arguments_that_change_while_they_are_looked_at(handle: aio_handle, folder: Path) -> None:

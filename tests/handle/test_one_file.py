@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops import aio_handle
 from tests.conftest import KIB, MIB, HandleFactory, in_child, pattern, store
 
 SIZE = 512 * KIB
@@ -162,3 +163,45 @@ def test_a_finaliser_that_asks_for_the_transfer_that_ends_it(slow: nvme_ops.aio_
     del memories
     assert future.result() == 4000
     assert asked == [True] * 40
+
+
+# Files of nvme_ops.open
+
+
+def test_a_handle_takes_a_file_object(folder: Path) -> None:
+    handle, data = aio_handle(), pattern(300 * KIB)
+    with nvme_ops.open(folder / "file", "w+") as file:
+        assert handle.submit_pwrite(data, file, 5000).result() == data.nbytes
+        back, rows = torch.empty_like(data), torch.empty(4, 1000, dtype=torch.uint8)
+        handle.read(back, file, file_offset=5000)
+        assert torch.equal(back, data)
+        handle.submit_preadv(rows, file, [5000 + 1000 * row for row in range(4)]).result()
+        assert torch.equal(rows.view(-1), data[:4000])
+        handle.write(data[:10], file)  # never cuts it
+        assert (folder / "file").stat().st_size == 5000 + 300 * KIB
+        future = handle.submit_pread(back.zero_(), file, 5000)  # goes on to the end when the file is closed
+    assert future.result() == data.nbytes
+    assert torch.equal(back[10:], data[10:])
+    with pytest.raises(ValueError, match="closed"):
+        handle.read(back, file)
+    with pytest.raises(ValueError, match="priority must lie between 0 and 3"):
+        handle.submit_pwrite(data, folder / "file", priority=4)  # type: ignore[arg-type]
+
+
+def test_a_file_that_is_cut_grows_or_is_replaced_meanwhile(folder: Path) -> None:
+    path, target = folder / "file", torch.empty(MIB, dtype=torch.uint8)
+    path.write_bytes(bytes(MIB))
+    with nvme_ops.open(path, "r") as file:
+        file.pread(target, 0)
+        os.truncate(path, 1000)
+        with pytest.raises(EOFError, match="1000"):
+            file.pread(target.fill_(7), 0)
+        assert target.eq(7).all()  # nothing was read
+        path.write_bytes(b"x" * MIB)
+        assert file.pread(target, 0) == MIB
+        assert target.eq(ord("x")).all()
+        (folder / "other").write_bytes(b"b" * MIB)
+        os.replace(folder / "other", path)
+        for _ in range(2):
+            file.pread(target.fill_(7), 0)
+            assert target.eq(ord("x")).all()

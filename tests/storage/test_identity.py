@@ -48,6 +48,7 @@ class MadeUpHost:
         number = os.stat(self.folder).st_dev if number is None else number
         link = self.root / f"sys/dev/block/{os.major(number)}:{os.minor(number)}"
         link.parent.mkdir(parents=True, exist_ok=True)
+        link.unlink(missing_ok=True)
         link.symlink_to(device)
         return Host(self.root)
 
@@ -100,29 +101,35 @@ def test_way_backend_kernel_processors_and_gpu_tell_apart(tmp_path: Path, monkey
     assert all(key.isalnum() for key in keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "files", "words"),
-    [
-        (
-            "nvme0n1",
-            {"wwid": "eui.0025", "size": "1953525168", "device__model": "Samsung SSD", "device__serial": "S1"},
-            "nvme Samsung SSD eui.0025 931.5 GiB",
-        ),
+def test_a_disk_is_known_by_the_best_of_its_names(made_up: MadeUpHost) -> None:
+    samsung = {"wwid": "eui.0025", "size": "1953525168", "device__model": "Samsung SSD", "device__serial": "S1"}
+    rows: tuple[tuple[str, dict[str, Any], str], ...] = (
+        ("nvme0n1", samsung, "nvme Samsung SSD eui.0025 931.5 GiB"),
         ("nvme3n1", {"wwid": "eui.1", "device__transport": "tcp"}, "network eui.1 0 B"),
         ("sda", {"device__serial": "disk-7", "size": "2048", "queue__rotational": "1"}, "rotational disk-7 1 MiB"),
         ("sdb", {"size": "2048"}, "ssd sdb 1 MiB"),
-    ],
-)
-def test_a_disk_is_known_by_the_best_of_its_names(
-    made_up: MadeUpHost, name: str, files: dict[str, Any], words: str
+    )
+    for name, files, words in rows:
+        assert known(made_up.folder, host=made_up.disk(name, **files)).disks == (words,)
+
+
+def test_other_file_systems_are_known_by_server_source_or_uuid(
+    made_up: MadeUpHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert known(made_up.folder, host=made_up.disk(name, **files)).disks == (words,)
-
-
-def test_a_network_file_system_is_known_by_its_server(made_up: MadeUpHost) -> None:
     found = known(made_up.folder, host=made_up.mount("nfs4", "server:/export"))
     assert (found.disks, found.file_system, found.file_system_id) == ((), "nfs4", "server:/export")
     assert found.key != known(made_up.folder, host=made_up.mount("nfs4", "server:/another")).key
+    made_up.disk("sda", os.stat("/dev/null").st_rdev, device__wwid="naa.5", size="2048")
+    btrfs = known(made_up.folder, host=made_up.mount("btrfs", "/dev/null"))  # a number that sysfs does not have
+    assert btrfs.disks[0].startswith("ssd naa.5")
+
+    def answer(_: int, request: int, into: bytearray) -> None:
+        into[:] = bytes([16, *range(1, 17)])
+
+    monkeypatch.setattr(fcntl, "ioctl", answer)
+    assert known(made_up.folder, host=made_up.mount("xfs", "/dev/sda")).file_system_id == bytes(range(1, 17)).hex()
+    nothing = known(made_up.folder, host=Host(made_up.root / "empty"))  # of proc and sys
+    assert (nothing.disks, nothing.file_system) == ((), "unknown")
 
 
 def test_an_overlay_is_followed_to_what_it_is_written_to_where_that_is_in_sight(made_up: MadeUpHost) -> None:
@@ -131,27 +138,6 @@ def test_an_overlay_is_followed_to_what_it_is_written_to_where_that_is_in_sight(
     made_up.disk("nvme0n1", os.stat("/dev/shm").st_dev, wwid="eui.2", size="2048")
     host = made_up.mount("overlay", "overlay", "rw,lowerdir=/a,upperdir=/dev/shm,workdir=/b")
     assert known(made_up.folder, host=host).disks[0].startswith("nvme eui.2")
-
-
-def test_a_file_system_over_many_devices_is_found_by_its_source(made_up: MadeUpHost) -> None:
-    """btrfs shows a device number that sysfs does not have."""
-    made_up.disk("sda", os.stat("/dev/null").st_rdev, device__wwid="naa.5", size="2048")
-    assert known(made_up.folder, host=made_up.mount("btrfs", "/dev/null")).disks[0].startswith("ssd naa.5")
-
-
-def test_a_file_system_is_known_by_the_uuid_that_the_kernel_says(
-    made_up: MadeUpHost, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def answer(_: int, request: int, into: bytearray) -> None:
-        into[:] = bytes([16, *range(1, 17)])
-
-    monkeypatch.setattr(fcntl, "ioctl", answer)
-    assert known(made_up.folder, host=made_up.mount("xfs", "/dev/sda")).file_system_id == bytes(range(1, 17)).hex()
-
-
-def test_nothing_is_needed_of_proc_and_sys(tmp_path: Path) -> None:
-    found = known(tmp_path, host=Host(tmp_path / "empty"))
-    assert (found.disks, found.file_system) == ((), "unknown")
 
 
 def test_a_file_system_keeps_its_identity_wherever_it_is_mounted(

@@ -60,7 +60,6 @@ LAYOUTS = DENSE | {
     "expanded": BASE[0, 0, 0].expand(7, 50),
     "sliced": BASE[:, 1:, ::3, 5:-1],
     "empty and strided": torch.empty(0, 7).t(),
-    "one of many dimensions": torch.ones(1, 1, 1).expand(1, 1, 1),
     "conj": COMPLEX.conj(),
     "neg": COMPLEX.conj().imag,
     "requires gradients": torch.nn.Parameter(torch.randn(30, 40)),
@@ -68,39 +67,33 @@ LAYOUTS = DENSE | {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout(store: TensorStore, layout: str) -> None:
-    tensor = LAYOUTS[layout]
-    store.put("a", tensor).result()
-    back = got(store, "a")
-    assert torch.equal(back, tensor)
-    assert not back.requires_grad
-    assert layout not in DENSE or back.stride() == tensor.stride()
-    plain = torch.zeros_like(tensor.detach().resolve_conj().resolve_neg())
-    for out in (
-        plain.contiguous().requires_grad_(tensor.requires_grad),
-        torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0],
-    ):
-        assert torch.equal(got(store, "a", out), tensor)
-
-
-def test_into_a_conjugated_view(store: TensorStore) -> None:
+def test_any_layout(store: TensorStore) -> None:
+    for layout, tensor in LAYOUTS.items():
+        store.put("a", tensor).result()
+        back = got(store, "a")
+        assert torch.equal(back, tensor), layout
+        assert not back.requires_grad
+        assert layout not in DENSE or back.stride() == tensor.stride(), layout
+        plain = torch.zeros_like(tensor.detach().resolve_conj().resolve_neg())
+        for out in (
+            plain.contiguous().requires_grad_(tensor.requires_grad),
+            torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)[..., 0],
+        ):
+            assert torch.equal(got(store, "a", out), tensor), layout
     store.put("a", COMPLEX).result()
     out = torch.zeros_like(COMPLEX)
     got(store, "a", out.conj())
     assert torch.equal(out, COMPLEX.conj())
 
 
-@pytest.mark.parametrize("strided", [False, True])
-def test_tensors_on_an_accelerator(store: TensorStore, strided: bool) -> None:
+def test_tensors_on_an_accelerator(store: TensorStore) -> None:
     device, data = private_device(), torch.randn(300, 400)
-    tensor = device.tensor(data)
-    store.put("a", tensor.t() if strided else tensor).result()
-    expected = data.t() if strided else data
-    assert torch.equal(got(store, "a"), expected)
-    out = device.empty(*expected.shape, dtype=torch.float32)
-    assert got(store, "a", out) is out
-    assert torch.equal(out.cpu(), expected)
+    for tensor, expected in ((device.tensor(data), data), (device.tensor(data).t(), data.t())):
+        store.put("a", tensor).result()
+        assert torch.equal(got(store, "a"), expected)
+        out = device.empty(*expected.shape, dtype=torch.float32)
+        assert got(store, "a", out) is out
+        assert torch.equal(out.cpu(), expected)
 
 
 def test_wrong_tensors_and_keys(store: TensorStore) -> None:
@@ -150,8 +143,7 @@ def test_what_is_read_is_not_written_over(session: Session) -> None:
     assert store.bytes_in_use == 6 * MIB
 
 
-@pytest.mark.parametrize("drops", [False, True])
-def test_threads_at_one_key_see_whole_values(store: TensorStore, eager_switches: None, drops: bool) -> None:
+def test_threads_at_one_key_see_whole_values(store: TensorStore, eager_switches: None) -> None:
     store.put("a", torch.zeros(50_000))
 
     def work(number: int) -> None:
@@ -159,7 +151,7 @@ def test_threads_at_one_key_see_whole_values(store: TensorStore, eager_switches:
             with contextlib.suppress(KeyError):
                 if number < 2:
                     store.put("a", torch.full((50_000,), float(number * 100 + turn)), atomic=bool(turn % 2))
-                elif drops and number == 2:
+                elif number == 2 and turn % 5 == 4:
                     store.drop("a")
                 else:
                     found = got(store, "a")

@@ -166,4 +166,4 @@ class KeptModel(Model):
 
 TestModel = Model.TestCase
 TestKeptModel = KeptModel.TestCase
-TestModel.settings = TestKeptModel.settings = settings(max_examples=20, stateful_step_count=30, deadline=None)
+TestModel.settings = TestKeptModel.settings = settings(max_examples=12, stateful_step_count=30, deadline=None)
