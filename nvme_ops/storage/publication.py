@@ -23,7 +23,7 @@ from io import FileIO
 
 from nvme_ops.errors import FormatError, name_failure, naming
 from nvme_ops.storage.files import Lock, abandoned, freed_later, hold, no_folder, require_room, sync, try_lock, unlink
-from nvme_ops.whole import read_whole
+from nvme_ops.whole import read_whole, write_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
@@ -133,9 +133,7 @@ def publish(path: str, content: bytes, durable: bool = True, mode: int | None = 
     with replacing(path, durable) as file:
         if mode is not None:
             os.fchmod(file.fd, mode)
-        view = memoryview(content)
-        while view:
-            view = view[os.write(file.fd, view) :]
+        write_whole(file.fd, content)
 
 
 class Publication:
@@ -204,7 +202,7 @@ class ReadLease:
 
     def __init__(self, path: str) -> None:
         self._process = os.getpid()
-        self._file = hold(path, _open_to_lease, _share)
+        self._file = hold(path, lambda name: FileIO(name, opener=lambda name, _: open_to_read(name)), _share)
 
     def fileno(self) -> int:
         """Returns the descriptor."""
@@ -220,10 +218,6 @@ class ReadLease:
     def __del__(self) -> None:
         if hasattr(self, "_file"):
             self.end()
-
-
-def _open_to_lease(path: str) -> FileIO:
-    return FileIO(path, opener=lambda name, _: open_to_read(name))
 
 
 def _share(fd: int) -> bool:

@@ -188,12 +188,9 @@ class Session(Closing):
 
     def _belong_together(self) -> bool:
         """Returns whether all folders were left by the same session, in this order."""
-        groups = [place.before.get("group") for place in self._places]
-        return isinstance(groups[0], str) and all(
-            place.before.get("group") == groups[0]
-            and place.before.get("keep") is True
-            and place.before.get("fingerprint") == self.fingerprint
-            and place.before.get("place") == [number, len(self._places)]
+        expected = {"group": self._places[0].before.get("group"), "keep": True, "fingerprint": self.fingerprint}
+        return isinstance(expected["group"], str) and all(
+            place.before.items() >= {**expected, "place": [number, len(self._places)]}.items()
             for number, place in enumerate(self._places)
         )
 

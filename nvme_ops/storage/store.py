@@ -321,9 +321,12 @@ class TensorStore(Closing):
                         f"{key!r} is {value.dtype} of shape {value.shape}, and out is {out.dtype} of shape "
                         f"{tuple(out.shape)}"
                     )
-                fits = out is not None and is_dense(out) and tuple(out.stride()) == value.stride
-                if fits or (memory is not None and memory.numel() == value.nbytes):
-                    return self._read(key, value, out, fits, memory, priority)
+                if out is not None and is_dense(out) and tuple(out.stride()) == value.stride:
+                    source = out if out.is_contiguous() else dense_bytes(out)
+                    return self._read(key, value, source, out, out, priority)
+                if memory is not None and memory.numel() == value.nbytes:
+                    made = memory.view(value.dtype).as_strided(value.shape, value.stride)
+                    return self._read(key, value, memory, made, made if out is None else out, priority)
                 wanted = value.nbytes
             memory = None  # released before more is taken
             if self._pool is not None and wanted:
@@ -332,22 +335,9 @@ class TensorStore(Closing):
                 memory = empty(wanted, dtype=torch.uint8)
 
     def _read(
-        self,
-        key: str,
-        value: Value,
-        out: torch.Tensor | None,
-        fits: bool,
-        memory: torch.Tensor | None,
-        priority: Priority,
+        self, key: str, value: Value, source: torch.Tensor, made: torch.Tensor, out: torch.Tensor, priority: Priority
     ) -> StoreFuture:
-        """Starts to read into ``out`` if it ``fits`` the value's layout, else into other memory, to be copied."""
-        if out is not None and fits:
-            target, source = out, out if out.is_contiguous() else dense_bytes(out)
-        elif memory is not None and value.nbytes:
-            target, source = memory.view(value.dtype).as_strided(value.shape, value.stride), memory
-        else:
-            target = torch.empty_strided(value.shape, value.stride, dtype=value.dtype, device="cpu")
-            source = dense_bytes(target)
+        """Starts to read into ``source``, the memory of ``made``, from which it is copied to ``out`` if they differ."""
         transfers: list[IoFuture] = []
         try:
             self._slabs.move(value.pieces, source, transfers, write=False, priority=priority)
@@ -356,26 +346,15 @@ class TensorStore(Closing):
                 value.busy()
                 value.readers += transfers
 
-        if out is None or fits:
-            out = None
-            if value.checksum is None and len(transfers) == 1:  # nothing to do at the end
-                return StoreFuture(transfers[0]._operation, target)
-        operation = JoinedOperation(transfers, self._finish_get, key, value, source, target, out)
-        return StoreFuture(as_operation(operation), target if out is None else out)
+        if out is made and value.checksum is None and len(transfers) == 1:  # nothing to do at the end
+            return StoreFuture(transfers[0]._operation, out)
 
-    def _finish_get(
-        self,
-        failure: BaseException | None,
-        key: str,
-        value: Value,
-        source: torch.Tensor,
-        target: torch.Tensor,
-        out: torch.Tensor | None,
-    ) -> None:
-        """Compares the checksum of what was read, and copies it to ``out``."""
-        self._slabs.compare(failure, value, source, [key])
-        if failure is None and out is not None:
-            copy(out.detach(), target)
+        def finish(failure: BaseException | None) -> None:
+            self._slabs.compare(failure, value, source, [key])
+            if failure is None and out is not made:
+                copy(out.detach(), made)
+
+        return StoreFuture(as_operation(JoinedOperation(transfers, finish)), out)
 
     def share(self, key: str, target: int, place: int) -> bool:
         """Makes an open file, ``target``, share the bytes of ``key`` from byte ``place`` on, by reference.
