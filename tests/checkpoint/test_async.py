@@ -35,9 +35,6 @@ from tests.crashing_save import (
     small_files,
 )
 
-BOTH = pytest.mark.parametrize("strategy", background.STRATEGIES)
-NAMES = pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
-
 
 @pytest.fixture
 def path(folder: Path) -> Path:
@@ -94,56 +91,31 @@ def test_tensors_can_be_changed_once_they_are_safe(path: Path, options: Any) -> 
         assert beside(path) == []
 
 
-def test_what_exceeds_the_memory_is_written_before_the_call_returns(path: Path, gate: Gated) -> None:
-    gate.tensors.set()
-    tensors = numbered(1)
-    future = nvme_ops.save_async(tensors, path, memory=0, handle=gate)
-    change(tensors)
-    assert not future.done()
-    assert content(path) == "old"
-    gate.head.set()
-    future.result()
-    assert number_in(path) == 1
-
-
-def test_copies_wait_for_nothing_and_are_saved_whoever_loses_interest(path: Path, gate: Gated) -> None:
-    future = nvme_ops.save_async(numbered(1), path, handle=gate)
-    future.wait_until_safe(0)
-    for wait in (future.result, future.exception):
-        with pytest.raises(concurrent.futures.TimeoutError):
-            wait(0.01)
-    assert not future.cancel()
-    assert not future.done()
-    gate.open()
-    assert future.exception() is None
-    assert number_in(path) == 1
-
-
-def test_lent_tensors_are_safe_before_the_file_is_complete(path: Path, gate: Gated) -> None:
+def test_tensors_are_safe_before_the_file_is_complete_whoever_loses_interest(path: Path, gate: Gated) -> None:
     tensors = numbered(1)
     future = nvme_ops.save_async(tensors, path, strategy="copy_free", handle=gate)
     with pytest.raises(TimeoutError, match=str(path)):
         future.wait_until_safe(0.01)
     gate.tensors.set()
     future.wait_until_safe()
+    copied = nvme_ops.save_async(numbered(3), path.with_name("copied.safetensors"), handle=gate)
+    copied.wait_until_safe(0)
+    unlimited = nvme_ops.save_async(tensors, path.with_name("none.safetensors"), memory=0, handle=gate)
     change(tensors)
-    assert not future.done()
+    for each in (future, copied, unlimited):
+        for wait in (each.result, each.exception):
+            with pytest.raises(concurrent.futures.TimeoutError):
+                wait(0.01)
+        assert not each.cancel()
+        assert not each.done()
+    assert content(path) == "old"
     gate.open()
-    future.result()
-    assert number_in(path) == 1
+    assert [each.exception() for each in (future, copied, unlimited)] == [None] * 3
+    assert number_in(path) == number_in(path.with_name("none.safetensors")) == 1
+    assert number_in(path.with_name("copied.safetensors")) == 3
 
 
-def test_options_of_save(folder: Path) -> None:
-    path = folder / "model.bak"
-    nvme_ops.save_async(
-        NEW, path, format="safetensors", durable=False, checksums=False, metadata={"step": "3"}
-    ).result()
-    assert b'"step":"3"' in path.read_bytes()
-    with pytest.raises(ValueError, match="no checksums"):
-        nvme_ops.load(path, format="safetensors", verify=True)
-
-
-def test_a_relative_path_means_the_folder_of_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_options_and_a_relative_path_are_those_of_the_call(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere(threading.Thread):
         def run(self) -> None:
             os.chdir("/")
@@ -151,8 +123,11 @@ def test_a_relative_path_means_the_folder_of_the_call(folder: Path, monkeypatch:
 
     monkeypatch.chdir(folder)
     monkeypatch.setattr(threading, "Thread", Elsewhere)
-    nvme_ops.save_async(numbered(1), "model.safetensors").result()
-    assert number_in(folder / "model.safetensors") == 1
+    options: Any = {"format": "safetensors", "durable": False, "checksums": False, "metadata": {"step": "3"}}
+    nvme_ops.save_async(NEW, "model.bak", **options).result()
+    assert b'"step":"3"' in (folder / "model.bak").read_bytes()
+    with pytest.raises(ValueError, match="no checksums"):
+        nvme_ops.load(folder / "model.bak", format="safetensors", verify=True)
 
 
 # One save of a path at a time
@@ -220,8 +195,7 @@ def preempted(begin: Callable[[Gated], object], handler: Callable[[], Future[Non
             future.result()
 
 
-@NAMES
-@pytest.mark.parametrize("memory", [None, 0])
+@pytest.mark.parametrize(("name", "memory"), [("model.safetensors", None), ("model.pt", 0), ("folder", None)])
 def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(
     tmp_path: Path, name: str, memory: int | None
 ) -> None:
@@ -233,22 +207,14 @@ def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(
         else:
             nvme_ops.save_async(numbered(1), path, memory=0, handle=gate).result()
 
-    def body() -> None:
-        preempted(save, lambda: nvme_ops.save_async(numbered(2), path, memory=memory))
-        assert number_in(path) == 2
-
-    in_child(body)
-
-
-def test_a_signal_handler_that_would_wait_for_ever_is_told(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-
-    def handler() -> None:
+    def would_wait_for_ever() -> None:
         with pytest.raises(RuntimeError, match="save_async"):
             nvme_ops.save(numbered(2), path)
 
     def body() -> None:
-        preempted(lambda gate: nvme_ops.save(numbered(1), path, handle=gate), handler)
+        preempted(save, lambda: nvme_ops.save_async(numbered(2), path, memory=memory))
+        assert number_in(path) == 2
+        preempted(save, would_wait_for_ever)
         assert number_in(path) == 1
 
     in_child(body)
@@ -286,18 +252,18 @@ class Memory(bytearray):
     """Memory whose end can be watched."""
 
 
-@BOTH
-@pytest.mark.parametrize("limit", [contextlib.nullcontext, small_files])
-def test_tensors_are_freed_when_the_save_has_ended(folder: Path, strategy: Any, limit: Callable[[], Any]) -> None:
-    memory, freed = Memory(4_000_000), threading.Event()
-    weakref.finalize(memory, freed.set)
-    tensor = torch.frombuffer(memory, dtype=torch.float32)
-    with limit():
-        future = nvme_ops.save_async({"a": tensor}, folder / "model.safetensors", strategy=strategy)
-        assert isinstance(future.exception(), OSError) == (limit is small_files)
-    del tensor, memory
-    gc.collect()
-    assert freed.wait(10)
+@pytest.mark.parametrize("strategy", background.STRATEGIES)
+def test_tensors_are_freed_when_the_save_has_ended(folder: Path, strategy: Any) -> None:
+    for limit in (contextlib.nullcontext, small_files):
+        memory, freed = Memory(4_000_000), threading.Event()
+        weakref.finalize(memory, freed.set)
+        tensor = torch.frombuffer(memory, dtype=torch.float32)
+        with limit():
+            future = nvme_ops.save_async({"a": tensor}, folder / "model.safetensors", strategy=strategy)
+            assert isinstance(future.exception(), OSError) == (limit is small_files)
+        del tensor, memory
+        gc.collect()
+        assert freed.wait(10)
 
 
 def test_asyncio(path: Path) -> None:

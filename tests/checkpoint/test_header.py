@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -23,25 +21,19 @@ safetensors = pytest.importorskip("safetensors", reason="safetensors is not inst
 # What each makes of a file
 
 
-@dataclass(frozen=True)
-class Found:
-    """A tensor as a reader describes it."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    data: bytes
+Found = dict[str, tuple[str, tuple[int, ...], bytes]]
 
 
-def by_safetensors(content: bytes) -> dict[str, Found] | None:
-    """The tensors, or None where it refuses."""
+def by_safetensors(content: bytes) -> Found | None:
+    """The tensors' dtypes, shapes and bytes, or None where it refuses."""
     try:
         tensors = safetensors.deserialize(content)
     except safetensors.SafetensorError:
         return None
-    return {name: Found(each["dtype"], tuple(each["shape"]), bytes(each["data"])) for name, each in tensors}
+    return {name: (each["dtype"], tuple(each["shape"]), bytes(each["data"])) for name, each in tensors}
 
 
-def by_us(content: bytes) -> dict[str, Found] | None:
+def by_us(content: bytes) -> Found | None:
     """The same by way of a file that has no name."""
     fd = os.memfd_create("header")
     try:
@@ -51,34 +43,23 @@ def by_us(content: bytes) -> dict[str, Found] | None:
         return None
     finally:
         os.close(fd)
-    return {
-        name: Found(each.dtype, each.shape, content[each.start : each.end]) for name, each in header.entries.items()
-    }
+    return {name: (each.dtype, each.shape, content[each.start : each.end]) for name, each in header.entries.items()}
 
 
 def is_wanted_deviation(content: bytes) -> bool:
     """Whether a name comes twice, or an array describes a tensor."""
     (length,) = struct.unpack("<Q", content[:8])
     try:
-        pairs = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=lambda pairs: pairs)
+        pairs = json.loads(content[8 : 8 + length].decode(), object_pairs_hook=tuple)
     except (ValueError, RecursionError):
         return False
     names = [name for name, _ in pairs if name != "__metadata__"]
-    # an object is a list of pairs here, an array a list of anything else
-    arrays = [value for name, value in pairs if name in names and isinstance(value, list) and not _is_object(value)]
-    return len(set(names)) < len(names) or bool(arrays)
-
-
-def _is_object(value: list[Any]) -> bool:
-    return all(isinstance(pair, tuple) for pair in value)
+    return len(set(names)) < len(names) or any(name in names and isinstance(value, list) for name, value in pairs)
 
 
 def agree(content: bytes) -> None:
     theirs, ours = by_safetensors(content), by_us(content)
-    if ours is None and theirs is not None and is_wanted_deviation(content):
-        return
-    assert (ours is None) == (theirs is None), content
-    assert ours == theirs
+    assert ours == theirs or (ours is None and is_wanted_deviation(content)), content
 
 
 # Files that are nearly right
@@ -143,16 +124,6 @@ def test_every_dtype_and_sizes_beyond_any_memory(dtype: str) -> None:
             agree(file_of(tensor(shape=json.dumps(shape), offsets=f"[0,{size}]", dtype=json.dumps(dtype)), size))
 
 
-@pytest.mark.parametrize(
-    "text", [tensor()[:-1] + "," + tensor()[1:], tensor()[:-1] + ',"\\u0061":' + tensor()[5:], '{"a":["U8",[2],[0,2]]}']
-)
-def test_wanted_deviations(text: str) -> None:
-    content = file_of(text, 2)
-    assert is_wanted_deviation(content)
-    assert by_safetensors(content) is not None
-    assert by_us(content) is None
-
-
 # What is refused names the file and the field
 
 
@@ -166,7 +137,7 @@ def test_wanted_deviations(text: str) -> None:
         (file_of("[]"), "not a JSON object"),
         (file_of('{"a":1,"a":1}'), "'a' appears twice"),
         (file_of('{"a":NaN}'), "NaN"),
-        (file_of('{"a":1}'), "tensor 'a': is not described"),
+        (file_of('{"a":["U8",[2],[0,2]]}', 2), "tensor 'a': is not described"),
         (file_of('{"__metadata__":{"x":1}}'), "__metadata__"),
         (file_of(tensor(dtype='"Q3"'), 2), "tensor 'a': dtype 'Q3'"),
         (file_of(tensor(shape="[-1]"), 2), "tensor 'a': shape"),
@@ -192,7 +163,6 @@ def test_a_refusal_names_the_file_and_the_field(tmp_path: Path, content: bytes, 
         ("F6_E2M3", "[4]", 3),  # torch has no such dtype
         ("F4", "[4,3]", 6),  # its values come by two
         ("U8", f"[0,{2**64 - 1}]", 0),
-        ("U8", f"[{2**63},0]", 0),
     ],
 )
 def test_a_tensor_that_torch_cannot_make(tmp_path: Path, dtype: str, shape: str, size: int) -> None:
@@ -204,10 +174,5 @@ def test_a_tensor_that_torch_cannot_make(tmp_path: Path, dtype: str, shape: str,
         nvme_ops.load(path)
     assert str(path) in str(caught.value)
     assert nvme_ops.load(path, keys="b")["b"].shape == (2,)
-
-
-@pytest.mark.parametrize("shape", [(2**62, 0), (2**63 - 1, 0), (0, 2**62, 2**62)])
-def test_a_zero_size_tensor_of_a_huge_shape(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(file_of(tensor(shape=json.dumps(shape), offsets="[0,0]")))
-    assert nvme_ops.load(path)["a"].shape == shape
+    path.write_bytes(file_of(tensor(shape=f"[{2**63 - 1},0]", offsets="[0,0]")))  # which it can
+    assert nvme_ops.load(path)["a"].shape == (2**63 - 1, 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -51,20 +52,20 @@ def assert_same(found: Tensors, expected: Tensors) -> None:
         assert torch.equal(found[name], tensor), name
 
 
-def changed(state: Tensors, by: int = 1) -> Tensors:
-    return {name: tensor + by for name, tensor in state.items()}
+def changed(by: int = 1) -> Tensors:
+    return {name: tensor + by for name, tensor in STATE.items()}
 
 
 def files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def by_transformers(folder: Path, stem: str, ending: str, save: Callable[[Tensors, Path], None]) -> Path:
+def by_transformers(folder: Path, stem: str, ending: str, save: Callable[[Tensors, Path], object]) -> Path:
     """As save_pretrained writes."""
     places = {}
     for number, names in enumerate((["embedding", "norm"], ["large", "none", "head"])):
         shard = f"{stem}-{number + 1:05d}-of-00002{ending}"
-        save({name: STATE[name] for name in names}, folder / shard)
+        save({name: STATE[name].contiguous() for name in names}, folder / shard)
         places.update(dict.fromkeys(names, shard))
     index = folder / f"{stem}{ending}.index.json"
     index.write_text(json.dumps({"metadata": {"total_size": 1}, "weight_map": places}))
@@ -76,18 +77,12 @@ def by_torch(folder: Path) -> Path:
 
 
 def by_safetensors(folder: Path) -> Path:
-    def save(tensors: Tensors, path: Path) -> None:
-        their.save_file({name: each.contiguous() for name, each in tensors.items()}, path, {"format": "pt"})
-
-    return by_transformers(folder, "model", ".safetensors", save)
+    return by_transformers(folder, "model", ".safetensors", their.save_file)
 
 
 def by_us(folder: Path) -> Path:
     nvme_ops.save(STATE, folder / INDEX)
     return folder / INDEX
-
-
-WRITERS = pytest.mark.parametrize("write", [by_torch, by_safetensors, by_us])
 
 
 # What is written
@@ -109,17 +104,19 @@ def test_shards_and_an_index_as_transformers_writes_them(saved: Path) -> None:
     assert_same(found, STATE)
 
 
-def test_other_names_and_sizes(folder: Path) -> None:
+def test_other_names_sizes_and_files(folder: Path) -> None:
     nvme_ops.save(STATE, folder / "new" / "model", format="sharded", max_shard_size=1)
     assert len(files(folder / "new" / "model")) == 1 + len(STATE)
-    nvme_ops.save(changed(STATE), folder / "new" / "model")
-    assert_same(load(folder / "new" / "model"), changed(STATE))
+    nvme_ops.save(STATE, folder / "new" / "model" / "model.safetensors")
+    nvme_ops.save(changed(), folder / "new" / "model")
+    assert "model.safetensors" not in files(folder / "new" / "model")  # which would be read first
+    assert_same(load(folder / "new" / "model"), changed())
     one, two = folder / "ema.safetensors.index.json", folder / "ema-2.safetensors.index.json"
-    for path, state in ((one, {}), (two, changed(STATE)), (one, STATE)):
+    for path, state in ((one, {}), (two, changed()), (one, STATE)):
         nvme_ops.save(state, path, metadata={"step": "7"})
         assert_same(load(path), state)
         assert contents(path).metadata["step"] == "7"
-    assert_same(load(two), changed(STATE))
+    assert_same(load(two), changed())
 
 
 @pytest.mark.parametrize(
@@ -147,22 +144,15 @@ def test_a_save_takes_other_names_and_leaves_other_files(saved: Path) -> None:
     for name in others:
         (saved / name).write_text("mine")
     for generation in (2, 3):
-        nvme_ops.save(changed(STATE, generation), saved / INDEX)
+        nvme_ops.save(changed(generation), saved / INDEX)
         shards = [f"model-g{generation}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
         assert files(saved) == sorted([*shards, INDEX, *others])
-        assert_same(load(saved / INDEX), changed(STATE, generation))
+        assert_same(load(saved / INDEX), changed(generation))
     (saved / INDEX).write_text("{")  # damaged, so nothing it may have named is written over
     nvme_ops.save(STATE, saved / INDEX)
     assert any(name.startswith("model-g4-") for name in files(saved))
     assert_same(load(saved / INDEX), STATE)
     assert all((saved / name).read_text() == "mine" for name in others)
-
-
-def test_a_folder_saved_to_gives_up_its_single_file(folder: Path) -> None:
-    nvme_ops.save(STATE, folder / "model.safetensors")
-    nvme_ops.save(changed(STATE), folder)
-    assert "model.safetensors" not in files(folder)
-    assert_same(load(folder), changed(STATE))
 
 
 def test_a_reader_at_work_while_a_save_replaces_its_shards_gets_the_new_ones(
@@ -174,26 +164,32 @@ def test_a_reader_at_work_while_a_save_replaces_its_shards_gets_the_new_ones(
     def replaced_after_the_first(path: str, *others: Any) -> Tensors:
         reads.append(path)
         if len(reads) == 2:
-            nvme_ops.save(changed(STATE), saved / INDEX)
+            nvme_ops.save(changed(), saved / INDEX)
         return read(path, *others)
 
     monkeypatch.setattr(safetensors_file, "read", replaced_after_the_first)
-    assert_same(load(saved), changed(STATE))
+    assert_same(load(saved), changed())
     assert len(reads) == 2 + 3
 
 
 # What is loaded
 
 
-@WRITERS
+@pytest.mark.parametrize("write", [by_torch, by_us])
 def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path], folder: Path) -> None:
     index = write(folder)
     places = json.loads(index.read_text())["weight_map"]
-    for path in (index, folder):
+    (folder / "snapshot").mkdir()
+    for name in {index.name, *places.values()}:  # as in huggingface_hub's cache
+        (folder / "snapshot" / name).symlink_to(folder / name)
+    for path in (index, folder, folder / "snapshot"):
         for options in ({}, {"map_location": "cpu"}, {"mmap": True}):
             assert_same(load(path, **options), STATE)
     assert list(load(index)) == list(places)
-    into = {name: torch.zeros_like(tensor) for name, tensor in STATE.items()}
+    into = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
+    with pytest.raises(ValueError, match=r"'head' is .* of shape"):
+        load(index, into={**into, "head": torch.zeros(5)})
+    assert all((tensor == 7).all() for tensor in into.values())  # though it is the last
     found = load(index, into=into)
     assert_same(into, STATE)
     assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
@@ -208,19 +204,10 @@ def test_a_folder_is_read_as_transformers_reads_it(folder: Path) -> None:
     by_torch(folder)
     assert_same(load(folder), STATE)
     for number, name in enumerate(("pytorch_model.bin", INDEX, "model.safetensors"), 1):
-        nvme_ops.save(changed(STATE, number), folder / name)
-        assert_same(load(folder, verify=True), changed(STATE, number))
+        nvme_ops.save(changed(number), folder / name)
+        assert_same(load(folder, verify=True), changed(number))
         assert_same(load(folder, keys=["norm"]), {"norm": STATE["norm"] + number})
         assert len(contents(folder).items) >= len(STATE)
-
-
-def test_shards_that_are_links(folder: Path) -> None:
-    (folder / "blobs").mkdir()
-    (folder / "snapshot").mkdir()
-    by_us(folder / "blobs")
-    for name in files(folder / "blobs"):
-        (folder / "snapshot" / name).symlink_to(folder / "blobs" / name)
-    assert_same(load(folder / "snapshot"), STATE)
 
 
 # Damage, and what is asked for in vain
@@ -238,16 +225,6 @@ def test_a_flipped_bit_is_found_and_the_tensor_named(write: Callable[[Path], Pat
     assert len(load(folder, verify=True, keys=["norm"])) == 1
 
 
-@pytest.mark.parametrize("write", [by_torch, by_us])
-def test_nothing_is_filled_when_a_later_shard_does_not_fit(write: Callable[[Path], Path], folder: Path) -> None:
-    index = write(folder)
-    into = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
-    into["head"] = torch.zeros(5)
-    with pytest.raises(ValueError, match=r"'head' is .* of shape"):
-        load(index, into=into)
-    assert all((tensor == 7).all() for name, tensor in into.items() if name != "head")
-
-
 INDEXES: list[tuple[str | bytes, str]] = [
     ("{", "not JSON"),
     (b"\xff\xfe", "not JSON"),
@@ -257,34 +234,28 @@ INDEXES: list[tuple[str | bytes, str]] = [
     ('{"weight_map": ["a"]}', "not an object"),
     ('{"weight_map": {"a": 3}}', "the file of 'a' is 3"),
     ('{"weight_map": {"a": ""}}', "is not in the folder"),
-    ('{"weight_map": {"a": "../b.safetensors"}}', "is not in the folder"),
     ('{"weight_map": {"a": "x/../../b.safetensors"}}', "is not in the folder"),
     ('{"weight_map": {"a": "/etc/b.safetensors"}}', "is not in the folder"),
     ('{"weight_map": {"a": "b\\u0000.safetensors"}}', "is not in the folder"),
     ('{"weight_map": {"a": "config.json"}}', "is not in a known format"),
-    ('{"weight_map": {"a": "gone.safetensors"}}', "'gone.safetensors', which is missing"),
     ('{"weight_map": {"a": "gone.bin"}}', "'gone.bin', which is missing"),
     ('{"weight_map": {"a": "b.safetensors", "a": "c.safetensors"}}', "'a' appears twice"),
     ('{"weight_map": {}, "metadata": 3}', "metadata is not an object"),
 ]
 
 
-@pytest.mark.parametrize(("content", "words"), INDEXES, ids=range(len(INDEXES)))
-def test_an_index_that_is_none(content: str | bytes, words: str, folder: Path) -> None:
-    (folder / INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
-    for path in (folder, folder / INDEX):
-        for read in (load, contents):
-            with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
-                read(path)
-
-
-def test_no_index_or_one_without_end(folder: Path) -> None:
+def test_an_index_that_is_none(folder: Path) -> None:
     with pytest.raises(FormatError, match=r"none of model\.safetensors"):
         load(folder)
     with pytest.raises(FileNotFoundError):
         load(folder / INDEX)
-    with (folder / INDEX).open("wb") as file:
-        file.truncate(10**12)
+    for content, words in INDEXES:
+        (folder / INDEX).write_bytes(content if isinstance(content, bytes) else content.encode())
+        for path in (folder, folder / INDEX):
+            for read in (load, contents):
+                with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
+                    read(path)
+    os.truncate(folder / INDEX, 10**12)
     with pytest.raises(FormatError, match="at most 100000000 bytes"):
         load(folder)
 
@@ -296,31 +267,26 @@ def rewrite(index: Path, change: Callable[[Any], object]) -> None:
 
 
 @pytest.mark.parametrize("write", [by_torch, by_us])
-def test_a_name_that_its_shard_lacks(write: Callable[[Path], Path], folder: Path) -> None:
+def test_names_that_are_in_another_shard_or_in_none(write: Callable[[Path], Path], folder: Path) -> None:
     index = write(folder)
     rewrite(index, lambda found: found["weight_map"].update(ghost=found["weight_map"]["norm"]))
     for options in ({}, {"keys": ["ghost"]}):
         with pytest.raises(FormatError, match=r"index\.json: weight_map does not match its shard: .*'ghost'"):
             load(folder, **options)
-
-
-def test_names_that_are_in_another_shard_or_in_none(saved: Path) -> None:
-    rewrite(saved / INDEX, lambda found: found["weight_map"].update(norm=found["weight_map"]["head"]))
+    rewrite(index, lambda found: found["weight_map"].pop("ghost"))
+    rewrite(index, lambda found: found["weight_map"].update(norm=found["weight_map"]["head"]))
     for read in (load, contents):
         with pytest.raises(FormatError, match="'norm'"):
-            read(saved)
-    rewrite(saved / INDEX, lambda found: found["weight_map"].pop("norm"))
-    assert "norm" not in load(saved)
-    (saved / "model-00002-of-00003.safetensors").write_bytes(b"\1")
-    with pytest.raises(FormatError, match="model-00002-of-00003"):
-        load(saved)
+            read(folder)
+    rewrite(index, lambda found: found["weight_map"].pop("norm"))
+    assert "norm" not in load(folder)
 
 
 def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
     index = saved / INDEX
     content = index.read_bytes()
     load(saved, verify=True)
-    for place in range(0, len(content), 5):
+    for place in range(0, len(content), 13):
         index.write_bytes(content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :])
         with suppress(FormatError):
             assert damaged(contents(saved))
@@ -329,14 +295,12 @@ def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
     index.write_bytes(content.replace(b'"total_size":1', b'"total_size":2'))
     assert contents(saved).damaged == ["index"]
     assert_same(load(saved), STATE)
-
-
-@pytest.mark.parametrize("gone", [["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]])
-def test_an_index_of_ours_that_lost_its_checksum_is_damaged(saved: Path, gone: list[str]) -> None:
-    rewrite(saved / INDEX, lambda found: [found["metadata"].pop(name) for name in gone])
-    with pytest.raises(ChecksumError, match="index"):
-        load(saved, verify=True)
-    assert contents(saved).damaged == ["index"]
+    for gone in (["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]):
+        index.write_bytes(content)
+        rewrite(index, lambda found: [found["metadata"].pop(name) for name in gone])  # noqa: B023
+        with pytest.raises(ChecksumError, match="index"):
+            load(saved, verify=True)
+        assert contents(saved).damaged == ["index"]
 
 
 def test_an_index_that_never_had_a_checksum_is_not_damaged(folder: Path) -> None:

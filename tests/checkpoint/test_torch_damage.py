@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import struct
 import tarfile
@@ -27,6 +26,8 @@ from tests.checkpoint.torch_files import (
     SIZE,
     STORED,
     Evil,
+    saved_by_torch,
+    saved_here,
     set_entry,
     tensor_pickle,
     torch_save_content,
@@ -37,25 +38,20 @@ from tests.conftest import MIB, pattern
 from tests.contract.faulty import flip
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
-IN_A_FOLDER = settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+IN_A_FOLDER = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: other protocols, TorchScript
-
-
-def by_torch(path: Path, obj: Any) -> None:
-    torch.save(obj, path)
 
 
 # What verify finds
 
 
-@pytest.fixture(params=[by_torch, nvme_ops.save], ids=["by torch", "here"])
+@pytest.fixture(params=[saved_by_torch, saved_here], ids=["by torch", "here"])
 def saved(request: pytest.FixtureRequest, folder: Path) -> Path:
     """A file of either writer."""
     model, optimizer = trained()
     obj = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "big": pattern(3 * MIB + 1)}
-    request.param(folder / "a.pt", obj) if request.param is by_torch else request.param(obj, folder / "a.pt")
-    return folder / "a.pt"
+    return Path(request.param(folder / "a.pt", obj))
 
 
 @IN_A_FOLDER
@@ -81,7 +77,6 @@ def test_parts_and_the_pickle_are_verified_too(saved: Path) -> None:
     flip(saved, big.end - 1)
     for options in (
         {"keys": ["big"]},
-        {"keys": ["big"], "map_location": lambda storage, _: storage},
         {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, dtype=torch.uint8)}},
         {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, 2, dtype=torch.uint8)[:, 0]}},
         {"map_location": lambda storage, _: storage},
@@ -93,21 +88,10 @@ def test_parts_and_the_pickle_are_verified_too(saved: Path) -> None:
     for options in ({}, {"keys": ["model.0.bias"]}):
         with pytest.raises(ChecksumError, match=r"'data\.pkl'"):
             load(saved, verify=True, **options)
-
-
-def test_a_part_of_a_storage_is_verified_with_all_of_it(folder: Path) -> None:
-    nvme_ops.save({"row": torch.zeros(4, 4)[1]}, folder / "a.pt")
-    flip(folder / "a.pt", contents(folder / "a.pt").items[1].start)
-    with pytest.raises(ChecksumError, match="'row'"):
-        load(folder / "a.pt", keys=["row"], verify=True)
-
-
-def test_a_damaged_record_of_another_zipper_is_found(folder: Path) -> None:
-    content, storages = torch_save_content([pattern(5000)])
-    write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
-    set_entry(folder / "a.pt", "archive/data/0", CRC, 1)
-    with pytest.raises(ChecksumError, match="data/0"):
-        load(folder / "a.pt", verify=True)
+    nvme_ops.save({"row": torch.zeros(4, 4)[1]}, saved)
+    flip(saved, contents(saved).items[1].start)
+    with pytest.raises(ChecksumError, match="'row'"):  # a part of a storage, with all of it
+        load(saved, keys=["row"], verify=True)
 
 
 def test_nothing_to_verify(folder: Path) -> None:
@@ -118,41 +102,28 @@ def test_nothing_to_verify(folder: Path) -> None:
             load(folder / name, verify=True)
 
 
-# Pickles
-
-
 @pytest.mark.parametrize("zipped", [True, False])
-def test_an_unsafe_pickle_is_not_executed(zipped: bool, folder: Path) -> None:
-    torch.save(
-        {"a": torch.ones(2), "evil": Evil(folder / "done")}, folder / "a.pt", _use_new_zipfile_serialization=zipped
-    )
+def test_an_unsafe_pickle_is_not_executed_unless_torch_was_told_it_is_safe(zipped: bool, folder: Path) -> None:
+    path = folder / "a.pt"
+    torch.save({"a": torch.ones(2), "evil": Evil(folder / "done")}, path, _use_new_zipfile_serialization=zipped)
     with pytest.raises(UnsafeError, match=r"(?s)a\.pt.*open was not an allowed global") as caught:
-        load(folder / "a.pt")
+        load(path)
     assert isinstance(caught.value, pickle.UnpicklingError)
     assert isinstance(caught.value, FormatError)
     if zipped:
-        assert torch.equal(load(folder / "a.pt", keys=["a"])["a"], torch.ones(2))
+        assert torch.equal(load(path, keys=["a"])["a"], torch.ones(2))
     assert not (folder / "done").exists()
+    with torch.serialization.safe_globals([open]):
+        load(path)
+    assert (folder / "done").exists()
 
 
-class Friendly:
-    def __init__(self) -> None:
-        self.tensor = torch.ones(2)
-
-
-def test_what_torch_was_told_is_safe(folder: Path) -> None:
-    nvme_ops.save({"it": Friendly()}, folder / "a.pt")
-    with pytest.raises(UnsafeError, match="Friendly"):
-        load(folder / "a.pt")
-    with torch.serialization.safe_globals([Friendly]):
-        assert torch.equal(load(folder / "a.pt")["it"].tensor, torch.ones(2))
-    assert list(load(folder / "a.pt", keys=["it.tensor"])) == ["it.tensor"]
+# Pickles
 
 
 PICKLES = {
     "nothing": b"",
     "no such code": b"\x80\x02\xff.",
-    "a frame of a later protocol": pickle.dumps([1], protocol=4),
     "a string that lies": b"\x80\x02X\xff\xff\xff\xff.",
     "the state of a list": b"\x80\x02]}K\x01K\x02sb.",
     "no storage": b"\x80\x02(K\x01K\x02tQ.",
@@ -161,13 +132,11 @@ PICKLES = {
     "more elements than the record": tensor_pickle((2, 2), (2, 1), count=5),
     "fewer elements than the record": tensor_pickle((1, 2), (2, 1), count=3),
     "a negative count": tensor_pickle((2, 2), (2, 1), count=-4),
-    "beyond the storage": tensor_pickle((3, 2), (2, 1)),
     "an offset beyond the storage": tensor_pickle((2, 2), (2, 1), offset=1),
     "a negative offset": tensor_pickle((2, 2), (2, 1), offset=-1),
     "a negative stride": tensor_pickle((2, 2), (2, -1)),
     "a stride beyond 63 bits": tensor_pickle((1, 2), (2**63, 1)),
     "a size that is no list": tensor_pickle(4, (1,)),
-    "sizes without strides": tensor_pickle((2, 2), (1,)),
     "more than there are numbers": tensor_pickle((2**62, 2**62), (1, 1)),
 }
 
@@ -181,7 +150,7 @@ def test_a_pickle_that_lies(name: str, folder: Path) -> None:
 
 
 def test_deep_nesting_and_a_container_in_itself_are_no_crash(folder: Path) -> None:
-    deep = b"\x80\x02" + b"]" * 100_000 + b"a" * 99_999 + b"."
+    deep = b"\x80\x02" + b"]" * 30_000 + b"a" * 29_999 + b"."
     path = write_zip(folder / "a.pt", deep, {})
     assert load(path, keys=[]) == {}
     assert len(contents(path).items) == 1
@@ -231,16 +200,7 @@ def test_a_directory_that_lies(name: str, small: Path) -> None:
         contents(small)
 
 
-def test_names_that_come_twice(folder: Path) -> None:
-    with zipfile.ZipFile(folder / "a.pt", "w") as archive:
-        archive.writestr("archive/data.pkl", b"\x80\x02}.")
-        with pytest.warns(UserWarning, match="Duplicate"):
-            archive.writestr("archive/data.pkl", b"\x80\x02}.")
-    with pytest.raises(FormatError, match=r"names 'data\.pkl' twice"):
-        load(folder / "a.pt")
-
-
-def test_a_header_that_is_another_one(small: Path) -> None:
+def test_headers_that_are_others_and_names_that_come_twice(small: Path) -> None:
     data = small.read_bytes()
     small.write_bytes(data.replace(b"archive/data/1", b"archive/data/9", 1))
     with pytest.raises(FormatError, match="'data/1': its header is not at byte"):
@@ -250,44 +210,39 @@ def test_a_header_that_is_another_one(small: Path) -> None:
     small.write_bytes(moved)
     with pytest.raises(FormatError, match="'data/1': its bytes reach beyond"):
         load(small)
+    small.write_bytes(data.replace(b"archive/data/1", b"archive/data/0"))
+    with pytest.raises(FormatError, match=r"names 'data/0' twice"):
+        load(small)
 
 
-def test_a_bomb(folder: Path) -> None:
-    content, _ = torch_save_content({"a": pattern(100)})
-    path = write_zip(folder / "a.pt", content, {"data/0": bytes(100 * MIB)}, compression=zipfile.ZIP_DEFLATED)
+def test_a_bomb_and_records_that_are_compressed_in_an_unknown_way_or_damaged(folder: Path) -> None:
+    content, storages = torch_save_content({"a": pattern(100)})
+
+    def zipped(storages: dict[str, bytes]) -> Path:
+        return write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
+
     with pytest.raises(FormatError, match="would expand to"):
-        load(path)
-
-
-@pytest.mark.parametrize("verify", [False, True])
-def test_records_compressed_in_an_unknown_way(folder: Path, verify: bool) -> None:
-    content, storages = torch_save_content({"a": pattern(100_000)})
-    path = write_zip(folder / "a.pt", content, storages, compression=zipfile.ZIP_DEFLATED)
-    set_entry(path, "archive/data/0", METHOD, 99)
-    with pytest.raises(FormatError, match=r"a\.pt"):
-        load(path, verify=verify)
-
-
-def zip_of_something_else() -> bytes:
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w") as archive:
-        archive.writestr("word/document.xml", b"<xml/>")
-    return made.getvalue()
+        load(zipped({"data/0": bytes(30 * MIB)}))
+    set_entry(zipped(storages), "archive/data/0", METHOD, 99)
+    for verify in (False, True):
+        with pytest.raises(FormatError, match=r"a\.pt"):
+            load(folder / "a.pt", verify=verify)
+    set_entry(zipped(storages), "archive/data/0", CRC, 1)
+    with pytest.raises(ChecksumError, match="data/0"):
+        load(folder / "a.pt", verify=True)
 
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [
-        (b"", "empty file"),
-        (b"hello, world", r"a\.pt"),
-        (b"PK\3\4", "cut short"),
-        (bytes(5000), r"a\.pt"),
-        (zip_of_something_else(), r"no record 'data\.pkl'"),
-    ],
-    ids=["empty", "text", "short", "zeros", "zip"],
+    [(b"", "empty file"), (b"PK\3\4", "cut short"), (bytes(5000), r"a\.pt"), (None, r"no record 'data\.pkl'")],
+    ids=["empty", "short", "zeros", "zip"],
 )
-def test_no_checkpoint_at_all(content: bytes, words: str, folder: Path) -> None:
-    (folder / "a.pt").write_bytes(content)
+def test_no_checkpoint_at_all(content: bytes | None, words: str, folder: Path) -> None:
+    if content is None:
+        with zipfile.ZipFile(folder / "a.pt", "w") as archive:
+            archive.writestr("word/document.xml", b"<xml/>")
+    else:
+        (folder / "a.pt").write_bytes(content)
     for options in ({}, {"keys": ["a"]}):
         with pytest.raises(FormatError, match=words):
             load(folder / "a.pt", **options)

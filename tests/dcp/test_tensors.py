@@ -29,9 +29,6 @@ from tests.dcp.states import equal, why_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch: no process group, quantized and nested tensors
 
-WRITERS = pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
-READERS = pytest.mark.parametrize("reader", [NvmeStorageReader, dcp.FileSystemReader])
-
 
 class Part(dcp.DefaultLoadPlanner):
     """Loads a part of the only tensor of a checkpoint to one of the state dict."""
@@ -59,8 +56,8 @@ def numbered(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape).to(dtype)
 
 
-@WRITERS
-@settings(max_examples=60)
+@pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+@settings(max_examples=30)
 @given(data=st.data(), part=parts(), dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float64]))
 def test_any_part_of_any_tensor(
     writer: Any,
@@ -88,26 +85,19 @@ def test_any_part_of_any_tensor(
     assert torch.equal(target, expected.to(target.dtype))
 
 
-def test_what_is_not_loaded_is_verified_too(tmp_path: Path) -> None:
-    """A checksum is of the whole item: of a part that lies in one piece, the item is read once more."""
+def test_a_part_that_is_none_is_an_error_and_of_one_the_whole_item_is_verified(tmp_path: Path) -> None:
     dcp.save({"a": numbered((50, 4000), torch.float32)}, storage_writer=NvmeStorageWriter(tmp_path))
+    target, reader = torch.zeros(3, 4000), NvmeStorageReader(tmp_path, verify=True)
+    for starts in ((48, 0), (-1, 0), (0, 2)):
+        error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=Part(starts)))  # noqa: B023
+        assert isinstance(error, FormatError)
+        assert f"'a': (3, 4000) from {starts} on is not part of (50, 4000)" in str(error)
+    assert not target.any()
     (data,) = tmp_path.glob("*.distcp")
     flip(data, data.stat().st_size // 4)
-    target, reader = torch.zeros(3, 4000), NvmeStorageReader(tmp_path, verify=True)
     error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=Part((40, 0))))
-    assert isinstance(error, ChecksumError)
+    assert isinstance(error, ChecksumError)  # though this part lies in one piece, and not there
     assert error.tensors == ["a"]
-
-
-def test_a_part_that_is_none_is_an_error(tmp_path: Path) -> None:
-    dcp.save({"a": torch.ones(5, 4)}, storage_writer=NvmeStorageWriter(tmp_path))
-    target = torch.zeros(3, 4)
-    for starts in ((3, 0), (-1, 0), (0, 2)):
-        planner, reader = Part(starts), NvmeStorageReader(tmp_path)
-        error = why_of(lambda: dcp.load({"a": target}, storage_reader=reader, planner=planner))  # noqa: B023
-        assert isinstance(error, FormatError)
-        assert f"'a': (3, 4) from {starts} on is not part of (5, 4)" in str(error)
-    assert not target.any()
 
 
 def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,17 +137,18 @@ SPECIAL: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
 }
 
 
-@WRITERS
-@READERS
-@pytest.mark.parametrize("kind", SPECIAL)
-def test_special_tensors(kind: str, reader: Any, writer: Any, tmp_path: Path) -> None:
-    saved, target = SPECIAL[kind]()
-    dcp.save({"a": saved}, storage_writer=writer(tmp_path))
-    dcp.load({"a": target}, storage_reader=reader(tmp_path))
-    assert (target.dtype, target.shape) == (saved.dtype, saved.shape)
-    if kind == "quantized":
-        target, saved = target.dequantize(), saved.dequantize()
-    assert torch.equal(target, saved)
+@pytest.mark.parametrize(
+    ("writer", "reader"), [(NvmeStorageWriter, dcp.FileSystemReader), (dcp.FileSystemWriter, NvmeStorageReader)]
+)
+def test_special_tensors(writer: Any, reader: Any, tmp_path: Path) -> None:
+    pairs = {kind: make() for kind, make in SPECIAL.items()}
+    dcp.save({kind: saved for kind, (saved, _) in pairs.items()}, storage_writer=writer(tmp_path))
+    dcp.load({kind: target for kind, (_, target) in pairs.items()}, storage_reader=reader(tmp_path))
+    for kind, (saved, target) in pairs.items():
+        assert (target.dtype, target.shape) == (saved.dtype, saved.shape), kind
+        if kind == "quantized":
+            target, saved = target.dequantize(), saved.dequantize()
+        assert torch.equal(target, saved), kind
 
 
 def zipped_anew(path: Path, compression: int = zipfile.ZIP_STORED, **changed: bytes) -> Path:
