@@ -214,8 +214,9 @@ def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(
     def body() -> None:
         preempted(save, lambda: nvme_ops.save_async(numbered(2), path, memory=memory))
         assert number_in(path) == 2
-        preempted(save, would_wait_for_ever)
-        assert number_in(path) == 1
+        if memory is None:  # otherwise another thread saves
+            preempted(save, would_wait_for_ever)
+            assert number_in(path) == 1
 
     in_child(body)
 
@@ -312,7 +313,7 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
         import os, sys, torch, nvme_ops
         slow = nvme_ops.aio_handle(block_size=4096, queue_depth=1)
         for strategy in ("copy", "copy_free"):
-            tensors = {"a": torch.arange(200_000), "b": torch.arange(50_000).view(50, 1000).t()}
+            tensors = {"a": torch.arange(20_000), "b": torch.arange(5_000).view(50, 100).t()}
             nvme_ops.save_async(tensors, f"{sys.argv[1]}/{strategy}.safetensors", strategy=strategy, handle=slow)
         child = os.fork()
         assert not child or os.waitpid(child, 0)[1] == 3 << 8
@@ -322,7 +323,7 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "")
     for strategy in background.STRATEGIES:
         found = nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)
-        assert found["a"].tolist() == list(range(200_000))
+        assert found["a"].tolist() == list(range(20_000))
     assert len(list(folder.iterdir())) == 2
 
 

@@ -152,6 +152,7 @@ def test_a_mapping_follows_the_file_keeps_no_descriptor_and_a_copy_does_neither(
 @NAMES
 def test_what_is_loaded_is_freed_with_its_last_reference(tmp_path: Path, name: str) -> None:
     nvme_ops.save({"a": torch.zeros(1000), "b": torch.zeros(10)}, tmp_path / name)
+    options: Any
     for options in ({"verify": True}, {"mmap": True}):
         loaded = nvme_ops.load(tmp_path / name, **options)
         still_there = [weakref.ref(each) for each in loaded.values()]

@@ -70,6 +70,7 @@ SOURCES: dict[str, tuple[Callable[[dict[str, torch.Tensor], Path], object], list
 }
 
 
+@pytest.mark.parametrize("kind", SOURCES)
 def test_to_every_format(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, words = SOURCES[kind]
     make(state(), folder / "source.pt")
@@ -182,13 +183,7 @@ def made(value: float, count: int = 6) -> dict[str, torch.Tensor]:
     return {name: each.t() if name.endswith("1") else each for name, each in found.items()}
 
 
-OLD, NEW, OTHER = made(-100.0, 4), made(0.0), made(1000.0)
-
-
-def content(path: Path) -> str:
-    """Which tensors it has, of one of these and whole."""
-    found = nvme_ops.load(path, verify=True)
-    return next(name for name, tensors in (("old", OLD), ("new", NEW), ("other", OTHER)) if equal(found, tensors))
+OLD, NEW = made(-100.0, 4), made(0.0)
 
 
 def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Callable[[int], None]]]:
@@ -246,22 +241,8 @@ def test_a_source_that_is_changed(source: Path, act: Any, monkeypatch: pytest.Mo
     nvme_ops.save(NEW, source, max_shard_size=None if source.suffix else "600KB")
     with pytest.raises(FormatError, match=re.escape(f"{last_of(source)} was changed")):
         convert(str(source), str(target), on_progress=once(lambda: act(source)))
-    assert content(target) == "old"
+    assert equal(nvme_ops.load(target), OLD)
     assert len(list(source.parent.rglob("*"))) == len(before)
-
-
-def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) -> None:
-    target, recycle = source.parent / "target.safetensors", bool(source.suffix)
-    if recycle:
-        for tensors in (OTHER, NEW):
-            nvme_ops.save(tensors, source, recycle=True)
-
-    def replace() -> None:
-        for _ in range(2):
-            nvme_ops.save(OTHER, source, recycle=recycle)
-
-    convert(str(source), str(target), on_progress=once(replace))
-    assert content(target) == "new"
 
 
 # Info, verify and diff: across formats, and on DCP's folders
