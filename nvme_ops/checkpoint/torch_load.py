@@ -11,7 +11,7 @@ import io
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
@@ -41,13 +41,14 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     content = archive.content(PICKLE)
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
-    zip_file = torch_read.Zip(archive, _fetcher(file, archive, map_location, content, verify))
+    failures: list[Exception] = []  # that are not the file's fault
+    zip_file = torch_read.Zip(archive, _noting(_fetcher(file, archive, map_location, content, verify), failures))
     if callable(map_location):
-        map_location = _recording_failures(map_location, zip_file)
+        map_location = _noting(map_location, failures)
     elif str(map_location).partition(":")[0] != "meta":
         with suppress(_UnusualError):
             return _load_usual(zip_file, content, map_location, file.path)
-    with _errors_naming(f"{file.path}: {PICKLE}", zip_file):
+    with _errors_naming(f"{file.path}: {PICKLE}", failures):
         return torch.serialization._load(
             zip_file, map_location, torch._weights_only_unpickler, PICKLE, encoding="utf-8"
         )
@@ -130,20 +131,22 @@ def _device_of(map_location: Any, location: str, path: str) -> torch.device:
         raise (FormatError if unknown else RuntimeError)(f"{path}: {PICKLE}: {error}") from None
 
 
-def _recording_failures(map_location: Callable[..., Any], zip_file: torch_read.Zip) -> Callable[..., Any]:
-    def called(storage: Any, location: str) -> Any:
+def _noting(call: Callable[..., Any], failures: list[Exception]) -> Callable[..., Any]:
+    """Returns ``call``, which then notes what it raises."""
+
+    def called(*arguments: Any) -> Any:
         try:
-            return map_location(storage, location)
+            return call(*arguments)
         except Exception as error:
-            zip_file.failure = error
+            failures.append(error)
             raise
 
     return called
 
 
 @contextmanager
-def _errors_naming(where: str, zip_file: torch_read.Zip | None = None) -> Iterator[None]:
-    """Turns what torch raises about a file into errors that begin with ``where``."""
+def _errors_naming(where: str, failures: Sequence[Exception] = ()) -> Iterator[None]:
+    """Turns what torch raises about a file into errors that begin with ``where``, except these ``failures``."""
     try:
         yield
     except (FormatError, OSError, NotImplementedError):
@@ -151,7 +154,7 @@ def _errors_naming(where: str, zip_file: torch_read.Zip | None = None) -> Iterat
     except pickle.UnpicklingError as error:
         raise UnsafeError(f"{where}: {error}") from None
     except Exception as error:  # a damaged pickle can raise anything
-        if zip_file is not None and error is zip_file.failure:
+        if error in failures:
             raise
         kind = next((made for known, made in _FORMAT_ERRORS.items() if isinstance(error, known)), FormatError)
         raise kind(f"{where}: {str(error) or type(error).__name__}") from error

@@ -10,11 +10,11 @@ import torch
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.formats.torch_pickle import Described
-from nvme_ops.formats.torch_zip import CHECKSUM, Archive
+from nvme_ops.formats.torch_zip import CHECKSUM, Archive, spans_of
 from nvme_ops.memory import pieces
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
-from nvme_ops.tensors import checksum_of, collector_paused, give_storages
+from nvme_ops.tensors import collector_paused, give_storages
 
 _GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 
@@ -33,14 +33,14 @@ def read(
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
         records = map(archive.records.__getitem__, extents)
-        spans = _spans(sorted((each.header // ALIGNMENT * ALIGNMENT, each.limit) for each in records))
+        places = sorted((each.header // ALIGNMENT * ALIGNMENT, each.limit) for each in records)
     else:
         archive.locate(extents)
         starts = archive.starts
         places = sorted((starts[name] + start, starts[name] + end) for name, (start, end) in extents.items())
         places = [(start, end) for start, end in places if end > start]
-        spans = _spans(places)
         mapped = mapped and all(start % ALIGNMENT == 0 for start, _ in places)
+    spans = spans_of(places, _GAP, ALIGNMENT)
     wanted = [(start, end, (torch.uint8, (end - start,))) for start, end in spans]
     memories = new_tensors.read(archive.handle, archive.fd, wanted, device, mapped)
     if with_headers:
@@ -84,24 +84,11 @@ def _parts(
     return found
 
 
-def _spans(places: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns spans of the file (start, end) that cover the sorted ``places``, with few unwanted bytes in between."""
-    spans: list[tuple[int, int]] = []
-    for start, end in places:
-        near = bool(spans) and start - spans[-1][1] <= _GAP
-        if near and (start - spans[-1][0]) % ALIGNMENT == 0:
-            spans[-1] = (spans[-1][0], end)
-        else:
-            spans.append((start, end))
-    return spans
-
-
 class Zip:
     """Is the reader that ``torch.serialization`` expects. ``fetch`` returns a tensor over the storage of a record."""
 
     def __init__(self, archive: Archive, fetch: Callable[[str], torch.Tensor]) -> None:
         self._archive, self._fetch = archive, fetch
-        self.failure: Exception | None = None  # an error that is not the file's fault
 
     def has_record(self, name: str) -> bool:
         """Returns whether there is such a record; hides those from which torch computes offsets, as they are known."""
@@ -114,11 +101,7 @@ class Zip:
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
         """Returns a tensor over the storage of a record. Raises FormatError unless it has this size."""
         require_record(self._archive, name, size)
-        try:
-            return self._fetch(name)
-        except Exception as error:
-            self.failure = error
-            raise
+        return self._fetch(name)
 
     def get_record_offset(self, name: str) -> int:
         """Returns the offset of a record's data in the file."""
@@ -212,12 +195,6 @@ def verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: 
     found = [(record, value) for (record, _), value in zip(whole, values, strict=True)]
     names = sorted(set(records) - {record for record, _ in whole})
     archive.locate(names)
-    ring = Ring()
     places = [Place(archive.fd, archive.starts[name], archive.records[name].size) for name in names]
-    owners = [name for name, place in zip(names, places, strict=True) for _ in range(0, place.nbytes, ring.piece)]
-    in_file = dict.fromkeys(names, 0)
-    for name, piece in zip(owners, ring.read(archive.handle, places), strict=True):
-        in_file[name] = checksum_of(piece, CHECKSUM, in_file[name])
-    require_undamaged(
-        archive, [name for name, value in [*found, *in_file.items()] if value != archive.records[name].crc]
-    )
+    found += zip(names, pieces.checksums_in_files(archive.handle, places, [CHECKSUM] * len(names)), strict=True)
+    require_undamaged(archive, [name for name, value in found if value != archive.records[name].crc])

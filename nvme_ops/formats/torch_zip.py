@@ -9,6 +9,7 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import sys
@@ -144,14 +145,8 @@ class Archive:
             FormatError: there is no such record, its header is invalid, or its data overlap what follows.
         """
         unknown = {self._entry(name).header: name for name in names if name not in self.starts}
-        spans: list[list[int]] = []
-        for header in sorted(unknown):
-            end = header + _LOCAL.size + len(self.records[unknown[header]].name)
-            if spans and header - spans[-1][1] <= PAGE:
-                spans[-1][1] = end
-            else:
-                spans.append([header, end])
-        if spans:
+        sizes = {header: _LOCAL.size + len(self.records[unknown[header]].name) for header in unknown}
+        if spans := spans_of([(header, header + sizes[header]) for header in sorted(sizes)], PAGE):
             memory = torch.frombuffer(pool_buffer(sum(end - start for start, end in spans)), dtype=torch.uint8)
             parts = memory.split([end - start for start, end in spans])
             begins = [start for start, _ in spans]
@@ -198,6 +193,20 @@ class Archive:
         return found
 
 
+def spans_of(places: Iterable[tuple[int, int]], gap: int, alignment: int = 1) -> list[tuple[int, int]]:
+    """Returns spans of a file (start, end) that cover sorted places, with at most ``gap`` unwanted bytes between two.
+
+    Those of one span are aligned as its beginning is.
+    """
+    spans: list[tuple[int, int]] = []
+    for start, end in places:
+        if spans and start - spans[-1][1] <= gap and (start - spans[-1][0]) % alignment == 0:
+            spans[-1] = (spans[-1][0], end)
+        else:
+            spans.append((start, end))
+    return spans
+
+
 def is_zip(fd: int) -> bool:
     """Returns whether an open file begins like a zip file, which is how torch decides."""
     return os.pread(fd, 4, 0) == _LOCAL_MARK
@@ -211,7 +220,7 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     Raises:
         FormatError: the archive is damaged or not supported; the message says how.
     """
-    part = _Part(fd, begin, os.fstat(fd).st_size if end is None else end)
+    part = io.BufferedReader(_Part(fd, begin, os.fstat(fd).st_size if end is None else end))
     try:
         with zipfile.ZipFile(part) as archive:
             infos, limit = archive.infolist(), begin + archive.start_dir
@@ -232,30 +241,29 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     return Archive(fd, path, handle, _checked(entries, begin, limit, path))
 
 
-class _Part:
-    """A part of a file as a file object with the methods that ``zipfile`` needs."""
+class _Part(io.RawIOBase):
+    """A part of a file."""
 
     def __init__(self, fd: int, begin: int, end: int) -> None:
         self._fd, self._begin, self._end, self._place = fd, begin, end, begin
 
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
         if base + offset < self._begin:
             raise OSError("before the beginning")
         self._place = base + offset
-        return self.tell()
-
-    def tell(self) -> int:
         return self._place - self._begin
 
-    def read(self, size: int = -1) -> bytes:
-        remaining = max(0, self._end - self._place)
-        remaining = remaining if size < 0 else min(size, remaining)
-        parts = []
-        while remaining and (part := os.pread(self._fd, remaining, self._place)):
-            parts.append(part)
-            self._place, remaining = self._place + len(part), remaining - len(part)
-        return b"".join(parts)
+    def readinto(self, into: Any, /) -> int:
+        size = os.preadv(self._fd, [memoryview(into)[: max(0, self._end - self._place)]], self._place)
+        self._place += size
+        return size
 
 
 def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> dict[str, ZipEntry]:

@@ -13,9 +13,9 @@ from nvme_ops.checkpoint.request import format_of
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
+from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.storage.publication import opened
-from nvme_ops.tensors import checksum_of
 
 OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 
@@ -47,16 +47,13 @@ def contents(path: str | os.PathLike[str], format: str | None = None) -> Content
 
 def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
     """Returns the names of what is damaged: bytes that do not match their checksums. Skips tensors without one."""
-    wrong, ring = list(found.damaged), Ring()
+    wrong = list(found.damaged)
     for path, group in itertools.groupby(found.items, lambda item: item.path):
-        items = [(item, item.checksum) for item in group if item.checksum is not None]
-        owners = [number for number, (item, _) in enumerate(items) for _ in range(0, item.bytes, ring.piece)]
-        values = [0] * len(items)
+        items = [(item, *item.checksum) for item in group if item.checksum is not None]
         with opened(path) as fd:
-            for number, piece in zip(owners, _pieces(ring, fd, [item for item, _ in items]), strict=True):
-                values[number] = checksum_of(piece, items[number][1][0], values[number])
-                on_progress(piece.numel())
-        wrong += [item.name for (item, (_, expected)), value in zip(items, values, strict=True) if value != expected]
+            places = [Place(fd, item.start, item.bytes) for item, _, _ in items]
+            values = checksums_in_files(shared_handle(), places, [kind for _, kind, _ in items], on_progress)
+        wrong += [item.name for (item, _, expected), value in zip(items, values, strict=True) if value != expected]
     return wrong
 
 

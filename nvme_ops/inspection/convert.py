@@ -19,7 +19,7 @@ from nvme_ops.errors import ChecksumError
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.sharded_index import ShardedIndex, read_index, resolved, shards_of
+from nvme_ops.formats.sharded_index import read_index, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
 from nvme_ops.inspection.contents import OnProgress, contents, damaged
@@ -170,16 +170,12 @@ class _Reader:
         self.paths.add(os.path.realpath(path))
         found: dict[str, torch.Tensor] = {}
         for shard, names in index.shards(index.places).items():
-            found.update(self._shard(index, shard, names, key))
+            tensors, metadata = self._file(shard, key)
+            index.part(shard).require(shard, metadata, False)  # raises if it belongs to another save
+            if missing := [name for name in names if name not in tensors]:
+                refuse(path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
+            found.update((name, tensors[name]) for name in names)
         return {name: found[name] for name in index.places}, index.metadata
-
-    def _shard(self, index: ShardedIndex, path: str, names: list[str], key: str) -> dict[str, torch.Tensor]:
-        found, metadata = self._file(path, key)
-        index.part(path).require(path, metadata, False)  # raises if it belongs to another save
-        for name in names:
-            if name not in found:
-                refuse(index.path, f"weight_map says that {name!r} is in {path}, and it is not")
-        return {name: found[name] for name in names}
 
     def _file(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         self.paths.add(os.path.realpath(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
@@ -36,6 +36,21 @@ def _checksum_by_pieces(tensor: torch.Tensor, kind: str) -> int:
         copy_bytes(held, piece)
         value = checksum_of(held, kind, value)
     return value
+
+
+def checksums_in_files(
+    handle: aio_handle,
+    places: Sequence[Place],
+    kinds: Sequence[str],
+    on_progress: Callable[[int], object] = lambda _: None,
+) -> list[int]:
+    """Returns the checksums of ranges of files, read through bounded memory. ``on_progress`` gets the bytes read."""
+    ring, values = Ring(), [0] * len(places)
+    owners = [number for number, place in enumerate(places) for _ in range(0, place.nbytes, ring.piece)]
+    for number, piece in zip(owners, ring.read(handle, places), strict=True):
+        values[number] = checksum_of(piece, kinds[number], values[number])
+        on_progress(piece.nbytes)
+    return values
 
 
 class Borrowed:

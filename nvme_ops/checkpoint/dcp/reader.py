@@ -28,6 +28,7 @@ from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
@@ -129,7 +130,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         loading = Loading(self._handle or shared_handle(), planner, self._verify, os.fspath(self.path))
         others = [one for one in wanted if one.stored is None]
         loading.verify_in_files(others)
-        loading.read([one for one in wanted if one.stored is not None])
+        loading.read([(one, one.stored) for one in wanted if one.stored is not None])
         return super().read_data(dataclasses.replace(plan, items=[one.item for one in others]), planner)
 
     def _require_whole_files(self, items: Sequence[ReadItem]) -> None:
@@ -211,26 +212,27 @@ class Loading:
     def __init__(self, handle: aio_handle, planner: LoadPlanner, verify: bool, folder: str) -> None:
         self._handle, self._planner, self._verify, self._folder = handle, planner, verify, folder
         self._ring = Ring()
-        self._verified: set[tuple[str, int]] = set()
+        self._verified: set[Place] = set()
         self._damaged: dict[str, None] = {}  # names, each once, in order
 
     def verify_in_files(self, wanted: Iterable[Wanted]) -> None:
         """Reads items to compare their checksums, each item once; ``read`` then raises for damaged ones."""
-        for one in wanted:
-            if not self._verify or (one.path, one.offset) in self._verified:
-                continue
-            self._verified.add((one.path, one.offset))
-            found = 0
-            for piece in self._ring.read(self._handle, [Place(one.path, one.offset, one.length)]):
-                found = checksum_of(piece, CHECKSUM, found)
-            if found != one.checksum:
-                self._damaged[one.name] = None
+        items = {Place(one.path, one.offset, one.length): one for one in wanted if self._verify}
+        places = [place for place in items if place not in self._verified]
+        self._verified.update(places)
+        found = checksums_in_files(self._handle, places, [CHECKSUM] * len(places))
+        self._damaged |= {
+            items[place].name: None
+            for place, value in zip(places, found, strict=True)
+            if value != items[place].checksum
+        }
 
-    def read(self, wanted: Sequence[Wanted]) -> None:
+    def read(self, wanted: Sequence[tuple[Wanted, Stored]]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
+        wanted = sorted(wanted, key=lambda each: (each[0].path, each[1].start))  # neighbours are read as one run
         with InFlight() as in_flight:
-            for wanted_group in _groups(wanted):
-                in_flight.add(*self._start(wanted_group))
+            for group in grouped(wanted, lambda each: each[1].nbytes, _GROUP):
+                in_flight.add(*self._start(group))
         if self._damaged:
             raise ChecksumError(self._folder, list(self._damaged))
 
@@ -238,7 +240,8 @@ class Loading:
         """Starts reads straight into targets, and copies the rest. Returns a future and what to call when it ends."""
         targets: list[tuple[Wanted, torch.Tensor]] = []
         whole: list[_WholeItem] = []
-        reads: list[tuple[torch.Tensor, str, int]] = []
+        reads: list[tuple[Any, ...]] = []  # tensor, path and offset
+        in_parts: list[Wanted] = []  # read straight into their targets, but not whole into memory
         others: list[tuple[Wanted, Stored, torch.Tensor]] = []
         for one, stored in group:
             target = self._planner.resolve_tensor(one.item).detach()
@@ -258,11 +261,12 @@ class Loading:
                 head, tail = around[: start - one.offset], around[start - one.offset :]
                 reads.extend([(head, one.path, one.offset), (tail, one.path, start + stored.nbytes)])
                 whole.append((one, head, target, tail))
-            elif self._verify:
-                self.verify_in_files([one])
+            else:
+                in_parts.append(one)
         with InFlight() as in_flight:  # if this fails, it waits for the reads
-            in_flight.add(future := self._handle.submit_preadv(*_columns(reads)))
-            self.verify_in_files(one for one, *_ in others)
+            into, paths, starts = ([each[column] for each in reads] for column in range(3))
+            in_flight.add(future := self._handle.submit_preadv(into, paths, starts))
+            self.verify_in_files([*in_parts, *(one for one, *_ in others)])
             self._copy(others)
             in_flight.hand_over()
         return future, functools.partial(self._finish, targets, whole)
@@ -287,17 +291,6 @@ class Loading:
                 self._damaged[one.name] = None
         for one, target in targets:
             self._planner.commit_tensor(one.item, target)
-
-
-def _groups(wanted: Sequence[Wanted]) -> Iterator[list[tuple[Wanted, Stored]]]:
-    """Sorts items by file and place, so that neighbours are read as one run, and groups them."""
-    found = [(one, one.stored) for one in wanted if one.stored is not None]
-    found.sort(key=lambda each: (each[0].path, each[1].start))
-    return grouped(found, lambda each: each[1].nbytes, _GROUP)
-
-
-def _columns(reads: Sequence[tuple[torch.Tensor, str, int]]) -> tuple[list[torch.Tensor], list[str], list[int]]:
-    return [each[0] for each in reads], [each[1] for each in reads], [each[2] for each in reads]
 
 
 # The bytes of tensors in the files of a checkpoint, written by us or by DCP's own writer
