@@ -199,23 +199,22 @@ class _Copies:
 
     @collector_paused()
     def __init__(self, tensors: Sequence[torch.Tensor], budget: int | None) -> None:
-        places: list[int | None] = []
+        places: dict[int, int] = {}  # of the copies, by the number of the tensor
         size = 0
-        for tensor in tensors:
-            fits = budget is None or size + tensor.nbytes <= budget
-            places.append(size if fits else None)
-            size = -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT if fits else size
+        for number, tensor in enumerate(tensors):
+            if budget is None or size + tensor.nbytes <= budget:
+                places[number] = size
+                size = -(-(size + tensor.nbytes) // _ALIGNMENT) * _ALIGNMENT
         self.memory = _memory(size) if size else None
         self.tensors = list(tensors)
-        self.left_out = [tensor for tensor, place in zip(tensors, places, strict=True) if place is None]
+        self.left_out = [tensor for number, tensor in enumerate(tensors) if number not in places]
         if self.memory is None:
             return
-        chosen = [index for index, place in enumerate(places) if place is not None]
-        kinds = [(places[index] or 0, (tensors[index].dtype, tensors[index].shape)) for index in chosen]
+        kinds = [(place, (tensors[number].dtype, tensors[number].shape)) for number, place in places.items()]
         with torch.no_grad():
-            for index, held in zip(chosen, placed(self.memory, kinds), strict=True):
-                copy(held, tensors[index])
-                self.tensors[index] = held
+            for number, held in zip(places, placed(self.memory, kinds), strict=True):
+                copy(held, tensors[number])
+                self.tensors[number] = held
 
 
 def _memory(size: int) -> torch.Tensor:

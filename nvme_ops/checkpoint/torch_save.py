@@ -181,14 +181,11 @@ def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
 
 def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
     """Returns byte tensors over the storages of ``owners``, which have these sizes."""
-    stored = {index: dense_bytes(each) for index, each in enumerate(owners) if isinstance(each, OffloadedTensor)}
-    if stored:
-        others = [index for index in range(len(owners)) if index not in stored]
-        found = iter(_all_bytes([owners[index] for index in others], [sizes[index] for index in others]))
-        return [stored[index] if index in stored else next(found) for index in range(len(owners))]
     empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each in owners}}
-    made = [empty[each.device].data for each in owners]
-    native().set_storages(made, owners, [0] * len(made), [(size,) for size in sizes], [(1,)] * len(made))
+    made = [dense_bytes(each) if isinstance(each, OffloadedTensor) else empty[each.device].data for each in owners]
+    kept = [index for index, each in enumerate(owners) if not isinstance(each, OffloadedTensor)]
+    some, theirs = [made[index] for index in kept], [owners[index] for index in kept]
+    native().set_storages(some, theirs, [0] * len(kept), [(sizes[index],) for index in kept], [(1,)] * len(kept))
     return made
 
 

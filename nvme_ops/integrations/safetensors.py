@@ -136,13 +136,11 @@ class TensorSlice:
         rows = self._shape[0] if self._shape else 0
         if isinstance(first, slice) and first.step in (None, 1) and self._shape:
             start, stop, _ = first.indices(rows)
-            found = self._rows(start, max(start, stop))
-            return found[(slice(None), *rest)].contiguous() if rest else found
+            return self._rows(start, max(start, stop))[(slice(None), *rest)].contiguous()
         if isinstance(first, int) and not isinstance(first, bool) and self._shape:
             if not -rows <= first < rows:
                 raise IndexError(f"index {first} is out of bounds for dimension 0 with size {rows}")
-            found = self._rows(first % rows, first % rows + 1)[0]
-            return found[tuple(rest)].contiguous() if rest else found
+            return self._rows(first % rows, first % rows + 1)[(0, *rest)].contiguous()
         found = self._file._read(self._entry.start, self._entry.end, self._dtype, self._shape)
         return found if index is Ellipsis or index == () else found[index].contiguous()
 
