@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
@@ -46,13 +46,21 @@ def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iter
 
 
 def write(
-    handle: aio_handle, fd: int, small: Iterable[Framed], large: Iterable[Framed], checksums: bool = True
+    handle: aio_handle,
+    fd: int,
+    items: Sequence[_T],
+    size: Callable[[_T], int],
+    place: Callable[[_T], Framed],
+    checksums: bool = True,
 ) -> None:
     """Writes tensors on any device and of any strides, and waits. Without ``checksums`` their CRC-32s count as 0.
 
     Checksums of small tensors are computed first, since the bytes around them are written in the same call; those of
-    large tensors are computed while they are written.
+    large tensors are computed while they are written. ``size`` returns the bytes of an item, and ``place``, called for
+    all small ones and then for all others, the tensor.
     """
+    small = map(place, [one for one in items if size(one) < SMALL])
+    large = map(place, [one for one in items if size(one) >= SMALL])
 
     def submit(parts: Iterable[tuple[int, bytes | torch.Tensor]]) -> None:
         ordered = sorted(parts, key=itemgetter(0))  # so that neighbours are written together

@@ -109,10 +109,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             places = [(entries[name].start, tensor) for name, tensor in tensors.items()]
             pieces.read_into(request.handle, fd, places)
         elif device.type == "meta":
-            tensors = {
-                name: torch.empty(shape, dtype=dtype, device=device)
-                for name, (_, _, (dtype, shape)) in zip(entries, wanted, strict=True)
-            }
+            made = [torch.empty(shape, dtype=dtype, device=device) for _, _, (dtype, shape) in wanted]
+            tensors = dict(zip(entries, made, strict=True))
         else:
             found = new_tensors.read(request.handle, fd, wanted, device, request.mmap, ahead)
             tensors = dict(zip(entries, found, strict=True))
@@ -273,9 +271,9 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises SharedMemoryError for tensors that share memory, as safetensors does: they would be stored twice."""
-    in_memory = {name: each for name, each in tensors.items() if not isinstance(each, OffloadedTensor)}
-    shared = native().overlapping(list(in_memory.values()))
-    pair = None if shared is None else [list(in_memory)[index] for index in shared]
+    in_memory = [name for name, each in tensors.items() if not isinstance(each, OffloadedTensor)]
+    shared = native().overlapping([tensors[name] for name in in_memory])
+    pair = None if shared is None else [in_memory[index] for index in shared]
     places: dict[Any, str] = {}
     for name, each in tensors.items():
         if isinstance(each, OffloadedTensor) and (first := places.setdefault(each.stored_at, name)) is not name:

@@ -80,12 +80,10 @@ class ShardedPlan:
         folder, name = os.path.split(publication.manifest)
         stem = name.removesuffix(SUFFIXES[0])
         names = names_for(folder, name, stem, len(self.shards))
-        counts = [len(shard.header.entries) for shard in self.shards]
-        starts = itertools.accumulate(counts, initial=0)
-        work = []
-        for shard, file, start, count in zip(self.shards, names, starts, counts, strict=False):
-            shard.tensors = self.tensors[start : start + count]
-            work.append((shard, os.path.join(folder, file)))
+        tensors = iter(self.tensors)
+        for shard in self.shards:
+            shard.tensors = list(itertools.islice(tensors, len(shard.header.entries)))
+        work = [(shard, os.path.join(folder, file)) for shard, file in zip(self.shards, names, strict=True)]
         if borrowed is not None:  # first the shards with borrowed tensors, which a caller waits for
             work.sort(key=lambda each: not any(map(borrowed.holds, each[0].tensors)))
         begun: list[str] = []

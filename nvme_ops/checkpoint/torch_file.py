@@ -13,7 +13,7 @@ from torch.serialization import default_restore_location
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request, Targets
-from nvme_ops.checkpoint.torch_load import everything, read_by_device
+from nvme_ops.checkpoint.torch_load import everything, fetcher
 from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, verify_others
 from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan
 from nvme_ops.errors import FormatError, UnsafeError
@@ -137,21 +137,17 @@ def _make(
     by_record: dict[str, list[Described]] = {}
     for each in described.values():
         by_record.setdefault(each.storage.record, []).append(each)
-    extents = {record: torch_read.union(tensors) for record, tensors in by_record.items()}
-
-    locations = {record: tensors[0].storage.location for record, tensors in by_record.items()}
+    wanted = {record: (*torch_read.union(some), some[0].storage.location) for record, some in by_record.items()}
+    fetch = fetcher(file, archive, wanted, map_location, verify)
     found: dict[str, torch.UntypedStorage] = {}
-    if callable(map_location):
-        for record, location in locations.items():
-            read = torch_read.read(archive, {record: extents[record]}, torch.device("cpu"), file.mapped, verify)
-            storage = read[record].untyped_storage()
+    for record, (_, _, location) in wanted.items():
+        storage = fetch(record).untyped_storage()
+        if callable(map_location):
             moved = map_location(storage, location)
-            found[record] = default_restore_location(storage, location) if moved is None else moved
-    else:
-        on_devices = read_by_device(file, archive, extents, locations, map_location, verify)
-        found = {record: each.untyped_storage() for record, each in on_devices.items()}
+            storage = default_restore_location(storage, location) if moved is None else moved
+        found[record] = storage
     return {
-        name: torch_read.rebuilt(each, found[each.storage.record], extents[each.storage.record][0])
+        name: torch_read.rebuilt(each, found[each.storage.record], wanted[each.storage.record][0])
         for name, each in described.items()
     }
 

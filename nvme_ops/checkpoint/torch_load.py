@@ -42,7 +42,8 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
     failures: list[Exception] = []  # that are not the file's fault
-    zip_file = torch_read.Zip(archive, _noting(_fetcher(file, archive, map_location, content, verify), failures))
+    fetch = fetcher(file, archive, _whole(archive, map_location, content), map_location, verify)
+    zip_file = torch_read.Zip(archive, _noting(fetch, failures))
     if callable(map_location):
         map_location = _noting(map_location, failures)
     elif str(map_location).partition(":")[0] != "meta":
@@ -76,22 +77,16 @@ class _UnusualError(Exception):
     pass
 
 
-def _fetcher(
-    file: TorchFile, archive: Archive, map_location: Any, content: bytes, verify: bool
-) -> Callable[[str], torch.Tensor]:
-    """Returns what maps a record to its storage. All are read now, unless ``map_location`` is a function."""
-    whole = {name: (0, record.size) for name, record in archive.records.items() if name.startswith("data/")}
-    if callable(map_location):
-        host = torch.device("cpu")
-        return lambda name: torch_read.read(archive, {name: whole[name]}, host, file.mapped, verify)[name]
+def _whole(archive: Archive, map_location: Any, content: bytes) -> dict[str, tuple[int, int, str]]:
+    """Returns the byte range of each record of a storage, all of it, and the location."""
+    whole = {name: record.size for name, record in archive.records.items() if name.startswith("data/")}
     locations = dict.fromkeys(whole, "cpu")
     if isinstance(map_location, Mapping) or (map_location is None and _mentions_device(content)):
-        _, mentioned = torch_pickle.read(content, file.path)
+        _, mentioned = torch_pickle.read(content, archive.path)
         for each in mentioned:
             require_record(archive, each.record, each.size)
         locations = {each.record: each.location for each in mentioned}
-    extents = {name: whole[name] for name in locations}
-    return read_by_device(file, archive, extents, locations, map_location, verify).__getitem__
+    return {name: (0, whole[name], location) for name, location in locations.items()}
 
 
 def _mentions_device(content: bytes) -> bool:
@@ -100,21 +95,25 @@ def _mentions_device(content: bytes) -> bool:
     return any(name.encode() in content for name in names)
 
 
-def read_by_device(
-    file: TorchFile,
-    archive: Archive,
-    extents: Mapping[str, tuple[int, int]],
-    locations: Mapping[str, str],
-    map_location: Any,
-    verify: bool,
-) -> dict[str, torch.Tensor]:
-    """Reads a byte range of each record onto the device to which ``map_location`` maps the record's location."""
-    devices = {each: _device_of(map_location, each, file.path) for each in dict.fromkeys(locations.values())}
+def fetcher(
+    file: TorchFile, archive: Archive, wanted: Mapping[str, tuple[int, int, str]], map_location: Any, verify: bool
+) -> Callable[[str], torch.Tensor]:
+    """Returns what maps a record to a tensor over the ``wanted`` byte range of its storage, which has that location.
+
+    All are read now, onto the device to which ``map_location`` maps the location. If that is a function, it decides
+    later, and each is read into host memory when it is asked for.
+    """
+    extents = {record: (start, end) for record, (start, end, _) in wanted.items()}
+    if callable(map_location):
+        host = torch.device("cpu")
+        return lambda name: torch_read.read(archive, {name: extents[name]}, host, file.mapped, verify)[name]
+    locations = dict.fromkeys(location for _, _, location in wanted.values())
+    devices = {each: _device_of(map_location, each, file.path) for each in locations}
     found: dict[str, torch.Tensor] = {}
     for device in dict.fromkeys(devices.values()):
-        some = {record: extent for record, extent in extents.items() if devices[locations[record]] == device}
+        some = {record: extents[record] for record, (_, _, each) in wanted.items() if devices[each] == device}
         found.update(torch_read.read(archive, some, device, file.mapped, verify))
-    return found
+    return found.__getitem__
 
 
 def _device_of(map_location: Any, location: str, path: str) -> torch.device:

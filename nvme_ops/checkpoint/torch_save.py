@@ -9,13 +9,14 @@ import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops._native import native
-from nvme_ops.checkpoint.framed import SMALL, Framed
-from nvme_ops.checkpoint.framed import write as write_framed
+from nvme_ops.checkpoint import framed
+from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.request import require_strings
 from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_pickle import dtype_of_storage
@@ -209,9 +210,8 @@ class TorchPlan:
             records, end = self.records()
             others = records
             if borrowed is not None:
-                held = [borrowed.holds(record.data) for record in records]
-                lent = [record for record, each in zip(records, held, strict=True) if each]
-                others = [record for record, each in zip(records, held, strict=True) if not each]
+                lent = [record for record in records if borrowed.holds(record.data)]
+                others = [record for record in records if not borrowed.holds(record.data)]
                 write(handle, file.fd, lent, self.checksums)
                 borrowed.release(record.data for record in lent)
             write(handle, file.fd, others, self.checksums)
@@ -247,6 +247,8 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records with their headers, and waits. Fills in their checksums."""
-    small = [Framed(record.start, record.data, record.around) for record in records if record.size < SMALL]
-    large = [Framed(record.start, record.data, record.around) for record in records if record.size >= SMALL]
-    write_framed(handle, fd, small, large, checksums)
+    framed.write(handle, fd, records, attrgetter("size"), _framed, checksums)
+
+
+def _framed(record: ZipRecord) -> Framed:
+    return Framed(record.start, record.data, record.around)

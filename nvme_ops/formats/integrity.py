@@ -92,14 +92,11 @@ def recorded(header: Header, path: str) -> dict[str, int] | None:
     text = header.metadata.get(KEY)
     if text is None:
         return None
-    try:
-        if len(text) != len(placeholder(len(header.entries))) or not set(text) <= set(string.hexdigits):
-            raise ValueError
-        values = [int(text[start : start + _DIGITS], 16) for start in range(0, len(text), _DIGITS)]
-    except ValueError:
+    if len(text) != len(placeholder(len(header.entries))) or not set(text) <= set(string.hexdigits):
         raise FormatError(
             f"{path}: __metadata__: {KEY} does not match the {len(header.entries)} tensors: another program wrote it"
-        ) from None
+        )
+    values = [int(text[start : start + _DIGITS], 16) for start in range(0, len(text), _DIGITS)]
     return dict(zip(header.entries, values[:-1], strict=True))
 
 

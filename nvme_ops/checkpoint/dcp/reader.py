@@ -340,9 +340,9 @@ def _find(archive: Archive) -> Stored | None:
         return None
     root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
     tensor = torch_pickle.tensor(root, "", archive.path)
-    if not isinstance(tensor, Described) or not tensor.contiguous:
+    if not isinstance(tensor, Described) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
         return None
-    if tensor.parameter or tensor.requires_grad or tensor.metadata:
+    if tensor.parameter:
         return None
     name, (begin, end) = tensor.storage.record, tensor.extent
     archive.locate([name])

@@ -10,7 +10,7 @@ import math
 import os
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -121,8 +121,10 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             name = folder.new_name(os.fspath(self.path), plan.storage_data.prefix)
             try:
                 with replacing(os.path.join(self.path, name), self.sync_files) as file:
-                    written = RankFile(self._handle or shared_handle(), file.fd, name, planner, self._checksums)
-                    results = written.write(plan.items)
+                    written = RankFile(name, planner, self._checksums)
+                    handle = self._handle or shared_handle()
+                    framed.write(handle, file.fd, plan.items, _nominal_size, written.placed)
+                    results = written.results
             except BaseException:
                 self._end()  # nobody calls finish for a save that failed
                 raise
@@ -160,23 +162,14 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
 
 class RankFile:
-    """Writes one rank's file, once, its items one after the other."""
+    """Lays out one rank's file, its items one after the other; ``results`` has DCP's for each that was written."""
 
-    def __init__(self, handle: aio_handle, fd: int, name: str, planner: SavePlanner, checksums: bool) -> None:
-        self._handle, self._fd, self._name, self._planner, self._checksums = handle, fd, name, planner, checksums
+    def __init__(self, name: str, planner: SavePlanner, checksums: bool) -> None:
+        self._name, self._planner, self._checksums = name, planner, checksums
         self._end = 0
-        self._results: list[WriteResult] = []
+        self.results: list[WriteResult] = []
 
-    def write(self, items: Sequence[WriteItem]) -> list[WriteResult]:
-        """Writes all items, to the device or the page cache, and waits. Returns DCP's result for each."""
-        small: list[WriteItem] = []
-        large: list[WriteItem] = []
-        for item in items:
-            (small if _nominal_size(item) < framed.SMALL else large).append(item)
-        framed.write(self._handle, self._fd, map(self._placed, small), map(self._placed, large))
-        return self._results
-
-    def _placed(self, item: WriteItem) -> Framed:
+    def placed(self, item: WriteItem) -> Framed:
         """Places an item at the end of the file: its payload, and around that of a plain tensor a frame."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
@@ -209,7 +202,7 @@ class RankFile:
                 known[CHECKSUM] = zlib.crc32(tail, joined_checksum(zlib.crc32(head), crc, nbytes, CHECKSUM))
             info = _StorageInfo(self._name, offset, length)
             setattr(info, ATTRIBUTE, known)
-            self._results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
+            self.results.append(WriteResult(index=item.index, size_in_bytes=length, storage_data=info))
             if given is not None:
                 yield offset, head
                 yield start + nbytes, tail
