@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from operator import attrgetter, itemgetter
 from typing import NamedTuple, TypeVar
 
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.formats.torch_zip import CHECKSUM
+from nvme_ops.formats.torch_zip import CHECKSUM, ZipRecord
 from nvme_ops.future import InFlight
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory import pieces
@@ -48,19 +48,15 @@ def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iter
 def write(
     handle: aio_handle,
     fd: int,
-    items: Sequence[_T],
-    size: Callable[[_T], int],
-    place: Callable[[_T], Framed],
+    small: Iterable[Framed | ZipRecord],
+    large: Iterable[Framed | ZipRecord],
     checksums: bool = True,
 ) -> None:
     """Writes tensors on any device and of any strides, and waits. Without ``checksums`` their CRC-32s count as 0.
 
     Checksums of small tensors are computed first, since the bytes around them are written in the same call; those of
-    large tensors are computed while they are written. ``size`` returns the bytes of an item, and ``place``, called for
-    all small ones and then for all others, the tensor.
+    large tensors are computed while they are written.
     """
-    small = map(place, [one for one in items if size(one) < SMALL])
-    large = map(place, [one for one in items if size(one) >= SMALL])
 
     def submit(parts: Iterable[tuple[int, bytes | torch.Tensor]]) -> None:
         ordered = sorted(parts, key=itemgetter(0))  # so that neighbours are written together
@@ -69,7 +65,8 @@ def write(
 
     with InFlight(_MAX_GROUPS, abandon=True) as in_flight:
         for group in grouped(small, _nbytes, _SMALL_GROUP):
-            data = [each if each.device.type == "cpu" and is_plain(each) else _copied(each) for _, each, _ in group]
+            tensors = [one.data for one in group]
+            data = [each if each.device.type == "cpu" and is_plain(each) else _copied(each) for each in tensors]
             crcs = checksums_of(data, CHECKSUM) if checksums else [0] * len(group)
             parts = [(one.start, each) for one, each in zip(group, data, strict=True)]
             submit(parts + [part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
@@ -79,7 +76,7 @@ def write(
             submit([part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
 
 
-_nbytes: Callable[[Framed], int] = attrgetter("data.nbytes")
+_nbytes: Callable[[Framed | ZipRecord], int] = attrgetter("data.nbytes")
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -41,15 +41,14 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     content = archive.content(PICKLE)
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
-    failures: list[Exception] = []  # that are not the file's fault
     fetch = fetcher(file, archive, _whole(archive, map_location, content), map_location, verify)
-    zip_file = torch_read.Zip(archive, _noting(fetch, failures))
+    zip_file = torch_read.Zip(archive, fetch)
     if callable(map_location):
-        map_location = _noting(map_location, failures)
+        map_location = _noting(map_location, zip_file.failures)
     elif str(map_location).partition(":")[0] != "meta":
         with suppress(_UnusualError):
             return _load_usual(zip_file, content, map_location, file.path)
-    with _errors_naming(f"{file.path}: {PICKLE}", failures):
+    with _errors_naming(f"{file.path}: {PICKLE}", zip_file.failures):
         return torch.serialization._load(
             zip_file, map_location, torch._weights_only_unpickler, PICKLE, encoding="utf-8"
         )

@@ -89,6 +89,7 @@ class Zip:
 
     def __init__(self, archive: Archive, fetch: Callable[[str], torch.Tensor]) -> None:
         self._archive, self._fetch = archive, fetch
+        self.failures: list[Exception] = []  # errors that are not the file's fault
 
     def has_record(self, name: str) -> bool:
         """Returns whether there is such a record; hides those from which torch computes offsets, as they are known."""
@@ -101,7 +102,11 @@ class Zip:
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
         """Returns a tensor over the storage of a record. Raises FormatError unless it has this size."""
         require_record(self._archive, name, size)
-        return self._fetch(name)
+        try:
+            return self._fetch(name)
+        except Exception as error:
+            self.failures.append(error)
+            raise
 
     def get_record_offset(self, name: str) -> int:
         """Returns the offset of a record's data in the file."""

@@ -9,14 +9,12 @@ import pickle
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops._native import native
 from nvme_ops.checkpoint import framed
-from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.request import require_strings
 from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_pickle import dtype_of_storage
@@ -247,8 +245,6 @@ def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recyc
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:
     """Writes these records with their headers, and waits. Fills in their checksums."""
-    framed.write(handle, fd, records, attrgetter("size"), _framed, checksums)
-
-
-def _framed(record: ZipRecord) -> Framed:
-    return Framed(record.start, record.data, record.around)
+    small = [record for record in records if record.size < framed.SMALL]
+    large = [record for record in records if record.size >= framed.SMALL]
+    framed.write(handle, fd, small, large, checksums)

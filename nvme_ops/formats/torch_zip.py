@@ -9,7 +9,6 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import sys
@@ -220,7 +219,7 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     Raises:
         FormatError: the archive is damaged or not supported; the message says how.
     """
-    part = io.BufferedReader(_Part(fd, begin, os.fstat(fd).st_size if end is None else end))
+    part = _Part(fd, begin, os.fstat(fd).st_size if end is None else end)
     try:
         with zipfile.ZipFile(part) as archive:
             infos, limit = archive.infolist(), begin + archive.start_dir
@@ -241,29 +240,30 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     return Archive(fd, path, handle, _checked(entries, begin, limit, path))
 
 
-class _Part(io.RawIOBase):
-    """A part of a file."""
+class _Part:
+    """A part of a file as a file object with the methods that ``zipfile`` needs."""
 
     def __init__(self, fd: int, begin: int, end: int) -> None:
         self._fd, self._begin, self._end, self._place = fd, begin, end, begin
 
-    def seekable(self) -> bool:
-        return True
-
-    def readable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
         if base + offset < self._begin:
             raise OSError("before the beginning")
         self._place = base + offset
+        return self.tell()
+
+    def tell(self) -> int:
         return self._place - self._begin
 
-    def readinto(self, into: Any, /) -> int:
-        size = os.preadv(self._fd, [memoryview(into)[: max(0, self._end - self._place)]], self._place)
-        self._place += size
-        return size
+    def read(self, size: int = -1) -> bytes:
+        remaining = max(0, self._end - self._place)
+        remaining = remaining if size < 0 else min(size, remaining)
+        parts = []
+        while remaining and (part := os.pread(self._fd, remaining, self._place)):
+            parts.append(part)
+            self._place, remaining = self._place + len(part), remaining - len(part)
+        return b"".join(parts)
 
 
 def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> dict[str, ZipEntry]:

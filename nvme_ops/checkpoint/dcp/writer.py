@@ -122,8 +122,10 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             try:
                 with replacing(os.path.join(self.path, name), self.sync_files) as file:
                     written = RankFile(name, planner, self._checksums)
+                    small = [item for item in plan.items if _nominal_size(item) < framed.SMALL]
+                    large = [item for item in plan.items if _nominal_size(item) >= framed.SMALL]
                     handle = self._handle or shared_handle()
-                    framed.write(handle, file.fd, plan.items, _nominal_size, written.placed)
+                    framed.write(handle, file.fd, map(written.placed, small), map(written.placed, large))
                     results = written.results
             except BaseException:
                 self._end()  # nobody calls finish for a save that failed
