@@ -1,8 +1,9 @@
 """Parses the header of a safetensors file: https://github.com/huggingface/safetensors#format. Reads no tensors.
 
 Eight bytes give the length of a JSON object with each tensor's dtype, shape and place; the tensors follow without gaps.
-This parser accepts and refuses the same files as safetensors' own, with two exceptions, which only this one refuses:
-several tensors of one name, and tensors described by an array.
+This parser accepts and refuses the same files as safetensors' own, with three exceptions. Only this one refuses names
+that come twice in an object, such as those of tensors, and tensors described by an array; only safetensors' refuses
+what is nested in more than 127 levels.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, NamedTuple, NoReturn
@@ -45,7 +46,6 @@ DTYPES: dict[str, torch.dtype] = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _FIELDS = ("dtype", "shape", "data_offsets")
-_DEEPEST = 127  # levels of nesting that safetensors' reader accepts, including the header itself
 _LONE_SURROGATE = re.compile(r"\\(?:u[dD][89abAB]..\\u[dD][c-fC-F]..|(u[dD][89a-fA-F]..)|.)", re.DOTALL)
 
 
@@ -206,29 +206,24 @@ def _kind(dtype: str, dimensions: str) -> tuple[tuple[int, ...], int] | None:
 def _read_strictly(text: bytes, start: int, path: str) -> _Described:
     """Parses any header. Raises FormatError."""
     document = _parse(text, path)
-    for name in document.twice:
-        refuse(path, f"header: the name {name!r} appears twice")
     metadata = _metadata(document.pop("__metadata__", None), path)
     return metadata, {name: _entry(name, info, start, path) for name, info in document.items()}
 
 
-class _Object(dict[str, Any]):
-    """A JSON object. A repeated name has its last value, as in other readers."""
+def unique_names(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
+    """Returns what makes JSON objects of a file, and refuses one in which a name comes twice."""
 
-    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
-        super().__init__(pairs)
-        self.twice: list[str] = []
-        self.every: Sequence[Any] = ()
-        if len(self) < len(pairs):
-            self.twice = [name for name, count in Counter(name for name, _ in pairs).items() if count > 1]
-            self.every = [value for _, value in pairs]
+    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+            refuse(path, f"the name {name!r} appears twice")
+        return found
 
-    def all_values(self) -> Iterable[Any]:
-        """Returns all values, including replaced ones, which must be valid as well."""
-        return self.every or self.values()
+    return made
 
 
-def _parse(text: bytes, path: str) -> _Object:
+def _parse(text: bytes, path: str) -> dict[str, Any]:
     """Parses JSON as strictly as safetensors does: surrogates, NaN, and numbers too large for a double are errors."""
 
     def constant(word: str) -> NoReturn:
@@ -246,7 +241,7 @@ def _parse(text: bytes, path: str) -> _Object:
     try:
         decoded = text.decode("utf-8")
         document = json.loads(
-            decoded, object_pairs_hook=_Object, parse_constant=constant, parse_int=integer, parse_float=real
+            decoded, object_pairs_hook=unique_names(path), parse_constant=constant, parse_int=integer, parse_float=real
         )
     except FormatError:
         raise
@@ -254,24 +249,15 @@ def _parse(text: bytes, path: str) -> _Object:
         refuse(path, f"header is not JSON: {error}")
     if "\\u" in decoded and any(found[1] for found in _LONE_SURROGATE.finditer(decoded)):
         refuse(path, "header is not JSON: half a surrogate pair")
-    if not isinstance(document, _Object):
+    if not isinstance(document, dict):
         refuse(path, "header is not a JSON object")
     return document
-
-
-def _depth(value: Any) -> int:
-    """Returns how deeply arrays and objects are nested."""
-    depth, level = 0, [value]
-    while level := [each for each in level if isinstance(each, list | _Object)]:
-        depth += 1
-        level = [below for each in level for below in (each.all_values() if isinstance(each, _Object) else each)]
-    return depth
 
 
 def _metadata(value: Any, path: str) -> dict[str, str]:
     if value is None:
         return {}
-    if not isinstance(value, _Object) or not set(map(type, value.all_values())) <= {str}:
+    if not isinstance(value, dict) or not set(map(type, value.values())) <= {str}:
         refuse(path, "__metadata__ is not an object of strings")
     return value
 
@@ -280,17 +266,13 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
     def wrong(what: str) -> NoReturn:
         refuse(path, f"tensor {name!r}: {what}")
 
-    if not isinstance(info, _Object):
+    if not isinstance(info, dict):
         wrong("is not described by an object")
     for key in _FIELDS:
         if key not in info:
             wrong(f"{key} is missing")
-        if key in info.twice:
-            wrong(f"{key} appears twice")
-    if len(info) > len(_FIELDS) and _depth(info) > _DEEPEST - 1:
-        wrong(f"has fields nested deeper than {_DEEPEST} levels")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if isinstance(dtype, _Object) and list(dtype.all_values()) == [None]:  # Rust's other notation: {"F32": null}
+    if isinstance(dtype, dict) and list(dtype.values()) == [None]:  # Rust's other notation: {"F32": null}
         dtype = next(iter(dtype))
     if not isinstance(dtype, str) or dtype not in _BITS:
         wrong(f"dtype {dtype!r} is unknown")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from typing import Any
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.safetensors_format import MAX_HEADER
+from nvme_ops.formats.safetensors_format import MAX_HEADER, unique_names
 from nvme_ops.storage import publication
 
 # Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
@@ -82,16 +81,8 @@ def _encodes(name: str) -> bool:
 
 
 def _parse(content: bytes, path: str) -> dict[str, Any]:
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            names = sorted(name for name, _ in pairs)
-            twice = next(name for name, other in itertools.pairwise(names) if name == other)
-            refuse(path, f"the name {twice!r} appears twice")
-        return found
-
     try:
-        document = json.loads(content.decode(), object_pairs_hook=unique)
+        document = json.loads(content.decode(), object_pairs_hook=unique_names(path))
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
