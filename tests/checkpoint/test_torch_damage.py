@@ -137,6 +137,7 @@ PICKLES = {
     "a negative stride": tensor_pickle((2, 2), (2, -1)),
     "a stride beyond 63 bits": tensor_pickle((1, 2), (2**63, 1)),
     "a size that is no list": tensor_pickle(4, (1,)),
+    "sizes without strides": tensor_pickle((2, 2), (1,)),
     "more than there are numbers": tensor_pickle((2**62, 2**62), (1, 1)),
 }
 
