@@ -13,6 +13,7 @@
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
 #
 # TORCH is what pip installs; TORCH= leaves the choice to the package (any from 2.4 on).
+# OPS are compiled before the tests; another one when a test first loads it.
 # TEST_PROCESSES tests run at once, 0 for one after the other in pytest's own process (for -s and --pdb).
 
 TORCH ?= torch==2.13.0
@@ -20,6 +21,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PYTEST_ARGS ?=
 TEST_PROCESSES ?= 3
+OPS ?= async_io gds
 BENCH_ARGS ?=
 PAGE_ARGS ?=
 WHEEL_ARGS ?=
@@ -27,6 +29,7 @@ WHEEL_ARGS ?=
 BIN := $(abspath $(VENV))/bin
 WITH_ENV := PATH="$(BIN):$$PATH" VIRTUAL_ENV="$(abspath $(VENV))"
 LOG := $(VENV)/pip.log
+TORCH_INSTALLED := $(VENV)/torch-$(subst /,-,$(TORCH))
 # quiet, but a failure shows all that was said
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 define quietly
@@ -39,15 +42,19 @@ NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufil
 # the tests of one file share what they build, so one process has them all
 PYTEST = $(WITH_ENV) python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
-.PHONY: demo test test-all build lint format docs bench benchmarks-page gpu-test gpu-bench wheel sanitize clean
+.PHONY: demo test test-all build ops lint format docs bench benchmarks-page gpu-test gpu-bench wheel sanitize clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
 	@$(WITH_ENV) python examples/demo.py
 	@$(WITH_ENV) nvme-report
 
-build: $(VENV)/installed
-	@$(WITH_ENV) python -c 'from nvme_ops.op_builder import AsyncIOBuilder; AsyncIOBuilder().load(verbose=True)'
+# the ops are compiled while pip installs what they do without
+build: $(VENV)/python
+	@$(MAKE) --no-print-directory -j2 $(VENV)/installed ops
+
+ops: $(if $(TORCH),$(TORCH_INSTALLED),$(VENV)/installed)
+	@$(WITH_ENV) python -c 'from nvme_ops.op_builder import ALL_OPS; [ALL_OPS[op].load(True) for op in "$(OPS)".split()]'
 
 test: build
 	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
@@ -106,11 +113,11 @@ $(VENV)/python:
 	$(PYTHON) -m venv $(VENV)
 	@touch $@
 
-$(VENV)/torch-$(subst /,-,$(TORCH)): $(VENV)/python
-	$(if $(TORCH),$(call quietly,"$(TORCH)"))
+$(TORCH_INSTALLED): $(VENV)/python
+	$(if $(TORCH),$(call quietly,"$(TORCH)" ninja numpy packaging setuptools))
 	@touch $@
 
-$(VENV)/installed: $(VENV)/torch-$(subst /,-,$(TORCH)) pyproject.toml setup.py
+$(VENV)/installed: $(TORCH_INSTALLED) pyproject.toml setup.py
 	$(call quietly,-e '.[test]')
 	@touch $@
 
