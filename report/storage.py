@@ -29,8 +29,7 @@ def inspect(host: Host, folder: str) -> tuple[Result, ...]:
     checks: Checks = {
         "file system": lambda: _file_system(host, folder),
         "O_DIRECT": lambda: _direct(host, folder),
-        "device": lambda: _device(host, folder),
-        "GPUDirect Storage": lambda: _gds(host, folder),
+        "device": lambda: _devices(host, folder),
         "free space": lambda: _free(folder),
     }
     return first + run_checks(checks)
@@ -135,22 +134,17 @@ def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
     return Result("alignment", Status.INFO, words, data={"memory": memory, "offset": offset, "source": source})
 
 
-def _gds(host: Host, folder: str) -> Result:
-    mount = mount_of(host, folder)
-    return gpudirect(mount, devices_under(host, folder, mount), bool(gpu(host).found))
-
-
-def _device(host: Host, folder: str) -> Result:
+def _devices(host: Host, folder: str) -> list[Result]:
     mount = mount_of(host, folder)
     found = devices_under(host, folder, mount)
+    direct = gpudirect(mount, found, bool(gpu(host).found))
     if not found:
-        return _no_device(mount.kind if mount else "unknown")
-    words = "; ".join(map(_words, found))
+        return [_no_device(mount.kind if mount else "unknown"), direct]
+    rotating = any(device.kind == "rotational" for device in found)
+    words = "; ".join(map(_words, found)) + (": a rotating disk" if rotating else "")
     devices = [{**asdict(device), "stack": list(device.stack)} for device in found]
     data: dict[str, Json] = {"kind": found[0].kind, "devices": devices}
-    rotating = any(device.kind == "rotational" for device in found)
-    words += ": a rotating disk" if rotating else ""
-    return judged("device", words, _LIST_DISKS if rotating else "", data, good=Status.INFO)
+    return [judged("device", words, _LIST_DISKS if rotating else "", data, good=Status.INFO), direct]
 
 
 def _words(device: Device) -> str:
@@ -159,11 +153,12 @@ def _words(device: Device) -> str:
 
 
 def _no_device(file_system: str) -> Result:
-    kind, words = "unknown", f"none found behind {file_system}"
     if file_system in MEMORY:
         kind, words = "memory", f"none, {file_system} lives in memory"
     elif file_system in NETWORK:
         kind, words = "network", f"network file system ({file_system})"
+    else:
+        kind, words = "unknown", f"none found behind {file_system}"
     return Result("device", Status.INFO, words, data={"kind": kind, "devices": []})
 
 
