@@ -27,11 +27,8 @@ def sample(number: int) -> dict[str, Any]:
 
 def is_sample(found: dict[str, Any], number: int) -> bool:
     wanted = sample(number)
-    return bool(
-        torch.equal(found["image"], wanted["image"])
-        and int(found["label"]) == number
-        and found["name"] == wanted["name"]
-    )
+    same = torch.equal(found["image"], wanted["image"]), int(found["label"]) == number, found["name"] == wanted["name"]
+    return all(same)
 
 
 def are_samples(found: Sequence[dict[str, Any]], numbers: Sequence[int]) -> bool:

@@ -16,7 +16,7 @@ import pytest
 from nvme_ops.data import Loader, SampleStore, mds, webdataset
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.storage.publication import FileState
-from tests.conftest import give_up_root, in_child, open_to_all, pattern
+from tests.conftest import give_up_root, in_child, open_to_all
 from tests.data.samples import add, same_mds, same_tar, shard, tar_sample, write_index, write_mds, write_tar
 
 # MosaicML's shards
@@ -38,15 +38,11 @@ def test_mds_shards(folder: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"format": "json"}, "only mds is read"),
         ({"zip_data": {"basename": "x"}, "compression": "zstd", "raw_data": {"basename": "gone"}}, "is compressed"),
         ({"raw_data": {"basename": "../x.mds"}}, "not in the folder"),
-        ({"raw_data": {"basename": "0/../../x.mds"}}, "not in the folder"),
         ({"raw_data": {"basename": "/x.mds"}}, "not in the folder"),
         ({"samples": 31}, "does not begin with the places of 31"),
         ({"samples": "many"}, "no index of MDS shards"),
-        ({"column_sizes": [1]}, "different columns"),
-        ({"raw_data": None}, "no index of MDS shards"),
     ],
 )
 def test_an_index_of_shards_that_cannot_be(folder: Path, change: dict[str, Any], words: str) -> None:
@@ -58,19 +54,12 @@ def test_an_index_of_shards_that_cannot_be(folder: Path, change: dict[str, Any],
         SampleStore(folder)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"shards": []}', "not json"])
-def test_an_index_json_of_something_else(folder: Path, text: str) -> None:
-    (folder / "index.json").write_text(text)
-    with pytest.raises(FormatError):
-        SampleStore(folder)
-
-
 @pytest.mark.parametrize(
     ("encoding", "size", "error", "words"),
     [
         ("pkl", None, UnsafeError, "pickled"),
         ("pil", None, FormatError, "mosaicml-streaming|damaged"),
-        *[("int", size, FormatError, "the columns are damaged") for size in ("8", -8, 8.0)],
+        ("int", "8", FormatError, "the columns are damaged"),
     ],
 )
 def test_columns_that_are_not_decoded(folder: Path, encoding: str, size: Any, error: Any, words: str) -> None:
@@ -136,16 +125,18 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
 # WebDataset's tars
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-@pytest.mark.parametrize("prefix", ["", "a/b.c/", "long" * 20 + "/", "long" * 40 + "/", "grün/"])
+@pytest.mark.parametrize(
+    ("prefix", "form"),
+    [
+        ("", tarfile.USTAR_FORMAT), ("a/b.c/", tarfile.GNU_FORMAT), ("long" * 20 + "/", tarfile.USTAR_FORMAT),
+        ("long" * 40 + "/", tarfile.GNU_FORMAT), ("long" * 40 + "/", tarfile.PAX_FORMAT), ("grün/", tarfile.PAX_FORMAT),
+    ],
+)  # fmt: skip
 def test_tars(folder: Path, form: int, prefix: str) -> None:
-    if form == tarfile.USTAR_FORMAT and len(prefix) > 90:
-        pytest.skip("this format has no such names")
     for number in range(2):
         write_tar(folder / f"{number}.tar", range(number * 10, number * 10 + 10), prefix, form)
-    store = SampleStore(folder)
-    assert len(store) == 20
-    assert all(same_tar(found, number, prefix) for number, found in enumerate(store.read(range(20))))
+    found = SampleStore(folder).read(range(20))
+    assert all(same_tar(each, number, prefix) for number, each in enumerate(found))
 
 
 def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
@@ -159,15 +150,9 @@ def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
                 add(tar, f"d/{number:06d}.{extension}", content)
             add(tar, ".hidden")
     os.mkfifo(folder / "y.tar")
-    for make_other in (
-        lambda: os.mkfifo(folder / "index.json"),
-        lambda: (folder / "index.json").unlink(),
-        lambda: (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}'),  # of the package wids
-    ):
-        make_other()
-        store = SampleStore(folder)
-        assert len(store) == 3
-        assert all(same_tar(found, number, "d/") for number, found in enumerate(store.read(range(3))))
+    (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}')  # of the package wids
+    found = SampleStore(folder).read(range(3))
+    assert all(same_tar(each, number, "d/") for number, each in enumerate(found))
 
 
 @pytest.mark.parametrize("second", ["a.jpg", "a.JPG"])
@@ -188,12 +173,9 @@ EACH = 3 * 512  # bytes of a member of 700 in a tar
     ("damage", "words"),
     [
         (lambda tar: tar[: 5 * EACH + 1] + b"X" + tar[5 * EACH + 2 :], f"damaged or cut off at byte {5 * EACH}"),
-        (lambda tar: tar[: 5 * EACH], f"damaged or cut off at byte {5 * EACH}"),
         (lambda tar: tar[: 5 * EACH + 100], f"damaged or cut off at byte {5 * EACH}"),
         (lambda tar: tar[: 5 * EACH + 1000], "cannot end at byte"),
-        (lambda tar: tar[: 10 * EACH] + b"X" * 512, f"damaged or cut off at byte {10 * EACH}"),
         (lambda _: b"\x1f\x8b" + bytes(600), "not a tar that can be read in place"),
-        (lambda _: pattern(5000).numpy().tobytes(), "x.tar"),
     ],
 )
 def test_a_damaged_tar(folder: Path, damage: Callable[[bytes], bytes], words: str) -> None:
@@ -207,10 +189,9 @@ def test_a_damaged_tar(folder: Path, damage: Callable[[bytes], bytes], words: st
 
 
 def test_empty_and_missing_tars(folder: Path) -> None:
-    write_tar(folder / "x.tar", range(0))
-    assert len(SampleStore(folder)) == 0
-    write_tar(folder / "y.tar", range(4))
-    assert len(SampleStore(folder)) == 4
+    for name, numbers, count in (("x.tar", range(0), 0), ("y.tar", range(4), 4)):
+        write_tar(folder / name, numbers)
+        assert len(SampleStore(folder)) == count
     assert same_tar(SampleStore(folder)[0], 0)
     (folder / "z.tar").symlink_to("nothing")
     with pytest.raises(FileNotFoundError):

@@ -6,11 +6,10 @@ import contextlib
 import errno
 import functools
 import gc
-import json
+import itertools
 import os
 import random
 import signal
-import struct
 import threading
 import time
 import traceback
@@ -26,7 +25,6 @@ import pytest
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
-from nvme_ops.tensors import checksums_of
 from tests.conftest import give_up_root, in_child, in_threads, open_to_all, watched
 from tests.contract.faulty import flip
 
@@ -34,10 +32,6 @@ from tests.contract.faulty import flip
 @pytest.fixture
 def folder(quick_folder: Path) -> Path:
     return quick_folder
-
-
-def record(number: int) -> bytes:
-    return f"{number}:".encode() + bytes([number % 256]) * (number * 7 % 200)
 
 
 def read(folder: Path, name: str = "log") -> list[bytes]:
@@ -55,29 +49,35 @@ def wait_until(said: Callable[[], object], seconds: float = 30) -> None:
         time.sleep(0.005)
 
 
-def full(*_: object) -> None:
-    raise OSError(errno.ENOSPC, "No space left on device")
-
-
 # Records
 
 
 @pytest.mark.parametrize("options", [{}, {"rotate_bytes": "10K", "window": 0.01}])
 def test_records_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
+    """Those of threads that share a log, and of a child that makes its own of the same name, too."""
     monkeypatch.setattr(log_file, "_BLOCK_BYTES", 1000)
     sizes = watched(monkeypatch, Segment, "write", lambda _, records: (len(records), sum(map(len, records))))
-    given: list[Any] = [record(number) for number in range(3000)]
-    given += [b"", bytearray(b"abc"), memoryview(b"view"), "grün", {"loss": 0.5, "step": 3}, bytes(5000)]
+    given: list[Any] = [b"", bytearray(b"abc"), memoryview(b"view"), "grün", {"loss": 0.5}, bytes(5000)]
     with AsyncLog(folder / "log", **options) as made:
-        for number, each in enumerate(given):
-            assert made.append(each)
-            if number % 200 == 0:
-                made.flush()
+        assert all(map(made.append, given))
+
+        def work(thread: int) -> None:
+            for number in range(1000):
+                assert made.append(f"{thread} {number} ".ljust(number % 200))
+                if number % 200 == 0:
+                    made.flush()
+
+        def child() -> None:
+            with AsyncLog(folder / "log") as own:
+                own.append("2 0")
+
+        in_threads(work, 2)
+        in_child(child)
     found = read(folder)
-    assert found[:3000] == given[:3000]
-    assert found[3000:3004] == [b"", b"abc", b"view", "grün".encode()]
-    assert json.loads(found[3004]) == {"loss": 0.5, "step": 3}
-    assert found[3005:] == [bytes(5000)]
+    assert found[:6] == [b"", b"abc", b"view", "grün".encode(), b'{"loss": 0.5}', bytes(5000)]
+    numbers = [tuple(map(int, each.split())) for each in found[6:]]
+    for thread in range(3):
+        assert [number for each, number in numbers if each == thread] == list(range(1 if thread == 2 else 1000))
     assert all(count == 1 or nbytes <= 1000 for count, nbytes in sizes)
     assert (len(segments(folder / "log")) > 5) == ("rotate_bytes" in options)
     with pytest.raises(FileNotFoundError):
@@ -85,41 +85,24 @@ def test_records_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch, option
 
 
 def test_what_is_flushed_or_waits_for_its_window_can_be_read(folder: Path) -> None:
-    with AsyncLog(folder / "log", window=60) as made:
+    with AsyncLog(folder / "log", window=60) as made, AsyncLog(folder / "other", window=0.05) as other:
+        other.append(b"one")
         for count in (1, 2):
             made.append(b"flushed")
             made.flush(timeout=30)
             assert read(folder) == [b"flushed"] * count
-    with AsyncLog(folder / "other", window=0.05) as made:
-        made.append(b"one")
         wait_until(lambda: read(folder, "other") == [b"one"])
 
 
-def test_threads_and_processes(folder: Path) -> None:
-    """Threads share a log; a child makes its own of the same name."""
-    with AsyncLog(folder / "log", window=0.01) as made:
-        in_threads(lambda thread: [made.append(f"{thread} {number}") for number in range(2000)] and None, 3)
-
-        def child() -> None:
-            with AsyncLog(folder / "log") as own:
-                own.append("3 0")
-
-        in_child(child)
-    found = [tuple(map(int, entry.split())) for entry in AsyncLog.read(folder / "log")]
-    for thread in range(4):
-        assert [number for each, number in found if each == thread] == list(range(1 if thread == 3 else 2000))
-    assert len(segments(folder / "log")) == 2
-
-
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [({name: value}, ValueError) for name, value in (
-        ("window", 0), ("window", 1e9), ("on_full", "wait"), ("buffer_bytes", 0), ("rotate_bytes", 0), ("keep", 0))]
-    + [({name: value}, TypeError) for name, value in (("keep", 1.5), ("rotate_bytes", 1.5), ("buffer_bytes", True))],
-)  # fmt: skip
-def test_wrong_arguments(folder: Path, wrong: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=next(iter(wrong))):
-        AsyncLog(folder / "log", **wrong)
+def test_wrong_arguments(folder: Path) -> None:
+    wrong: list[tuple[str, Any, type[Exception]]] = [
+        ("window", 0, ValueError), ("window", 1e9, ValueError), ("on_full", "wait", ValueError),
+        ("buffer_bytes", 0, ValueError), ("keep", 0, ValueError), ("rotate_bytes", 1.5, TypeError),
+        ("buffer_bytes", True, TypeError),
+    ]  # fmt: skip
+    for name, value, error in wrong:
+        with pytest.raises(error, match=name):
+            AsyncLog(folder / "log", **{name: value})
     assert list(folder.iterdir()) == []
     with AsyncLog(folder / "log") as made, pytest.raises(TypeError, match="bytes, a str or a dict, not int"):
         made.append(5)  # type: ignore[arg-type]
@@ -130,26 +113,15 @@ def test_wrong_arguments(folder: Path, wrong: dict[str, Any], error: type[Except
 
 def test_old_files_are_removed_but_not_what_somebody_writes_to(folder: Path) -> None:
     with AsyncLog(folder / "log") as other:
-        other.append(b"other")
+        other.append(b"0000")
         other.flush()
-        with AsyncLog(folder / "log", rotate_bytes=1000, keep=3) as made:
-            for number in range(1000):
-                made.append(record(number))
-                if number % 50 == 0:
-                    made.flush()
-        assert segments(folder / "log")[0].endswith(".000000")
-        assert len(segments(folder / "log")) == 3 + 1
-        found = read(folder)
-        assert found[0] == b"other"
-        assert found[1:] == [record(number) for number in range(1000)][-len(found) + 1 :]
-
-
-def test_keep_counts_the_files_of_runs_before(folder: Path) -> None:
-    for number in range(7):
-        with AsyncLog(folder / "log", keep=3 if number == 6 else None) as made:
-            assert number < 6 or numbers(folder) == [3, 4, 5]
-            made.append(b"%d" % number)
-    assert numbers(folder) == [4, 5, 6]
+        with AsyncLog(folder / "log", window=0.01, rotate_bytes=1000, keep=3) as made:
+            put(made, 1, 10)
+            assert len(segments(folder / "log")) == 1 + 3
+        assert numbers(folder) == [0, 7, 8, 9]
+    with AsyncLog(folder / "log", keep=3):  # files of runs before count
+        assert numbers(folder) == [7, 8, 9]
+    assert numbers(folder) == [8, 9], "and one without a record"
 
 
 def put(made: AsyncLog, first: int, last: int) -> None:
@@ -162,11 +134,10 @@ def put(made: AsyncLog, first: int, last: int) -> None:
 def test_a_file_that_is_rotated_away_under_a_reader(folder: Path) -> None:
     with AsyncLog(folder / "log", window=0.01, rotate_bytes=1000, keep=3) as made:
         put(made, 0, 5)
-        found = []
-        for each in AsyncLog.read(folder / "log"):
-            found.append(int(each[:4]))
-            if len(found) == 1:
-                put(made, 5, 10)
+        reader = AsyncLog.read(folder / "log")
+        found = [int(next(reader)[:4])]
+        put(made, 5, 10)
+        found += [int(each[:4]) for each in reader]
     assert found == sorted(found)
     assert len(found) < 5
 
@@ -201,14 +172,13 @@ def test_what_another_user_plants_where_everybody_may_write(folder: Path) -> Non
 @pytest.mark.parametrize("cycle", [False, True])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path, cycle: bool) -> None:
-    holder: Any = SimpleNamespace(log=AsyncLog(folder / "log", window=0.05 if not cycle else 0.5))
+    holder: Any = SimpleNamespace(log=AsyncLog(folder / "log", window=0.5 if cycle else 0.05))
     thread, gone = holder.log._thread, weakref.ref(holder.log)
     holder.me = holder if cycle else None
     with warnings.catch_warnings(record=not cycle) as said:
         warnings.simplefilter("error" if cycle else "always")  # which must not keep it from writing
         for number in range(100):
             holder.log.append(b"%d" % number)
-        time.sleep(0.05 * cycle)
         del holder
         wait_until(lambda: gc.collect() < 0 or gone() is None)
         thread.join(30)
@@ -245,24 +215,18 @@ def test_a_device_that_does_not_keep_up(folder: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_signal_handler_may_append(folder: Path) -> None:
-    made, count = AsyncLog(folder / "log", window=0.01), 0
-
-    def handler(*_: object) -> None:
-        nonlocal count
-        made.append(b"signal")
-        count += 1
-
-    before = signal.signal(signal.SIGALRM, handler)
+    made, count = AsyncLog(folder / "log", window=0.01), itertools.count()
+    before = signal.signal(signal.SIGALRM, lambda *_: next(count) >= 0 and made.append(b"signal"))
     signal.setitimer(signal.ITIMER_REAL, 0.0005, 0.0005)
     try:
-        for _ in range(20_000):
+        for _ in range(10_000):
             made.append(b"main")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     made.close()
-    assert read(folder).count(b"main") == 20_000
-    assert read(folder).count(b"signal") == count > 0
+    assert read(folder).count(b"main") == 10_000
+    assert read(folder).count(b"signal") == next(count) > 0
 
 
 # Writing fails for a while
@@ -327,18 +291,17 @@ def test_any_call_that_fails_once_loses_and_repeats_nothing(folder: Path) -> Non
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_calls_that_fail_now_and_then_lose_and_repeat_nothing(folder: Path, seed: int) -> None:
     draw = random.Random(seed)
-    survives(folder / "work", lambda _: draw.random() < 0.3, 300)
+    survives(folder / "work", lambda _: draw.random() < 0.3, 200)
 
 
-@pytest.mark.parametrize("kind", [OSError, MemoryError])
-def test_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Exception]) -> None:
+def test_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All who append meanwhile are told, and no traceback keeps what theirs was made of."""
 
     def fail(*_: object) -> None:
-        raise kind("of the test")
+        raise MemoryError("of the test")
 
     made = AsyncLog(folder / "log", window=0.1)
     with monkeypatch.context() as failing:
@@ -346,10 +309,10 @@ def test_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch, ki
         made.append(b"one")
         wait_until(lambda: made._failure)
         for _ in range(20):
-            with pytest.raises(kind, match="of the test") as caught:
+            with pytest.raises(MemoryError, match="of the test") as caught:
                 made.append(b"two")
         assert len(list(traceback.walk_tb(caught.value.__traceback__))) < 9
-        with pytest.raises(kind, match="of the test"):
+        with pytest.raises(MemoryError, match="of the test"):
             made.flush(5)
         assert len(segments(folder / "log")) == 1, "no file for each attempt"
     made.flush()
@@ -358,23 +321,20 @@ def test_a_failure_that_passes(folder: Path, monkeypatch: pytest.MonkeyPatch, ki
 
 
 def test_a_file_that_is_removed_under_the_log(folder: Path) -> None:
-    made = AsyncLog(folder / "log", window=0.05)
+    made, taken = AsyncLog(folder / "log", window=0.05), []
     made.append(b"gone")
     made.flush()
     os.unlink(folder / "log.000000")
-    failed = 0
-    for number in range(200):
-        try:
+    for number in range(100):
+        with contextlib.suppress(FileNotFoundError):  # "was removed while it was written to"
             made.append(b"%d" % number)
-        except FileNotFoundError as error:
-            assert "was removed while it was written to" in str(error)  # noqa: PT017
-            failed += 1
-        time.sleep(0.001)
+            taken.append(number)
+        time.sleep(0.002)
     with contextlib.suppress(FileNotFoundError):
         made.flush()
     made.close()
-    assert numbers(folder) == sorted(numbers(folder))
-    assert len(numbers(folder)) == 200 - failed, "all that was taken"
+    assert numbers(folder) == taken
+    assert len(taken) < 100
 
 
 # Damage
@@ -397,15 +357,14 @@ def unended(folder: Path, records: list[bytes]) -> Path:
 def test_a_flipped_bit_loses_its_block_alone(folder: Path, number: int) -> None:
     path = unended(folder, RECORDS)
     words = f"log.000000: damaged from byte {number * BLOCK} to {(number + 1) * BLOCK}; what was there is lost"
-    for place in (0, 5, 8, 10, 12, 17, 19, 20, 23, 24, 70, BLOCK - 1):
+    for place in (0, 5, 8, 12, 19, 20, 24, BLOCK - 1):
         flip(path, number * BLOCK + place)
         with pytest.warns(RuntimeWarning, match=words):
             assert read(folder) == RECORDS[:number] + RECORDS[number + 1 :]
         flip(path, number * BLOCK + place)
 
 
-@pytest.mark.parametrize("searched", [1 << 20, 50, 7])
-@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize(("blocks", "searched"), [(1, 1 << 20), (3, 50), (1, 7)])
 def test_zeros_lose_the_blocks_they_are_over(
     folder: Path, monkeypatch: pytest.MonkeyPatch, blocks: int, searched: int
 ) -> None:
@@ -417,7 +376,7 @@ def test_zeros_lose_the_blocks_they_are_over(
         assert read(folder) == RECORDS[:2] + RECORDS[2 + blocks :]
 
 
-@pytest.mark.parametrize(("behind", "damaged"), [([], 0), ([], 1), ([b"last"], 1), ([], 2), ([b"last"], 2)])
+@pytest.mark.parametrize(("behind", "damaged"), [([], 0), ([b"last"], 1), ([], 2)])
 def test_a_block_within_a_record_is_not_taken_for_one_of_the_log(
     folder: Path, behind: list[bytes], damaged: int
 ) -> None:
@@ -432,39 +391,16 @@ def test_a_block_within_a_record_is_not_taken_for_one_of_the_log(
         assert read(folder) == [b"first", *behind]
 
 
-def test_a_torn_end_is_skipped(folder: Path) -> None:
+def test_a_torn_end_is_skipped_and_damage_in_a_file_that_was_ended_an_error(folder: Path) -> None:
     whole = unended(folder, [*RECORDS, b"x" * 300]).read_bytes()
     torn = folder / "torn.000000"
-    for cut in (1, 5, 19, 30, 200, 323):
+    for cut in (1, 19, 30, 200, 323):
         for content in (whole[:-cut], whole[:-cut] + bytes([whole[-cut] ^ 1]) + whole[len(whole) - cut + 1 :]):
             torn.write_bytes(content)
             assert read(folder, "torn") == RECORDS
     with AsyncLog(folder / "torn") as made:
         made.append(b"after")
     assert read(folder, "torn") == [*RECORDS, b"after"]
-
-
-def head(count: int, payload: int, body: bytes) -> bytes:
-    """A block that says this of itself, under the right checksum."""
-    rest = struct.pack("<IQ", count, payload) + body
-    return b"NVLG" + struct.pack("<I", checksums_of([rest], "crc32c")[0]) + rest
-
-
-@pytest.mark.parametrize("sizes", [(4, 1), (3, 3), (0, 0), (2**32 - 1, 5)])
-def test_lengths_that_are_not_those_of_the_block_lose_it(folder: Path, sizes: tuple[int, int]) -> None:
-    """Though its checksum is right: whoever wrote it was wrong."""
-    path = unended(folder, RECORDS[:2])
-    liar = head(2, 4, struct.pack("<2I", *sizes) + b"abcd")
-    path.write_bytes(path.read_bytes()[:BLOCK] + liar + path.read_bytes()[BLOCK:])
-    with pytest.warns(RuntimeWarning, match=f"damaged from byte {BLOCK} to {BLOCK + len(liar)};"):
-        assert read(folder) == RECORDS[:2]
-
-
-def test_damage_in_a_file_that_was_ended_is_an_error(folder: Path) -> None:
-    with AsyncLog(folder / "log") as made:
-        for each in RECORDS:
-            made.append(each)
-            made.flush()
-    flip(folder / "log.000000", 5 * BLOCK + 50)
-    with pytest.raises(FormatError, match=f"damaged at byte {5 * BLOCK}"):
-        read(folder)
+    flip(folder / "torn.000001", 21)
+    with pytest.raises(FormatError, match="damaged at byte 0"):
+        read(folder, "torn")
