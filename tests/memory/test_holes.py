@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import random
-import signal
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -39,52 +38,14 @@ class Interrupt:
         return self
 
 
-def test_a_signal_handler_takes_and_frees_in_the_middle() -> None:
-    """As one that saves tensors while the program does."""
-    free, chance = Holes(), random.Random(1)
-    free.add(0, 1 << 20)
-    used: tuple[dict[int, int], dict[int, int]] = {}, {}
-
-    def work(mine: dict[int, int], count: int) -> None:
-        for _ in range(count):
-            if len(mine) > 20:
-                start = chance.choice(list(mine))
-                free.merge(start, mine.pop(start))
-            wanted = chance.randint(1, 9)
-            while (found := free.find(wanted)) is not None and not free.take(*found, wanted):
-                pass
-            assert found is not None
-            mine[found[0]] = wanted
-
-    def handle(*_: object) -> None:
-        if not handling:  # one at a time, or they would take from each other's dict
-            handling.append(True)
-            work(used[1], 3)
-            handling.clear()
-
-    handling: list[bool] = []
-    before = signal.signal(signal.SIGVTALRM, handle)
-    signal.setitimer(signal.ITIMER_VIRTUAL, 5e-5, 5e-5)
-    try:
-        for _ in range(300):
-            work(used[0], 100)
-    finally:
-        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-        signal.signal(signal.SIGVTALRM, before)
-    everything = sorted([*used[0].items(), *used[1].items(), *free])
-    assert all(one[0] + one[1] == other[0] for one, other in pairwise(everything))
-    assert sum(nbytes for _, nbytes in everything) == 1 << 20
-    assert used[1]
-
-
-@pytest.mark.parametrize("line", [*range(1, 60), 10**9])
+@pytest.mark.parametrize("line", [*range(1, 60, 2), 10**9])
 def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(line: int) -> None:
     chance = random.Random(line)
     free = Holes()
     free.add(0, SIZE)
     used: dict[int, int] = {}
     before = sys.gettrace()
-    for _ in range(60):
+    for _ in range(40):
         try:
             sys.settrace(Interrupt(line))
             if used and chance.random() < 0.5:
@@ -119,10 +80,8 @@ def pool() -> Iterator[Pool]:
 
 def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
     arena = Arena(pool, 4 * MIB)
-    part = arena.allocate(3 * MIB)
-    assert part is not None
-    assert part.nbytes == 3 * MIB
-    assert part.data_ptr() % 4096 == 0
+    part: Any = arena.allocate(3 * MIB)
+    assert (part.nbytes, part.data_ptr() % 4096) == (3 * MIB, 0)
     view = part[4096:].view(torch.float32)
     del part
     assert arena.allocate(2 * MIB) is None
@@ -130,7 +89,6 @@ def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
     del view
     assert arena.bytes_in_use == 0
     part = arena.allocate(4 * MIB)
-    assert part is not None
     assert arena.peak == 4 * MIB
     part.fill_(7)
     with pytest.raises(ValueError, match="at least 1"):
@@ -163,7 +121,7 @@ def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
 
     def work(number: int) -> None:
         chance, held = random.Random(number), list[tuple[int, torch.Tensor]]()
-        for step in range(800):
+        for step in range(300):
             if held and chance.random() < 0.5:
                 mark, part = held.pop(chance.randrange(len(held)))
                 assert bool((part == mark).all())

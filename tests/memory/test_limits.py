@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -45,28 +46,22 @@ def test_without_limits_it_is_the_machines(machine: Path) -> None:
     assert 0 < free_memory() < 1 << 60
 
 
-@pytest.mark.parametrize(
-    ("limits", "free"),
-    [
+def test_a_limit_leaves_what_is_not_in_use(machine: Path) -> None:
+    for limits, free in (
         (group(3 * GIB, GIB, GIB // 2), 5 * GIB // 2),  # the kernel gives up inactive pages of files first
         (group(GIB, 2 * GIB), 0),
         ({**group("max", 0), "memory.high": f"{GIB}\n"}, GIB),  # from which on a group is held up
-    ],
-)
-def test_a_limit_leaves_what_is_not_in_use(machine: Path, limits: dict[str, str], free: int) -> None:
-    files(version_2(machine, "/job"), limits, "sys/fs/cgroup/job")
-    assert free_memory(machine) == free
-
-
-def test_every_group_above_counts(machine: Path) -> None:
-    version_2(machine, "/slice/job/step")
+    ):
+        files(version_2(machine, "/job"), limits, "sys/fs/cgroup/job")
+        assert free_memory(machine) == free
+    version_2(machine, "/slice/job/step")  # every group above counts
     files(machine, group("max", GIB), "sys/fs/cgroup/slice/job/step")
     files(machine, group(6 * GIB, GIB), "sys/fs/cgroup/slice/job")
     files(machine, group(4 * GIB, 3 * GIB), "sys/fs/cgroup/slice")
     assert free_memory(machine) == GIB
 
 
-@pytest.mark.parametrize(("own", "shown"), [("/", "/"), ("/docker/1f", "/docker/1f"), ("/../elsewhere", "/docker/1f")])
+@pytest.mark.parametrize(("own", "shown"), [("/docker/1f", "/docker/1f"), ("/../elsewhere", "/docker/1f")])
 def test_a_container_sees_its_part_of_the_hierarchy(machine: Path, own: str, shown: str) -> None:
     files(machine, group(2 * GIB, GIB), "sys/fs/cgroup")
     assert free_memory(version_2(machine, own, shown)) == GIB
@@ -101,31 +96,18 @@ def limited() -> Iterator[Path]:
     native()  # compiled outside the group, whose limit a compiler exceeds
     for kind, _, folder in _cgroups(Path("/")):
         made = folder / f"nvme_ops-test-{os.getpid()}"
-        try:
+        with contextlib.suppress(OSError):
             made.mkdir()
-        except OSError:
-            continue
-        try:
             (made / ("memory.max" if kind == "cgroup2" else "memory.limit_in_bytes")).write_text(str(GIB))
-        except OSError:  # the group above hands the controller of memory down to nobody
+            yield made / "cgroup.procs"
+            for _ in range(500):  # until its last process has quite ended
+                with contextlib.suppress(OSError):
+                    return made.rmdir()
+                time.sleep(0.02)
+            raise AssertionError(f"{made} cannot be removed")
+        if made.exists():  # the group above hands the controller of memory down to nobody
             made.rmdir()
-            continue
-        yield made / "cgroup.procs"
-        remove(made)
-        return
     pytest.skip("no group of processes with a limit on memory can be made here")
-
-
-def remove(made: Path) -> None:
-    """Once its last process has quite ended."""
-    end = time.monotonic() + 10
-    while True:
-        try:
-            return made.rmdir()
-        except OSError:
-            if time.monotonic() > end:
-                raise
-            time.sleep(0.02)
 
 
 def test_a_save_in_the_background_keeps_to_the_limit(limited: Path, folder: Path) -> None:

@@ -33,70 +33,53 @@ def locked_kilobytes() -> int:
 
 
 def test_the_builder_gives_the_handle_and_needs_what_async_io_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = PinMemoryBuilder().load(verbose=False)
+    builder = PinMemoryBuilder()
+    module = builder.load(verbose=False)
     assert module is PinMemoryBuilder().load() is PinMemoryBuilder().jit_load(verbose=False)
     assert module.pin_handle is pin_handle
-    builder = PinMemoryBuilder()
     assert (builder.NAME, builder.name, builder.absolute_name()) == ("pin_memory", "pin_memory", module.__name__)
     assert builder.is_compatible() is AsyncIOBuilder().is_compatible() is True
     assert "pin_memory" not in ALL_OPS  # of what is compiled
-
-    def refuse(self: AsyncIOBuilder, verbose: bool = False) -> bool:
-        self.error_log = "no compiler"
-        return False
-
-    monkeypatch.setattr(AsyncIOBuilder, "is_buildable", refuse)
+    monkeypatch.setattr(AsyncIOBuilder, "is_buildable", lambda *_, **__: False)
     assert not builder.is_compatible()
-    assert builder.error_log == "no compiler"
 
 
-@pytest.mark.parametrize("other", MAKERS)
-def test_one_register_for_all_handles(handle: Any, other: str) -> None:
-    another = MAKERS[other]()
-    for pooled in (False, True):
+def test_one_register_for_all_handles(handle: Any) -> None:
+    for other, pooled in zip(MAKERS.values(), (False, True, False), strict=True):
+        another = other()
         tensor = nvme_ops.empty(100_000) if pooled else handle.new_cpu_locked_tensor(100_000, torch.empty(0))
         views = [tensor, tensor[5:6], tensor.narrow(0, 3, 999), tensor[::7], tensor[:100].view(10, 10).t(), tensor[-1:]]
         assert [another.is_pinned(view) for view in views] == [True] * len(views)
         assert not another.is_pinned(tensor.clone())
-        assert another.free_cpu_locked_tensor(tensor) is not pooled
+        for part in (tensor[1:], tensor[:999], tensor[:0], tensor[::2], tensor.view(torch.uint8)[:-1]):
+            assert another.free_cpu_locked_tensor(part) is False
+        assert another.free_cpu_locked_tensor(tensor.view(10, -1)) is not pooled  # all of it
         for each in (handle, another):
             assert [each.is_pinned(view) for view in views] == [pooled] * len(views)
             assert each.free_cpu_locked_tensor(tensor) is False
 
 
-@pytest.mark.parametrize("make", [pin_handle, aio_handle])
-def test_what_is_locked_and_what_is_not(make: Any) -> None:
-    handle = make()
-    for elements in (0, 1, 1000, 1 << 20):
+def test_what_is_locked_and_what_is_not(handle: Any) -> None:
+    for elements in (0, 1, 1 << 20):
         tensor = handle.new_cpu_locked_tensor(elements, torch.empty(3, 3, dtype=torch.float16))
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((elements,), torch.float16, "cpu")
         assert handle.is_pinned(tensor) is True
         assert handle.free_cpu_locked_tensor(tensor) is True
-        assert handle.free_cpu_locked_tensor(tensor) is False
-    for other in (torch.zeros(10), torch.zeros(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
+    for other in (tensor, torch.zeros(10), torch.zeros(0), torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         assert handle.is_pinned(other) is False
         assert handle.free_cpu_locked_tensor(other) is False
     if torch.cuda.is_available():
         assert handle.is_pinned(torch.zeros(10).pin_memory())
-    wrong: list[Any] = [None, 5.5, b"bytes", [1]]
-    for each in wrong:
-        for call in (handle.is_pinned, handle.free_cpu_locked_tensor):
-            with pytest.raises(TypeError):
-                call(each)
+    for call in (
+        lambda: handle.is_pinned(None),
+        lambda: handle.free_cpu_locked_tensor(b"bytes"),
+        lambda: handle.new_cpu_locked_tensor(5.5, BYTE),
+        lambda: handle.new_cpu_locked_tensor(5, [1]),
+    ):
         with pytest.raises(TypeError):
-            handle.new_cpu_locked_tensor(each, BYTE)
-        with pytest.raises(TypeError, match=r"example_tensor must be a torch\.Tensor"):
-            handle.new_cpu_locked_tensor(5, each)
+            call()
     with pytest.raises(ValueError, match="num_elem must not be negative"):
         handle.new_cpu_locked_tensor(-1, BYTE)
-
-
-def test_a_part_is_not_freed(handle: Any) -> None:
-    tensor = handle.new_cpu_locked_tensor(1000, torch.empty(0))
-    for part in (tensor[1:], tensor[10:20], tensor[:999], tensor[:0], tensor[::2], tensor.view(torch.uint8)[:-1]):
-        assert handle.free_cpu_locked_tensor(part) is False
-        assert handle.is_pinned(part)
-    assert handle.free_cpu_locked_tensor(tensor.view(10, 100)) is True  # all of it
 
 
 def test_freeing_by_address() -> None:
@@ -133,10 +116,15 @@ def test_a_finalizer_may_free() -> None:
     assert len(freed) == 1
 
 
-def test_freed_memory_stays_until_its_last_tensor_and_is_pinned_again(handle: Any) -> None:
+def test_freed_memory_stays_until_its_last_tensor_and_is_pinned_again() -> None:
     """The register forgets a freed tensor with its memory, which the next one may have."""
+    handle, before = pin_handle(), locked_kilobytes()
     tensor = handle.new_cpu_locked_tensor(4096, BYTE).fill_(5)
+    locks = locked_kilobytes() > before
+    del handle
+    handle = pin_handle()  # any handle will do
     assert handle.free_cpu_locked_tensor(tensor) is True
+    assert locked_kilobytes() == before or not locks
     others = [handle.new_cpu_locked_tensor(4096, BYTE).fill_(9) for _ in range(20)]
     assert bool((tensor == 5).all())
     assert all(handle.is_pinned(other) for other in others)
@@ -146,14 +134,3 @@ def test_freed_memory_stays_until_its_last_tensor_and_is_pinned_again(handle: An
         assert not handle.is_pinned(tensor)
     del tensor
     assert all(handle.is_pinned(nvme_ops.empty(4096, dtype=torch.uint8)) for _ in range(50))
-
-
-def test_freeing_unlocks_the_pages_and_tensors_outlive_their_handle() -> None:
-    handle, before = pin_handle(), locked_kilobytes()
-    tensor = handle.new_cpu_locked_tensor(1 << 20, BYTE)
-    locked = locked_kilobytes()
-    del handle
-    assert pin_handle().free_cpu_locked_tensor(tensor.fill_(5)) is True
-    if locked < before + 1024:
-        pytest.skip("this system locks no memory")
-    assert locked_kilobytes() == before
