@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import math
 import pickle
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +13,6 @@ import torch
 
 import nvme_ops
 from nvme_ops import Priority, aio_handle
-from nvme_ops._native import native
 from nvme_ops.settings import Settings
 from nvme_ops.storage.device import identify
 from nvme_ops.tuning import store as kept
@@ -26,7 +23,7 @@ from tests.tuning.conftest import MANY, aligned, only, write
 # The bytes
 
 
-@pytest.mark.parametrize(("size", "cached"), [(1, True), (4 * KIB, False), (100 * KIB + 1, True), (17 * MIB, False)])
+@pytest.mark.parametrize(("size", "cached"), [(100 * KIB + 1, True), (5 * MIB, False)])
 def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool) -> None:
     """The handle of a file object learns, too."""
     handle = aio_handle.adaptive(folder, cache=None)
@@ -48,7 +45,6 @@ def test_every_tool_moves_the_right_bytes(folder: Path, size: int, cached: bool)
 
 
 DATA = aligned(2 * MIB).copy_(pattern(2 * MIB))
-HALVES = [DATA[:MIB], DATA[MIB:]]
 
 
 @pytest.mark.parametrize(
@@ -57,93 +53,40 @@ HALVES = [DATA[:MIB], DATA[MIB:]]
         ("waited", lambda handle, path: handle.sync_pwrite(DATA, path)),
         ("alone", lambda handle, path: (handle.async_pwrite(DATA, path), handle.wait())),
         ("alone", lambda handle, path: handle.submit_pwrite(DATA, path, priority=Priority.WRITEBACK).result()),
-        ("crowd", lambda handle, path: handle.submit_pwritev(HALVES, path, [0, MIB]).result()),
+        ("crowd", lambda handle, path: handle.submit_pwritev([DATA[:MIB], DATA[MIB:]], path, [0, MIB]).result()),
+        ("", lambda handle, path: handle.write(DATA, path, True)),
+        ("", lambda handle, path: handle.submit_pwrite(DATA, path, priority=Priority.BACKGROUND).result()),
     ],
 )
-def test_every_way_to_move_data_is_learned_from(
+def test_every_way_to_move_data_is_learned_from_if_it_is_measured(
     folder: Path, concurrency: str, call: Callable[[aio_handle, Path], object]
 ) -> None:
-    handle = aio_handle.adaptive(folder)
+    handle = pickle.loads(pickle.dumps(aio_handle.adaptive(folder)))  # as path and arguments
     for _ in range(6):
         call(handle, folder / "file")
         assert torch.equal(contents(folder / "file"), DATA)
-    (learned,) = handle.learned()
-    assert (learned.transfers, learned.concurrency) == (6, concurrency)
-
-
-def test_what_is_in_flight_makes_a_crowd(folder: Path) -> None:
-    handle, data = aio_handle.adaptive(folder), pattern(8 * MIB)
-    futures = [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(30)]
-    assert all(future.result() == len(data) for future in futures)
-    assert {one.concurrency for one in handle.learned()} == {"alone", "crowd"}
-    futures[0].result()
-    handle.sync_pwrite(data, folder / "file", 0)
-    assert only(handle, concurrency="waited").transfers == 1  # nothing is left in flight
+    learned = handle.learned()
+    assert any(tried.cost is not None for one in learned for tried in one.tools) == bool(concurrency)
+    assert not concurrency or [(one.transfers, one.concurrency) for one in learned] == [(6, concurrency)]
 
 
 def test_a_failed_transfer_raises_and_teaches_nothing(folder: Path) -> None:
     handle, back = aio_handle.adaptive(folder), torch.empty(2 * MIB, dtype=torch.uint8)
     short = store(folder / "short", pattern(MIB))
-    for _ in range(MANY):
-        with pytest.raises(EOFError):
-            handle.sync_pread(back, short)
-        with pytest.raises(FileNotFoundError):
-            handle.submit_pread(back, folder / "none").result()
-    with pytest.raises(TypeError):
-        handle.sync_pread(back, 3.5)  # type: ignore[arg-type]
+    for call, error in (
+        (lambda: handle.sync_pread(back, short), EOFError),
+        (lambda: handle.submit_pread(back, folder / "none").result(), FileNotFoundError),
+        (lambda: handle.sync_pread(back, 3.5), TypeError),  # type: ignore[arg-type]
+    ):
+        for _ in range(MANY):
+            with pytest.raises(error):
+                call()
     assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
     handle.submit_pread(back[:MIB], short).result()
     assert only(handle, most_bytes=MIB, concurrency="alone").transfers == 1
 
 
-@pytest.mark.parametrize(
-    "unmeasured",
-    [
-        lambda handle, path: handle.write(DATA, path, True),
-        lambda handle, path: handle.submit_pwrite(DATA, path, priority=Priority.BACKGROUND).result(),
-    ],
-)
-def test_what_is_not_measured_teaches_nothing_and_takes_no_turn_of_a_tool(
-    folder: Path, unmeasured: Callable[[aio_handle, Path], object]
-) -> None:
-    handle = aio_handle.adaptive(folder)
-    for _ in range(MANY):
-        unmeasured(handle, folder / "file")
-    assert all(tried.cost is None for one in handle.learned() for tried in one.tools)
-    for _ in range(MANY):
-        unmeasured(handle, folder / "file")
-        handle.write(DATA, folder / "file")
-    usual = only(handle, op="write", concurrency="waited")
-    assert not usual.exploring
-    assert all(tried.cost is not None for tried in usual.tools)
-
-
 # What is chosen
-
-
-def test_small_reads_in_a_row_come_to_use_the_page_cache_or_not_but_writes_never(folder: Path) -> None:
-    handle = aio_handle.adaptive(folder)
-    write(handle, folder, size=16 * KIB)
-    assert [tried.cache for tried in only(handle, op="write").tools] == ["auto"]
-    back = torch.empty(16 * KIB, dtype=torch.uint8)
-    for _ in range(MANY):
-        handle.sync_pread(back, folder / "used")
-    assert {tried.cache for one in handle.learned() if one.op == "read" for tried in one.tools} == {"auto", "buffered"}
-
-
-def test_a_tool_bounds_what_is_in_flight(folder: Path) -> None:
-    data = pattern(MIB)
-    path, back = store(folder / "file", data), aligned(MIB)
-    for depth, lanes in ((2, 1), (3, 2), (64, 1)):
-        experience = native().Experience((4096, depth, lanes, False, False, 1), lanes, (True,) * 4, False, True)
-        engine = native().Engine(MIB, 128, False, False, 4, aio_handle().backend, "direct", experience)
-        back.zero_()
-        assert engine.run(0, back, path, 0, False) == MIB
-        assert torch.equal(back, data)
-        assert engine.submit(1, back, path, 0, False).wait(None)
-        found = engine.statistics()
-        assert found["requests"] == 2 * MIB // 4096
-        assert found["in_flight_max"] <= depth
 
 
 def test_arguments_are_never_changed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +126,6 @@ def test_handles_of_a_device_learn_together_and_what_has_ended_is_in_flight_for_
     assert future.result() == 8 * MIB
 
 
-@pytest.mark.parametrize("priority", [Priority.BACKGROUND, Priority.DEMAND])
-def test_what_it_overtakes_or_takes_turns_with_is_not_credited_to_a_transfer(folder: Path, priority: Priority) -> None:
-    handle, large = aio_handle.adaptive(folder), nvme_ops.empty(128 * MIB, dtype=torch.uint8)
-    small = nvme_ops.empty(MIB, dtype=torch.uint8)
-    handle.sync_pwrite(small, folder / "small", 0)
-    seconds = math.inf
-    for _ in range(3):
-        future = handle.submit_pwrite(large, folder / "large", 0, priority=priority)
-        for _ in range(12):
-            start = time.monotonic()
-            handle.sync_pread(small, folder / "small")
-            seconds = min(seconds, time.monotonic() - start)
-        assert future.result() == 128 * MIB
-    crowds = [one for one in handle.learned() if (one.op, one.concurrency) == ("read", "crowd")]
-    costs = [tried.cost for one in crowds for tried in one.tools if tried.cost is not None]
-    assert min(costs, default=math.inf) > 0.2 * seconds / MIB  # its own bytes, and as many of the other
-
-
 # Modes
 
 
@@ -223,7 +148,7 @@ def test_frozen_it_uses_what_is_known_and_learns_nothing(
 
 
 def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    data = aligned(2 * MIB)
+    data, large = aligned(2 * MIB), pattern(64 * MIB)
     with aio_handle.adaptive(folder) as handle:
         while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
             for future in [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(8)]:
@@ -235,23 +160,22 @@ def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monk
     path.write_text(json.dumps(document))
     forget()
     monkeypatch.setenv(MODE, "frozen")
-    frozen, other, large = aio_handle.adaptive(folder), aio_handle.adaptive(folder), pattern(64 * MIB)
-    requests = set()
+    frozen, other = aio_handle.adaptive(folder), aio_handle.adaptive(folder)
+    requests = []
     for busy in (False, True):
         beside = [other.submit_pwrite(large, folder / "large", 0)] if busy else []
         before = frozen.statistics().requests
         frozen.submit_pwrite(data, folder / "file", 0).result()
-        requests.add(frozen.statistics().requests - before)
+        requests.append(frozen.statistics().requests - before)
         assert [future.result() for future in beside] == [64 * MIB] * busy
-    assert len(requests) == 1
+    assert requests[0] == requests[1]
 
 
-def test_off_it_is_tuned_and_another_mode_is_refused(
+def test_off_it_is_tuned_another_mode_is_refused_and_it_says_what_it_does(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MODE, "off")
     with aio_handle.adaptive(folder) as handle:
-        write(handle, folder)
         round_trip(handle, folder / "file")
         assert handle.learned() == []
         assert "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings" in handle.explain()
@@ -259,16 +183,7 @@ def test_off_it_is_tuned_and_another_mode_is_refused(
     monkeypatch.setenv(MODE, "no")
     with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
         aio_handle.adaptive(folder)
-
-
-def test_it_is_pickled_as_path_and_arguments(folder: Path) -> None:
-    handle = pickle.loads(pickle.dumps(aio_handle.adaptive(folder, queue_depth=7)))
-    assert (type(handle), handle.get_queue_depth()) == (aio_handle, 7)
-    round_trip(handle, folder / "file")
-    assert handle.learned()
-
-
-def test_it_says_what_it_does_and_why(folder: Path) -> None:
+    monkeypatch.delenv(MODE)
     handle = aio_handle.adaptive(folder)
     assert handle.explain().startswith("nothing was transferred yet")
     write(handle, folder)
@@ -276,5 +191,4 @@ def test_it_says_what_it_does_and_why(folder: Path) -> None:
     assert "write up to 4 MiB, aligned, waited: settled after 30 transfers" in text
     assert text.count("  -> ") == 1
     assert "(the handle's settings): " in text
-    assert "GB/s" in text or "MB/s" in text
     assert text.splitlines()[-1].startswith("kept in ")
