@@ -22,22 +22,18 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.parametrize(
-    ("told", "expected"),
-    [
-        ({}, f"/0/0/{HOST}/{{other}}/{{}}"),
-        ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, f"/5/1/{HOST}/{{other}}/{{}}"),
-        ({"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": ""}, f"/0/0/{HOST}/{{other}}/{{}}"),
-    ],
-)
-def test_a_name_says_what_the_launcher_has_told(
-    told: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in told.items():
-        monkeypatch.setenv(name, value)
-    assert ranks.expanded(Path("/{rank}/{local_rank}/{hostname}/{other}/{}")) == expected
-    assert ranks.distributed() is None
-    assert ranks.started() == Rank(int(told.get("RANK") or 0), int(told.get("WORLD_SIZE") or 1))
+def test_a_name_says_what_the_launcher_has_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    template, rest = Path("/{rank}/{local_rank}/{hostname}/{other}/{}"), f"{HOST}/{{other}}/{{}}"
+    for rank, size, local in (("", "", ""), ("5", "8", "1")):
+        for name, value in (("RANK", rank), ("WORLD_SIZE", size), ("LOCAL_RANK", local)):
+            monkeypatch.setenv(name, value)
+        assert ranks.expanded(template) == f"/{rank or 0}/{local or 0}/{rest}"
+        assert ranks.distributed() is None
+        assert ranks.started() == Rank(int(rank or 0), int(size or 1))
+    monkeypatch.setenv("RANK", "first")
+    assert ranks.expanded("/mnt/nvme") == "/mnt/nvme"
+    with pytest.raises(ValueError, match="RANK='first'"):
+        ranks.expanded("/mnt/{rank}")
 
 
 def test_torch_distributed_knows_better_than_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,13 +46,6 @@ def test_torch_distributed_knows_better_than_the_environment(monkeypatch: pytest
             ranks.expanded("/mnt/{local_rank}")
     finally:
         torch.distributed.destroy_process_group()
-
-
-def test_what_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "first")
-    assert ranks.expanded("/mnt/nvme") == "/mnt/nvme"
-    with pytest.raises(ValueError, match="RANK='first'"):
-        ranks.expanded("/mnt/{rank}")
 
 
 def test_the_folders_of_a_session_are_those_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
