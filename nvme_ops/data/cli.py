@@ -12,7 +12,7 @@ from nvme_ops import __version__
 from nvme_ops.data.convert import convert, open_source
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.errors import FormatError
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.files import make_folder
 from nvme_ops.text import MIB, command, command_line, printable, say, show, size, size_words
@@ -122,10 +122,7 @@ def _verify(args: argparse.Namespace) -> int:
     with SampleStore(args.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = store.nbytes / max(1, len(store))
         for numbers in store.ranges(_AT_ONCE):
-            try:
-                store.read(numbers)
-            except (ChecksumError, FormatError, EOFError, OSError):
-                damaged += _damaged(store, numbers)
+            damaged += _damaged(store, numbers)
             advance(int(each * numbers.stop) - int(each * numbers.start))
         checked = store.index.checksums is not None
     if args.json:
@@ -140,14 +137,14 @@ def _verify(args: argparse.Namespace) -> int:
 
 
 def _damaged(store: SampleStore, numbers: Sequence[int]) -> list[str]:
-    """Reads samples one by one; returns a line for each that fails."""
-    found = []
-    for number in numbers:
-        try:
-            store.read([number])
-        except (ChecksumError, FormatError, EOFError, OSError) as error:
-            found.append(f"sample {number}: {error}")
-    return found
+    """Reads samples, one by one if that fails together; returns a line for each that fails."""
+    try:
+        store.read(numbers)
+    except (FormatError, EOFError, OSError) as error:
+        if len(numbers) == 1:
+            return [f"sample {numbers[0]}: {error}"]
+        return [words for number in numbers for words in _damaged(store, [number])]
+    return []
 
 
 if __name__ == "__main__":

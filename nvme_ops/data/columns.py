@@ -156,18 +156,12 @@ class Columns:
             self._places[column.name] = end = _aligned(end, column)
             end += column.nbytes or 0
         self._fixed_bytes = end
+        #: Bytes of every record; None if they vary.
+        self.record_bytes = None if self.variable else end
+        #: Whether samples are values and not dicts.
+        self.unnamed = self.all[0].name == _UNNAMED
         #: Records must begin at multiples of this many bytes in memory.
         self.alignment = max(column.dtype.itemsize for column in self.all)
-
-    @property
-    def record_bytes(self) -> int | None:
-        """Bytes of every record; None if they vary."""
-        return None if self.variable else self._fixed_bytes
-
-    @property
-    def unnamed(self) -> bool:
-        """Whether samples are values and not dicts."""
-        return self.all[0].name == _UNNAMED
 
     def packed(self, sample: Sample) -> list[memoryview]:
         """Returns the parts of the sample's record. Raises TypeError, ValueError or KeyError, naming the column."""

@@ -14,7 +14,7 @@ import torch
 
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Sample, Spec
-from nvme_ops.data.index import NAME
+from nvme_ops.data.index import NAME, groups
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter, is_data_file
 from nvme_ops.errors import FormatError
@@ -112,21 +112,12 @@ def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str
 
 def _contents(path: str, names: list[str], sizes: list[int]) -> Iterator[torch.Tensor]:
     """Yields the contents of files; one request reads many of them."""
-    start = 0
-    while start < len(names):
-        end, together = start + 1, sizes[start]
-        while end < len(names) and together + sizes[end] <= _AT_ONCE:
-            together += sizes[end]
-            end += 1
-        memory = empty(together, dtype=torch.uint8)
-        parts = memory.split(sizes[start:end])
-        wanted = [(part, os.path.join(path, name)) for part, name in zip(parts, names[start:end], strict=True)
-                  if part.numel()]  # fmt: skip
-        if wanted:
-            tensors, files = zip(*wanted, strict=True)
-            shared_handle().submit_preadv(tensors, files, [0] * len(files)).result()
+    for group in groups(sizes, _AT_ONCE):
+        its = slice(group.start, group.stop)
+        parts = empty(sum(sizes[its]), dtype=torch.uint8).split(sizes[its])
+        files = [os.path.join(path, name) for name in names[its]]
+        shared_handle().submit_preadv(parts, files, [0] * len(files)).result()
         yield from parts
-        start = end
 
 
 def _rows(nbytes: float) -> int:

@@ -19,7 +19,7 @@ import stat
 import struct
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -31,7 +31,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import opened, replacing
-from nvme_ops.tensors import bytes_of, checksum_of, checksums_of, empty
+from nvme_ops.tensors import checksum_of, checksums_of, empty
 from nvme_ops.text import parse_json
 
 MAGIC = b"NVMEDATA"
@@ -40,6 +40,7 @@ NAME = "index.nvmedata"  # the file, in the folder of the store
 FOREIGN = "foreign.nvmedata"  # the end of its name, for files that other programs wrote
 _PREFIX = struct.Struct("<8sIII")
 _HEADER = ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")
+_REPLACEABLE = stat.S_IFREG, stat.S_IFLNK, stat.S_IFDIR  # a folder is refused later
 _SECTIONS = {"ends": torch.int64, "checksums": torch.int32}
 
 Sizes = TypeVar("Sizes", int, torch.Tensor)
@@ -129,6 +130,18 @@ def aligned(value: Sizes, alignment: int) -> Sizes:
     return value if alignment == 1 else -(-value // alignment) * alignment
 
 
+def groups(sizes: Sequence[int], nbytes: int) -> Iterator[range]:
+    """Divides the places of ``sizes`` into ranges of at most ``nbytes`` together or of one place; yields them."""
+    first, together = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and together + size > nbytes:
+            yield range(first, place)
+            first, together = place, 0
+        together += size
+    if sizes:
+        yield range(first, len(sizes))
+
+
 def write_index(path: str, index: SampleIndex) -> None:
     """Writes the file atomically and durably; replaces a symbolic link, not its target. Raises OSError."""
     sections = {name: getattr(index, name) for name in _SECTIONS if getattr(index, name) is not None}
@@ -142,8 +155,7 @@ def write_index(path: str, index: SampleIndex) -> None:
     text = json.dumps(header).encode()
     body = aligned(_PREFIX.size + len(text), PAGE)
     with contextlib.suppress(FileNotFoundError):
-        mode = os.lstat(path).st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode) or stat.S_ISDIR(mode)):  # a pipe may have no reader
+        if stat.S_IFMT(os.lstat(path).st_mode) not in _REPLACEABLE:  # a pipe may have no reader
             raise FileExistsError(errno.EEXIST, "is no regular file", path)
     with replacing(path, follow=False) as file:
         prefix = _PREFIX.pack(MAGIC, VERSION, len(text), checksums_of([text], "crc32c")[0])
@@ -166,7 +178,7 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> SampleIndex:
             for name in sections:
                 if name in found:
                     setattr(index, name, _section(fd, path, name, body, found[name], index.records))
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError, RuntimeError) as error:
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, EOFError) as error:
             if isinstance(error, FormatError):
                 raise
             raise FormatError(f"{path}: the header of the index is damaged: {error!r}") from error
@@ -224,18 +236,10 @@ def _section(fd: int, path: str, name: str, body: int, place: dict[str, int], re
     values = empty(records, dtype=dtype)
     if records == 0:
         return values
-    try:
-        shared_handle().submit_pread(values, fd, body + place["offset"]).result()
-    except EOFError as error:
-        raise FormatError(f"{path}: the index was cut off within section {name!r}") from error
+    shared_handle().submit_pread(values, fd, body + place["offset"]).result()
     if checksum_of(values, "crc32c") != place["crc32c"]:
         raise FormatError(f"{path}: section {name!r} of the index is damaged")
     return values
-
-
-def unsigned(checksums: torch.Tensor) -> list[int]:
-    """Returns a section of checksums, which torch holds as int32, as unsigned numbers."""
-    return memoryview(bytes_of(checksums)).cast("I").tolist() if checksums.numel() else []
 
 
 # The index of files that other programs wrote is made once, kept beside them, and made again when they change

@@ -21,7 +21,6 @@ from nvme_ops.storage.files import make_last_folder, try_lock
 from nvme_ops.text import parse_size, size_words
 
 _MAX = (1 << 32) - 1  # bytes of a record
-_NOTHING = 0, 0  # numbers of records and bytes
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there
 _PARTS = 4  # flushes in a window: a record that just misses one waits for the next, and both take time
 
@@ -83,7 +82,7 @@ class AsyncLog(Closing):
         self._records: list[bytes] = []
         self._bytes = 0  # of those, and of those being written
         self._asked = self._durable = self._failed = 0  # the latest flush that was asked for, succeeded, failed
-        self._written = _NOTHING  # but not durable yet
+        self._written = 0, 0  # records and bytes that are not durable yet
         self._failure: Exception | None = None
         self._closing, self._ended, self._dropped = False, True, False
         self._segment: Segment | None = Segment.new(self.path)
@@ -190,13 +189,11 @@ class AsyncLog(Closing):
 
     # On the thread that writes
 
-    def _is_idle(self) -> bool:
-        asked = self._asked != self._durable or self._closing
-        return not (self._records or asked or self._failure)
-
     def _work(self) -> bool:
         """Writes all waiting records; returns whether the log is still open."""
         with self._changed:
+            if not (self._records or self._asked != self._durable or self._closing or self._failure):
+                return True
             records, self._records = self._records, []
             asked, closing = self._asked, self._closing
         failure: Exception | None = None
@@ -223,7 +220,7 @@ class AsyncLog(Closing):
 
     def _write(self, records: list[bytes]) -> None:
         """Writes records durably; removes the durable ones from the list."""
-        self._written = _NOTHING
+        self._written = 0, 0
         for block in list(blocks(records)):
             if self._segment is None:
                 self._segment = Segment.new(self.path)
@@ -232,7 +229,7 @@ class AsyncLog(Closing):
             if self._segment.nbytes >= self._rotate:
                 self._end(self._segment)
                 self._drop_durable(records)
-        if self._segment is not None and self._written != _NOTHING:
+        if self._segment is not None and self._written[0]:
             self._segment.sync()
             self._drop_durable(records)
 
@@ -264,7 +261,7 @@ class AsyncLog(Closing):
 
     def _drop_durable(self, records: list[bytes]) -> None:
         """Removes from ``records`` those written so far, which are durable now, and makes room for others."""
-        (count, nbytes), self._written = self._written, _NOTHING
+        (count, nbytes), self._written = self._written, (0, 0)
         del records[:count]
         with self._changed:
             self._bytes -= nbytes
@@ -330,7 +327,7 @@ def _serve(reference: weakref.ref[AsyncLog], changed: threading.Condition, pause
             if idle:
                 changed.wait(pause)
         log = reference()
-        if log is None or log._dropped or not (log._is_idle() or log._work()):
+        if log is None or log._dropped or not log._work():
             return
         del log
 

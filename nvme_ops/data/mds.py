@@ -29,7 +29,6 @@ _MAX = 100_000_000  # bytes of the index
 _DTYPES = {8: "uint8", 9: "int8", 16: "uint16", 17: "int16", 18: "float16", 32: "uint32", 33: "int32", 34: "float32",
            64: "uint64", 65: "int64", 66: "float64"}  # fmt: skip
 _SCALARS = {name: getattr(torch, name) for name in _DTYPES.values()}
-_SHAPES = (1, 2, 4, 8)  # bytes of a length
 
 
 def matches(path: str) -> bool:
@@ -154,7 +153,7 @@ def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
         return lambda part: _array(part, dtype, lengths)
     dtypes = {**_SCALARS, "int": torch.int64}
     if name in dtypes:
-        return lambda part: _numbers(part, dtypes[name]).item()
+        return lambda part: part.clone().view(dtypes[name]).item()  # ``part`` may be misaligned
     if encoding in ("bytes", "jpeg", "png"):
         return lambda part: part
     texts: dict[str, Callable[[str], Any]] = {"str": str, "json": parse_json, "str_int": int, "str_float": float}
@@ -163,21 +162,17 @@ def _decoder(encoding: str) -> Callable[[torch.Tensor], Any]:
     return lambda part: _by_streaming(encoding, part)
 
 
-def _numbers(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return part.clone().view(dtype)  # ``part`` may be misaligned
-
-
 def _array(part: torch.Tensor, dtype: str, shape: tuple[int, ...] | None) -> torch.Tensor:
     begin = 0
     if not dtype:
         dtype, begin = _DTYPES[int(part[0])], 1
     if shape is None:
         code = int(part[begin])
-        count, width = code >> 2, _SHAPES[code & 3]
+        count, width = code >> 2, 1 << (code & 3)
         body = bytes(bytes_of(part[begin + 1 : begin + 1 + count * width]))
         shape = tuple(int.from_bytes(body[k * width : (k + 1) * width], "little") for k in range(count))
         begin += 1 + count * width
-    values = _numbers(part[begin:], _SCALARS[dtype])
+    values = part[begin:].clone().view(_SCALARS[dtype])
     if values.numel() != math.prod(shape):
         raise ValueError(f"{values.numel()} values for the shape {shape}")
     return values.view(shape)

@@ -6,6 +6,7 @@ The same seed and epoch give the same order on every machine, with any number of
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Literal, TypeAlias
 
 import torch
@@ -87,12 +88,8 @@ class EpochOrder:
         elif shuffle == "shards":
             files = torch.arange(len(self._counts), device="cpu")
             self._files = (Permutation(len(self._counts), self._seed)(files) if len(files) else files).tolist()
-            self._starts = [0]  # positions where the files begin
-            for file in self._files:
-                self._starts.append(self._starts[-1] + self._counts[file])
-            self._firsts = [0]
-            for count in self._counts:
-                self._firsts.append(self._firsts[-1] + count)
+            self._starts = [0, *accumulate(self._counts[file] for file in self._files)]  # positions where they begin
+            self._firsts = [0, *accumulate(self._counts)]
 
     def at(self, start: int, stop: int) -> torch.Tensor:
         """Returns the numbers of the samples at positions ``start`` to ``stop``, int64."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import errno
+import functools
 import json
 import operator
 import os
@@ -23,7 +24,7 @@ from nvme_ops._native import native
 from nvme_ops.closing import Closing
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
-from nvme_ops.data.index import SampleIndex, aligned, unsigned
+from nvme_ops.data.index import SampleIndex, aligned, groups
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError, naming
 from nvme_ops.future import IoFuture
@@ -43,6 +44,7 @@ _BEYOND = 1 << 44  # bytes: no file is larger
 _LOOKED_UP = 4096  # samples whose sizes are looked up at once
 _MAX, _MIN = 1 << 14, 4  # bounds of the number of files that are kept open
 _AT_ONCE = 256  # files that are opened at the beginning
+_UINT32 = (1 << 32) - 1  # checksums, which torch holds as int32
 _SHARE = 20  # descriptors of the process's limit for each file kept open, which may need four of them
 
 
@@ -160,9 +162,8 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             listed = not isinstance(numbers, str) and isinstance(numbers, Sequence)
             raise (too_large if listed and all(isinstance(each, int) for each in numbers) else wrong) from error
-        if found.numel() and (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool):
-            raise wrong
-        if found.dim() != 1:
+        no_integers = found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
+        if found.dim() != 1 or (found.numel() and no_integers):
             raise wrong
         if found.dtype == torch.uint64 and (found.view(torch.int64) < 0).any():
             raise too_large
@@ -181,15 +182,9 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
     def ranges(self, nbytes: int) -> Iterator[range]:
         """Divides all samples into ranges of at most ``nbytes`` or one sample; yields them. Raises FormatError."""
         for start in range(0, len(self), _LOOKED_UP):
-            stop = min(len(self), start + _LOOKED_UP)
-            lengths = self.index.locate(torch.arange(start, stop, device="cpu"))[2].tolist()
-            first, together = start, 0
-            for number, length in enumerate(lengths, start):
-                if number > first and together + length > nbytes:
-                    yield range(first, number)
-                    first, together = number, 0
-                together += length
-            yield range(first, stop)
+            numbers = torch.arange(start, min(len(self), start + _LOOKED_UP), device="cpu")
+            for group in groups(self.index.locate(numbers)[2].tolist(), nbytes):
+                yield range(start + group.start, start + group.stop)
 
     def close(self) -> None:
         """Closes the files; those being read once the reads have ended. Further calls do nothing."""
@@ -316,12 +311,13 @@ class Read:
             return
         store = self._store
         order = torch.argsort(files * _BEYOND + begins)
+        few, which, starts = len(store.index.files) <= store._files.most, files[order], begins[order]
+        follow = (starts[1:] - starts[:-1] == spans[:1]) & (which[1:] == which[:-1])
         targets: Sequence[torch.Tensor] | torch.Tensor
-        few = len(store.index.files) <= store._files.most
-        if self._rows is not None and few and not self._has_neighbours(files[order], begins[order], spans):
+        if self._rows is not None and few and int(follow.sum()) * 8 <= len(begins):  # few are adjacent
             targets = self._rows  # costs less than a tensor for each
         else:
-            files, begins, parts = files[order], begins[order], self._split(spans)
+            files, begins, parts = which, starts, self._split(spans)
             targets = [parts[k] for k in order.tolist()]
         numbers, offsets = files.tolist(), begins.tolist()
         first = 0
@@ -355,13 +351,8 @@ class Read:
     def _check_files(self) -> None:
         """Raises FormatError if a file has been changed: anything may have been read from it."""
         for number, opened in self._files.items():
-            self._store._files.check(number, opened)
+            self._store._files.check(number, opened.fd)
         self._files = {}
-
-    def _has_neighbours(self, files: torch.Tensor, begins: torch.Tensor, spans: torch.Tensor) -> bool:
-        """Returns whether enough of the sorted records are adjacent for reading them together to pay off."""
-        follow = (begins[1:] - begins[:-1] == spans[:1]) & (files[1:] == files[:-1])
-        return int(follow.sum()) * 8 > len(begins)
 
     def _split(self, sizes: torch.Tensor) -> Sequence[torch.Tensor]:
         """Returns the first ``sizes`` bytes of each record's memory."""
@@ -374,9 +365,8 @@ class Read:
         index = self._store.index
         if index.checksums is None:
             return
-        found = checksums_of(self._split(self._lengths), "crc32c")
-        wrong = [k for k, (one, other) in enumerate(zip(found, unsigned(index.checksums[self._numbers]), strict=True))
-                 if one != other]  # fmt: skip
+        found, wanted = checksums_of(self._split(self._lengths), "crc32c"), index.checksums[self._numbers].tolist()
+        wrong = [k for k, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other & _UINT32]
         if wrong:
             files = index.locate(self._numbers)[0]
             names = [f"sample {int(self._numbers[k])}" for k in wrong]
@@ -409,9 +399,8 @@ def _rooms(index: SampleIndex, spans: torch.Tensor) -> torch.Tensor:
     return spans if index.stride is not None else aligned(spans, PAGE if index.alignment == PAGE else ALIGNMENT)
 
 
-def huge_pages(nbytes: int) -> torch.Tensor:
-    """Returns memory from the buffer pool."""
-    return empty(nbytes, dtype=torch.uint8)
+#: Returns so many bytes of memory from the buffer pool.
+huge_pages: Allocate = functools.partial(empty, dtype=torch.uint8)
 
 
 # The files
@@ -426,13 +415,13 @@ class OpenDataFile:
     """A data file that stays open as long as a read or the store refers to it; the store may drop it first."""
 
     def __init__(self, fd: int) -> None:
-        self._fd = fd
+        self.fd = fd
         self.file: OpenFile = native().OpenFile(fd)
 
     def __del__(self) -> None:
         if hasattr(self, "file"):
             self.file.close()
-            os.close(self._fd)
+            os.close(self.fd)
 
 
 class DataFiles:
@@ -453,7 +442,7 @@ class DataFiles:
         #: The most files that are kept open, and that one read has open at a time.
         self.most = max(_MIN, min(_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(self.paths):
-            self._check(number, os.stat(path))
+            self.check(number, path)
         for number in range(min(len(self.paths), self.most, _AT_ONCE)):
             self.open(number)
 
@@ -474,10 +463,6 @@ class DataFiles:
             found = self._open[number] = self._alive[number] = self._open_file(number)
             return found
 
-    def check(self, number: int, opened: OpenDataFile) -> None:
-        """Raises FormatError if an open file has changed since it was first seen."""
-        self._check(number, os.fstat(opened._fd), opened._fd)
-
     def close(self) -> None:
         """Closes the files that no transfer uses, and the others when their transfers have ended."""
         self._open.clear()
@@ -486,7 +471,7 @@ class DataFiles:
         path = self.paths[number]
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
-            self._check(number, os.fstat(fd), fd)
+            self.check(number, fd)
             if self._index.kind == "native":
                 with naming("read of the end", path):
                     end = os.pread(fd, PAGE, self._index.files[number].nbytes - PAGE)
@@ -497,8 +482,9 @@ class DataFiles:
             os.close(fd)
             raise
 
-    def _check(self, number: int, status: os.stat_result, fd: int = -1) -> None:
-        file, path = self._index.files[number], self.paths[number]
+    def check(self, number: int, where: str | int) -> None:
+        """Raises what the constructor raises if a file, given by path or descriptor, is not the one first seen."""
+        file, path, status = self._index.files[number], self.paths[number], os.stat(where)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "is no regular file", path)
         if status.st_size != file.nbytes:
@@ -507,8 +493,8 @@ class DataFiles:
             )
         if file.stamp is not None and status.st_mtime_ns != file.stamp:
             raise FormatError(f"{path}: was changed after its index was made: make the index again")
-        seen = self._seen.get(number)
-        if seen is None:
+        fd = where if isinstance(where, int) else -1
+        if (seen := self._seen.get(number)) is None:
             self._seen[number] = FileState(status, fd)
         elif not seen.holds(status, fd):
             raise FormatError(f"{path}: was replaced or changed while the store was open")

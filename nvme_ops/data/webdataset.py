@@ -74,24 +74,18 @@ def _places(path: str) -> Found:
     return Found(starts[0] if starts else 0, ends)
 
 
-class _BoundedTar(io.BufferedIOBase):
+class _BoundedTar:
     """Limits what tarfile reads from a file: it would allocate whatever size a header claims."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
-        super().__init__()
         self._file, self._nbytes = file, nbytes
+        self.seek, self.tell = file.seek, file.tell
 
-    def read(self, size: int | None = -1, /) -> bytes:
-        left = max(0, self._nbytes - self._file.tell())
-        if size is None or size < 0 or min(size, left) > _MAX_HEADER:
+    def read(self, size: int) -> bytes:
+        left = max(0, self._nbytes - self.tell())
+        if not 0 <= min(size, left) <= _MAX_HEADER:
             raise FormatError(f"a header of more than {_MAX_HEADER} bytes")
         return self._file.read(min(size, left))
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
 
 
 def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarInfo, int]]:

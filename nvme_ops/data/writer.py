@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 
 from nvme_ops import at_exit
+from nvme_ops.closing import Closing
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
@@ -50,7 +52,7 @@ _MAX_CLAIM = 1 << 20  # bytes
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
-class SampleWriter:
+class SampleWriter(Closing):
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
     Threads may share it; their samples are added in the order of the calls.
@@ -192,21 +194,15 @@ class SampleWriter:
                 raise
 
     def _publish(self) -> None:
-        before = None
-        with locked(self.path):
-            try:
-                self._require_right_to_replace()
-                before = self._claim_what_is_replaced()
-                for folder in self._folders:
-                    sync_folder(folder)
-                write_index(self.path, self._index())
-                self._claim.settle()
-            finally:
-                if before is not None:
-                    try:
-                        before.settle()
-                    finally:
-                        before.settle()  # in case Ctrl-C ended the first call: the next writer would wait for it
+        with locked(self.path), contextlib.ExitStack() as replaced:
+            self._require_right_to_replace()
+            if (before := self._claim_what_is_replaced()) is not None:
+                for _ in range(2):  # in case Ctrl-C ends the first call: the next writer would wait for it
+                    replaced.callback(before.settle)
+            for folder in self._folders:
+                sync_folder(folder)
+            write_index(self.path, self._index())
+            self._claim.settle()
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
@@ -244,7 +240,6 @@ class SampleWriter:
             raise ValueError("writing failed before: the store is incomplete and will not be kept")
         if self._state == "closed":
             raise ValueError("the writer is closed")
-        self._require_ours()
 
     def _require_ours(self) -> None:
         if self._process != os.getpid():
@@ -280,29 +275,15 @@ class SampleWriter:
                 self._end += len(part)
 
     def _index(self) -> SampleIndex:
-        fixed = self.columns.record_bytes
-        return SampleIndex(
-            self._id,
-            "native",
-            len(self._ends),
-            self._files,
-            self._settle_alignment(),
-            fixed,
-            self.columns.as_json(),
-            {"path": self.path} if len(self._folders) > 1 else {},
-            _tensor(self._ends, torch.int64) if fixed is None else None,
-            None if self._sums is None else _tensor(self._sums, torch.int32),
-            self.path,
-        )
+        fixed, count = self.columns.record_bytes, len(self._ends)
+        made = SampleIndex(self._id, "native", count, self._files, self._settle_alignment(), fixed, path=self.path)
+        made.columns, made.more = self.columns.as_json(), {"path": self.path} if len(self._folders) > 1 else {}
+        made.ends = _tensor(self._ends, torch.int64) if fixed is None else None
+        made.checksums = None if self._sums is None else _tensor(self._sums, torch.int32)
+        return made
 
-    def __enter__(self) -> SampleWriter:
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.abort()
+    def __exit__(self, *error: object) -> None:
+        self.close() if error[0] is None else self.abort()
 
     def __del__(self) -> None:
         if getattr(self, "_state", "closed") != "closed" and self._process == os.getpid():
@@ -386,9 +367,13 @@ class WriterClaim:
     _file: FileIO | None = None
 
     def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
-        self._index, self._process = index, os.getpid()
+        self._index, self._store, self._process = index, store, os.getpid()
         self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
-        file = self._file = _locked(self.path)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        # patient: another process may hold the lock for a moment, to check whether the claim is abandoned. Where locks
+        # do not work, no claim counts as abandoned
+        lock = functools.partial(try_lock, patient=True)
+        file = self._file = hold(self.path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lock)
         try:
             text = json.dumps({"index": index, "folders": list(folders)}).encode()
             with naming("write", self.path):
@@ -404,7 +389,7 @@ class WriterClaim:
     def settle(self) -> None:
         """Removes the claim, and the data files unless the index names them. Further calls do nothing."""
         if self._file is not None and not self._file.closed:
-            _settle(self._index, self.path)
+            _settle(self._index, self.path, self._store)
             self._file.close()
 
     def __del__(self) -> None:
@@ -420,23 +405,12 @@ def settle_abandoned(index: str) -> None:
         path = os.path.join(folder, name)
         # Another user's claim could name any folder.
         with contextlib.suppress(OSError):
-            if _CLAIM.fullmatch(name) and os.lstat(path).st_uid == os.geteuid():
+            if (found := _CLAIM.fullmatch(name)) and os.lstat(path).st_uid == os.geteuid():
                 with abandoned(path):
-                    _settle(index, path)
+                    _settle(index, path, found[1])
 
 
-def _locked(path: str) -> FileIO:
-    """Opens a claim and locks it. Where locks do not work, no claim counts as abandoned."""
-    flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    # patient: another process may hold the lock for a moment, to check whether the claim is abandoned
-    return hold(path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lambda fd: try_lock(fd, patient=True))
-
-
-def _settle(index: str, path: str) -> None:
-    found = _CLAIM.fullmatch(os.path.basename(path))
-    if found is None:
-        return
-    store = found[1]
+def _settle(index: str, path: str, store: str) -> None:
     try:
         wanted = read_index(index, ()).id == store
     except FileNotFoundError:
@@ -447,7 +421,7 @@ def _settle(index: str, path: str) -> None:
         for folder in _folders(index, path):
             with contextlib.suppress(OSError, ValueError):  # a name that no folder can have
                 for name in os.listdir(folder):
-                    if is_data_file(name) and name.startswith(f"{_PREFIX}{store}-"):
+                    if is_data_file(name) and name.split("-")[1] == store:
                         unlink(os.path.join(folder, name))
     with contextlib.suppress(OSError):
         os.unlink(path)
