@@ -56,11 +56,6 @@ class Block:
         """Bytes that can still be added."""
         return BLOCK - self._begin - self.length
 
-    @property
-    def full(self) -> bool:
-        """True when no more bytes can be added."""
-        return self.room == 0
-
     def add(self, data: memoryview) -> int:
         """Copies as much of ``data`` as there is room for; returns how many bytes."""
         count = min(len(data), self.room)
@@ -199,7 +194,7 @@ class ReadAhead:
 
     def _continue(self) -> None:
         """Starts reads until ``_AHEAD`` blocks follow the first one."""
-        while 0 < len(self._blocks) <= _AHEAD and self._blocks[-1].full:
+        while 0 < len(self._blocks) <= _AHEAD and not self._blocks[-1].room:
             if self._blocks[-1].stop >= os.fstat(self._fd).st_size:
                 return
             self._fetch(self._blocks[-1].stop)
@@ -287,7 +282,7 @@ class WriteBehind:
                 return
             block = self._filling() or self._take(self.stop)
             data = data[block.add(data) :]
-            if block.full:
+            if not block.room:
                 self._send(block)
 
     def flush(self) -> None:

@@ -132,10 +132,10 @@ class Dictionary:
             return
         try:
             with store.changing(self._identity) as document:
-                stored: Any = document.get(SECTION)
+                stored: Any = document.get(SECTION, [])
                 again = [entry for entry, exploring, _ in explored if exploring]
                 settled = [entry for entry, exploring, _ in explored if not exploring]
-                entries = again + (stored if store.sound(stored, _check) else []) + settled
+                entries = again + ([] if store.problem_of(stored, _check) else stored) + settled
                 document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MAX_KEPT:]
         except (OSError, RuntimeError) as error:  # the program does not depend on it
             self._why_not_kept = str(error)
@@ -177,23 +177,12 @@ def _findings(explored: list[Explored]) -> list[Any]:
     return [(entry["op"], entry["class"], ended, entry["usual"] > 0) for entry, _, ended in explored]
 
 
-def _learned(
-    fields: tuple[int, ...], tools: list[Any], costs: list[float], chosen: int, _: float, *counts: int
-) -> Learned:
+def _learned(fields: tuple[int, ...], tools: list[Any], costs: list[float], chosen: int, *counts: Any) -> Learned:
     op, size, place, cached, concurrency = fields
-    exploring, explorations, transfers = counts
-    return Learned(
-        op="write" if op else "read",
-        most_bytes=_SMALLEST * 4**size if size + 1 < _CLASSES else None,
-        place=_PLACES[place],
-        cached=bool(cached),
-        concurrency=_CONCURRENCY[concurrency],
-        tools=tuple(map(_tried, tools, costs)),
-        chosen=chosen,
-        exploring=bool(exploring),
-        explorations=explorations,
-        transfers=transfers,
-    )
+    _usual, exploring, explorations, transfers = counts
+    most_bytes = _SMALLEST * 4**size if size + 1 < _CLASSES else None
+    kind = "write" if op else "read", most_bytes, _PLACES[place], bool(cached), _CONCURRENCY[concurrency]
+    return Learned(*kind, tuple(map(_tried, tools, costs)), chosen, bool(exploring), explorations, transfers)
 
 
 def _tried(tool: Tool, cost: float) -> Tried:

@@ -62,7 +62,7 @@ def load(identity: Identity, section: str, check: Callable[[Any], object]) -> An
     document, problem = _read(path)
     found = document.get(section)
     if found is not None and not problem:
-        problem = _problem(check, found)
+        problem = problem_of(found, check)
     if problem:
         warnings.warn(f"{path} is ignored: {problem}", RuntimeWarning, stacklevel=1)  # one place, so it is shown once
     return None if problem else found
@@ -85,7 +85,8 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
         return {}, _damage(error)
 
 
-def _problem(check: Callable[[Any], object], found: Any) -> str:
+def problem_of(found: Any, check: Callable[[Any], object]) -> str:
+    """Returns what is wrong with a section, if anything; ``check`` as for ``load``."""
     try:
         check(found)
     except _DAMAGE as error:
@@ -117,11 +118,6 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
         publish(os.fspath(path), (json.dumps(document, indent=2) + "\n").encode(), mode=0o600)
     finally:
         unlock_and_close(lock)
-
-
-def sound(found: Any, check: Callable[[Any], object]) -> bool:
-    """Returns whether a section from ``changing`` is present and undamaged."""
-    return found is not None and not _problem(check, found)
 
 
 def keep(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
