@@ -135,7 +135,7 @@ class Dictionary:
                 stored: Any = document.get(SECTION, [])
                 again = [entry for entry, exploring, _ in explored if exploring]
                 settled = [entry for entry, exploring, _ in explored if not exploring]
-                entries = again + ([] if store.problem_of(stored, _check) else stored) + settled
+                entries = [*again, *([] if store.problem_of(stored, _check) else stored), *settled]
                 document[SECTION] = list({_key(entry): entry for entry in entries}.values())[-_MAX_KEPT:]
         except (OSError, RuntimeError) as error:  # the program does not depend on it
             self._why_not_kept = str(error)

@@ -132,6 +132,11 @@ def test_what_has_other_tools_or_numbers_is_ignored_and_stays(folder: Path, cach
         write(again, folder)
     assert [entry["tools"][0][0] for entry in kept(cache)[SECTION]][:1] == [1 << 80]
     assert len(kept(cache)[SECTION]) > 1
+    path.write_text(json.dumps({**document, SECTION: {}}))  # which is no list
+    forget()
+    with aio_handle.adaptive(folder) as again:
+        write(again, folder)
+    assert len(kept(cache)[SECTION]) == 1
 
 
 def test_what_could_not_be_kept_is_told_and_kept_later(
