@@ -41,7 +41,8 @@ def filled(path: Path) -> Path:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_it_does_what_a_file_of_python_does(seed: int, path: Path) -> None:
+def test_it_does_what_a_file_of_python_does(seed: int, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_LARGE", 5 * MIB)
     chance = random.Random(seed)
     content = DATA[: chance.choice(SIZES)]
     path.write_bytes(content)
@@ -85,15 +86,6 @@ def test_writes_and_reads_of_one_size_come_to_the_end_in_order(size: int, path: 
     assert {len(piece) for piece in pieces[:-1]} <= {size}
     assert b"".join(pieces) == data
     assert buffer[:-7] == data[7:]
-
-
-def test_a_very_large_write_between_small_ones(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_LARGE", 5 * MIB)
-    with nvme_ops.open(path, "w") as file:
-        for part in (b"before", DATA, b"after"):
-            file.write(part)
-        assert file.tell() == len(DATA) + 11
-    assert path.read_bytes() == b"before" + DATA + b"after"
 
 
 # torch, numpy and pickle
