@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure import bench, explain, files
-from nvme_ops.measure import judge as judging
 from nvme_ops.measure import rows as rows_module
 from nvme_ops.measure.judge import EMPTY, FIO, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.op_builder.machine import Host
@@ -56,17 +55,12 @@ def names(judgement: Judgement) -> list[str]:
         # seconds for each GB: 1 - 0.77 - 0.5 - 0.33
         ({FIO: 3, NEW: 1, KEPT: 1.3, NEW_2: 1, LOCKED_2: 3}, {}, ["memory copies", "page faults", "one lane"]),
         ({FIO: 3.5, LOCKED_2: 3.5}, {"busy": {LOCKED: 0.84}}, ["one lane"]),
-        ({FIO: 3.5, LOCKED_2: 3.5}, {"busy": {LOCKED: 0.85}}, ["CPU"]),
-        ({FIO: 3.5}, {"busy": {LOCKED: 0.97}}, ["CPU"]),
         ({FIO: 3.5}, {"busy": {LOCKED: 0.84}}, ["settings"]),
         ({KEPT: 1, NEW: 1, NEW_2: 1.6}, {"busy": {NEW: 0.99}}, ["memory copies", "CPU"]),
-        ({KEPT: 1, NEW: 1, NEW_2: 1.6}, {"busy": {NEW: 0.84}}, ["memory copies"]),
         ({FIO: 4, LOCKED_2: 4, NEW_2: 3}, {"busy": {LOCKED: 0.97, NEW: 0.97}}, ["CPU"]),  # each is named once
-        ({FIO: 4, LOCKED_2: 3}, {"busy": {LOCKED: 0.3, LOCKED_2: 0.97}}, ["one lane", "CPU"]),
         ({FIO: 4}, {"hindrances": [("no io_uring", "allow it")]}, ["what the system refuses"]),
         ({}, {"hindrances": [("no io_uring", "allow it")]}, []),
         ({NEW: 1.8, KEPT: 1.9}, {"wobble": NOISY}, []),
-        ({NEW: 0.5, NEW_2: 0.5}, {"wobble": NOISY}, ["page faults"]),
         ({FIO: 2.04}, {"wobble": STEADY}, []),  # sure, and of no use
         ({NEW: 1.4, NEW_2: 1.4, KEPT: 1.75}, {"wobble": (1.0, 1.08, 0.92)}, ["page faults and memory copies"]),
         ({NEW: 1.7, NEW_2: 1.7, KEPT: 1.85, FIO: 2.3}, {"wobble": (1.0, 1.06, 0.94)}, ["several small parts"]),
@@ -88,21 +82,16 @@ def test_the_verdict_has_the_rates_and_the_greatest_loss() -> None:
     assert found.verdict.endswith("33% of the ceiling of 3 GB/s; most is lost to: memory copies (40% of the gap)")
 
 
-@pytest.mark.parametrize(
-    ("gigabytes", "reached", "fix"),
-    [
+def test_what_was_faster_is_advised() -> None:
+    for gigabytes, reached, fix in (
         ({NEW: 0.8, EMPTY: 0.8}, NEW, "keep the tensor and read into it again"),
         ({NEW: 0.8, EMPTY: 1.9}, NEW, "nvme_ops.empty(...), new each time: 1.9 GB/s"),
-        ({KEPT: 1.2, NEW: 1.2, NEW_2: 1.2}, NEW, "new_cpu_locked_tensor"),
-        ({FIO: 4, LOCKED_2: 4}, NEW, "intra_op_parallelism=2"),
-        ({FIO: 4}, NEW, "nvme-tune"),
-        ({GPU: 1, GDS: 1.9}, GPU, "nvme_ops.gds_handle(): 1.9 GB/s"),
-        ({GPU: 1, two_lanes(GPU): 1.5}, GPU, "intra_op_parallelism=2): 1.5 GB/s"),
-        ({GPU: 1}, GPU, "nvme-report"),
-    ],
-)
-def test_what_was_faster_is_advised(gigabytes: dict[str, float], reached: str, fix: str) -> None:
-    assert fix in judged(gigabytes, reached=reached).findings[0].fix
+        ({FIO: 4.0, LOCKED_2: 4.0}, NEW, "intra_op_parallelism=2"),
+        ({FIO: 4.0}, NEW, "nvme-tune"),
+        ({GPU: 1.0, GDS: 1.9}, GPU, "nvme_ops.gds_handle(): 1.9 GB/s"),
+        ({GPU: 1.0}, GPU, "nvme-report"),
+    ):
+        assert fix in judged(gigabytes, reached=reached).findings[0].fix
 
 
 def test_rounds_that_disagree_or_failed_are_minded() -> None:
@@ -112,23 +101,11 @@ def test_rounds_that_disagree_or_failed_are_minded() -> None:
     rates = rows({NEW: 0.8, NEW_2: 0.8})
     rates[NEW][1] = rates[KEPT][0] = rates[FIO][2] = None
     assert names(judge(Measured(False, NEW, rates))) == ["page faults"]
-    few: dict[str, list[float | None]] = {
-        FIO: [9e9] * 3,
-        NEW: [1e9] * 3,
-        KEPT: [1e9, 5e9, 5e9],
-        LOCKED: [2e9, None, None],
-    }
-    assert {each.name: each.share for each in judge(Measured(False, NEW, few)).findings}["memory copies"] == 0.0
 
 
 def test_the_ceiling_is_fio_or_what_is_surely_faster_with_page_locked_memory() -> None:
     assert [judged({FIO: rate}).ceiling for rate in (1.0, 1.99)] == [LOCKED, FIO]
-    for faster, ceiling in (
-        ({}, LOCKED),
-        ({LOCKED_2: 3.0}, LOCKED_2),
-        ({NEW_2: 3.0}, LOCKED),
-        ({LOCKED_2: 2.02}, LOCKED),
-    ):
+    for faster, ceiling in (({LOCKED_2: 3.0}, LOCKED_2), ({NEW_2: 3.0}, LOCKED), ({LOCKED_2: 2.02}, LOCKED)):
         assert judge(Measured(False, NEW, {**rows(faster), FIO: []})).ceiling == ceiling
 
 
@@ -136,21 +113,8 @@ def test_writes_know_no_page_faults() -> None:
     found = judge(Measured(True, KEPT, rows({KEPT: 1.0, NEW: 0.5})))
     assert names(found) == ["memory copies"]
     assert found.verdict.startswith("write: 1 GB/s reached, 50%")
-    assert names(judge(Measured(True, GPU, {FIO: [2e9] * 3, LOCKED: [2e9] * 3, GPU: [1e9] * 3}))) == [
-        "copy from the GPU"
-    ]
-
-
-def test_a_slow_round_is_not_noise_and_more_rounds_tell_smaller_differences() -> None:
-    assert judging.least_difference({name: [1e9, 0.3e9, 1e9] for name in HOST_ROWS}) == judging.MIN_DIFFERENCE
-    assert (
-        judging.MIN_DIFFERENCE
-        < judging.least_difference(rows({}, NOISY * 3))
-        < judging.least_difference(rows({}, NOISY))
-    )
-
-
-# Places
+    rates = {FIO: [2e9] * 3, LOCKED: [2e9] * 3, GPU: [1e9] * 3}
+    assert names(judge(Measured(True, GPU, rates))) == ["copy from the GPU"]
 
 
 @pytest.fixture
@@ -168,17 +132,14 @@ def explained(*words: object) -> tuple[int, str]:
     return status, said.getvalue().rstrip("\n")
 
 
-def refused(*words: object) -> str:
-    """What is said when the place cannot be used."""
-    status, text = explained(*words)
-    assert status == 2
-    assert text.startswith("nvme-bench: ")
-    return text
-
-
 def test_what_cannot_be_explained_is_refused(
     folder: Path, tmp_path: Path, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def refused(*words: object) -> str:
+        status, text = explained(*words)
+        assert (status, text[:12]) == (2, "nvme-bench: ")
+        return text
+
     (folder / "small").write_bytes(b"x" * 5000)
     os.mkfifo(tmp_path / "pipe")
     assert "No such file or directory" in refused(tmp_path / "none")
@@ -197,14 +158,6 @@ def test_what_cannot_be_explained_is_refused(
     if os.path.isfile(sysfs):
         monkeypatch.setattr(explain, "_MIN_FILE", 1)
         assert "refuses O_DIRECT" in refused(sysfs)
-
-
-# Small real runs
-
-
-@pytest.fixture
-def _no_fio(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
 
 
 def state(path: Path) -> tuple[str, int, int, int]:
@@ -237,10 +190,10 @@ def test_a_file_is_explained_as_found_and_cold_and_left_as_it_was(file: Path, mo
     assert list(file.parent.iterdir()) == [file]
 
 
-@pytest.mark.usefixtures("_no_fio")
 def test_what_the_system_refuses_is_told_and_a_file_need_only_be_readable(
-    file: Path, monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # without fio
     monkeypatch.setenv("NVME_OPS_BACKEND", "threads")
     open_to_all(file.parent)
     os.truncate(file, 64 * MIB)
@@ -265,7 +218,7 @@ def test_what_the_system_refuses_is_told_and_a_file_need_only_be_readable(
 
 
 def test_a_folder_is_explained_in_both_directions_and_left_empty(folder: Path) -> None:
-    status, text = explained(folder, "--rounds", "2", "--io_size", "8M", "--write")
+    status, text = explained(folder, "--rounds", "2", "--io_size", "4M", "--write")
     assert status == 0
     assert [line.split(":")[0] for line in text.splitlines()[:2]] == ["read", "write"]
     assert text.count("what was reached") == 2

@@ -28,9 +28,6 @@ README = "intro\n\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\n\nrest\n"
 PAGE = "intro\n\n<!-- section {} -->\nold\n<!-- /section {} -->\n\n<!-- machines -->\n<!-- /machines -->\n"
 
 
-# What must not get into it
-
-
 def test_folders_hosts_users_and_kernels_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Name:
         nodename, release = "blade", "6.1.2-made-by-ann"
@@ -57,9 +54,6 @@ def test_folders_hosts_users_and_kernels_are_replaced(tmp_path: Path, monkeypatc
         assert scrub({value: [value]}) == {expected: [expected]}
     other = {"root": True, "path": "/usr/lib/x", "n": 12345678, "f": 1.23456789, "none": None, "at": "ext4 on / from x"}
     assert page.scrub_for({"DISK": "/"})(other) == {**other, "f": 1.23457}
-
-
-# Measuring
 
 
 class Run:
@@ -101,14 +95,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 
 SPREAD = {"median": 1, "min": 1, "max": 1}
-ROW = {
-    "name": "found HERE",
-    "note": "",
-    "spread": SPREAD,
-    "columns": {},
-    "against_reference": None,
-    "against_peer": None,
-}
+ROW: dict[str, Any] = {"name": "found HERE", "note": "", "spread": SPREAD, "columns": {}}
+ROW |= dict.fromkeys(("against_reference", "against_peer"))
 TABLE = {"group": "read", "title": "title", "unit": "GB/s", "reference": "", "peers": "DeepSpeed", "rows": [ROW]}
 FOUND = json.dumps({"tables": [TABLE], "passes": [1]}).replace("HERE", "%s")
 WRITE = f"json.write_text({FOUND!r} % sys.argv[1])\n"
@@ -154,16 +142,13 @@ def test_a_command_that_fails_is_told_and_the_next_go_on(run: Run) -> None:
 def test_a_section_that_cannot_run_here_keeps_what_there_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     run.program("gpu", WRITE, needs_gpu=True)
-    assert run("--only", "gpu") == 0
-    assert "Not measured yet." in run.page.read_text()
+    run.results.mkdir()
     (run.results / "gpu.json").write_text(json.dumps(stored()))
     assert run("--only", "gpu") == 0
     assert run.stored("gpu") == stored()
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"runs": []}', json.dumps({"date": "", "description": None, "runs": [{}]})]
-)
+@pytest.mark.parametrize("text", ["", "{", json.dumps({"date": "", "description": None, "runs": [{}]})])
 def test_rendering_measures_nothing_and_names_a_damaged_file(
     run: Run, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -172,30 +157,16 @@ def test_rendering_measures_nothing_and_names_a_damaged_file(
     if text:
         (run.results / "raw_io.json").write_text(text)
     assert page.main(["--render", *run.words[2:]]) == (2 if text else 0)
-    assert bool(
-        re.match(
-            r"page: (.*raw_io\.json is damaged .*: remove it|results cannot be shown .*: measure)",
-            capsys.readouterr().err,
-        )
-    ) == bool(text)
+    said = r"page: (.*raw_io\.json is damaged .*: remove it|results cannot be shown .*: measure)"
+    assert bool(re.match(said, capsys.readouterr().err)) == bool(text)
     for file in (run.page, run.readme):
         assert ("\nold\n" in file.read_text()) == bool(text)
         assert ("Not measured yet." in file.read_text()) != bool(text)
 
 
-# Showing
-
-
 def stored(document: Any = None, **more: Any) -> dict[str, Any]:
     run = {"command": "some --command", "failure": "", "document": document, "text": "", "plot": ""}
     return {"date": "2026-01-02", "description": DESCRIPTION, "runs": [run], **more}
-
-
-def shown(name: str, found: dict[str, Any] | None) -> str:
-    """What the page shows of a section."""
-    text = page.render_page(PAGE.replace("{}", name), {name: found} if found else {}, "pictures")
-    assert "\nold\n" not in text
-    return text.partition(f"<!-- section {name} -->\n")[2].partition(f"<!-- /section {name} -->\n")[0].strip("\n")
 
 
 def results() -> dict[str, Any]:
@@ -216,27 +187,3 @@ def test_page_and_readme_are_what_the_stored_results_say_and_no_figure_is_by_han
     assert re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE) == list(page.SECTIONS)
     prose = emptied(text).replace("of 10^9 bytes", "")
     assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose) == []
-
-
-def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
-    found = results()["raw_io"]
-    document = found["runs"][0]["document"]
-    document |= {"about": {"gpu": "Example", "cuda": "13"}}
-    there, other = document["folders"].values()
-    best, missing, *_ = there["tables"][0]["rows"]
-    there["notes"] = ["ours / theirs: reached"]
-    best["note"] = "without huge pages (vm.nr_hugepages)"
-    missing |= {"name": "a | b", "spread": None, "note": "not installed:\npip install it"}
-    ordinary = next(each for each in there["tables"][0]["rows"] if each["name"] == "nvme_ops, pageable")
-    ordinary["spread"] = None
-    del other["tables"][2:]
-    text = shown("raw_io", found)
-    assert re.search(r"^\| a \\\| b +\| - +\| .*\| not installed: pip install it +\|$", text, re.MULTILINE)
-    assert "- ours / theirs: reached" in text
-    assert "gpu Example; cuda 13" in text
-    made = page.render_readme(README, {"raw_io": found})
-    assert made.startswith("intro\n\n<!-- benchmarks -->\n\nAgainst fio at its best (without huge pages")
-    assert made.endswith("|\n\n<!-- /benchmarks -->\n\nrest\n")
-    rows = [[cell.strip() for cell in line.split("|")[2:-1]] for line in made.splitlines() if line.startswith("| ")]
-    assert rows[2][:3] == ["-", "-", "-"]
-    assert rows[-1][3:6] == ["-", "-", "-"]

@@ -20,46 +20,24 @@ PEAK = 2e9
 class MadeUpDevice:
     """Rates that depend on settings, disturbed as those of a shared machine; a clock that passes advance."""
 
-    def __init__(self, kind: str, seed: int, noise: float = 0.05, peak: float = PEAK) -> None:
-        self.kind, self.noise, self.peak = kind, noise, peak
+    def __init__(self, kind: str, seed: int, noise: float = 0.05) -> None:
+        self.kind, self.noise = kind, noise
         self.now, self.passes = 0.0, 0
         self._chance, made = random.Random(seed), random.Random(f"{kind} {seed}")
         self._drift = 0.0
         self.block = made.choice([256 * KIB, MIB, 4 * MIB, 8 * MIB])  # where it is fastest
         self.needs = made.choice([2, 8, 32]) * MIB  # in flight
-        self.per_block = made.uniform(20e-6, 150e-6)  # seconds that one lane spends on a request
-        self.lane = made.uniform(0.4, 1.5) * peak  # bytes per second of one lane
-        self.crowding = made.uniform(0.0, 0.1)
-        self.switch = made.uniform(-0.08, 0.08)
 
     def rate(self, settings: Settings) -> float:
         """Bytes per second without noise."""
         flight = settings.block_size * settings.queue_depth * settings.intra_op_parallelism
         away = math.log2(settings.block_size / self.block)
         if self.kind == "flat":
-            return self.peak
+            return PEAK
         if self.kind == "deep":  # the more requests in flight, the faster, in small blocks
-            return self.peak * settings.queue_depth / (settings.queue_depth + 40) * (1 - 0.01 * abs(away))
-        if self.kind == "large":
-            return self.peak * settings.block_size / (settings.block_size + 2 * MIB)
-        if self.kind == "threads":  # one lane keeps a processor busy, and does not keep the device busy
-            return self.peak * min(1.0, 0.3 * settings.intra_op_parallelism) * (1 - 0.02 * settings.overlap_events)
-        if self.kind == "far":  # a smooth optimum away from the default, and less with too much in flight
-            shape = 1 - 0.02 * away**2 - self.crowding * max(0.0, math.log2(flight / self.needs) - 4) / 4
-            return (
-                self.peak
-                * max(0.1, shape)
-                * flight
-                / (flight + self.needs / 4)
-                * (1 + self.switch * settings.overlap_events)
-            )
-        if self.kind == "cliffs":  # sharp limits
-            shape = (0.75 if settings.block_size > self.block else 1.0) * min(1.0, flight / self.needs)
-            return self.peak * shape * (0.8 if settings.queue_depth > 32 else 1.0)
-        # interacting: small blocks cost processor time, of which more lanes have more, while lanes crowd the device
-        lanes = settings.intra_op_parallelism / (1 / self.lane + self.per_block / settings.block_size)
-        crowd = 1 - self.crowding * math.log2(settings.intra_op_parallelism) - 0.01 * max(0.0, away)
-        return 1 / (1 / (self.peak * crowd) ** 4 + 1 / lanes**4) ** 0.25
+            return PEAK * settings.queue_depth / (settings.queue_depth + 40) * (1 - 0.01 * abs(away))
+        shape = (0.75 if settings.block_size > self.block else 1.0) * min(1.0, flight / self.needs)  # sharp limits
+        return PEAK * shape * (0.8 if settings.queue_depth > 32 else 1.0)
 
     def size(self, full: bool) -> float:
         """Bytes of a pass, as ``Passes.calibrate`` chooses them."""
@@ -80,8 +58,8 @@ class MadeUpDevice:
     def spent(self) -> float:
         return self.now / BUDGET
 
-    def search(self, processors: int = 4, tried: list[Axis] | None = None) -> Search:
-        return Search(self.measure, tried or axes(processors), self.spent)
+    def search(self, tried: list[Axis] | None = None) -> Search:
+        return Search(self.measure, tried or axes(4), self.spent)
 
 
 def share_of_best(device: MadeUpDevice) -> float:
@@ -89,19 +67,11 @@ def share_of_best(device: MadeUpDevice) -> float:
     return device.rate(found) / max(map(device.rate, combinations(axes(4))))
 
 
-KINDS = ["deep", "large", "threads", "far", "cliffs", "interacting"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(
-    ("noise", "least", "usual", "how_often"), [(0.005, 0.96, 0.96, 10), (0.03, 0.91, 0.969, 8), (0.1, 0.8, 0.9, 6)]
-)
-def test_the_winner_is_nearly_always_close_to_the_best(
-    kind: str, noise: float, least: float, usual: float, how_often: int
-) -> None:
-    shares = [share_of_best(MadeUpDevice(kind, seed, noise)) for seed in range(10)]
+@pytest.mark.parametrize("kind", ["deep", "cliffs"])
+@pytest.mark.parametrize(("noise", "least"), [(0.005, 0.96), (0.1, 0.8)])
+def test_the_winner_is_close_to_the_best(kind: str, noise: float, least: float) -> None:
+    shares = [share_of_best(MadeUpDevice(kind, seed, noise)) for seed in range(4)]
     assert min(shares) > least, shares
-    assert sum(share >= usual for share in shares) >= how_often, shares
 
 
 def test_a_flat_device_keeps_the_default_and_its_differences_are_noise() -> None:
@@ -112,9 +82,9 @@ def test_a_flat_device_keeps_the_default_and_its_differences_are_noise() -> None
     assert all(abs(duel.ratio - 1) < 5 * duel.noise for duel in outcome.races.values())
 
 
-@pytest.mark.parametrize("peak", [5e7, 2e9, 2e10])
+@pytest.mark.parametrize("peak", [5e7, 2e10])
 def test_nothing_starts_once_the_time_is_over(peak: float) -> None:
-    device = MadeUpDevice("far", 1)
+    device = MadeUpDevice("cliffs", 1)
     begins = []
 
     def measure(settings: Settings, full: bool) -> dict[str, float]:
@@ -129,7 +99,7 @@ def test_nothing_starts_once_the_time_is_over(peak: float) -> None:
 
 
 def test_a_final_that_is_cut_short_is_told() -> None:
-    device = MadeUpDevice("far", 1)
+    device = MadeUpDevice("cliffs", 1)
 
     def spent() -> float:
         return 0.69 if device.passes < 40 else 0.71 if device.passes < 43 else 1.0
@@ -138,52 +108,29 @@ def test_a_final_that_is_cut_short_is_told() -> None:
     assert (device.passes, outcome.final, outcome.complete) == (43, None, False)
 
 
-def test_the_same_measurements_give_the_same_result_and_hopeless_settings_are_measured_least() -> None:
-    device, again = MadeUpDevice("far", 2), MadeUpDevice("far", 2)
-    outcome = device.search().find()
-    assert (again.search().find().best, again.passes) == (outcome.best, device.passes)
-    best = max(map(device.rate, combinations(axes(4))))
-    hopeless = [count for settings, count in outcome.passes.items() if device.rate(settings) < 0.6 * best]
-    assert max(hopeless, default=0) <= 2
-    assert max(count for settings, count in outcome.passes.items() if device.rate(settings) > 0.95 * best) > 5
-
-
-@pytest.mark.parametrize(
-    ("tried", "baseline"),
-    [
-        (
-            [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])],
-            {"block_size": 2 * MIB, "queue_depth": 24},
-        ),
-        ([Axis("queue_depth", [16])], {"queue_depth": 16}),
-    ],
-)
-def test_only_the_values_of_the_axes_are_tried(tried: list[Axis], baseline: dict[str, int]) -> None:
-    outcome = MadeUpDevice("interacting", 0).search(tried=tried).find()
+def test_only_the_values_of_the_axes_are_tried() -> None:
+    tried = [Axis("block_size", [2 * MIB, 8 * MIB]), Axis("queue_depth", [16, 24])]
+    outcome = MadeUpDevice("cliffs", 0).search(tried=tried).find()
     assert {*outcome.passes, outcome.best} <= set(combinations(tried))
-    assert outcome.baseline == replace(DEFAULT, **baseline)  # type: ignore[arg-type]
-    assert len(combinations(tried)) > 1 or (outcome.complete and outcome.final is None)
+    assert outcome.baseline == replace(DEFAULT, block_size=2 * MIB, queue_depth=24)
+    outcome = MadeUpDevice("cliffs", 0).search(tried=[Axis("queue_depth", [16])]).find()
+    assert (outcome.best, outcome.complete, outcome.final) == (replace(DEFAULT, queue_depth=16), True, None)
 
 
 def test_of_equal_settings_the_simplest_wins() -> None:
     """Everything but the default's block size is equally much faster."""
     device = MadeUpDevice("flat", 0, noise=0.02)
-    flat = device.rate
-
-    def rate(settings: Settings) -> float:
-        return flat(settings) * (0.7 if settings.block_size == MIB else 1)
-
-    device.rate = rate  # type: ignore[method-assign]
+    device.rate = lambda settings: PEAK * (0.7 if settings.block_size == MIB else 1)  # type: ignore[method-assign]
     best = device.search().find().best
     assert best.block_size != MIB
     assert best.intra_op_parallelism + best.single_submit + best.overlap_events <= 2
 
 
 def test_an_interrupted_search_tells_what_it_knows() -> None:
-    device = MadeUpDevice("far", 5, noise=0.01)
+    device = MadeUpDevice("cliffs", 5, noise=0.01)
 
     def measure(settings: Settings, full: bool) -> dict[str, float]:
-        if device.passes == 60:
+        if device.passes == 30:
             raise KeyboardInterrupt
         return device.measure(settings, full)
 
@@ -191,12 +138,10 @@ def test_an_interrupted_search_tells_what_it_knows() -> None:
     with pytest.raises(KeyboardInterrupt):
         search.find()
     outcome = search.outcome()
-    assert sum(outcome.passes.values()) == 60
+    assert sum(outcome.passes.values()) == 30
     assert outcome.final is None
     assert device.rate(outcome.best) > device.rate(DEFAULT)
 
-
-# Rounds and duels
 
 OTHER, THIRD = replace(DEFAULT, queue_depth=32), replace(DEFAULT, intra_op_parallelism=2)
 
@@ -214,7 +159,7 @@ def duel(*ratios: float) -> Duel:
 
 def test_the_noise_is_what_the_median_scatters_when_all_is_repeated() -> None:
     chance = random.Random(0)
-    repeated = [duel(*(math.exp(chance.gauss(0, 0.05)) for _ in range(25))) for _ in range(300)]
+    repeated = [duel(*(math.exp(chance.gauss(0, 0.05)) for _ in range(25))) for _ in range(200)]
     scattered = statistics.stdev(one.ratio for one in repeated)
     assert statistics.median(one.noise for one in repeated) == pytest.approx(scattered, rel=0.2)
     assert statistics.median(one.noise_of_a_pass for one in repeated) == pytest.approx(0.05 / math.sqrt(2), rel=0.2)
