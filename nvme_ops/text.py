@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import inspect
 import itertools
 import json
 import os
@@ -148,15 +149,16 @@ class Main(Protocol):
         """Runs the command."""
 
 
-def command_line(command: str, description: str, epilog: str) -> argparse.ArgumentParser:
-    """Returns a parser that keeps the line breaks of its texts and accepts no abbreviated flags."""
-    return argparse.ArgumentParser(
-        prog=command,
-        description=description,
-        epilog=epilog,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+def command_line(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Returns a parser that keeps the line breaks of its texts and accepts no abbreviated flags.
+
+    Without ``epilog``, ``description`` is a docstring, which is divided before its first heading (``examples:``).
+    """
+    if not epilog:
+        description, *epilogs = re.split("\n\n(?=[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
+        epilog = "".join(epilogs)
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:

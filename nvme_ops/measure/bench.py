@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 import os
 import sys
 from argparse import Namespace
@@ -20,26 +21,6 @@ from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_pr
 from nvme_ops.settings import Settings
 from nvme_ops.text import command_line, count, listed, positive, say, size
 
-_DESCRIPTION = """\
-Moves tensors between files and memory by all engines asked for, on the same
-file in interleaved rounds, and says how fast each was, at what cost, and how
-close to fio at its best. Writes by default; --read reads.
-"""
-_EPILOG = """\
-examples:
-  nvme-bench --folder /mnt/nvme --read
-  nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
-  nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
-  nvme-bench --folder_to_device_mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
-  nvme-bench explain /mnt/nvme               what limits, and what to change
-  nvme-bench explain model.safetensors       the same for a file, only read
-  nvme-bench workload resnet50 --folder /mnt/nvme   accelerators kept busy
-
-exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and
-for folders that cannot be used or lack the space; 130 after Ctrl-C, which
-prints what was measured until then
-"""
-
 
 @dataclass(frozen=True)
 class Workplace:
@@ -50,9 +31,29 @@ class Workplace:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of ``nvme-bench``."""
+    """Moves tensors between files and memory by all engines asked for.
+
+    All work on the same file in interleaved rounds. Says how fast each was, at
+    what cost, and how close to fio at its best. Writes by default; --read reads.
+
+    engines:
+    {engines}
+
+    Examples:
+      nvme-bench --folder /mnt/nvme --read
+      nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
+      nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
+      nvme-bench --folder_to_device_mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
+      nvme-bench explain /mnt/nvme               what limits, and what to change
+      nvme-bench explain model.safetensors       the same for a file, only read
+      nvme-bench workload resnet50 --folder /mnt/nvme   accelerators kept busy
+
+    exit status: 0; 1 when an engine moved wrong bytes; 2 for wrong arguments and
+    for folders that cannot be used or lack the space; 130 after Ctrl-C, which
+    prints what was measured until then
+    """
     engines = listed(((name, engine.words) for name, engine in ENGINES.items()), 12)
-    made = command_line("nvme-bench", _DESCRIPTION, f"engines:\n{engines}\n\n{_EPILOG}")
+    made = command_line("nvme-bench", inspect.cleandoc(parser.__doc__ or "").format(engines=engines))
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
     where("--folder", metavar="DIR", help="a folder for all processes")
     words = "folders, each with the number of the GPU that its process uses (any number on the CPU)"

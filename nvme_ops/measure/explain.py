@@ -35,16 +35,6 @@ from nvme_ops.report.result import Status
 from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
 from nvme_ops.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
 
-_DESCRIPTION = """\
-Measures for about half a minute how fast a default aio_handle moves an ordinary
-tensor, and how fast the device is, and says on one page which part limits and
-what to change. A FILE is only read; its pages are dropped from the page cache.
-In a DIR a file of --io_size is made, and removed at the end.
-"""
-_EPILOG = """\
-exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
-cannot be used
-"""
 _PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
 _MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
 _MAX_CALLS = 1024
@@ -66,8 +56,16 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    made = command_line("nvme-bench explain", _DESCRIPTION, _EPILOG)
+    """Compares how fast a default aio_handle moves an ordinary tensor with its device.
+
+    Measures for about half a minute, and says on one page which part limits and
+    what to change. A FILE is only read; its pages are dropped from the page cache.
+    In a DIR a file of --io_size is made, and removed at the end.
+
+    exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
+    cannot be used
+    """
+    made = command_line("nvme-bench explain", parser.__doc__ or "")
     add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
     words = "bytes of a pass, the whole FILE at most (default: what the device moves in 0.4 s, 1 GiB at most)"
@@ -173,12 +171,11 @@ def _require_direct(path: str) -> None:
     """Raises NotUsable for a file without direct I/O, OSError for one that cannot be read."""
     os.close(os.open(path, os.O_RDONLY))
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        try:
-            with mmap.mmap(-1, 1 << 16) as block:  # page-aligned, and a multiple of every logical block size
-                os.preadv(descriptor, [block], 0)
-        finally:
-            os.close(descriptor)
+        with (
+            open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT)) as file,
+            mmap.mmap(-1, 1 << 16) as block,  # page-aligned, and a multiple of every logical block size
+        ):
+            file.readinto(block)
     except OSError as error:
         reason = "the file system refuses O_DIRECT, everything goes through the page cache"
         raise files.NotUsable(f"{path}: {reason} ({error.strerror})") from error

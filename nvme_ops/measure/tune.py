@@ -66,36 +66,31 @@ def _keep(result: TuneResult) -> None:
             say(f"kept for aio_handle.tuned in {path}")
 
 
-_DESCRIPTION = """\
-Finds the settings of aio_handle with which a device is read and written
-fastest, in less than 20 seconds. Prints them as the section "aio" that
-DeepSpeed's configuration and aio_handle(**section) take, and keeps them for
-aio_handle.tuned. A difference inside the noise keeps the default.
-"""
-_EPILOG = """\
-examples:
-  nvme-tune --folder /mnt/nvme                       read and write, CPU memory
-  nvme-tune --folder /mnt/nvme --explain --output aio.json
-                                                     why; and a file
-  nvme-tune --folder /mnt/nvme0 /mnt/nvme1           each by itself
-  nvme-tune --folder /mnt/nvme --device cuda --no_write
-                                                     reads into GPU memory
-
-A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to
-which the search is restricted:
-  {"block_size": ["1M", "8M"], "queue_depth": [32, 128],
-   "sequential_requests": [true, false], "single_submit": [false, true],
-   "io_parallel": [1, 2, 4, 8]}
-
-exit status: 0; 2 for wrong arguments and for folders that cannot be used or
-lack the space; 130 after Ctrl-C, which prints the best so far
-"""
-
-
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    made = command_line("nvme-tune", _DESCRIPTION, _EPILOG)
+    """Finds the settings with which aio_handle is fastest on a device, in 20 seconds.
 
+    Prints them as the section "aio" that DeepSpeed's configuration and
+    aio_handle(**section) take, and keeps them for aio_handle.tuned. A difference
+    inside the noise keeps the default.
+
+    Examples:
+      nvme-tune --folder /mnt/nvme                       read and write, CPU memory
+      nvme-tune --folder /mnt/nvme --explain --output aio.json
+                                                         why; and a file
+      nvme-tune --folder /mnt/nvme0 /mnt/nvme1           each by itself
+      nvme-tune --folder /mnt/nvme --device cuda --no_write
+                                                         reads into GPU memory
+
+    A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to
+    which the search is restricted:
+      {"block_size": ["1M", "8M"], "queue_depth": [32, 128],
+       "sequential_requests": [true, false], "single_submit": [false, true],
+       "io_parallel": [1, 2, 4, 8]}
+
+    exit status: 0; 2 for wrong arguments and for folders that cannot be used or
+    lack the space; 130 after Ctrl-C, which prints the best so far
+    """
+    made = command_line("nvme-tune", parser.__doc__ or "")
     add = made.add_argument
     add("--folder", "--nvme_dir", metavar="DIR", nargs="+", action="extend", required=True,
         help="folders on the devices to tune, each with --io_size of free space")  # fmt: skip
@@ -234,58 +229,52 @@ def tune(options: Namespace, say: Say) -> TuneResult:
         try:
             for (identity, folders), place in zip(devices.items(), places, strict=True):
                 say(f"tuning {folders[0]}, for {options.seconds:g} seconds at most")
-                tuning = _Tuning(options, folders[0], place, log, say)
-                try:
-                    tuning.find()
-                finally:
-                    result.devices += tuning.found(folders, identity)
+                _tune_device(result, folders, identity, place, log, say)
         except KeyboardInterrupt:
             result.interrupted = True
     return result
 
 
-class _Tuning:
-    """The search for one device's settings, with its scratch file and its log."""
+def _tune_device(
+    result: TuneResult, folders: list[str], identity: Identity, place: str, log: TextIO | None, say: Say
+) -> None:
+    """Searches the settings of one device; adds what was found to ``result``, even if an exception ends the search."""
+    options, folder, start = result.options, folders[0], time.perf_counter()
+    path = os.path.join(place, "data")
+    Path(path).touch()
+    passes = search.Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
 
-    def __init__(self, options: Namespace, folder: str, place: str, log: TextIO | None, say: Say) -> None:
-        self._options, self._folder, self._log, self._say = options, folder, log, say
-        self._start = time.perf_counter()
-        path = os.path.join(place, "data")
-        Path(path).touch()
-        self._passes = search.Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
-        self._search = search.Search(self._measure, options.axes, self._spent, self._progress)
+    def spent() -> float:
+        return (time.perf_counter() - start) / float(options.seconds)
 
-    def find(self) -> None:
-        self._progress("writing the file")
-        self._passes.calibrate(self._options.seconds)
-        self._search.find()
+    def progress(words: str) -> None:
+        if not options.verbose:
+            show_progress(f"{folder}: {words}, {min(1, spent()):.0%}")
 
-    def found(self, folders: list[str], identity: Identity) -> list[Tuned]:
-        """Returns what was found; empty if nothing was measured."""
-        outcome, seconds = self._search.outcome(), time.perf_counter() - self._start
-        tuned = Tuned(folders, identity, outcome, seconds, self._passes.full, _mean(self._passes.cached))
-        return [tuned] if outcome.rates else []
-
-    def _spent(self) -> float:
-        return (time.perf_counter() - self._start) / float(self._options.seconds)
-
-    def _progress(self, words: str) -> None:
-        if not self._options.verbose:
-            show_progress(f"{self._folder}: {words}, {min(1, self._spent()):.0%}")
-
-    def _measure(self, settings: Settings, full: bool) -> search.Rates:
-        before = len(self._passes.cached)
-        rates = self._passes.measure(settings, full)
-        share = _mean(self._passes.cached[before:])
-        seconds, size = time.perf_counter() - self._start, self._passes.full if full else self._passes.short
-        if self._log is not None:
-            about = {"nvme_dir": self._folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
-            self._log.write(json.dumps({**about, **rates, "from_page_cache": share}) + "\n")
-        if self._options.verbose:
+    def measure(settings: Settings, full: bool) -> search.Rates:
+        before = len(passes.cached)
+        rates = passes.measure(settings, full)
+        share = _mean(passes.cached[before:])
+        seconds, size = time.perf_counter() - start, passes.full if full else passes.short
+        if log is not None:
+            about = {"nvme_dir": folder, "seconds": round(seconds, 3), "bytes": size, "aio": settings.as_json()}
+            log.write(json.dumps({**about, **rates, "from_page_cache": share}) + "\n")
+        if options.verbose:
             line = ", ".join(f"{name} {rate / 1e9:.3f} GB/s" for name, rate in rates.items())
             line += f" ({share_words(share)} from the page cache)" if share else ""
-            self._say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {line}")
+            say(f"{seconds:6.1f} s  {settings.words()}, {size_words(size)}: {line}")
         return rates
+
+    found = search.Search(measure, options.axes, spent, progress)
+    try:
+        progress("writing the file")
+        passes.calibrate(options.seconds)
+        found.find()
+    finally:
+        if (outcome := found.outcome()).rates:
+            seconds = time.perf_counter() - start
+            tuned = Tuned(folders, identity, outcome, seconds, passes.full, _mean(passes.cached))
+            result.devices.append(tuned)
 
 
 def _open_log(folder: str) -> TextIO:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import inspect
 import itertools
 import math
 import random
@@ -23,32 +24,37 @@ from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSe
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
 from nvme_ops.text import MIB, command_line, listed, positive, rate_words, say, share_words, show, size, size_words
 
-_DESCRIPTION = """\
-Reads as known training and inference jobs do and says how many accelerators
-that keeps busy. An accelerator is only emulated: it takes a batch, waits as
-long as it would compute, and meanwhile asks for the next one. Utilization is
-its busy time over all of its time, as MLPerf Storage counts it. Jobs that write
-compute, write, and compute again.
-"""
-_EPILOG = """\
-examples:
-  nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
-  nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
-                                                     who feeds how many
-
-exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
-folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
-measured until then
-"""
 _MAX_SAMPLES = 1 << 18
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
+    """Reads as known jobs do, and says how many accelerators that keeps busy.
+
+    An accelerator is only emulated: it takes a batch, waits as long as it would
+    compute, and meanwhile asks for the next one. Utilization is its busy time over
+    all of its time, as MLPerf Storage counts it. Jobs that write compute, write,
+    and compute again.
+
+    jobs:
+    {jobs}
+
+    readers:
+    {readers}
+
+    Examples:
+      nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
+      nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
+                                                         who feeds how many
+
+    exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
+    folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
+    measured until then
+    """
     known: list[Job | Writing] = [*JOBS.values(), *WRITING.values()]
     jobs = listed(((job.name, f"{job.words} ({job.source})") for job in known), 16)
     readers = listed(((name, _words(make)) for name, make in READERS.items()), 16)
-    made = command_line("nvme-bench workload", _DESCRIPTION, f"jobs:\n{jobs}\n\nreaders:\n{readers}\n\n{_EPILOG}")
+    texts = inspect.cleandoc(parser.__doc__ or "").format(jobs=jobs, readers=readers)
+    made = command_line("nvme-bench workload", texts)
     add = made.add_argument
     add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
@@ -122,35 +128,36 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-class _Lines:
-    """The lines of a job's table."""
+_Add = Callable[..., None]  # adds a line to a table: its words, and a note
 
-    def __init__(self, found: dict[str, Any], *head: str) -> None:
-        self._found, self._head, self._lines = found, head, list[Cells]()
 
-    def add(self, *words: str, note: str = "") -> None:
-        self._lines.append(dict(itertools.zip_longest(self._head, words, fillvalue="-")) | {"note": note})
+@contextlib.contextmanager
+def _table(*head: str) -> Iterator[_Add]:
+    """Yields a function that adds a line; prints the lines at the end, even if the block was interrupted."""
+    lines: list[Cells] = []
 
-    @contextlib.contextmanager
-    def of(self, name: str) -> Iterator[None]:
-        """Adds a line with the reason if the block fails, and goes on."""
-        row = Row(name)
-        with kept_as_note(row):
-            yield
-        if row.note:
-            self.add(name, note=row.note)
-            self._found["notes"][name] = row.note
-        if row.wrong:
-            self._found["wrong"].append(name)
+    def add(*words: str, note: str = "") -> None:
+        lines.append(dict(itertools.zip_longest(head, words, fillvalue="-")) | {"note": note})
 
-    def __enter__(self) -> _Lines:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Prints the lines, even if the block was interrupted."""
+    try:
+        yield add
+    finally:
         show_progress("")
-        if self._lines:
-            show(cells_text(used_columns(self._lines)))
+        if lines:
+            show(cells_text(used_columns(lines)))
+
+
+@contextlib.contextmanager
+def _line(name: str, found: dict[str, Any], add: _Add) -> Iterator[None]:
+    """Adds a line with the reason if the block fails, and goes on."""
+    row = Row(name)
+    with kept_as_note(row):
+        yield
+    if row.note:
+        add(name, note=row.note)
+        found["notes"][name] = row.note
+    if row.wrong:
+        found["wrong"].append(name)
 
 
 def _sizes(job: Job, total: int) -> list[int]:
@@ -171,15 +178,15 @@ def _read(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
     )
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
     head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
-    with _Lines(found, *head) as table:
+    with _table(*head) as add:
         for name in list(READERS) if "all" in args.reader else dict.fromkeys(args.reader):
-            with table.of(name), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
+            with _line(name, found, add), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
                 data = DataSet(Path(folder), sizes, job.batch, job.shuffled, args.workers)
-                _measure_reader(name, data, job, args, found, table)
+                _measure_reader(name, data, job, args, found, add)
 
 
 def _measure_reader(
-    name: str, data: DataSet, job: Job, args: argparse.Namespace, found: dict[str, Any], table: _Lines
+    name: str, data: DataSet, job: Job, args: argparse.Namespace, found: dict[str, Any], add: _Add
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
     reader = made(name, data)
@@ -206,7 +213,7 @@ def _measure_reader(
             found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
             shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
             fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
-            table.add(
+            add(
                 name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
                 f"{shown.samples / shown.seconds:,.0f}", *_rate_and_waits(shown), _ms(shown.latency(0.99)),
             )  # fmt: skip
@@ -235,12 +242,12 @@ def _write(job: Writing, args: argparse.Namespace, found: dict[str, Any]) -> Non
     )
     found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
     with (
-        _Lines(found, "", "utilization", "GB/s", "wait p50", "wait p99") as table,
+        _table("", "utilization", "GB/s", "wait p50", "wait p99") as add,
         scratch_folder(args.folder, 3 * nbytes + 256 * MIB) as folder,
     ):
         for words, make in saving.ways(job, Path(folder), nbytes).items():
             show_progress(f"{job.name}: {words}")
-            with table.of(words):
+            with _line(words, found, add):
                 kept = saving.measured(make, nbytes, compute, args.seconds)
                 found["ways"].append({"name": words, **_as_json(kept)})
-                table.add(words, f"{100 * kept.utilization:.1f} %", *_rate_and_waits(kept))
+                add(words, f"{100 * kept.utilization:.1f} %", *_rate_and_waits(kept))
