@@ -412,13 +412,9 @@ def _python(task: Task, name: str, _: Settings) -> Row:
                 file.flush()
                 os.fsync(file.fileno())
             return
-        with open(task.path, "rb", buffering=0) as file, bytes_of(host) as target:
-            position = 0
-            while position < len(target):
-                moved = file.readinto(target[position:])
-                if not moved:
-                    raise EOFError(f"{task.path} ends after {position} bytes")
-                position += moved
+        with open(task.path, "rb") as file, bytes_of(host) as target:
+            if (count := file.readinto(target)) != len(target):
+                raise EOFError(f"{task.path} ends after {count} bytes")
         if host is not tensor:
             tensor.copy_(host)
             task.finish()

@@ -62,8 +62,8 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
     ``say`` is called with a line about each preparation.
     """
     with contextlib.ExitStack() as stack:
-        crew = _Crew(options, _make_files(options, stack, say), stack)
-        rows = crew.rows()
+        processes = contextlib.ExitStack()
+        rows, sums = _make_rows(options, _make_files(options, stack, say), processes)
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
             metered(row, meter)
@@ -74,7 +74,7 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
         singles = [row for row in rows if row.blocks is not None] if len(options.settings) == 1 else []
         step: Step
         try:
-            with progress_bar(len(rows) * (1 + options.loops) + len(singles)) as step:
+            with processes, progress_bar(len(rows) * (1 + options.loops) + len(singles)) as step:
                 interleave(rows, options.loops, step, options.warmup_loops)
                 for row in singles:
                     step(f"single blocks: {row.name}")
@@ -83,10 +83,9 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
                             result.blocks[row.name] = times
         except KeyboardInterrupt:
             result.interrupted = True
-            crew.stop()
         for row in rows:
             row.blocks = None
-        for total, parts in crew.sums:
+        for total, parts in sums:
             total.samples = summed(parts)
             table.rows.append(total)
         return result
@@ -149,55 +148,43 @@ def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[
     return tasks
 
 
-class _Crew:
-    """The processes of a run and the rows that they make."""
+_Sums = list[tuple[Row, list[Row]]]  # for --scaling: a row, and those that are added up for it
 
-    def __init__(self, options: Namespace, tasks: list[Task], stack: contextlib.ExitStack) -> None:
-        self._options, self._tasks, self._stack = options, tasks, stack
-        self.sums: list[tuple[Row, list[Row]]] = []  # for --scaling: a row, and those it sums up
-        self._remotes: list[Remote] = []
 
-    def rows(self) -> list[Row]:
-        everyone = contenders(self._options)
-        groups: dict[str, list[Contender]] = {}
-        for contender in everyone:
-            own = contender.engine in ENGINES and ENGINES[contender.engine].own_process
-            groups.setdefault(contender.engine if own else "", []).append(contender)
-        made: dict[str, list[Row]] = {}
-        for group, members in groups.items():
-            if len(self._tasks) == 1 and not group:
-                rows = [[row] for row in make_rows(self._tasks[0], members)]
-            else:
-                remotes = [self._remote(task, members) for task in self._tasks]
-                rows = [self._over(member.name, remotes, number) for number, member in enumerate(members)]
-            made.update(zip((member.name for member in members), rows, strict=True))
-        return [row for contender in everyone for row in made[contender.name]]
+def _make_rows(options: Namespace, tasks: list[Task], processes: contextlib.ExitStack) -> tuple[list[Row], _Sums]:
+    """Returns the rows of all contenders, in order. The processes that they need end with ``processes``."""
+    everyone = contenders(options)
+    groups: dict[str, list[Contender]] = {}
+    for contender in everyone:
+        own = contender.engine in ENGINES and ENGINES[contender.engine].own_process
+        groups.setdefault(contender.engine if own else "", []).append(contender)
+    made: dict[str, list[Row]] = {}
+    sums: _Sums = []
+    for group, members in groups.items():
+        if len(tasks) == 1 and not group:
+            made |= {row.name: [row] for row in make_rows(tasks[0], members)}
+            continue
+        remotes = [processes.enter_context(Remote(make_rows, replace(task), members)) for task in tasks]
+        for number, member in enumerate(members):
+            made[member.name] = _joint_rows(options, member.name, remotes, number, sums)
+    return [row for contender in everyone for row in made[contender.name]], sums
 
-    def stop(self) -> None:
-        """Ends all processes at once, whatever they are doing."""
-        for remote in self._remotes:
-            remote.close(0)
 
-    def _remote(self, task: Task, members: list[Contender]) -> Remote:
-        remote = self._stack.enter_context(Remote(make_rows, replace(task), members))
-        self._remotes.append(remote)
-        return remote
-
-    def _over(self, name: str, remotes: list[Remote], number: int) -> list[Row]:
-        """Returns a row of all processes; with --scaling also rows of each alone, and of the first 2, 3, ..."""
-        if len(remotes) == 1:
-            return [remotes[0].row(name, number)]
-        if not self._options.scaling:
-            return [joint_row(name, remotes, number)]
-        each = zip(self._options.places, remotes, strict=True)
-        alone = [joint_row(f"{name}, {place.folder} alone", [remote], number) for place, remote in each]
-        together = []
-        for count in range(2, len(remotes) + 1):
-            label = name if count == len(remotes) else f"{name}, the first {count}"
-            together.append(joint_row(label, remotes[:count], number))
-            together[-1].peer = f"{name}, the sum of {count} alone"
-            self.sums.append((Row(together[-1].peer), alone[:count]))
-        return alone + together
+def _joint_rows(options: Namespace, name: str, remotes: list[Remote], number: int, sums: _Sums) -> list[Row]:
+    """Returns a row of all processes; with --scaling also rows of each alone, and of the first 2, 3, ..."""
+    if len(remotes) == 1:
+        return [remotes[0].row(name, number)]
+    if not options.scaling:
+        return [joint_row(name, remotes, number)]
+    each = zip(options.places, remotes, strict=True)
+    alone = [joint_row(f"{name}, {place.folder} alone", [remote], number) for place, remote in each]
+    together = []
+    for count in range(2, len(remotes) + 1):
+        label = name if count == len(remotes) else f"{name}, the first {count}"
+        together.append(joint_row(label, remotes[:count], number))
+        together[-1].peer = f"{name}, the sum of {count} alone"
+        sums.append((Row(together[-1].peer), alone[:count]))
+    return alone + together
 
 
 def text(result: BenchResult) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from nvme_ops.measure.files import make_cold
-from nvme_ops.measure.rows import percentile
+from nvme_ops.measure.rows import latency, percentile
 from nvme_ops.measure.workload.readers import Reader
 
 FED = 0.9  # utilization from which an accelerator counts as fed
@@ -52,8 +52,18 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     arrived when it is done. Epochs begin cold; the time between two of them does not count. Feeds for ``seconds`` at
     least, and until each has had four batches.
     """
-    clock = _Clock()
-    batches = iter(_epochs(reader, clock))
+    stopped = 0.0
+
+    def now() -> float:
+        return time.perf_counter() - stopped
+
+    def epochs() -> Iterator[Sequence[Any]]:
+        nonlocal stopped
+        while True:
+            stopped += latency(lambda: cool(reader))
+            yield from reader.batches()
+
+    batches = epochs()
     wants = [(0.0, number) for number in range(accelerators)]
     free = [0.0] * accelerators
     first: dict[int, float] = {}
@@ -62,12 +72,12 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     latencies: list[float] = []
     samples = nbytes = 0
     next(batches)  # starts workers, and fills their queues
-    begin = clock.now()
+    begin = now()
     while True:
         wanted, number = heapq.heappop(wants)
-        clock.sleep_until(begin + wanted)
+        time.sleep(max(0.0, begin + wanted - now()))
         batch = next(batches)
-        arrived = clock.now() - begin
+        arrived = now() - begin
         start = max(arrived, free[number])
         if number in first:
             waits.append(start - free[number])
@@ -84,32 +94,6 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     worked = sum(compute * count for count in busy)
     total = sum(free[number] - start for number, start in first.items())
     return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits, latencies)
-
-
-class _Clock:
-    """Time that does not count what is left out."""
-
-    def __init__(self) -> None:
-        self._stopped = 0.0
-
-    def now(self) -> float:
-        return time.perf_counter() - self._stopped
-
-    def sleep_until(self, moment: float) -> None:
-        left = moment - self.now()
-        if left > 0:
-            time.sleep(left)
-
-    def leave_out(self, work: Callable[[], None]) -> None:
-        begin = time.perf_counter()
-        work()
-        self._stopped += time.perf_counter() - begin
-
-
-def _epochs(reader: Reader, clock: _Clock) -> Iterator[Sequence[Any]]:
-    while True:
-        clock.leave_out(lambda: cool(reader))
-        yield from reader.batches()
 
 
 def cool(reader: Reader) -> None:

@@ -60,12 +60,8 @@ class DataSet:
         size, place = self.sizes[number] - _NUMBER, number * 4096 % _CONTENT
         noise = self._noise[place : place + size]
         left = size - len(noise)
-        return (
-            number.to_bytes(_NUMBER, "little")
-            + noise
-            + self._noise * (left // _CONTENT)
-            + self._noise[: left % _CONTENT]
-        )
+        noise += self._noise * (left // _CONTENT) + self._noise[: left % _CONTENT]
+        return number.to_bytes(_NUMBER, "little") + noise
 
     def samples(self) -> Iterator[bytes]:
         """Returns all samples, in order."""
