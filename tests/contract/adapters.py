@@ -151,17 +151,13 @@ class SaveSharded(Save):
     options: ClassVar[dict[str, Any]] = {"max_shard_size": 1_200_000}
 
 
-class SaveRecycled(Save):
-    """The same, over the file before the last one."""
+class SaveAsync(Save):
+    """``save_async``, over the file before the last one."""
 
     options: ClassVar[dict[str, Any]] = {"recycle": True}
 
-
-class SaveAsync(Save):
-    """``save_async``."""
-
     def do(self, version: int) -> None:
-        nvme_ops.save_async(tensors(version), self.path, handle=self.handle).result()
+        nvme_ops.save_async(tensors(version), self.path, handle=self.handle, **self.options).result()
 
     def leave(self) -> None:
         nvme_ops.save_async(tensors(1), self.path)
@@ -171,10 +167,10 @@ class SaveAsync(Save):
 
 
 class Load(Capability):
-    """``load``, into new tensors."""
+    """``load``, into new tensors, from several files."""
 
-    name: ClassVar[str] = "checkpoint.safetensors"
-    options: ClassVar[dict[str, Any]] = {}
+    name: ClassVar[str] = "folder"
+    options: ClassVar[dict[str, Any]] = {"max_shard_size": 1_200_000}
 
     def start(self) -> None:
         self.path = self.folder / self.name
@@ -185,20 +181,17 @@ class Load(Capability):
 
 
 class LoadTorch(Load):
-    """The same, of torch's format."""
+    """The same, from one file of torch's format."""
 
     name = "checkpoint.pt"
-
-
-class LoadSharded(Load):
-    """The same, from several files."""
-
-    name = "folder"
-    options: ClassVar[dict[str, Any]] = {"max_shard_size": 1_200_000}
+    options: ClassVar[dict[str, Any]] = {}
 
 
 class SafeOpen(Load):
     """``safe_open``, as safetensors has it: the tensors one by one, and in parts."""
+
+    name = "checkpoint.safetensors"
+    options: ClassVar[dict[str, Any]] = {}
 
     def do(self, version: int) -> None:
         with self.ending(safe_open(self.path, framework="pt", handle=self.handle)) as file:
@@ -211,6 +204,8 @@ class SafeOpen(Load):
 class LoadInto(Load):
     """The same, into tensors that are there: the caller's own memory."""
 
+    name = "checkpoint.safetensors"
+    options: ClassVar[dict[str, Any]] = {}
     waits = ("read",)
 
     def do(self, version: int) -> None:
@@ -295,7 +290,7 @@ class Handle(Capability):
 
 
 class Futures(Handle):
-    """``submit_pwrite`` and ``submit_pread``."""
+    """``submit_pwrite`` and ``submit_pread``; ``async_pread`` and ``wait``."""
 
     waits = ("flush",)
 
@@ -303,25 +298,9 @@ class Futures(Handle):
         self.handle.submit_pwrite(data, self.path).result()
         self.make_durable()
         self.handle.submit_pread(back, self.path).result()
-
-
-class Pending(Handle):
-    """``async_pwrite``, ``async_pread`` and ``wait``."""
-
-    waits = ("flush",)
-
-    def move(self, data: torch.Tensor, back: torch.Tensor) -> None:
-        for start, tensor in ((self.handle.async_pwrite, data), (self.handle.async_pread, back)):
-            start(tensor, self.path)
-            self.handle.wait()
-        self.make_durable()
-
-
-class Tuned(Futures):
-    """``aio_handle.tuned``."""
-
-    def made(self) -> nvme_ops.aio_handle:
-        return nvme_ops.aio_handle.tuned(self.folder)
+        require(torch.equal(back, data), "other bytes than were written")
+        self.handle.async_pread(back.zero_(), self.path)
+        self.handle.wait()
 
 
 class Adaptive(Futures):
@@ -406,8 +385,8 @@ class Samples(Capability):
         require(any(found == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
 
 
-class SamplesRead(Samples):
-    """``SampleStore``."""
+class Batches(Samples):
+    """``SampleStore`` and ``Loader``."""
 
     kept = verified = False
 
@@ -416,21 +395,14 @@ class SamplesRead(Samples):
 
     def do(self, version: int) -> None:
         with self.ending(SampleStore(self.folder, handle=self.handle)) as store:
-            found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
-        require(found == _samples(0), "other samples than were written")
+            read = store.read(range(len(store)))
+            batches = [sample for batch in Loader(store, 4, memory_budget="600K") for sample in batch]
+        for found in (read, batches):
+            same_samples = [sample.numpy().tobytes() for sample in found] == _samples(0)
+            require(same_samples, "other samples than were written")
 
     def check(self) -> None:
         pass
-
-
-class Batches(SamplesRead):
-    """``Loader``."""
-
-    def do(self, version: int) -> None:
-        with self.ending(SampleStore(self.folder, handle=self.handle)) as store:
-            batches = list(Loader(store, 4, memory_budget="600K"))
-        found = [sample.numpy().tobytes() for batch in batches for sample in batch]
-        require(found == _samples(0), "other samples than were written")
 
 
 def _samples(version: int) -> list[bytes]:

@@ -50,14 +50,14 @@ def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 
 
 class Store(Capability):
-    """``TensorStore``, of a session that is not kept."""
+    """``TensorStore``, found again by the next session. A system call makes room for what is put."""
 
-    keep = False
+    waits = ("write",)
     verified = True
     main = "store"
 
     def start(self) -> None:
-        self.session = Session(self.folder, name="faults", reuse=self.keep)
+        self.session = Session(self.folder, name="faults", reuse=True)
         self.store = TensorStore(self.session, checksums=True, handle=self.handle)
 
     def do(self, version: int) -> None:
@@ -76,13 +76,6 @@ class Store(Capability):
         with contextlib.ExitStack() as both:
             both.callback(self.session.close)
             both.callback(self.store.close)
-
-
-class KeptStore(Store):
-    """``TensorStore``, found again by the next session. A system call makes room for what is put."""
-
-    waits = ("write",)
-    keep = True
 
     def check(self) -> None:
         self.close()
@@ -109,20 +102,9 @@ class Streamed(Capability):
 
 
 class StreamedOn(Capability):
-    """The same model, used on and on."""
+    """The same model in 8 bits, which are expanded for each use, used on and on."""
 
     main = "streamed"
-
-    def start(self) -> None:
-        self.streamed: Any = stream_weights(model(), self.folder, memory_budget="1M", handle=self.handle)
-
-    def do(self, version: int) -> None:
-        with torch.no_grad():
-            require(torch.equal(self.streamed(batch(version)), model()(batch(version))), "another output")
-
-
-class StreamedInBytes(StreamedOn):
-    """The same model in 8 bits, which are expanded for each use."""
 
     def start(self) -> None:
         made: Any = model()
@@ -131,7 +113,8 @@ class StreamedInBytes(StreamedOn):
                 values, scale = quantize(each.weight)
                 each.weight.copy_(values * scale)
         self.expected = made
-        self.streamed = stream_weights(model(), self.folder, memory_budget="600K", quantize="int8", handle=self.handle)
+        options: Any = {"memory_budget": "600K", "quantize": "int8", "handle": self.handle}
+        self.streamed: Any = stream_weights(model(), self.folder, **options)
 
     def do(self, version: int) -> None:
         with torch.no_grad():

@@ -22,7 +22,7 @@ def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     for each in NEEDS.get(name, "").split():
         pytest.importorskip(each)
     native()  # before it is looked for elsewhere
-    if name in ("Adaptive", "Tuned"):
+    if name == "Adaptive":
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return ADAPTERS[name]
 

@@ -41,17 +41,14 @@ class Faulty(aio_handle):
     - ``fail``: lets half of a write happen, and ends with ``error``;
     - ``hold``: begins none until ``go`` is set; ``under_way`` says that one waits;
     - ``slow``: takes ``seconds`` before it begins;
-    - ``flip``: changes a bit of what was read, where that is ``least`` bytes or more.
+    - ``flip``: changes a bit of what was read, where that is a page or more.
 
     Args:
         what: ``read`` or ``write``; none at first when empty.
         do: one of the above.
         numbers: which ones, counted from 1 since the last ``will``; all when None.
-        error: that is raised; what it is called with is its number.
+        error: makes what is raised of its number.
         seconds: for ``slow``.
-        least: for ``flip``.
-        share: for ``flip``: where, as a share of what was read.
-        settings: of ``aio_handle``.
     """
 
     def __init__(
@@ -62,15 +59,12 @@ class Faulty(aio_handle):
         *,
         error: Callable[[int], BaseException] = lambda number: eio(f"device {number}"),
         seconds: float = 0.02,
-        least: int = 4096,
-        share: float = 0.5,
-        **settings: Any,
     ) -> None:
-        self.error, self.seconds, self.least, self.share = error, seconds, least, share
+        self.error, self.seconds = error, seconds
         self.go, self.under_way = threading.Event(), threading.Event()
         self._counting = threading.Lock()
         self.will(what, do, numbers)
-        super().__init__(**settings)
+        super().__init__()
 
     def _make_engine(self) -> Any:
         return _Engine(super()._make_engine(), self)
@@ -111,7 +105,7 @@ class _Engine:
             raise self._handle.error(number)
         moved = self._engine.run(op, memory, *others)
         if number and self._handle.do == "flip":
-            _flip_in([memory], self._handle)
+            _flip_in([memory])
         return moved
 
     def submit(self, op: int, memory: Any, *others: Any) -> Any:
@@ -142,7 +136,7 @@ class _Engine:
         if number and do == "flip":
             operation.wait(None)
             if operation.exception() is None:
-                _flip_in(memories, self._handle)
+                _flip_in(memories)
         return operation
 
 
@@ -150,11 +144,11 @@ def _half(memory: Any) -> Any:
     return memory.reshape(-1)[: memory.numel() // 2] if isinstance(memory, torch.Tensor) else memory
 
 
-def _flip_in(memories: Any, handle: Faulty) -> None:
+def _flip_in(memories: Any) -> None:
     memory = max(memories, key=lambda each: each.numel())
-    if memory.nbytes >= handle.least:
+    if memory.nbytes >= 4096:
         with torch.no_grad():
-            memory.detach().view(-1).view(torch.uint8)[int(memory.nbytes * handle.share)] ^= 1
+            memory.detach().view(-1).view(torch.uint8)[memory.nbytes // 2] ^= 1
 
 
 class _Failed:

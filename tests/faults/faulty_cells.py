@@ -5,7 +5,7 @@
 
 A cell is right where an OSError names the operation and the file, or the result is the one of a disk that is well;
 where what was completed before is still there; where the same is done again once the disk is well; and where no
-descriptor, thread, memory or temporary file is left at the end.
+descriptor, thread, memory or temporary file is left.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import argparse
 import contextlib
 import gc
 import importlib
+import itertools
 import json
 import os
 import pkgutil
@@ -35,8 +36,7 @@ from torch.distributed.checkpoint import CheckpointException
 import nvme_ops
 from nvme_ops._native import native
 from tests.contract.adapters import Capability, WrongResultError
-from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, forget_pages, judge, named, settled
-from tests.faults import faulty_controls
+from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, files, forget_pages, judge, settled
 from tests.faults.faulty_disk import FaultyDisk
 from tests.faults.fuse import end_with_parent
 
@@ -45,9 +45,9 @@ LIMIT = 900  # seconds of a process
 UNMET = "no such request"
 WHATS = "read", "write", "flush"
 FAULTS = [
-    *(f"{what} error{often}" for what in WHATS for often in (" once", "")),
+    *(f"{what} error" for what in WHATS),
     "write torn",
-    *(f"{what} stall{then}" for then in ("", ", Ctrl-C", ", exit") for what in WHATS),
+    *(f"{what} stall, {then}" for then in ("Ctrl-C", "exit") for what in WHATS),
 ]
 DATA = 300_000  # bytes from which on a read is no system call, which the kernel does not interrupt
 WATCH = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -70,44 +70,26 @@ class Cells:
         self.outcome = Outcome()
 
     def run(self, faults: Sequence[str], tell: Callable[[Outcome], object]) -> None:
-        """Does it, and tells each outcome; the last one is that of the whole."""
-        self._life("well", [], tell)
-        before = settled()
-        self._life("faulty", faults, tell)
-        self.outcome = Outcome("at the end")
-        self._require_as(before, settled())
-        names = [sum(len(files) for _, _, files in os.walk(self.folder / each)) for each in ("well", "faulty")]
-        if names[1] > names[0] + self.kind.more_files:
-            self.outcome.wrong.append(f"{names[1] - names[0]} files left")
-        tell(self.outcome)
-
-    def _require_as(self, before: dict[str, int], after: dict[str, int]) -> None:
-        for name, count in after.items():
-            if count > before[name] + SLACK.get(name, 0):
-                self.outcome.wrong.append(f"{name} left: {count - before[name]}")
-
-    def _life(self, name: str, faults: Sequence[str], tell: Callable[[Outcome], object]) -> None:
-        folder = self.folder / name
-        folder.mkdir()
-        one = self.kind(folder)
+        """Does it, and tells each outcome, and one more at the end."""
+        self.folder.mkdir()
+        one = self.kind(self.folder)
         one.noticed = self._notice
-        one.work()
-        one.check()
-        one.work()
-        before = settled()
+        for step in (one.work, one.check, one.work):
+            step()
+        before, left = settled(), files(self.folder)
         for fault in faults:
             self.outcome = Outcome()
-            forget_pages(folder)
+            forget_pages(self.folder)
             if self._under(fault, one):
-                forget_pages(folder)
-                self._step("check", one.check)
-                forget_pages(folder)
-                self._step("again", one.work)
-                forget_pages(folder)
-                self._step("check again", one.check)
-                self._require_as(before, settled())
+                for name, step in (("check", one.check), ("again", one.work), ("check again", one.check)):
+                    forget_pages(self.folder)
+                    self._step(name, step)
+                found = {**settled(), "files": files(self.folder) - self.kind.more_files}
+                more = {name: count - {**before, "files": left}[name] for name, count in found.items()}
+                self.outcome.wrong += [f"{name} left: {more[name]}" for name in more if more[name] > SLACK.get(name, 0)]
             tell(self.outcome)
         one.close()
+        tell(Outcome("ended"))
 
     def _notice(self) -> None:
         """Ctrl-C has come through; what ends things now may wait for the device."""
@@ -123,9 +105,9 @@ class Cells:
     def _under(self, fault: str, one: Capability) -> bool:
         """Works under the fault. Returns whether a request has met it."""
         words, _, self.then = fault.partition(", ")
-        what, self.do, *often = words.split()
+        what, self.do = words.split()
         least = DATA if self.then == "Ctrl-C" and what == "read" else 0
-        self.disk.rule(what, self.do, 1 if often or self.do == "torn" else -1, least)
+        self.disk.rule(what, self.do, 1 if self.do == "torn" else -1, least)
         with self._helped(may_wait=what in one.waits):
             try:
                 one.work()
@@ -238,7 +220,6 @@ def child(errors: int) -> Iterator[tuple[int, int]]:
 
 def in_process(disk: FaultyDisk, kind: type[Capability], faults: Sequence[str], folder: Path) -> list[Outcome]:
     """Returns what became of the cells of one capability, and of the whole."""
-    folder.mkdir()
     outcomes: list[Outcome] = []
     with tempfile.TemporaryFile() as errors, child(errors.fileno()) as (process, pipe):
         if process == 0:
@@ -268,10 +249,9 @@ def in_process(disk: FaultyDisk, kind: type[Capability], faults: Sequence[str], 
 
 def at_exit(disk: FaultyDisk, kind: type[Capability], fault: str, folder: Path) -> Outcome:
     """Returns what became of a program that ended while the device stalled."""
-    folder.mkdir()
     with tempfile.TemporaryFile() as errors, child(errors.fileno()) as (process, pipe):
         if process == 0:
-            leave(kind, fault, disk, folder / "left", lambda words: os.write(pipe, words.encode()))
+            leave(kind, fault, disk, folder, lambda words: os.write(pipe, words.encode()))
             raise SystemExit(0)
         os.read(pipe, 100)
         stalled, over = 0, time.monotonic() + 1  # what is written at exit meets the stall then
@@ -285,7 +265,7 @@ def at_exit(disk: FaultyDisk, kind: type[Capability], fault: str, folder: Path) 
     outcome = Outcome("ended" if stalled else UNMET, words)
     if status != 0:
         outcome.wrong.append(f"ended with {status} at exit: {words[-2000:]}")
-    elif kind.leave is not Capability.leave and not _is_left(kind, folder / "left") and "nvme_ops" not in words:
+    elif kind.leave is not Capability.leave and not _is_left(kind, folder) and "nvme_ops" not in words:
         outcome.wrong.append(f"lost what it had begun, without a word: {words[-500:]}")
     shutil.rmtree(folder)
     return outcome
@@ -314,21 +294,24 @@ def _ended(process: int) -> int | str:
 def run(kinds: dict[str, type[Capability]], faults: list[str]) -> list[str]:
     """Runs the table, and prints it; returns what is wrong, a line for each."""
     wrong: list[str] = []
+
+    def note(name: str, fault: str, outcome: Outcome) -> None:
+        last = (outcome.words.strip().splitlines() or [""])[-1]
+        print(f"{name:14} {fault:22} {outcome.how:18} {last}", flush=True)
+        wrong.extend(f"wrong: {name}, {fault}: {each}" for each in outcome.wrong)
+
     leaving = [each for each in faults if each.endswith("exit")]
     others = [each for each in faults if each not in leaving]
     with FaultyDisk() as disk:
         for name, kind in kinds.items():
-            folder = disk.folder / "cell"
-            outcomes = in_process(disk, kind, others, folder) if others else []
-            outcomes += [Outcome("not run")] * (len(others) + bool(others) - len(outcomes))
-            met = {what for what in WHATS if kind.leave is not Capability.leave or others == []}
-            met |= {fault.split()[0] for fault, each in zip(others, outcomes, strict=False) if each.how != UNMET}
+            folder, met = disk.folder / "cell", set(WHATS if kind.leave is not Capability.leave or not others else ())
+            outcomes = in_process(disk, kind, others, folder)
+            for fault, outcome in itertools.zip_longest([*others, "at the end"], outcomes):
+                note(name, fault, outcome or Outcome("not run"))
+                if outcome and outcome.how != UNMET:
+                    met.add(fault.split()[0])
             for fault in leaving:
-                outcomes.append(at_exit(disk, kind, fault, folder) if fault.split()[0] in met else Outcome())
-            for fault, outcome in zip([*others, *["at the end"] * bool(others), *leaving], outcomes, strict=True):
-                last = (outcome.words.strip().splitlines() or [""])[-1]
-                print(f"{name:14} {fault:22} {outcome.how:18} {last}", flush=True)
-                wrong += [f"wrong: {name}, {fault}: {each}" for each in outcome.wrong]
+                note(name, fault, at_exit(disk, kind, fault, folder) if fault.split()[0] in met else Outcome())
     return wrong
 
 
@@ -340,8 +323,7 @@ def main() -> int:
     options = parser.parse_args()
     kinds = {name: kind for name, kind in ADAPTERS.items() if name != "Adaptive"}  # which tries more lanes as it learns
     if options.only:
-        every = {**ADAPTERS, **named(faulty_controls)}
-        kinds = {name: every[name] for name in options.only.split(",")}
+        kinds = {name: ADAPTERS[name] for name in options.only.split(",")}
     kinds = {name: kind for name, kind in kinds.items() if name not in NEEDS or find_spec(NEEDS[name])}
     native()
     for each in pkgutil.walk_packages(nvme_ops.__path__, "nvme_ops."):  # once, and not in each cell

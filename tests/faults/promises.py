@@ -96,7 +96,7 @@ def each(write: Callable[[str, int], object], right: Callable[[str, int], bool])
 COMMITTED = "checkpoint.*", "*.index.json", ".metadata", "index.nvmedata"
 
 
-def kept(kind: type[Capability], held: bool = True, **options: Any) -> Promise:
+def kept(kind: type[Capability], **options: Any) -> Promise:
     """Makes a promise of what a capability keeps: what is found is what was completed last, or what came after it."""
     made: Any = type(kind.__name__, (kind,), {"options": options}) if options else kind
 
@@ -113,7 +113,7 @@ def kept(kind: type[Capability], held: bool = True, **options: Any) -> Promise:
                 warnings.simplefilter("ignore")  # that there is one process
                 made.found(Path(folder), last - 1).check()
 
-    return numbered(program, check, held)
+    return numbered(program, check)
 
 
 class SaveAsyncSharded(adapters.SaveSharded):
@@ -380,7 +380,7 @@ PROMISES = {
         lambda folder, version: nvme_ops.save(tensors(version), _deep(folder, version), max_shard_size="2M"),
         lambda folder, version: same(nvme_ops.load(_deep(folder, version), verify=True), tensors(version)),
     ),
-    "recycle safetensors": kept(adapters.SaveRecycled),
+    "recycle safetensors": kept(adapters.Save, recycle=True),
     "recycle pt": kept(adapters.SaveTorch, recycle=True),
     "save_async": kept(adapters.SaveAsync),
     "save_async sharded": kept(SaveAsyncSharded),
@@ -401,6 +401,5 @@ PROMISES = {
         )
         for option in promises_keep.OPTIONS
     },
-    "control: durable=False": kept(adapters.Save, held=False, durable=False),
     "control: a rename without a flush": newest(_renamed, _found_renamed, held=False),
 }

@@ -14,11 +14,8 @@ from tests.conftest import run_python
 WAYS = {
     "end": "work()",
     "exception": "work()\n    raise SystemExit('of the program')",
-    "exit in a thread": "run(lambda: (work(), sys.exit(1))).join()",
-    "daemon thread": "run(lambda: (work(), time.sleep(600)), daemon=True)\n    wait()",
-    "forked child": "os.waitpid(os.fork() or (work(), sys.exit(0)), 0)",
-    "multiprocessing, fork": "child('fork')",
-    "multiprocessing, spawn": "child('spawn')",
+    "daemon thread": "run(lambda: (work(), time.sleep(600)))\n    wait()",
+    "multiprocessing": "child()",
 }
 PROGRAM = """
 import multiprocessing, os, sys, threading, time
@@ -33,17 +30,15 @@ def work():
     kept.append(locals())
     open(folder + "/worked", "w").close()
 
-def run(function, daemon=False):
-    thread = threading.Thread(target=function, daemon=daemon)
-    thread.start()
-    return thread
+def run(function):
+    threading.Thread(target=function, daemon=True).start()
 
 def wait():
     while not os.path.exists(folder + "/worked"):
         time.sleep(0.01)
 
-def child(method):
-    process = multiprocessing.get_context(method).Process(target=work)
+def child():
+    process = multiprocessing.get_context("fork").Process(target=work)
     process.start()
     process.join()
 

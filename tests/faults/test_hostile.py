@@ -9,7 +9,6 @@ import resource
 import struct
 import tarfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,7 +38,7 @@ def _same_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_changed_files(name: str, tmp_path: Path) -> None:
     if name == "npy":
         pytest.importorskip("numpy")
-    result = hostile.run(name, 1, 300, tmp_path / "found")
+    result = hostile.run(name, 1, 120, tmp_path / "found")
     assert not result.findings
 
 
@@ -48,31 +47,28 @@ def test_something_else_in_the_place_of_a_file(name: str, tmp_path: Path) -> Non
     """A pipe would be waited for, a device or a file of holes read until memory is full."""
     form = FORMATS[name]
     form.make(tmp_path)
-    for path in list(tmp_path.glob(form.files)):
-        content = path.read_bytes()
-        for put in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), holes):
-            path.unlink()
-            put(path)
-            _read(form.read, tmp_path)
-            path.rmdir() if put is Path.mkdir else path.unlink(missing_ok=True)  # an abandoned claim is removed
-            path.write_bytes(content)
+
+    def limited() -> None:
+        little_memory(512 * MIB)
+        for path in list(tmp_path.glob(form.files)):
+            content = path.read_bytes()
+            for put in (os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero"), holes):
+                path.unlink()
+                put(path)
+                try:
+                    form.read(tmp_path)
+                except (FormatError, OSError) as error:
+                    if str(tmp_path) not in str(error):
+                        raise
+                path.rmdir() if put is Path.mkdir else path.unlink(missing_ok=True)  # an abandoned claim is removed
+                path.write_bytes(content)
+
+    in_child(limited)
 
 
 def holes(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
-
-
-def _read(read: Callable[[Path], object], folder: Path) -> None:
-    def limited() -> None:
-        little_memory(512 * MIB)
-        try:
-            read(folder)
-        except (FormatError, OSError) as error:
-            if str(folder) not in str(error):
-                raise
-
-    in_child(limited)
 
 
 def little_memory(more: int) -> None:
@@ -172,8 +168,6 @@ def test_what_a_terminal_acts_on_is_escaped(tmp_path: Path) -> None:
     [
         ("report.cli", [], ""),
         ("inspection.cli", ["info", "a.safetensors"], "1"),
-        ("inspection.cli", ["info", "a.safetensors"], ""),
-        ("inspection.cli", ["--version"], ""),
     ],
 )
 def test_standard_output_that_is_full(module: str, words: list[str], unbuffered: str, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import nvme_ops
 from tests.conftest import MIB, HandleFactory, pattern, store
 from tests.contract.suite import settled
 
@@ -42,7 +41,11 @@ def repeated(work: Callable[[int], object]) -> None:
 
 def test_operations(make_handle: HandleFactory, folder: Path) -> None:
     handle, data, path = make_handle(intra_op_parallelism=2), pattern(100_001), folder / "file"
-    back = torch.zeros_like(data)
+    back, short = torch.zeros_like(data), store(folder / "short", pattern(1000))
+
+    def asynchronous(*arguments) -> None:
+        handle.async_pread(*arguments)
+        handle.wait()
 
     def work(i: int) -> None:
         handle.sync_pwrite(data, path)
@@ -53,59 +56,18 @@ def test_operations(make_handle: HandleFactory, folder: Path) -> None:
         written = handle.submit_pwrite(data[::2], path, 5)
         written.add_done_callback(lambda future: future.result())
         written.result()
-        handle.sync_pwrite(bytearray(100_000), path)
         handle.submit_pread(torch.zeros(100_000, dtype=torch.uint8), path)  # at which nobody looks
-        tensor = nvme_ops.empty(300_000 + i)
-        handle.async_pwrite(tensor, folder / "pool")
-        locked = handle.new_cpu_locked_tensor(100 + i, tensor)
+        locked = handle.new_cpu_locked_tensor(100_000 + i, data)
         handle.async_pwrite(locked[3:], folder / "locked")
         handle.free_cpu_locked_tensor(locked)
         handle.wait()
+        for call in (handle.sync_pread, asynchronous, lambda *a: handle.submit_pread(*a).result()):
+            for given, wrong in (((data, short), EOFError), ((data, folder / "missing"), FileNotFoundError),
+                                 ((data[::2], path), ValueError), ((data, None), TypeError)):  # fmt: skip
+                with pytest.raises(wrong):
+                    call(*given)
+        if i % 4 == 0:  # ending a queue of libaio takes the kernel a while
+            make_handle(queue_depth=4, intra_op_parallelism=3).async_pread(torch.zeros_like(data), path)
 
     repeated(work)
     assert torch.equal(back, data)
-
-
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_errors(make_handle: HandleFactory, folder: Path, make_device, lanes: int) -> None:
-    device = make_device(4 * MIB)
-    with device.image.open("r+b") as image:
-        image.truncate(4096)
-    handle, path = make_handle(intra_op_parallelism=lanes), store(folder / "file", pattern(1000))
-    tensor = torch.zeros(200_000, dtype=torch.uint8)
-
-    def asynchronous(*arguments) -> None:
-        handle.async_pread(*arguments)
-        handle.wait()
-
-    def work(i: int) -> None:
-        for call in (handle.sync_pread, asynchronous, lambda *a: handle.submit_pread(*a).result()):
-            with pytest.raises(EOFError):
-                call(tensor, path)
-            with pytest.raises(FileNotFoundError):
-                call(tensor, folder / "missing")
-            with pytest.raises(ValueError, match="contiguous"):
-                call(tensor[::2], path)
-            with pytest.raises(TypeError):
-                call(tensor, None)  # type: ignore[arg-type]
-        if i % 10 == 0:
-            handle.async_pread(torch.zeros_like(tensor), device.path, MIB)
-            handle.async_pread(torch.zeros(4), path)
-            with pytest.raises(OSError, match="Input/output error"):
-                handle.wait()
-            assert isinstance(handle.submit_pread(tensor, device.path, MIB).exception(), OSError)
-
-    repeated(work)
-
-
-def test_handles(make_handle: HandleFactory, folder: Path) -> None:
-    data, path = pattern(400_000), folder / "file"
-
-    def work(i: int) -> None:
-        if i % 4:  # ending a queue of libaio takes the kernel a while
-            return
-        handle = make_handle(queue_depth=4, intra_op_parallelism=3)
-        handle.sync_pwrite(data[1:], path)
-        handle.async_pread(torch.zeros_like(data[1:]), path)
-
-    repeated(work)
