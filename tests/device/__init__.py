@@ -4,8 +4,7 @@ The fixture ``device`` (``conftest.py``) is each of the kinds of ``kinds.py`` in
 
 - ``simulated``: ``aio_handle`` and the device of ``private_device``, made of host memory. It runs nothing before
   somebody waits for it, so whatever the op fails to wait for shows as wrong bytes;
-- ``fake-cufile``: ``gds_handle``, the same device and the library of ``fake_cufile``, in a forked child for each test
-  (for pinned memory also ``fake-cufile-off``, with ``NVME_OPS_GDS=off``);
+- ``fake-cufile``: ``gds_handle``, the same device and the library of ``fake_cufile``, in a forked child for each test;
 - ``gpu-aio``, ``gpu-gds`` and ``gpu-gds-off``: a real GPU, where work truly overlaps (``make gpu-test``).
 
 The first two are no evidence about a GPU: its speed, its memory and its errors. What only one kind has is in a file of

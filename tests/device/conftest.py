@@ -7,19 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.device.kinds import GPUS, Device, Gpu, Simulated, SimulatedCuFile, SimulatedCuFileOff, sample
+from tests.device.kinds import GPUS, Device, Gpu, Simulated, SimulatedCuFile, sample
 from tests.gpu.support import GDS, KINDS, cufile_refusal
 
-DOUBLES = ("simulated", "fake-cufile")
 
-
-@pytest.fixture(params=[*DOUBLES, *GPUS])
+@pytest.fixture(params=["simulated", "fake-cufile", *GPUS])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, folder: Path) -> Iterator[Device]:
     """Each kind in turn; one that is not there is skipped with the reason."""
     sample(0)  # made once, not in every child
-    if request.param.startswith("fake-cufile"):  # in whose child it is seen what the test leaves behind
-        kind = SimulatedCuFile if request.param == "fake-cufile" else SimulatedCuFileOff
-        yield kind(request.getfixturevalue("the_device"), request.getfixturevalue("cufile"))
+    if request.param == "fake-cufile":  # in whose child it is seen what the test leaves behind
+        yield SimulatedCuFile(request.getfixturevalue("the_device"), request.getfixturevalue("cufile"))
     elif request.param == "simulated":
         simulated = request.getfixturevalue("the_device")
         with simulated.left_as_found():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -60,24 +59,15 @@ class Device:
     peek: Callable[[torch.Tensor], torch.Tensor]
     #: What is allocated on the device.
     memory: Callable[[], int]
-
-    def handle(self, lanes: int = 1) -> aio_handle:
-        """A handle of this kind."""
-        raise NotImplementedError
-
-    def on(self, default_stream: bool = False, index: int = 0) -> contextlib.AbstractContextManager[Any]:
-        """Makes a device and its default stream, or a new one, this thread's."""
-        raise NotImplementedError
-
-    def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
-        """Makes another device this thread's, with streams that are not the default ones."""
-        raise NotImplementedError
-
-    def current(self) -> Any:
-        """This thread's device and streams."""
-
-    def synchronize(self, stream: Any) -> None:
-        """Waits for what is queued on the stream."""
+    #: A handle with so many lanes.
+    handle: Callable[..., aio_handle]
+    #: A block with a device and its default stream, or a new one, this thread's; one with another device.
+    on: Callable[..., contextlib.AbstractContextManager[Any]]
+    elsewhere: Callable[[], contextlib.AbstractContextManager[Any]]
+    #: This thread's device and streams.
+    current: Callable[[], Any]
+    #: Waits for what is queued on a stream.
+    synchronize: Callable[[Any], None]
 
     def settle(self) -> None:
         """Waits for what was queued to prepare the test."""
@@ -131,7 +121,7 @@ class Simulated(Device):
         self.count = simulated.count
         self.device, self.tensor, self.empty = simulated.device, simulated.tensor, simulated.empty
         self.peek, self.computing = simulated.peek, simulated.computing  # type: ignore[method-assign]
-        self.synchronize = simulated.synchronize  # type: ignore[method-assign]
+        self.synchronize = simulated.synchronize
         self.memory = lambda: int(simulated.statistics().device_blocks)
 
     def handle(self, lanes: int = 1) -> aio_handle:
@@ -183,6 +173,7 @@ class SimulatedCuFile(Simulated):
 
     def require_pages(self, *ranges: tuple[int, int]) -> None:
         now = self.cufile.statistics()
+        assert now.ragged == 0
         assert now.bytes_read + now.bytes_written == sum(whole_pages(*each) for each in ranges)
 
     def require_only(self, tensor: torch.Tensor) -> None:
@@ -198,24 +189,6 @@ class SimulatedCuFile(Simulated):
     def require_route(self, handle: aio_handle) -> None:
         assert isinstance(handle, gds_handle)
         assert handle.last_path == "gds"
-
-
-class SimulatedCuFileOff(SimulatedCuFile):
-    """The same with ``NVME_OPS_GDS=off``, for what ``gds_handle`` does itself."""
-
-    def handle(self, lanes: int = 1) -> gds_handle:
-        os.environ["NVME_OPS_GDS"] = "off"  # of the child that runs the test
-        return super().handle(lanes)
-
-    def require_registered(self, count: int, size: int) -> None:
-        assert self.cufile.calls(Function.REGISTER_MEMORY) == 0
-
-    def require_code_for_pinned_twice(self, code: int | None) -> None:
-        Device.require_code_for_pinned_twice(self, code)
-
-    def require_route(self, handle: aio_handle) -> None:
-        assert isinstance(handle, gds_handle)
-        assert handle.last_path == "bounce"
 
 
 class Gpu(Device):

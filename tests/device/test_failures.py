@@ -16,9 +16,8 @@ from tests.device.kinds import PAGE, Device, largest_file, sample, still_works
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_a_file_that_is_too_short_missing_or_none(device: Device, folder: Path, lanes: int) -> None:
-    handle, there, path = device.handle(lanes), device.empty(device.odd), store(folder / "file", sample(device.odd))
+def test_a_file_that_is_too_short_missing_or_none(device: Device, folder: Path) -> None:
+    handle, there, path = device.handle(3), device.empty(device.odd), store(folder / "file", sample(device.odd))
     os.mkfifo(folder / "pipe")
     reading, writing = os.pipe()
     for name, read in READS.items():
@@ -46,22 +45,7 @@ def test_a_file_that_is_too_short_missing_or_none(device: Device, folder: Path, 
     still_works(device, handle, folder)
 
 
-def test_a_file_that_is_cut_under_a_read(device: Device, folder: Path) -> None:
-    """However the read meets it, it ends, and with the right error or the right bytes."""
-    handle, data = device.handle(2), sample(4 * device.odd)
-    path, back = store(folder / "file", data), device.empty(4 * device.odd)
-    future = handle.submit_pread(back, path)
-    os.truncate(path, device.odd)
-    error = future.exception()
-    if error is None:
-        assert device.peek(back).equal(data)
-    else:
-        assert isinstance(error, EOFError)
-        assert str(path) in str(error)
-    still_works(device, handle, folder)
-
-
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", ["sync_pwrite", "async_pwrite", "submit_pwritev"])
 def test_a_file_that_may_not_grow(device: Device, folder: Path, write: str) -> None:
     """RLIMIT_FSIZE also holds inside of a longer file, so writes fail in the middle of a transfer."""
     chunks = 12 if "async" in write else 3

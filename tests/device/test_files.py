@@ -13,6 +13,7 @@ import safetensors.torch
 import torch
 
 import nvme_ops
+from nvme_ops.data import Loader
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.measure.files import cached_share
 from nvme_ops.offload.weights.source import WeightFile
@@ -21,7 +22,8 @@ from nvme_ops.offload.weights.window import Window
 from nvme_ops.storage.publication import open_to_read
 from nvme_ops.tensors import DEVICE_ALIGNMENT
 from tests.conftest import MIB, pattern, store
-from tests.device.kinds import Device
+from tests.data.samples import sample, write
+from tests.device.kinds import Device, in_own_process
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
@@ -77,6 +79,7 @@ def test_weights_that_are_streamed(device: Device, folder: Path) -> None:
     file.close()
 
 
+@in_own_process
 @pytest.mark.parametrize(("cached", "lanes", "threads"), [(True, None, 4), (True, 1, 1), (False, None, 1)])
 def test_what_the_page_cache_has_is_copied_by_several_lanes(
     device: Device, folder: Path, cached: bool, lanes: int | None, threads: int
@@ -94,3 +97,12 @@ def test_what_the_page_cache_has_is_copied_by_several_lanes(
         assert len(set(os.listdir("/proc/self/task")) - before) == threads
         assert handle.statistics().cached_bytes == size * cached
     assert torch.equal(device.peek(back), data)
+
+
+def test_columns_and_lists(device: Device, folder: Path) -> None:
+    write(folder / "store", 12)
+    for step, batch in enumerate(Loader(folder / "store", 4, device=device.empty(0).device)):
+        assert device.peek(batch["label"]).view(torch.int64).tolist() == list(range(4 * step, 4 * step + 4))
+        for number, image in enumerate(batch["image"], 4 * step):
+            assert torch.equal(device.peek(image), sample(number)["image"])
+        assert batch["name"][0] == f"sample {4 * step}"

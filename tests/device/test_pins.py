@@ -13,7 +13,7 @@ from tests.device.kinds import GPUS, PAGE, Device, on_kinds, sample, still_works
 from tests.gpu.support import code_of_refusal
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
-pytestmark = on_kinds("fake-cufile", "fake-cufile-off", *GPUS[1:])
+pytestmark = on_kinds("fake-cufile", *GPUS[1:])
 
 
 def handle_of(device: Device) -> gds_handle:
@@ -35,9 +35,8 @@ def move_both_ways(device: Device, handle: gds_handle, tensor: torch.Tensor, fol
         assert torch.equal(device.peek(tensor), data)
 
 
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.complex128], ids=str)
-def test_a_new_tensor(device: Device, folder: Path, dtype: torch.dtype) -> None:
-    for count in (1, 1000, 2 * MIB + 1):
+def test_a_new_tensor(device: Device, folder: Path) -> None:
+    for count, dtype in ((1, torch.uint8), (MIB + 1, torch.complex128)):
         handle, last = handle_of(device), device.count - 1
         tensor = handle.new_pinned_device_tensor(count, device.empty(3, 3, dtype=dtype, index=last))
         assert (tensor.shape, tensor.dtype, tensor.device) == ((count,), dtype, device.device(last))
@@ -83,13 +82,12 @@ def test_a_view_is_pinned_with_its_tensor_and_cannot_unpin_it(device: Device, fo
     assert not handle.is_pinned(tensor)
 
 
-@pytest.mark.parametrize("start", [0, PAGE])
-def test_a_tensor_around_a_pinned_view(device: Device, folder: Path, start: int) -> None:
+def test_a_tensor_around_a_pinned_view(device: Device, folder: Path) -> None:
     """Pinned, or refused with cuFile's code; what is said of it afterwards is true."""
     handle, whole = handle_of(device), device.empty(2 * device.odd)
-    view = whole[start : start + device.odd]
+    view = whole[PAGE : PAGE + device.odd]
     handle.pin_device_tensor(view)
-    for beyond in (whole, whole[start + device.odd - 1 : start + device.odd + 1]):
+    for beyond in (whole, whole[PAGE + device.odd - 1 : PAGE + device.odd + 1]):
         assert not handle.is_pinned(beyond)
         assert handle.unpin_device_tensor(beyond) is False
     code = code_of_refusal(handle.pin_device_tensor, whole)
@@ -140,18 +138,6 @@ def test_what_is_not_pinned_or_cannot_be(device: Device, folder: Path) -> None:
     still_works(device, handle, folder)
 
 
-def test_pinned_memory_outlives_its_tensor(device: Device) -> None:
-    handle = handle_of(device)
-    tensor = handle.new_pinned_device_tensor(device.odd, device.empty(1))
-    held = device.memory()
-    view = tensor[:]
-    del tensor
-    assert device.memory() == held
-    assert handle.free_pinned_device_tensor(view)
-    del view
-    assert device.memory() < held
-
-
 @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 def test_a_tensor_freed_while_transfers_use_it(device: Device, folder: Path, write: bool) -> None:
     """Unpinned and dropped at once: the transfers end as if it had been kept; until then nobody gets its memory."""
@@ -172,23 +158,3 @@ def test_a_tensor_freed_while_transfers_use_it(device: Device, folder: Path, wri
         assert future.result() == size
         assert not write or torch.equal(contents(folder / f"file{number}"), sample(size, number))
     still_works(device, handle, folder)
-
-
-def test_pinned_memory_on_another_device(device: Device, folder: Path) -> None:
-    if device.count < 2:
-        pytest.skip("there is one device only")
-    handle = handle_of(device)
-    tensors = [handle.new_pinned_device_tensor(device.odd, device.empty(1, index=index)) for index in range(2)]
-    device.require_registered(2, 2 * device.odd)
-    ordinary = device.empty(device.odd, index=1)
-    assert [tensor.device.index for tensor in tensors] == [0, 1]
-    assert handle.is_pinned(tensors[1])
-    assert not handle.is_pinned(ordinary)
-    for index in range(2):
-        with device.on(index=index):
-            before = device.current()
-            for tensor in (*tensors, ordinary):
-                move_both_ways(device, handle, tensor, folder)
-            assert device.current() == before
-    for tensor in tensors:
-        assert handle.free_pinned_device_tensor(tensor)

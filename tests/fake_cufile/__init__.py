@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import enum
+import fcntl
 import functools
 import hashlib
 import os
+import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,12 +26,13 @@ PATIENCE = 30_000  # milliseconds until a test gives up waiting for a call
 NVIDIA_FS = 2  # a major version of nvidia-fs that is there
 PEER_TO_PEER = 1 << 4  # the bit of CU_FILE_P2P_SUPPORTED
 
-# What it can be compiled without.
-WITHOUT_MARKER, OLD, INCOMPLETE = "WITHOUT_MARKER", "OLD", "INCOMPLETE"
+# Names without which it does not say that it is a double, is as before cuFile 1.14, or cannot read.
+WITHOUT_MARKER, INCOMPLETE = "nvme_ops_fake_cufile", "cuFileRead"
+OLD = "cuFileDriverClose_v2; cuFileGetVersion; cuFileSetParameter*"
 
 
 class Function(enum.IntEnum):
-    """cuFile's functions, in the order of state.h."""
+    """cuFile's functions, in the order of the enumeration in fake_cufile.cpp."""
 
     DRIVER_OPEN = 0
     DRIVER_CLOSE = enum.auto()
@@ -82,20 +85,29 @@ class _Fault(ctypes.Structure):
     ]
 
 
-def build(folder: Path, *without: str) -> Path:
-    """Compiles the library into ``folder``, unless the same one is there."""
+def build(without: str = "") -> Path:
+    """Returns the library, which is compiled once, and linked once ``without`` some of its names."""
+    from torch.utils import cpp_extension
+
     from nvme_ops.op_builder import machine
 
-    found = machine.find_compiler()
+    found, source = machine.find_compiler(), FOLDER / "fake_cufile.cpp"
     assert found is not None
-    command = [*found.command, "-std=c++17", "-O1", "-shared", "-fPIC", "-pthread", *(f"-D{name}" for name in without)]
-    sources = [(FOLDER / name).read_text() for name in ("fake_cufile.cpp", "state.h")]
-    key = hashlib.sha256("\0".join([*sources, *command]).encode()).hexdigest()[:16]
-    library = folder / f"libfake_cufile-{key}.so"
-    if not library.exists():
-        unfinished = library.with_suffix(f".{os.getpid()}")
-        subprocess.run([*command, str(FOLDER / "fake_cufile.cpp"), "-o", str(unfinished)], check=True)
-        unfinished.rename(library)
+    key = hashlib.sha256("\0".join([source.read_text(), *found.command]).encode()).hexdigest()[:16]
+    folder = Path(cpp_extension._get_build_directory("nvme_ops_fake_cufile", verbose=False)) / key
+    folder.mkdir(parents=True, exist_ok=True)
+    compiled, library = folder / "fake_cufile.o", folder / f"libfake_cufile{re.sub(r'[^a-zA-Z]+', '-', without)}.so"
+    with open(folder / "building", "w") as building:
+        fcntl.flock(building, fcntl.LOCK_EX)
+        steps = {
+            compiled: ["-std=c++17", "-O0", "-fPIC", "-c", str(source)],
+            library: ["-shared", "-pthread", str(compiled), f"-Wl,--version-script={folder / 'names'}"],
+        }
+        (folder / "names").write_text("{ global: *; local: %s; };" % (without or "none"))
+        for made, words in steps.items():
+            if not made.exists():
+                subprocess.run([*found.command, *words, "-o", f"{made}.unfinished"], check=True)
+                os.rename(f"{made}.unfinished", made)
     return library
 
 

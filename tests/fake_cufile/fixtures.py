@@ -11,7 +11,6 @@ import functools
 import gc
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,12 +20,6 @@ from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import in_child
 from tests.fake_cufile import NVIDIA_FS, FakeCuFile, build
 from tests.private_device import PrivateDevice, private_device
-
-
-@pytest.fixture(scope="session")
-def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the fake libraries are compiled."""
-    return tmp_path_factory.mktemp("fake_cufile")
 
 
 @pytest.fixture(scope="session")
@@ -54,9 +47,9 @@ def the_device() -> PrivateDevice:
 
 
 @pytest.fixture
-def cufile(libraries: Path, the_device: PrivateDevice, ops: None) -> FakeCuFile:
+def cufile(the_device: PrivateDevice, ops: None) -> FakeCuFile:
     """The library that this test's ``gds_handle`` loads; nvidia-fs is there unless it ``offer``s something else."""
-    return FakeCuFile(build(libraries))
+    return FakeCuFile(build())
 
 
 @pytest.fixture

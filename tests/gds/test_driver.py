@@ -83,9 +83,9 @@ def test_threads_open_it_once_and_hold_up_no_other(cufile: FakeCuFile, folder: P
     assert (len(made), cufile.calls(OPEN)) == (8, 1)
 
 
-def test_an_old_library(cufile: FakeCuFile, device: PrivateDevice, folder: Path, libraries: Path) -> None:
+def test_an_old_library(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
     """Before cuFile 1.14: no parameters, no version, and another name for closing."""
-    old = FakeCuFile(build(libraries, OLD))
+    old = FakeCuFile(build(OLD))
     old.offer(nvidia_fs=NVIDIA_FS)
     instead(old.path)
     os.chdir(folder)
@@ -96,23 +96,6 @@ def test_an_old_library(cufile: FakeCuFile, device: PrivateDevice, folder: Path,
     module.shut_down()
     assert old.calls(CLOSE) == 1
     old.check_idle(0)
-
-
-def test_compatibility_mode_is_on_where_cufile_needs_it(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path
-) -> None:
-    """Elsewhere it is off: with it cuFile takes any file, and does not tell that it goes through host memory."""
-    cufile.offer()
-    handle = gds_handle()
-    moves(device, handle, folder / "file")
-    assert "cuFile opens in compatibility mode only: cuFile error 5001" in handle.path_statistics()["why"]
-    assert (cufile.statistics().compatible, cufile.calls(OPEN)) == (1, 2)
-
-
-def test_a_library_that_keeps_its_mode(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    cufile.fail(Function.SET_FLAG, 5022, count=-1)
-    assert moves(device, gds_handle(), folder / "file") == "gds"
-    assert cufile.calls(OPEN) == 1
 
 
 # Refused
@@ -130,9 +113,9 @@ def test_a_driver_that_cannot_be_opened(cufile: FakeCuFile, device: PrivateDevic
 
 
 @pytest.mark.skipif(Path("/proc/modules").exists(), reason="the kernel has modules, so there is nothing to refuse")
-def test_a_kernel_without_modules(cufile: FakeCuFile, libraries: Path) -> None:
+def test_a_kernel_without_modules(cufile: FakeCuFile) -> None:
     """There the real library would wait for ever; this one does not say that it is a double."""
-    real = FakeCuFile(build(libraries, WITHOUT_MARKER))
+    real = FakeCuFile(build(WITHOUT_MARKER))
     instead(real.path)
     assert "/proc/modules is missing" in refusal()
     assert real.calls(OPEN) == 0
@@ -147,20 +130,14 @@ def test_a_kernel_without_modules(cufile: FakeCuFile, libraries: Path) -> None:
         (INCOMPLETE, "lacks cuFileRead"),
     ],
 )
-def test_a_library_that_cannot_be_used(cufile: FakeCuFile, libraries: Path, library: str, reason: str) -> None:
-    instead(build(libraries, INCOMPLETE) if library == INCOMPLETE else library)
+def test_a_library_that_cannot_be_used(cufile: FakeCuFile, library: str, reason: str) -> None:
+    instead(build(INCOMPLETE) if library == INCOMPLETE else library)
     said = refusal()
     assert "cuFile is not usable: " in said
     assert reason in said
 
 
 # The user's settings
-
-
-def test_the_users_log(cufile: FakeCuFile, folder: Path) -> None:
-    os.environ["CUFILE_LOGFILE_PATH"] = str(folder / "log")
-    gds_handle()
-    assert (folder / "log").read_text() == "opened\n"
 
 
 def test_the_users_configuration(cufile: FakeCuFile, folder: Path) -> None:
@@ -199,19 +176,6 @@ def test_no_handle_after_a_fork(cufile: FakeCuFile, device: PrivateDevice, folde
     assert moves(device, handle, path) == moves(device, gds_handle(), path) == "gds"
     assert cufile.calls(OPEN) == 1
     handle.unpin_device_tensor(tensor)
-
-
-def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    os.environ["NVME_OPS_GDS"] = "require"
-    handle, path, tensor = gds_handle(), folder / "file", device.tensor(pattern(ODD))
-    moves(device, handle, path)
-
-    def child() -> None:
-        with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require, but cuFile's driver is not open"):
-            handle.read(tensor, path)
-
-    in_child(child)
-    assert moves(device, handle, path) == "gds"
 
 
 def test_a_fork_with_work_pending(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
@@ -267,15 +231,15 @@ device = private_device()
 """
 
 
-def ends(libraries: Path, folder: Path, program: str) -> str:
+def ends(folder: Path, program: str) -> str:
     (folder / "empty").mkdir()
     begin = f"import os; os.chdir({str(folder / 'empty')!r})\n"
-    result = run_python(begin + PROGRAM + program, folder, check=False, NVME_OPS_CUFILE_LIBRARY=str(build(libraries)))
+    result = run_python(begin + PROGRAM + program, folder, check=False, NVME_OPS_CUFILE_LIBRARY=str(build()))
     assert (result.returncode, result.stderr) == (3, "")
     return result.stdout
 
 
-def test_the_interpreter_ends_with_work_pending(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
+def test_the_interpreter_ends_with_work_pending(the_device: PrivateDevice, folder: Path) -> None:
     """And with memory pinned."""
     program = """
 handle, kept = gds_handle(65536, intra_op_parallelism=2), []
@@ -287,13 +251,13 @@ handle.pin_device_tensor(device.empty(33 << 20, index=1))
 assert cufile.statistics().memories == 2
 sys.exit(3)
 """
-    assert ends(libraries, folder, program) == "closed 1 []\n"
+    assert ends(folder, program) == "closed 1 []\n"
     for i in range(3):
         assert torch.equal(contents(folder / f"file{i}"), pattern(5 * MIB, i))
         assert torch.equal(contents(folder / f"future{i}"), pattern(5 * MIB, i))
 
 
-def test_a_driver_that_hangs(libraries: Path, the_device: PrivateDevice, folder: Path) -> None:
+def test_a_driver_that_hangs(the_device: PrivateDevice, folder: Path) -> None:
     """It holds up neither the handle, the second one least of all, nor the end of the program."""
     program = """
 cufile.fail(Function.DRIVER_OPEN, delay=100_000)
@@ -304,7 +268,7 @@ for _ in range(3):
         print(error)
 sys.exit(3)
 """
-    *said, end = ends(libraries, folder, program).splitlines()
+    *said, end = ends(folder, program).splitlines()
     assert (len(said), len(set(said))) == (3, 1)
-    assert f"cuFileDriverOpen of {build(libraries)} has not returned after" in said[0]
+    assert f"cuFileDriverOpen of {build()} has not returned after" in said[0]
     assert end == "closed 0 []"

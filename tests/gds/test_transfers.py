@@ -1,4 +1,4 @@
-"""What reaches cuFile of gds_handle's transfers, what goes wrong there, and that nothing stays; bytes are in device/.
+"""What of gds_handle's transfers and pinned memory reaches cuFile, and what goes wrong there; bytes are in device/.
 
 The library and the accelerator are doubles made of host memory: the codes are cuFile's, but when a real one gives them
 is not known from here.
@@ -10,7 +10,6 @@ import ctypes
 import errno
 import gc
 import os
-import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -21,7 +20,7 @@ import torch
 
 from nvme_ops.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder, machine
-from tests.conftest import MIB, contents, in_threads, pattern, store
+from tests.conftest import MIB, contents, pattern, store
 from tests.fake_cufile import FakeCuFile, Function
 from tests.private_device import PrivateDevice
 
@@ -30,15 +29,13 @@ pytest_plugins = ("tests.fake_cufile.fixtures",)
 PAGE, BLOCK = 4096, 65536
 SIZE, ODD = 32 * BLOCK, 2 * MIB + 5
 READ, WRITE = Function.READ, Function.WRITE
+BIG = 33 * MIB  # freed, memory of this size is no longer mapped, and the library looks
 
 # One for each way to hear of a failure.
 HEARD: dict[str, Callable[[gds_handle, bool, torch.Tensor, Path], object]] = {
-    "blocking": lambda h, write, t, path: (h.sync_pwrite if write else h.sync_pread)(t, path, 0),
     "wait": lambda h, write, t, path: ((h.async_pwrite if write else h.async_pread)(t, path, 0), h.wait()),
-    "result": lambda h, write, t, path: (h.submit_pwrite if write else h.submit_pread)(t, path, 0).result(),
     "list": lambda h, write, t, path: (h.submit_pwritev if write else h.submit_preadv)([t], path, [0]).result(),
 }
-both = pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 
 
 def still_works(cufile: FakeCuFile, device: PrivateDevice, handle: gds_handle, folder: Path) -> None:
@@ -100,25 +97,14 @@ def test_the_context_of_the_memory_is_current(
     assert [cuda.made_current(which) for which in range(2)] == [current, 0]  # and what was before, afterwards
 
 
-@pytest.mark.parametrize("offset", [0, PAGE, 1, 12345])
-def test_only_whole_pages_of_the_file(cufile: FakeCuFile, device: PrivateDevice, folder: Path, offset: int) -> None:
-    handle, there = gds_handle(BLOCK), device.tensor(pattern(ODD))
-    handle.write(there, folder / "file", file_offset=offset)
-    assert cufile.touched_only(there)
-    assert cufile.statistics().ragged == 0
-    assert handle.path_statistics()["uses"] == {"gds": {"transfers": 1, "bytes": ODD}}
-
-
 def test_no_cpu_tensor(cufile: FakeCuFile, folder: Path) -> None:
     assert GDSBuilder().load().gds_handle is gds_handle
     handle, path, data = gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", pattern(ODD)
     back, rows = torch.zeros_like(data), torch.zeros(4, 10_000, dtype=torch.uint8)
     handle.write(data, path, True)
-    handle.sync_pread(back, path)
-    assert torch.equal(back, data)
-    handle.async_pwrite(data, path)
+    handle.async_pread(back, path)
     handle.wait()
-    assert handle.submit_preadv([back, back[:100]], path, [0, 7]).result() == ODD + 100
+    assert torch.equal(back, data)
     assert handle.submit_preadv(rows, path, [30_000, 20_000, 10_000, 0]).result() == 40_000
     assert torch.equal(rows.flip(0).view(-1), data[:40_000])
     locked = handle.new_cpu_locked_tensor(ODD, data)
@@ -131,8 +117,8 @@ def test_no_cpu_tensor(cufile: FakeCuFile, folder: Path) -> None:
     assert handle.last_path is None
 
 
-@pytest.mark.parametrize("lanes", [1, 4])
-def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path, lanes: int) -> None:
+def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    lanes = 4
     handle, back = gds_handle(BLOCK, intra_op_parallelism=lanes), device.empty(SIZE)
     path = store(folder / "file", pattern(SIZE))
     with cufile.held(READ):
@@ -147,40 +133,10 @@ def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: PrivateDevice, 
     assert cufile.calls(Function.REGISTER_FILE) == 2
 
 
-def test_threads_read_one_file_at_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path = gds_handle(BLOCK, intra_op_parallelism=4), store(folder / "file", pattern(ODD))
-    tensors = [device.empty(ODD) for _ in range(4)]
-
-    def work(number: int) -> None:
-        if number < 4:
-            handle.read(tensors[number], path)
-        else:
-            cufile.wait_for_held_up(READ, 4)
-            cufile.release(READ)
-
-    with cufile.held(READ):
-        in_threads(work, 5)
-    assert all(torch.equal(device.peek(tensor), pattern(ODD)) for tensor in tensors)
-
-
-@both
-def test_validation_finds_what_differs(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
-    handle, path, there = gds_handle(BLOCK), store(folder / "file", pattern(ODD)), device.tensor(pattern(ODD))
-    with device.held():  # the tail, which does not fill a page and comes after what cuFile has moved
-        (handle.pwrite if write else handle.pread)(there, path, True, True)
-        device.wait_for_held_up()
-        with path.open("r+b") as file:
-            file.write(bytes([int(pattern(1)) ^ 1]))
-    with pytest.raises(OSError, match="differ") as caught:
-        handle.wait()
-    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(path))
-
-
 # What goes wrong
 
 
-@pytest.mark.parametrize("most", [1, 1000, PAGE, BLOCK - 1])
-@both
+@pytest.mark.parametrize(("write", "most"), [(True, 1), (True, PAGE), (False, 1000), (False, BLOCK - 1)])
 def test_a_short_transfer_goes_on(
     cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool, most: int
 ) -> None:
@@ -191,24 +147,12 @@ def test_a_short_transfer_goes_on(
     assert cufile.touched_only(there)
 
 
-@pytest.mark.parametrize("error", [errno.EINTR, errno.EAGAIN])
-@both
-def test_a_transient_error_is_tried_again(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool, error: int
-) -> None:
-    cufile.fail(WRITE if write else READ, error=error, first=5, count=20)
-    moves(device, gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", write, SIZE)
-    assert cufile.calls(WRITE if write else READ) == SIZE // BLOCK + 20
-
-
 CODES = {
-    5006: "the driver is being closed",
     5011: "the CUDA driver failed",
-    5014: "the range leaves its allocation",
-    5022: "a wrong argument",
     5044: "an I/O error",
     5999: "see CUfileOpError",
-    **{code: os.strerror(code) for code in (errno.EIO, errno.ENOSPC, errno.EINVAL, errno.EOPNOTSUPP)},
+    errno.EIO: os.strerror(errno.EIO),
+    errno.ENOSPC: os.strerror(errno.ENOSPC),
 }
 
 
@@ -229,90 +173,80 @@ def test_a_code_of_cufile_or_of_the_system(cufile: FakeCuFile, device: PrivateDe
         still_works(cufile, device, handle, folder)
 
 
-def test_what_ends_too_soon_or_never_goes_well(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path, there = gds_handle(BLOCK), store(folder / "file", pattern(SIZE)), device.empty(SIZE)
-    cufile.fail(READ, error=errno.EAGAIN, count=-1)
-    with pytest.raises(BlockingIOError):
-        handle.read(there, path)
-    still_works(cufile, device, handle, folder)
-    cufile.fail(WRITE, most=0, first=3)
-    with pytest.raises(OSError, match="Input/output error"):
-        handle.write(there, folder / "other")
-    still_works(cufile, device, handle, folder)
-    with cufile.held(READ):
-        future = handle.submit_pread(there, path)
-        cufile.wait_for_held_up(READ)
-        os.truncate(path, 3 * BLOCK + 5)
-    with pytest.raises(EOFError, match=f"the file, which has {3 * BLOCK + 5} bytes: '{path}'"):
-        future.result()
-    still_works(cufile, device, handle, folder)
+# Memory that is registered
 
 
-def test_every_transfer_of_wait_ends_before_a_failure_is_raised(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path
+def test_memory_is_freed_after_it_was_deregistered_and_with_its_last_tensor(
+    cufile: FakeCuFile, device: PrivateDevice
 ) -> None:
-    handle, path = gds_handle(SIZE), store(folder / "file", pattern(SIZE))
-    tensors = [device.empty(SIZE) for _ in range(5)]
-    cufile.fail(READ, 5044, first=2)
-    cufile.fail(READ, 5014, first=4)
-    for tensor in tensors:
-        handle.async_pread(tensor, path)
-    with pytest.raises(OSError, match="cuFile error") as caught:
-        handle.wait()
-    failures = caught.value.failures  # type: ignore[attr-defined]
-    assert {failure.errno for failure in failures} == {5014, 5044}
-    assert failures[0] is caught.value
-    assert [torch.equal(device.peek(tensor), pattern(SIZE)) for tensor in tensors].count(True) == 3
-    del caught, failures
-    still_works(cufile, device, handle, folder)
-
-
-# Lifetimes
-
-
-@both
-def test_a_tensor_that_its_owner_drops(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
-    size = 33 * MIB  # freed, memory of this size is no longer mapped, and the library looks
-    path, before = store(folder / "file", pattern(size, 1)), device.statistics().device_blocks
-    handle, there, function = gds_handle(), device.tensor(pattern(size)), WRITE if write else READ
-    with cufile.held(function):
-        future = (handle.submit_pwrite if write else handle.submit_pread)(there, path)
-        cufile.wait_for_held_up(function)
-        del there
-        gc.collect()
+    handle, before = gds_handle(), device.statistics().device_blocks
+    for new in (True, False):
+        tensor = handle.new_pinned_device_tensor(BIG, device.empty(1)) if new else device.empty(BIG)
+        handle.pin_device_tensor(tensor)
+        kept, same = tensor[5:], tensor.view(3, -1)
+        del tensor
+        assert handle.unpin_device_tensor(same) is True
+        del same
         assert device.statistics().device_blocks == before + 1
-    assert future.result() == size
-    del future
+        del kept
+        assert device.statistics().device_blocks == before
+    tensor = device.empty(BIG)
+    handle.pin_device_tensor(tensor)
+    del tensor, handle  # it stays allocated while cuFile knows it, and is deregistered at the end
+    gc.collect()
+    assert device.statistics().device_blocks == before + 1
+    assert (cufile.statistics().memories, cufile.statistics().memory_bytes) == (1, BIG)
+
+
+@pytest.mark.parametrize("code", [5016, 5011])
+def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: PrivateDevice, code: int) -> None:
+    cufile.offer(nvidia_fs=2, memory=BIG + MIB)
+    handle, tensor = gds_handle(), device.empty(BIG)
+    limit = device.empty(BIG)
+    if code == 5016:  # more than may be pinned
+        handle.pin_device_tensor(limit)
+    else:
+        cufile.fail(Function.REGISTER_MEMORY, code, count=2)
+    before = device.statistics().device_blocks
+    match = f"registering {BIG} bytes of memory .* than may be pinned" if code == 5016 else f"cuFile error {code}"
+    for refused in (
+        lambda: handle.pin_device_tensor(tensor),
+        lambda: handle.new_pinned_device_tensor(BIG, tensor),
+    ):
+        with pytest.raises(OSError, match=match) as caught:
+            refused()
+        assert caught.value.errno == code
+    del caught
+    gc.collect()
     assert device.statistics().device_blocks == before
-    assert torch.equal(contents(path), pattern(size, 0 if write else 1))
+    assert not handle.is_pinned(tensor)
+    assert handle.unpin_device_tensor(tensor) is False
+    assert handle.unpin_device_tensor(limit) is (code == 5016)
+    assert handle.pin_device_tensor(tensor) is True  # there is room now
+    handle.unpin_device_tensor(tensor)
 
 
-@pytest.mark.usefixtures("no_collection")
-@pytest.mark.parametrize("lanes", [1, 2])
-def test_a_handler_that_raises_ends_a_blocking_call(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, lanes: int
-) -> None:
-    """What is in flight ends, the rest is not started, and the handle goes on."""
-    handle, path = gds_handle(BLOCK, intra_op_parallelism=lanes), store(folder / "file", pattern(ODD))
-    there, main, in_flight = device.empty(ODD), threading.get_ident(), threading.Event()
+def test_a_tensor_of_which_only_part_is_pinned_bounces(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    """cuFile takes no transfer that leaves a registration."""
+    handle, tensor, path = gds_handle(), device.empty(BIG), store(folder / "file", pattern(BIG))
+    handle.pin_device_tensor(tensor[:PAGE])
+    handle.sync_pread(tensor, path)
+    assert torch.equal(device.peek(tensor), pattern(BIG))
+    assert (handle.last_path, handle.path_statistics()["why"]) == ("bounce", "only part of the tensor is pinned")
+    handle.sync_pread(tensor[:PAGE], path)
+    assert handle.last_path == "gds"
+    assert handle.unpin_device_tensor(tensor[:PAGE]) is True
 
-    def interrupt() -> None:
-        cufile.wait_for_held_up(READ, lanes)
-        signal.pthread_kill(main, signal.SIGINT)
-        in_flight.wait(60)
-        cufile.release(READ)
 
-    def stop(*_: object) -> None:
-        in_flight.set()
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, stop)
-    thread = threading.Thread(target=interrupt)
-    cufile.fail(READ, delay=0.05, first=lanes + 1, count=-1)  # time to hear of the end
-    with cufile.held(READ):
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            handle.sync_pread(there, path)
-        thread.join()
-    assert cufile.calls(READ) < ODD // BLOCK
-    still_works(cufile, device, handle, folder)
+def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    """cuFile is not made to forget memory that it is moving, or part of."""
+    tensor, path = device.empty(8 * 65536), store(folder / "file", pattern(8 * 65536))
+    handle, moved = gds_handle(65536), tensor[: 2 * 65536]
+    handle.pin_device_tensor(tensor)
+    with cufile.held(Function.READ):
+        future = handle.submit_pread(moved, path)
+        cufile.wait_for_held_up(Function.READ)
+        threading.Timer(0.1, cufile.release, [Function.READ]).start()
+        assert handle.unpin_device_tensor(tensor) is True
+    assert future.result() == moved.nbytes
+    assert torch.equal(device.peek(moved), pattern(8 * 65536)[: moved.nbytes])

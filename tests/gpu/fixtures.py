@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nvme_ops import gds_handle
-from tests.gpu.support import TELLING, cufile_refusal, empty, prime
+from tests.gpu.support import TELLING, cufile_refusal, empty
 
 
 @pytest.fixture
@@ -30,11 +30,3 @@ def way(cufile: None, folder: Path) -> str:
     if not ways:
         pytest.skip(f"cuFile takes no file here: {statistics['why']}")
     return str(ways.pop())
-
-
-@pytest.fixture
-def gds(way: str, folder: Path) -> gds_handle:
-    """A handle whose next large transfer takes cuFile."""
-    handle = gds_handle(intra_op_parallelism=2)
-    prime(handle, folder)
-    return handle

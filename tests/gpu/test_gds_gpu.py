@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from nvme_ops import gds_handle
-from tests.conftest import MIB, contents, pattern, store, takes_direct_io
-from tests.gpu.fixtures import cufile, gds, way
-from tests.gpu.support import ODD, TELLING, empty, gpu, on_a_gpu, run_limited, run_well
+from tests.conftest import contents, pattern, store, takes_direct_io
+from tests.device.kinds import Gpu, still_works
+from tests.gpu.fixtures import cufile, way
+from tests.gpu.support import GDS, ODD, code_of_refusal, empty, gpu, on_a_gpu, run_limited, run_well
 
 pytestmark = on_a_gpu
 
-PAGE = 4096
+TOO_MUCH_PINNED = 5016
 WAYS = {"gds", "compat", "bounce"}
 
 
@@ -98,48 +99,8 @@ def test_require_does_not_leave_gpudirect_storage_for_a_file_without_direct_io(w
     assert "RuntimeError: NVME_OPS_GDS=require, but the file system has no direct I/O" in done.stderr
 
 
-# What is moved by cuFile
-
-
-@pytest.mark.parametrize("offset", [0, 1, PAGE - 1, PAGE, 12345])
-@pytest.mark.parametrize("more", [0, 1, PAGE - 1, PAGE, PAGE + 1])
-@pytest.mark.parametrize("start", [1, 256, 4095])
-def test_whole_pages_and_what_is_around_them(
-    gds: gds_handle, way: str, folder: Path, offset: int, more: int, start: int
-) -> None:
-    """In the file, and in memory that is aligned or not."""
-    size = TELLING + 2 * PAGE + more
-    before, data = pattern(size + 20000, 1), pattern(size)
-    path, whole = store(folder / "file", before), empty(size + start + 200)
-    part = whole[start : start + size]
-    part.copy_(data)
-    gds.write(part, path, file_offset=offset)
-    assert gds.last_path == way
-    assert torch.equal(contents(path), torch.cat([before[:offset], data, before[offset + size :]]))
-    whole.zero_()
-    gds.read(part, path, file_offset=offset)
-    assert gds.last_path == way
-    there = whole.cpu()
-    assert torch.equal(there[start:-200], data)
-    assert there[:start].eq(0).all()
-    assert there[-200:].eq(0).all()
-
-
-@pytest.mark.parametrize("lanes", [1, 3, 8])
-@pytest.mark.parametrize("block_size", [64 * 1024, MIB, 16 * MIB, 1234567])
-def test_block_sizes_and_lanes(way: str, folder: Path, block_size: int, lanes: int) -> None:
-    handle, path = gds_handle(block_size, intra_op_parallelism=lanes), folder / "file"
-    for seed in range(2):  # where there is no GPUDirect Storage, the second round takes cuFile
-        data, back = pattern(2 * ODD, seed), empty(2 * ODD)
-        handle.sync_pwrite(data.to(gpu()), path)
-        assert torch.equal(contents(path), data)
-        handle.sync_pread(back, path)
-        assert torch.equal(back.cpu(), data)
-    assert way in handle.path_statistics()["uses"]
-
-
 def test_expandable_segments(cufile: None, folder: Path) -> None:
-    """Memory that the caching allocator maps piece by piece, which older cuFiles do not know: bounced if need be."""
+    """Memory mapped piece by piece, which older cuFiles do not know: bounced if need be, pinned or refused."""
     run_well(
         """
         import sys, torch, nvme_ops
@@ -152,8 +113,46 @@ def test_expandable_segments(cufile: None, folder: Path) -> None:
             back = torch.zeros_like(there)
             handle.sync_pread(back, sys.argv[1])
             assert torch.equal(back, there)
+            try:
+                handle.pin_device_tensor(there)
+            except OSError as error:
+                assert error.errno > 5000, error
+            handle.sync_pread(there.zero_(), sys.argv[1])
+            assert torch.equal(back, there)
+            handle.unpin_device_tensor(there)
         """,
         folder / "file",
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )
+
+
+# Memory that is pinned
+
+
+def test_more_than_may_be_pinned(cufile: None, folder: Path) -> None:
+    """cufile.json allows 32 GiB unless it says otherwise; in its compatibility mode cuFile may not look."""
+    size = 33 << 30
+    if torch.cuda.mem_get_info()[0] < size + (2 << 30):
+        pytest.skip("needs 35 GiB of the GPU's memory")
+    handle, tensor = gds_handle(), torch.empty(size, dtype=torch.uint8, device=gpu())
+    code = code_of_refusal(handle.pin_device_tensor, tensor)
+    assert code in (None, TOO_MUCH_PINNED)
+    assert handle.is_pinned(tensor) is (code is None)
+    assert handle.unpin_device_tensor(tensor) is (code is None)
+    del tensor
+    torch.cuda.empty_cache()
+    still_works(Gpu(GDS, folder), handle, folder)
+
+
+@pytest.mark.parametrize("mode", ["auto", "off"])
+def test_the_interpreter_ends_with_pinned_memory(cufile: None, mode: str) -> None:
+    run_well(
+        """
+        import torch, nvme_ops
+        handle = nvme_ops.gds_handle()
+        tensors = [handle.new_pinned_device_tensor(1 << 20, torch.empty(1, device="cuda")) for _ in range(3)]
+        assert all(map(handle.is_pinned, tensors))
+        """,
+        NVME_OPS_GDS=mode,
     )

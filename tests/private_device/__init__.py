@@ -72,7 +72,7 @@ class PrivateDevice:
         path = build()
         torch.ops.load_library(str(path))
         self._library = ctypes.CDLL(str(path))
-        for name in ("pd_stream", "pd_new_stream", "pd_exchanges"):
+        for name in ("pd_stream", "pd_new_stream"):
             getattr(self._library, name).restype = ctypes.c_int64
         self._library.pd_start()
         # From now on torch has an accelerator: renaming is how torch learns of one, and it looks for such a module.
@@ -191,10 +191,6 @@ class PrivateDevice:
         """Waits until somebody is held up."""
         while not self._library.pd_held_up():
             time.sleep(0.001)
-
-    def exchanges(self) -> int:
-        """How often a thread's current stream was changed by way of torch."""
-        return int(self._library.pd_exchanges())
 
     def statistics(self) -> Statistics:
         """What the device holds."""

@@ -21,7 +21,6 @@ constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
 
 thread_local int current_device = 0;
 thread_local std::array<std::int64_t, kDevices> current_stream{};
-std::atomic<std::int64_t> exchanges{0};  // of the current stream
 std::atomic<bool> with_pinned{false};
 std::atomic<bool> copying_at_once{false};  // from one tensor to another of the device
 
@@ -60,7 +59,6 @@ public:
     return stream(device, new_stream(indexed(device).index()));
   }
   c10::Stream exchangeStream(c10::Stream next) const override {
-    ++exchanges;
     return stream(next.device(), std::exchange(current(next.device()), next.id()));
   }
   bool queryStream(const c10::Stream& queried) const override { return idle(queried.device_index(), queried.id()); }
@@ -288,9 +286,6 @@ void pd_hold(int held) {
 }
 int pd_held_up() {
   return held_up();
-}
-std::int64_t pd_exchanges() {
-  return exchanges;
 }
 void pd_statistics(Statistics* into) {
   *into = statistics();
