@@ -34,8 +34,6 @@ def replaced(folder: Path) -> Iterator[Path]:
             turn += 1
             os.link(folder / f"old{turn % 2 + 1}", folder / "next")
             os.rename(folder / "next", path)
-            if os.path.exists(folder / "next"):  # the same file already
-                os.unlink(folder / "next")
 
     thread = threading.Thread(target=replace)
     thread.start()

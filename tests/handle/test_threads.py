@@ -19,11 +19,8 @@ THREADS = 6
 pytestmark = pytest.mark.usefixtures("eager_switches")
 
 
-def test_one_handle(make_handle: HandleFactory, folder: Path, make_device) -> None:
-    """Some of the threads read from a device that answers EIO: each thread gets its own failures and bytes."""
-    device = make_device(4 * MIB)
-    with device.image.open("r+b") as image:
-        image.truncate(4096)
+def test_one_handle(make_handle: HandleFactory, folder: Path) -> None:
+    """Each thread gets its own failures and bytes."""
     handle = make_handle(block_size=65536, queue_depth=8, intra_op_parallelism=3)
 
     def work(index: int) -> None:
@@ -35,8 +32,8 @@ def test_one_handle(make_handle: HandleFactory, folder: Path, make_device) -> No
             assert handle.sync_pread(back, path) == 1
             assert torch.equal(back, data)
             if index % 2:
-                with pytest.raises(OSError, match="Input/output error"):
-                    handle.sync_pread(back, device.path, MIB)
+                with pytest.raises(FileNotFoundError):
+                    handle.sync_pread(back, folder / "nosuch")
             handle.read(back.zero_(), path, i % 2 == 0)
             assert torch.equal(back, data)
             assert handle.submit_pread(back.zero_(), path).result() == size
@@ -113,7 +110,7 @@ def interrupt(*_: object) -> None:
 @pytest.mark.usefixtures("no_collection")
 def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: Path) -> None:
     handle, data = make_handle(block_size=65536, queue_depth=2, cache="direct"), pattern(MIB)
-    path, end = store(folder / "file", data), time.monotonic() + 1
+    path, end = store(folder / "file", data), time.monotonic() + 0.4
     rounds = interruptions = 0
     before = signal.signal(signal.SIGALRM, interrupt)
     while rounds < 200 and time.monotonic() < end:
