@@ -160,10 +160,8 @@ def contents(path: str, _: object = None) -> Contents:
         if archive is None:
             raise FormatError(f"{path} can be loaded but not inspected: it is not in torch.save's current format")
         root, storages = torch_pickle.read(archive.content(PICKLE), path)
-        views: dict[str, Described] = {}
-        for _, each in torch_pickle.tensors(root, path):
-            if isinstance(each, Described):
-                views.setdefault(each.storage.record, each)
+        plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, Described)]
+        views = {each.storage.record: each for each in reversed(plain)}
         names = names_by_record(root, path)
         archive.locate([PICKLE, *(storage.record for storage in storages)])
         seen: Counter[str] = Counter()

@@ -30,7 +30,7 @@ safetensors = pytest.importorskip("safetensors", reason="safetensors is not inst
 their = pytest.importorskip("safetensors.torch")
 
 Tensors = dict[str, torch.Tensor]
-IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40)
+IN_A_FOLDER = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=15)
 
 
 def filled(dtype: torch.dtype, *shape: int) -> torch.Tensor:
