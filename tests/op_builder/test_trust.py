@@ -307,9 +307,6 @@ NO_TEMPORARY_FOLDER = """
 import resource, tempfile
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
 tempfile.tempdir = None  # another package may have asked for it already
-try: tempfile.gettempdir()
-except FileNotFoundError: pass
-else: raise SystemExit("there is one")
 """
 
 
@@ -332,18 +329,19 @@ except RuntimeError as error: print("No usable temporary directory" in str(error
 
 
 @needs_root
-@pytest.mark.parametrize(("part", "way"), [("", "mode"), ("tiny.so", "owner")])
 def test_a_prebuilt_op_that_others_can_change_is_not_used(
-    here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str, way: str
+    here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     ops = tmp_path / "ops"
     jit.prebuild(TinyBuilder().recipe(), ops / "tiny.so")
     monkeypatch.setattr(finished, "OPS", ops)
-    assert TinyBuilder().is_installed()
-    reason = spoil(ops / part, way).partition(" (")[0]
-    assert not TinyBuilder().is_installed()
-    with pytest.warns(UserWarning, match=rf"the prebuilt tiny op is not used \({reason}"):
-        assert TinyBuilder().load_prebuilt() is None
+    for part, way in (("", "mode"), ("tiny.so", "owner")):
+        assert TinyBuilder().is_installed()
+        reason = spoil(ops / part, way).partition(" (")[0]
+        assert not TinyBuilder().is_installed()
+        with pytest.warns(UserWarning, match=rf"the prebuilt tiny op is not used \({reason}"):
+            assert TinyBuilder().load_prebuilt() is None
+        ops.chmod(0o755)
 
 
 @needs_root

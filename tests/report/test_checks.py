@@ -158,6 +158,7 @@ CASES = {
     "CAP_IPC_LOCK": memlock(OKAY, "not binding (CAP_IPC_LOCK)", caps="0000000000004000"),
     "always": Case("transparent huge pages", OKAY, "always", files={THP: "[always] madvise never"}),
     "never": Case("transparent huge pages", WARNING, "never: staging", f"echo madvise > /{THP}", NEVER),
+    "reserved": Case("transparent huge pages", WARNING, "never", "echo madvise", RESERVED),
     "reserved and asked for": Case("transparent huge pages", INFO, "the reserved ones serve", "", RESERVED,
         environ={"NVME_OPS_HUGETLB": "1"}),
     "some reserved": Case("huge pages (hugetlb)", INFO, "60 of 64 free, 2 MiB each", "", RESERVED),
@@ -180,6 +181,8 @@ CASES = {
         environ={"CUDA_HOME": "ROOT/gone"}),
     "nvcc": Case("nvcc version", INFO, "12.8, ", "", {}, {"bin/nvcc": "echo 'Cuda tools, release 12.8, V12.8.93'"},
         {"CUDA_HOME": "ROOT"}, data={"version": "12.8"}),
+    "an nvcc that fails": Case("nvcc version", INFO, "(no op needs it)", "", {}, {"bin/nvcc": "exit 1"},
+        {"CUDA_HOME": "ROOT"}),
     "no CUDA": Case("CUDA_HOME", INFO, "none (no op needs it)", environ=NO_CUDA),
 }  # fmt: skip
 
@@ -260,6 +263,7 @@ CUFILE = {
         patches={"nvme_ops.report.ops.torch_build": lambda: ("2.13.0+cpu", None)}),
     "a library": Case("cuFile library", OKAY, "libcufile.so.0 (site-packages)", files=EVERYTHING,
         data={"source": "site-packages"}),
+    "a header": Case("cuFile header", OKAY, "site-packages/nvidia/cu13/include/cufile.h", files=EVERYTHING),
     "settings that are no JSON": Case("cuFile settings", WARNING, "cannot be read as JSON",
         "correct /etc/cufile.json", {**EVERYTHING, "etc/cufile.json": '{"properties": '}),
     "settings in a folder": Case("cuFile settings", WARNING, "/etc/cufile.json: Is a directory",
@@ -283,6 +287,7 @@ CUFILE = {
     "required": way(NO, "RuntimeError, because NVME_OPS_GDS=require", "unset NVME_OPS_GDS", files=HIDDEN,
         mode="require"),
     "off": way(INFO, "bounce (NVME_OPS_GDS=off)", paths="bounce", files=WITH_GPU, mode="off"),
+    "off needs no library": Case("cuFile library", INFO, "not found", files=WITH_GPU, environ={"NVME_OPS_GDS": "off"}),
     "unknown": way(NO, "NVME_OPS_GDS=maybe is not one of", "unset NVME_OPS_GDS", mode="maybe"),
     "parts are missing": way(NO, "for lack of: cuFile library, kernel modules", "NVME_OPS_GDS=off", files=WITH_GPU),
     "forced by the environment": Case(WAY, INFO, "is set (CUFILE_FORCE_COMPAT_MODE)", "", EVERYTHING,
