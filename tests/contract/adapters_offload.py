@@ -127,7 +127,7 @@ class Pretrained(Capability):
     def start(self) -> None:
         from tests.offload.llama import saved_llama
 
-        self.path = saved_llama(self.folder, num_hidden_layers=2)
+        self.path = saved_llama(self.folder, num_hidden_layers=1)
         with self._made() as made, torch.no_grad():
             self.expected = made(self._words()).logits
 

@@ -114,10 +114,9 @@ def test_killed_at_any_moment_the_next_one_has_what_was_complete(
 ) -> None:
     if kind.__name__ in ANEW:
         pytest.skip(ANEW[kind.__name__])
-    with Interrupt() as all_of_it:
-        make("counted").work()
     usual = make("usual")
-    usual.work()
+    with Interrupt() as all_of_it:
+        usual.work()
     usual.close()
     for number in [*numbers(kind.__name__ + "killed", all_of_it.count, 3)][1:]:
         place = folder / "killed"

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 from tests.conftest import MIB, limited, pattern
@@ -265,3 +266,38 @@ def still_works(device: Device, handle: aio_handle, folder: Path) -> None:
     assert handle.wait() == 1
     assert torch.equal(device.peek(back), data)
     device.require_route(handle)
+
+
+# Every way in which a user moves one tensor: at a byte offset of a file, done when the call returns.
+Call = Callable[[aio_handle, torch.Tensor, Path, int], object]
+
+
+def _of_file(method: str, mode: str) -> Call:
+    def call(handle: aio_handle, tensor: torch.Tensor, path: Path, offset: int) -> None:
+        if mode == "r+":
+            path.touch()
+        with nvme_ops.open(path, mode, handle=handle) as file:  # type: ignore[arg-type]
+            assert getattr(file, method)(tensor, offset).result() == tensor.nbytes
+
+    return call
+
+
+WRITES: dict[str, Call] = {
+    "write-validate": lambda h, t, path, at: h.write(t, path, True, file_offset=at),
+    "pwrite-validate-async": lambda h, t, path, at: (h.pwrite(t, path, True, True, at), h.wait()),
+    "sync_pwrite": lambda h, t, path, at: h.sync_pwrite(t, path, at),
+    "async_pwrite": lambda h, t, path, at: (h.async_pwrite(t, path, at), h.wait()),
+    "submit_pwrite": lambda h, t, path, at: h.submit_pwrite(t, path, at).result(),
+    "submit_pwritev": lambda h, t, path, at: h.submit_pwritev([t], path, [at]).result(),
+    "File.pwrite_async": _of_file("pwrite_async", "r+"),
+}
+READS: dict[str, Call] = {
+    "read-validate": lambda h, t, path, at: h.read(t, path, True, file_offset=at),
+    "pread-validate-async": lambda h, t, path, at: (h.pread(t, path, True, True, at), h.wait()),
+    "sync_pread": lambda h, t, path, at: h.sync_pread(t, path, at),
+    "async_pread": lambda h, t, path, at: (h.async_pread(t, path, at), h.wait()),
+    "submit_pread": lambda h, t, path, at: h.submit_pread(t, path, at).result(),
+    "submit_preadv": lambda h, t, path, at: h.submit_preadv([t], path, [at]).result(),
+    "File.pread_async": _of_file("pread_async", "r"),
+}
+both_ways = pytest.mark.parametrize("ways", [WRITES, READS], ids=["write", "read"])

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import MIB, contents, store
-from tests.device.calls import READS, WRITES
-from tests.device.kinds import PAGE, Device, largest_file, sample, still_works
+from tests.device.kinds import PAGE, READS, WRITES, Device, largest_file, sample, still_works
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 

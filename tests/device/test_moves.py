@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.conftest import MIB, contents, store
-from tests.device.calls import READS, VIEWS
-from tests.device.kinds import PAGE, Device, sample
+from tests.device.kinds import PAGE, READS, Device, sample
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 
@@ -35,6 +35,16 @@ def test_round_trip(device: Device, folder: Path, number: int, size: tuple[int, 
 
 
 # What tensors can be
+
+
+# What a tensor of 600 x 500 elements can be written as.
+VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "one element": lambda t: t[3, 4],
+    "transposed": lambda t: t.t(),
+    "columns": lambda t: t[:, 1:-1],
+    "repeated": lambda t: t[5].expand(30, 500),
+    "channels last": lambda t: t.view(2, 3, 100, 500).contiguous(memory_format=torch.channels_last),
+}
 
 
 def test_views(device: Device, folder: Path) -> None:

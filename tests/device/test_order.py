@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import MIB, contents, pattern, run_python, store
-from tests.device.calls import READS, WRITES, Call, both_ways
-from tests.device.kinds import Device, Simulated, in_own_process, on_doubles, sample
+from tests.device.kinds import READS, WRITES, Call, Device, Simulated, both_ways, in_own_process, on_doubles, sample
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.conftest import MIB, contents, store
-from tests.device.calls import READS, WRITES
-from tests.device.kinds import CHUNK, Simulated, on_simulated, sample, still_works
+from tests.device.kinds import CHUNK, READS, WRITES, Simulated, on_simulated, sample, still_works
 
 pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_simulated

@@ -87,18 +87,6 @@ def test_require_takes_gpudirect_storage_or_says_why_not(cufile: None, folder: P
         assert "RuntimeError: NVME_OPS_GDS=require, but " in done.stderr
 
 
-def test_require_does_not_leave_gpudirect_storage_for_a_file_without_direct_io(way: str) -> None:
-    place = Path("/dev/shm")
-    if way != "gds":
-        pytest.skip("there is no GPUDirect Storage here, which require would already say when the handle is made")
-    if not place.is_dir() or takes_direct_io(place):
-        pytest.skip("/dev/shm takes O_DIRECT, or is not there")
-    path = place / f"nvme_ops-test-{threading.get_native_id()}"
-    done = run_limited(REQUIRE, path, NVME_OPS_GDS="require")
-    path.unlink(missing_ok=True)
-    assert "RuntimeError: NVME_OPS_GDS=require, but the file system has no direct I/O" in done.stderr
-
-
 def test_expandable_segments(cufile: None, folder: Path) -> None:
     """Memory mapped piece by piece, which older cuFiles do not know: bounced if need be, pinned or refused."""
     run_well(
