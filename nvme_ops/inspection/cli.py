@@ -1,4 +1,19 @@
-"""The command ``nvme-checkpoint``: list, verify, compare and convert checkpoints."""
+"""Inspects and converts checkpoints: safetensors, files of torch.save, shards.
+
+Also inspects folders of DCP.
+
+for example:
+  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes
+  nvme-checkpoint verify checkpoints/step-1000     every byte, by its checksums
+  nvme-checkpoint diff old.pt new.pt               which tensors differ
+  nvme-checkpoint convert model.pt model.safetensors
+  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, to
+                                                   safetensors beside them
+  nvme-checkpoint clean checkpoints                what killed saves have left
+
+exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff
+a difference; 2 for wrong arguments and files that cannot be read
+"""
 
 from __future__ import annotations
 
@@ -16,32 +31,12 @@ from nvme_ops.checkpoint.leftovers import leftovers
 from nvme_ops.formats.contents import Contents
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
-from nvme_ops.text import columns_text, command, printable, say, show, size_words
-
-_EPILOG = """\
-examples:
-  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes
-  nvme-checkpoint verify checkpoints/step-1000     every byte, by its checksums
-  nvme-checkpoint diff old.pt new.pt               which tensors differ
-  nvme-checkpoint convert model.pt model.safetensors
-  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, to
-                                                   safetensors beside them
-  nvme-checkpoint clean checkpoints                what killed saves have left
-
-exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff
-a difference; 2 for wrong arguments and files that cannot be read
-"""
+from nvme_ops.text import columns_text, command, command_line, printable, say, show, size_words
 
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the flags."""
-    made = argparse.ArgumentParser(
-        prog="nvme-checkpoint",
-        description="Inspects and converts checkpoints: safetensors files, files of\n"
-        "torch.save, shards. Also inspects folders of DCP.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    made = command_line("nvme-checkpoint", __doc__ or "")
     made.add_argument("--version", action="version", version=f"nvme-checkpoint {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, words, paths in (
@@ -58,9 +53,8 @@ def parser() -> argparse.ArgumentParser:
     words = "write the tensors in another format, in bounded memory"
     command = commands.add_parser("convert", help=words, description=words)
     command.add_argument("source", metavar="SOURCE", help="a file, an index, or a folder; it stays as it is")
-    command.add_argument(
-        "target", metavar="TARGET", help="a .safetensors, .pt or .bin file, or a folder for several safetensors files"
-    )
+    words = "a .safetensors, .pt or .bin file, or a folder for several safetensors files"
+    command.add_argument("target", metavar="TARGET", help=words)
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
     command.add_argument("--no-checksums", action="store_true", help="store no checksums")
@@ -79,9 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = parser().parse_args(argv)
     try:
-        return {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}[
-            args.command
-        ](args)
+        commands = {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}
+        return commands[args.command](args)
     except (OSError, ValueError) as error:
         say(f"nvme-checkpoint: {error}")
         return 2
