@@ -12,13 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops._native import native
 from nvme_ops.storage.publication import replacing
-from tests.conftest import forked, give_up_root, in_child, killed_in, open_to_all
+from tests.conftest import give_up_root, in_child, killed_in, open_to_all
 from tests.crashing_save import (
     CHANGING,
     NEW,
@@ -289,20 +288,6 @@ def test_what_is_nobodys_litter_is_kept(path: Path) -> None:
     nvme_ops.save(NEW, path)
     assert set(beside(path)) >= {*kept, "precious"}
     assert precious.read_text() == "mine"
-
-
-def test_processes_saving_to_one_path(path: Path) -> None:
-    """Each save succeeds, and the file is whole whenever somebody looks."""
-
-    def save(number: int) -> None:
-        torch.set_num_threads(1)
-        for _ in range(20):
-            nvme_ops.save((OLD, NEW)[number % 2], path, durable=False)
-
-    with forked(3, save) as running:
-        while running():
-            assert content(path) in ("old", "new")
-    assert beside(path) == []
 
 
 def test_a_child_that_is_forked_meanwhile_neither_replaces_nor_removes(folder: Path) -> None:
