@@ -1,8 +1,15 @@
-"""Each operation that torch has samples for, with its tensors elsewhere: as with usual ones, or refused."""
+"""Each operation and attribute of a tensor whose values are elsewhere: as with usual ones, or refused in a sentence.
+
+Operations are called with torch's own samples. What it has none for is found by ``dir``, and how that is called by
+trying arguments: what usual tensors accept has to give the same here and to change the same. None may crash.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import io
+import pickle
 import random
 import re
 import warnings
@@ -11,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch.testing._internal.common_methods_invocations import op_db
@@ -19,16 +27,54 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from nvme_ops.offload import save_on_nvme
 from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
 
-OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
 POLICIES = ("nvme", "auto")  # of save_on_nvme
-ANY_VALUES = re.compile(r"empty|resize_")  # whatever is in memory
-MAX_SAMPLES = 2  # samples of each operation
+OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
+SAMPLED = {getattr(each, "__name__", "") for op in op_db for each in (op.method_variant, op.inplace_variant)}
+SAMPLED |= {f"{alias.name}{mark}" for op in op_db for alias in op.aliases for mark in ("", "_")}
+SAMPLED |= {f"__{mark}{getattr(op.operator_variant, '__name__', '')}__" for op in op_db for mark in ("", "i", "r")}
+#: What is another in each process, or for each tensor, or words for people; or whatever is in memory.
+OWN = re.compile(
+    r"__(repr|str|format|hash|dir|sizeof|class|dict|doc|module|weakref|new|init|init_subclass|subclasshook|del|delattr|"
+    r"getattribute|getattr|setattr|torch_function|torch_dispatch|subclasscheck|annotations|getstate|setstate|reduce|"
+    r"cuda_array_interface|abstractmethods)__|_backward_hooks|_cdata|_use_count|_post_accumulate_grad_hooks|"
+    r"_make_.*|_is_view|_base|_typed_storage|_version|storage_type|__orig_bases__|__torch_.*|.*data_ptr|new|.*empty.*|"
+    r"resize_|_python_dispatch"
+)
+ATTRIBUTES = [each for each in dir(torch.Tensor) if each not in {*SAMPLED, *OPERATIONS} and not OWN.fullmatch(each)]
 
+
+def _saved(value: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+OTHERS: dict[str, Callable[[Any], Any]] = {
+    "copy.copy": copy.copy,
+    "copy.deepcopy": copy.deepcopy,
+    "pickle": lambda p: pickle.loads(pickle.dumps(p)),
+    "torch.save": _saved,
+    "torch.from_dlpack": torch.from_dlpack,
+    "numpy.asarray": lambda p: torch.from_numpy(np.asarray(p)),
+    "torch.as_tensor": torch.as_tensor,
+    "torch.asarray": lambda p: torch.asarray(p, copy=True),
+    "p.data[0] = 1": lambda p: p.data[0].fill_(1),
+    "p.data.t()[0] = 1": lambda p: p.data.t()[0].fill_(1),
+    "a copy, then a write": lambda p: (p.double(), p.view(-1)[:3].zero_())[0],
+    "autocast, then a write": lambda p: (p.to(torch.bfloat16), torch._foreach_add_([p.data], 1.0))[0],
+}
+NAMES = [*OPERATIONS, *ATTRIBUTES, *OTHERS]
+
+REFUSED = re.compile(r"on storage|swapped|streamed|keeps shape and memory|cannot be resized|no memory of its own")
 #: What differs, as a pattern, and why.
 DIFFERENT = {
-    r"weights? that (are|is) streamed|streamed from storage": "a streamed weight cannot be changed",
-    r"keeps shape and memory|cannot be resized|no memory of its own": "not in place of what it is",
-    r"(linalg\.(cond|eigvalsh)|norm\.nuc).*other bits": "torch computes vectors, too, where a tensor is of a subclass",
+    r"(linalg\.(cond|eigvalsh)|norm\.nuc|masked\.prod).*other bits": "torch asks whether a tensor is of a subclass",
+    r"_?_reduce_ex_": "a copy, where torch shares memory",
+    r"(_lazy_clone|map_) ": "has no memory to share or to point to",
+    r"dequantize": "returns another tensor, as if it were quantized",
+    r"is_shared": "open: torch's is_shared ends the process where a storage has no memory",
+    r"_neg_view": "open: writes to this view are lost",
 }
 
 Tensors = Sequence[torch.Tensor]
@@ -65,7 +111,7 @@ class Case(NamedTuple):
         return result, torch.autograd.grad(outs, inputs, given, allow_unused=True) if outs and inputs else ()
 
 
-def cases(op: Any, sample: Any, way: str) -> Iterator[Case]:
+def sampled(op: Any, sample: Any, way: str) -> Iterator[Case]:
     """Yields how an operation is called with a sample."""
     leaves, shape = tree_flatten((sample.input, sample.args, sample.kwargs))
     tensors = list({id(each): each for each in leaves if isinstance(each, torch.Tensor)}.values())
@@ -99,12 +145,48 @@ def cases(op: Any, sample: Any, way: str) -> Iterator[Case]:
         yield Case("out=", partial(call, op.op), [*without, out], [len(without)])
 
 
+def arguments() -> list[tuple[Any, ...]]:
+    """Returns arguments that methods of a matrix may take."""
+    torch.default_generator.manual_seed(1)
+    t, row, index, mask = torch.rand(4, 4), torch.rand(4), torch.tensor([2, 0]), torch.rand(4, 4) > 0.5
+    return [
+        (), (t,), (t, t), (row,), (0,), (1,), (0, 1), (4, 4), (2.0,), (0.1, 0.9), (t, 0.5), (torch.float64,), ("cpu",),
+        ("meta",), (torch.Tensor,), (None,), (True,), ((16,),), ((2, 2), (1, 1)), (index,), (mask,), (0, row), (0, 1.0),
+        (mask, 1.0), (mask, t), (index, t[0, :2]), (lambda x: x,), (t, lambda x, y: x + y), ([1.0, 2.0],), (t.shape,),
+    ]  # fmt: skip
+
+
+def tried(name: str, way: str) -> Iterator[Case]:
+    """Yields how an attribute, or one of the others, may be called or set."""
+    torch.default_generator.manual_seed(0)
+    matrix = torch.rand(4, 4)
+    if name in OTHERS:
+        yield Case("", lambda given: OTHERS[name](given[0]), [matrix], [0], "result")
+        return
+
+    def call(number: int, given: Tensors) -> Any:
+        of = getattr(given[0], name)
+        return of(*arguments()[number]) if callable(of) else of
+
+    def put(number: int, given: Tensors) -> None:
+        setattr(given[0], name, *arguments()[number])
+
+    settable = not callable(getattr(torch.Tensor, name, None))
+    for number, args in enumerate(arguments()):
+        if not settable or not number:
+            yield Case(f"#{number}", partial(call, number), [matrix], [0], "result")
+            if way == "swapped":
+                yield Case(f"#{number}", partial(call, number), [matrix.clone().requires_grad_()], [0])
+        if settable and len(args) == 1:
+            yield Case(f"#{number} put", partial(put, number), [matrix], [0])
+
+
 def word(compare: Callable[[], str]) -> str:
     """Returns what differs, or the error that there was."""
     try:
         return compare()
     except Exception as error:
-        return f"{type(error).__name__}: {[*str(error).strip().splitlines(), ''][0][:300]}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def differences(tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], way: Any, folder: Path) -> list[str]:
@@ -118,39 +200,45 @@ def differences(tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], 
             given[index] = each
         found = [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
         moved.forget()
-        for number, (_, given, _, usual) in enumerate(tried):
-            found[number] = found[number] or word(lambda: same([*map(values, given)], usual))  # noqa: B023
+        for number, (case, given, _, usual) in enumerate(tried):
+            refused = REFUSED.search(found[number])
+            wanted, which = (case.tensors, case.mask) if refused else (usual, range(len(usual)))
+            after = word(
+                lambda: same([values(given[each]) for each in which], [wanted[each].detach() for each in which])  # noqa: B023
+            )
+            found[number] = after if refused else found[number] or after
         return found
 
 
-def operate(name: str, dtype: torch.dtype, way: str, folder: Path) -> list[str]:
+def operate(name: str, folder: Path) -> list[str]:
     """Returns what differs, one line each."""
     warnings.simplefilter("ignore")
-    op, said = OPERATIONS[name], list[str]()
-    if dtype not in op.dtypes or ANY_VALUES.search(name):
-        return said
+    said, op, rng = list[str](), OPERATIONS.get(name), random.Random(name)
     torch.default_generator.manual_seed(0)
     random.seed(0)
-    samples = list(op.sample_inputs("cpu", dtype, requires_grad=op.supports_autograd and dtype in op.backward_dtypes))
-    for number in sorted(random.Random(0).sample(range(len(samples)), min(MAX_SAMPLES, len(samples)))):
-        tried = list[tuple[Case, list[torch.Tensor], Any, Tensors]]()
-        for case in cases(op, samples[number], way):
+    if op is not None:
+        dtype = rng.choice([each for each in (torch.float32, torch.float64) if each in op.dtypes] or [None])
+        if dtype is None or OWN.fullmatch(name):
+            return said
+        trained = op.supports_autograd and dtype in op.backward_dtypes
+        sample = rng.choice(list(op.sample_inputs("cpu", dtype, requires_grad=trained)))
+    for way in (*KINDS, *(POLICIES if op is not None else ())):
+        rows = list[tuple[Case, list[torch.Tensor], Any, Tensors]]()
+        for case in sampled(op, sample, way) if op is not None else tried(name, way):
             given, usual = case.copies(), case.copies()
             with contextlib.suppress(Exception):  # what torch does not do, either
-                tried.append((case, given, case.outcome(usual), [each.detach() for each in usual]))
-        for (case, *_), found in zip(tried, differences(tried, way, folder), strict=True):
-            line = f"{name} {case.name} {case.then} sample {number}, {case.mask} of {len(case.tensors)}: {found}"
+                rows.append((case, given, case.outcome(usual), [each.detach() for each in usual]))
+        for (case, *_), found in zip(rows, differences(rows, way, folder), strict=True):
+            line = f"{name} {way} {case.name} {case.then}, {case.mask} of {len(case.tensors)}: {found}"
             if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
                 said.append(line)
     return said
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("way", [*KINDS, *POLICIES])
+@pytest.mark.parametrize("count", [40, pytest.param(len(NAMES), marks=pytest.mark.slow)])
 @alone
-def test_operations(way: str, dtype: torch.dtype, folder: Path) -> None:
-    names = random.Random(str(dtype)).sample(list(OPERATIONS), len(OPERATIONS) // 2)
-    found = apart(names, partial(operate, dtype=dtype, way=way, folder=folder))
+def test_as_with_usual_tensors_or_refused(count: int, folder: Path) -> None:
+    names = dict.fromkeys([*OTHERS, *random.Random(0).sample(NAMES, count)])
+    found = apart(list(names), partial(operate, folder=folder))
     assert [line for lines in found.values() for line in lines] == []
