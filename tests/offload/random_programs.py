@@ -22,22 +22,18 @@ import torch
 
 from nvme_ops.offload import residency
 from nvme_ops.offload.weights import residents, streamed, window
-from tests.offload import random_optimizers
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
 from tests.offload.random_model import Statement, model_of
 from tests.offload.random_statements import Writer
 
-CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "save_on_nvme", "NvmeOptimizer")
+CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "save_on_nvme")
 LONGEST = 20  # seconds that a program may take
 
 
 def run_program(capability: str, seed: int, folder: str, without: Sequence[str] = ()) -> Outcome:
     """Runs the program of a seed with a capability and on plain torch."""
     program = write_program(capability, seed, without)
-    if capability == "NvmeOptimizer":
-        with tempfile.TemporaryDirectory(dir=folder) as folder:
-            return random_optimizers.run_program(seed, program, folder, without)
     ours, plain = model_of(capability, seed, without), model_of(capability, seed, without)
     with opened(capability, ours, folder, random.Random(seed)) as (saving, used):
         compared = Comparison(Side(ours, saving), Side(plain, contextlib.nullcontext()))
@@ -54,8 +50,6 @@ def run_program(capability: str, seed: int, folder: str, without: Sequence[str] 
 def write_program(capability: str, seed: int, without: Sequence[str] = ()) -> list[Statement]:
     """Returns the program of a seed; ``without`` some kinds of words."""
     count = random.Random(seed).randint(6, 30)
-    if capability == "NvmeOptimizer":
-        return random_optimizers.OptimizerWriter(seed, without).write(count)
     return Writer(capability, seed, without).write(count)
 
 

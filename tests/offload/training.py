@@ -166,3 +166,13 @@ def values(model: torch.nn.Module) -> list[torch.Tensor]:
 
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
+
+
+def states(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """All states, with their names, but for those that Adagrad makes before it has a gradient; then the options."""
+    found = optimizer.state_dict()
+    found["state"] = {number: each for number, each in found["state"].items() if each.get("step", 1) != 0}
+    states = [part for number, each in sorted(found["state"].items()) for name, value in sorted(each.items())
+              for part in (f"{number} {name}", value)]  # fmt: skip
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in found["param_groups"]]
+    return [*states, repr(groups)]
