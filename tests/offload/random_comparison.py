@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import linecache
-import math
 import os
 import random
 import threading
@@ -21,6 +20,7 @@ from torch import nn
 import nvme_ops
 from nvme_ops.offload import save_on_nvme, stream_weights, swap_gradients, swap_params
 from nvme_ops.offload.weights import residents, window
+from tests.offload.elsewhere import same
 from tests.offload.random_model import Model, Statement, namespace
 
 PAGE = 4096
@@ -60,48 +60,14 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
 
 def snapshot(value: Any) -> Any:
     """Returns what a tensor is now."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    try:
-        leaf = value.is_leaf
-    except RuntimeError:  # a view that was changed and may not be
-        leaf = False
-    kept = value.detach().clone().resolve_conj().resolve_neg()
-    strides = tuple(each for each, size in zip(value.stride(), value.shape, strict=True) if size > 1)
-    conjugated = value.is_conj() or value.is_neg()  # which is computed for a tensor on storage
-    # Of what was frozen after it was made, torch asks anew for a view that it has to replay.
-    frozen = value._is_view() and value._base is not None and not value._base.requires_grad
-    return (
-        kept.contiguous(), tuple(value.shape), None if conjugated else strides * bool(value.numel()),
-        None if frozen else value.requires_grad, None if frozen else leaf,
-    )  # fmt: skip
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+    return value.detach().clone().resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
 
 
 def difference(ours: Any, plain: Any) -> str:
     """Says in what two snapshots differ; nothing if they do not."""
-    if not (isinstance(ours, tuple) and ours and isinstance(ours[0], torch.Tensor)):
-        same = ours == plain or (isinstance(ours, float) and isinstance(plain, float) and math.isnan(ours + plain))
-        return "" if type(ours) is type(plain) and same else f"{ours!r} is not {plain!r}"[:200]
-    if not isinstance(plain, tuple):
-        return "a tensor, and none in torch"
-    one, other = ours[0], plain[0]
-    for name, mine, its in zip(("shape", "strides", "requires_grad", "is_leaf"), ours[1:], plain[1:], strict=True):
-        if mine != its and None not in (mine, its):
-            return f"{name}: {mine} is not {its}"
-    if one.dtype != other.dtype:
-        return f"dtype: {one.dtype} is not {other.dtype}"
-    if not one.numel() or torch.equal(_bytes(one), _bytes(other)):
-        return ""
-    if torch.equal(one.isnan(), other.isnan()) and torch.equal(one.nan_to_num(), other.nan_to_num()):
-        return ""  # bits of what is no number
-    if one.is_complex() and torch.allclose(one, other, rtol=1e-6, equal_nan=True):
-        return ""  # torch multiplies by a conjugated view without conjugating its values
-    wrong = (one != other) & ~(one.isnan() & other.isnan())
-    return f"values: {int(wrong.sum())} of {one.numel()} differ"
+    word = same(ours, plain)
+    # torch multiplies by a conjugated view without conjugating its values
+    return "" if word == "other bits" and plain.is_complex() else word
 
 
 @dataclass

@@ -201,13 +201,14 @@ class Words(dict[str, str]):
         self._writer = writer
 
     def __missing__(self, name: str) -> str:
-        kind = name.rstrip("0123456789")
-        self[name] = made = (
-            self._writer.rng.choice(phrases(WORDS[kind])).format_map(self)
-            if kind in WORDS
-            else getattr(self._writer, f"_{kind}")(self)
-        )
+        self[name] = made = self.make(name.rstrip("0123456789"))
         return made
+
+    def make(self, kind: str) -> str:
+        """Returns a new word of a kind."""
+        if kind in WORDS:
+            return self._writer.rng.choice(phrases(WORDS[kind])).format_map(self)
+        return MADE[kind](self._writer, self) if kind in MADE else str(getattr(self._writer, f"_{kind}")(self))
 
 
 class Writer:
@@ -255,21 +256,21 @@ class Writer:
         named = self.names["m"].named_parameters(remove_duplicate=False)
         return self.rng.choice([f"m.{name}" for name, each in named if usable(each)])
 
-    # Words
+    def _like(self, name: str, first: int | None = None) -> str:
+        """A tensor of the same shape, or of another first dimension."""
+        value = self._value_of(name)
+        shape = tuple(value.shape) if first is None else (first, *value.shape[1:])
+        return f"T({', '.join(map(str, (self.rng.randrange(1000), *shape)))}, dtype={value.dtype})"
 
-    def _seed(self, _: Words) -> str:
-        return str(self.rng.randrange(1000))
+    def _made(self, table: dict[str, str]) -> str:
+        words = Words(self)
+        return self._of(table, words["t"], words)
+
+    # Words: those of three lines or more
 
     def _new(self, _: Words) -> str:
         self.number += 1
         return f"v{self.number}"
-
-    def _p(self, _: Words) -> str:
-        return self._choose(lambda _: True)
-
-    def _q(self, _: Words) -> str:
-        """A parameter that takes a gradient."""
-        return self._choose(lambda each: each.requires_grad)
 
     def _t(self, words: Words) -> str:
         """A parameter, a variable, or a view of one."""
@@ -279,7 +280,7 @@ class Writer:
         elif chance < 0.4:
             name = "m.buffer"
         else:
-            name = self._p(words) + self.rng.choice(["", "", "", "", "", "", "", "", ".data", ".detach()"])
+            name = words.make("p") + self.rng.choice(["", "", "", "", "", "", "", "", ".data", ".detach()"])
         return self._seen_through(name) if self.rng.random() < 0.35 else name
 
     def _seen_through(self, name: str) -> str:
@@ -292,74 +293,41 @@ class Writer:
                 return made
         return name
 
-    def _view(self, words: Words) -> str:
-        return self._seen_through(words["t"])
-
-    def _value(self, _: Words) -> str:
-        words = Words(self)
-        return self._of(VALUES, words["t"], words)
-
-    def _change(self, _: Words) -> str:
-        words = Words(self)
-        return self._of(CHANGES, words["t"], words)
-
-    def _like(self, name: str, first: int | None = None) -> str:
-        """A tensor of the same shape, or of another first dimension."""
-        value = self._value_of(name)
-        shape = tuple(value.shape) if first is None else (first, *value.shape[1:])
-        return f"T({', '.join(map(str, (self.rng.randrange(1000), *shape)))}, dtype={value.dtype})"
-
-    def _same(self, words: Words) -> str:
-        return self._like(words["t"])
-
-    def _psame(self, words: Words) -> str:
-        return self._like(words["p"])
-
-    def _some(self, words: Words) -> str:
-        return self._like(words["t"], 2)
-
     def _given(self, words: Words) -> str:
         weight = self._value_of(f"{words['layer']}.weight")
-        return f"T({self._seed(words)}, 2, {weight.shape[1]}, dtype={weight.dtype})"
-
-    def _dtype(self, words: Words) -> str:
-        return str(self._value_of(words["t"]).dtype)
-
-    def _rows(self, words: Words) -> str:
-        return str(max([1, *self._value_of(words["t"]).shape[:1]]))
-
-    def _columns(self, words: Words) -> str:
-        return str(self._value_of(words["t"]).shape[1])
-
-    def _row(self, words: Words) -> str:
-        return str(self.rng.randrange(int(self._rows(words))))
-
-    def _at(self, words: Words) -> str:
-        return f"I({self._seed(words)}, {self._rows(words)}, 2)"
+        return f"T({words.make('seed')}, 2, {weight.shape[1]}, dtype={weight.dtype})"
 
     def _folded(self, words: Words) -> str:
         """What torch folds where the weight takes no gradient."""
         if "folded" in self.without:
             return words["t"]
-        return f"F.linear(T({self._seed(words)}, 2, {words['columns']}, 3, dtype={words['dtype']}).mT, {words['t']})"
+        return f"F.linear(T({words.make('seed')}, 2, {words['columns']}, 3, dtype={words['dtype']}).mT, {words['t']})"
 
     def _loss(self, _: Words) -> str:
-        return self.rng.choice(
-            [
-                each
-                for each in self._known(torch.Tensor)
-                if not self.names[each].dim() and self.names[each].requires_grad
-            ]
-        )
+        known = [(each, self.names[each]) for each in self._known(torch.Tensor)]
+        return self.rng.choice([name for name, value in known if not value.dim() and value.requires_grad])
 
     def _saving(self, _: Words) -> str:
         return "with saving: " if self.capability == "save_on_nvme" and self.rng.random() < 0.8 else ""
 
-    def _hooked(self, _: Words) -> str:
-        return self.rng.choice(self._known(torch.utils.hooks.RemovableHandle))
 
-    def _trained(self, _: Words) -> str:
-        return self.rng.choice(self._known(torch.optim.Optimizer))
-
-    def _state(self, _: Words) -> str:
-        return self.rng.choice(self._known(dict))
+#: The other words.
+MADE: dict[str, Callable[[Any, Words], str]] = {
+    "seed": lambda by, _: str(by.rng.randrange(1000)),
+    "p": lambda by, _: by._choose(lambda _: True),
+    "q": lambda by, _: by._choose(lambda each: each.requires_grad),
+    "view": lambda by, words: by._seen_through(words["t"]),
+    "value": lambda by, _: by._made(VALUES),
+    "change": lambda by, _: by._made(CHANGES),
+    "same": lambda by, words: by._like(words["t"]),
+    "psame": lambda by, words: by._like(words["p"]),
+    "some": lambda by, words: by._like(words["t"], 2),
+    "dtype": lambda by, words: str(by._value_of(words["t"]).dtype),
+    "rows": lambda by, words: str(max([1, *by._value_of(words["t"]).shape[:1]])),
+    "columns": lambda by, words: str(by._value_of(words["t"]).shape[1]),
+    "row": lambda by, words: str(by.rng.randrange(int(words.make("rows")))),
+    "at": lambda by, words: f"I({words.make('seed')}, {words.make('rows')}, 2)",
+    "hooked": lambda by, _: by.rng.choice(by._known(torch.utils.hooks.RemovableHandle)),
+    "trained": lambda by, _: by.rng.choice(by._known(torch.optim.Optimizer)),
+    "state": lambda by, _: by.rng.choice(by._known(dict)),
+}
