@@ -51,7 +51,3 @@ def settled(saving: save_on_nvme) -> ActivationStats:
         saving.stats()
         time.sleep(0.001)
     return saving.stats()
-
-
-def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))

@@ -5,12 +5,10 @@ Bits: ``test_parity.py``. Whose memory it is, and tensors of all kinds: ``test_s
 
 from __future__ import annotations
 
-import errno
 import gc
 import os
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,8 @@ from nvme_ops.offload.activations import activations
 from nvme_ops.offload.activations.units import Group
 from tests.conftest import MIB, in_threads, run_python
 from tests.contract.faulty import Faulty
-from tests.offload.saving import few_in_flight, gradients, same, settled
-from tests.offload.training import KIB, perceptron
+from tests.offload.saving import few_in_flight, gradients, settled
+from tests.offload.training import KIB, equal, perceptron
 
 _ = few_in_flight  # a fixture
 MODIFIED = "modified by an inplace operation"
@@ -155,9 +153,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved(folder: Path, budget: int, 
         z.sum().backward()
 
 
-@pytest.mark.parametrize(
-    ("size", "least"), [(4240, 1), (1 << 20, 1), (1 << 20, "1M")], ids=["a small part", "a large part", "a copied part"]
-)
+@pytest.mark.parametrize(("size", "least"), [(4240, 1), (1 << 20, "1M")], ids=["a small part", "a copied part"])
 def test_a_change_of_what_a_view_that_is_gone_was_of_is_told(folder: Path, size: int, least: Any) -> None:
     """Nothing of the view is left but its values on storage, which are those that were saved; torch raises."""
     whole = torch.randn(size, requires_grad=True).clone()
@@ -200,7 +196,7 @@ def test_what_is_cheap_is_computed_again_once_storage_is_what_is_waited_for(fold
     expected, saved = gradients(model, x), list[int]()
     while len(saved) < 4 or (len(saved) < 30 and not saving.stats().bytes_recomputed):  # as it measures
         before = saving.stats().bytes_saved
-        assert same(gradients(model, x, saving), expected)
+        assert equal(gradients(model, x, saving), expected)
         saved.append(saving.stats().bytes_saved - before)
     assert saving.stats().bytes_recomputed > 0
     assert min(saved[1:]) < saved[0]
@@ -261,7 +257,7 @@ def test_blocks_in_blocks(folder: Path) -> None:
             y = model[3:6](y)
         loss = model[6:](y).square().sum()
     assert 0 < inner.stats().bytes_saved < outer.stats().bytes_saved
-    assert same(list(torch.autograd.grad(loss, list(model.parameters()))), gradients(model, x)[1:])
+    assert equal(list(torch.autograd.grad(loss, list(model.parameters()))), gradients(model, x)[1:])
 
 
 @pytest.mark.usefixtures("eager_switches")
@@ -275,7 +271,7 @@ def test_threads_that_share_it(folder: Path) -> None:
         for _ in range(10):
             with saving:
                 loss = model(x).square().sum()
-            assert same(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
+            assert equal(list(torch.autograd.grad(loss, list(model.parameters()))), expected)
 
     in_threads(work, 3)
     assert settled(saving).bytes_stored == 0
@@ -309,34 +305,15 @@ def test_compiled_code_runs_as_such_and_a_compiled_step_with_its_backward(folder
 
     net.zero_grad()
     torch.compile(step, backend="eager")(x)
-    assert same([each.grad for each in net.parameters() if each.grad is not None], gradients(net, x)[1:])
+    assert equal([each.grad for each in net.parameters() if each.grad is not None], gradients(net, x)[1:])
 
 
 # Failures
 
 
-@pytest.mark.usefixtures("no_collection")  # a program that catches the error needs its memory and space at once
-def test_a_disk_that_is_full_in_forward(make_file_system: Callable[..., Path]) -> None:
-    x = torch.randn(1024, 1024, requires_grad=True)
-    words = (
-        r"No space left on device: a tensor of 4 MiB, float32 of shape \(1024, 1024\), is to be saved .* 4 MiB.*8 MiB"
-    )
-    saving = save_on_nvme(make_file_system(16 * MIB), memory_budget="8M")
-    with pytest.raises(OSError, match=words) as caught, saving:
-        sines(x, 12)
-    assert caught.value.errno == errno.ENOSPC
-    del caught  # which has the graph
-    with saving:
-        loss = sines(x, 4).sum()
-    assert torch.equal(*torch.autograd.grad(loss, x), *torch.autograd.grad(sines(x, 4).sum(), x))
-    del loss
-    saving.close()
-
-
 @pytest.mark.parametrize(
     ("what", "do", "error", "word"),
-    [("write", "fail", OSError, "to be saved"), ("read", "fail", OSError, "saved .* could not be read.* Input/output"),
-     ("read", "flip", ChecksumError, "saved")],
+    [("write", "fail", OSError, "to be saved"), ("read", "flip", ChecksumError, "saved")],
 )  # fmt: skip
 def test_a_failure_names_the_tensor_and_leaves_nothing(
     folder: Path, what: str, do: str, error: type[OSError], word: str
@@ -351,9 +328,9 @@ def test_a_failure_names_the_tensor_and_leaves_nothing(
     handle.will()
     gc.collect()
     assert settled(saving).bytes_stored == 0, "the graph has gone with the exception"
-    assert same(gradients(model, x, saving), expected)
+    assert equal(gradients(model, x, saving), expected)
     handle.will(what, do)
-    assert same(gradients(model, x, save_on_nvme(folder, memory_budget="1M", **options)), expected), "not needed"
+    assert equal(gradients(model, x, save_on_nvme(folder, memory_budget="1M", **options)), expected), "not needed"
 
 
 def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(folder: Path, unraisable: list[Any]) -> None:
@@ -374,8 +351,7 @@ def test_reads_ahead_that_fail_and_are_not_needed_any_more_are_not_told(folder: 
     assert not unraisable
 
 
-@pytest.mark.parametrize("words", [[], ["backward"]], ids=["a graph", "gradients"])
-def test_a_program_that_ends_says_nothing_and_leaves_nothing(folder: Path, words: list[str]) -> None:
+def test_a_program_that_ends_with_a_graph_says_nothing_and_leaves_nothing(folder: Path) -> None:
     done = run_python(
         """
         import sys, torch
@@ -383,11 +359,8 @@ def test_a_program_that_ends_says_nothing_and_leaves_nothing(folder: Path, words
         net = torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU())
         with save_on_nvme(sys.argv[1], memory_budget="1M", min_bytes=1) as saving:
             loss = net(torch.randn(512, 512)).sum()
-        if len(sys.argv) > 2:
-            loss.backward()
         """,
         folder,
-        *words,
     )
     assert (done.stdout, done.stderr) == ("", "")
     assert list(folder.iterdir()) == []

@@ -58,13 +58,10 @@ def moved(trained: Any) -> list[list[int]]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        {"optim": "adamw_torch", "max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "warmup_steps": 1},
+        {"optim": "adagrad", "max_grad_norm": 0.01, "lr_scheduler_type": "cosine", "eval_strategy": "steps"},
         {"optim": "sgd", "optim_args": "momentum=0.9", "gradient_accumulation_steps": 2, "max_grad_norm": 0},
         {"optim": "adamw_torch_fused", "bf16": True, "gradient_checkpointing": True},
-        {"optim": "adagrad", "eval_strategy": "steps", "eval_steps": 1},
         {"peft": True},
-        pytest.param({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
-                     marks=pytest.mark.slow),
     ],
     ids=lambda arguments: "-".join(arguments),
 )  # fmt: skip
@@ -117,7 +114,7 @@ def test_a_run_is_resumed_from_any_trainers_checkpoint(
     train(left)
     with pytest.raises(ValueError, match="checksums"):
         nvme_ops.load(folder / "left" / "checkpoint-2" / "model.safetensors", verify=True)
-    for written, on_nvme in (("ours", False), ("ours", True), ("plain", True), ("left", False)):
+    for written, on_nvme in (("ours", False), ("ours", True), ("plain", True)):
         resumed: Any = begun("resumed")
         with monkeypatch.context() as patch:
             if on_nvme:
@@ -286,7 +283,6 @@ def changed(folder: Path, name: str, value: Any = True) -> Any:
     ("made", "given", "error", "words"),
     [
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
-        (trainer, {"optimizer_budget": "1X"}, ValueError, "is not a size; examples"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
         (trainer, {"optimizer_budget": "512K"}, ValueError, "optimizer_budget must be at least 1048576 bytes"),
         (lambda folder: changed(folder, "gradient_checkpointing_kwargs", {"offload": True}), {}, ValueError,
@@ -308,19 +304,10 @@ def test_mistakes_end_in_a_sentence(
     assert "train" not in vars(one)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "place", "error", "words"),
-    [
-        ({"optim": "adafactor"}, "nvme", TypeError, 'Adafactor is not one of .* Choose optim="adamw_torch", '),
-        ({}, "missing/nvme", FileNotFoundError, "missing"),
-    ],
-)
-def test_mistakes_that_show_when_training_begins(
-    folder: Path, nvme: Path, arguments: Any, place: str, error: type[Exception], words: str
-) -> None:
-    ours = trainer(folder, **arguments)
-    use_nvme(ours, folder / place)
-    with pytest.raises(error, match=words):
+def test_a_mistake_that_shows_when_training_begins(folder: Path, nvme: Path) -> None:
+    ours = trainer(folder, optim="adafactor")
+    use_nvme(ours, nvme)
+    with pytest.raises(TypeError, match=r'Adafactor is not one of .* Choose optim="adamw_torch", '):
         ours.train()
     assert ours.optimizer is None
     assert list(nvme.iterdir()) == []
