@@ -283,9 +283,7 @@ class Activations(Residency[Unit]):
         if unit.writing is not None:
             self._cancel(unit)
         self._restored.pop(unit)
-        if unit.stored is not None:
-            self._leaving.append(unit.stored)
-            unit.stored = None
+        self._leave(unit)
         del self._units[unit.number]  # last: until then this can be repeated
 
     def _leave(self, unit: Unit) -> None:
@@ -390,18 +388,15 @@ class Activations(Residency[Unit]):
             self._collect()
             failure = self._write(unit)
         if _is_full(failure):
-            raise self._no_room(unit, failure) from None
+            raise OSError(
+                failure.errno,
+                f"{os.strerror(failure.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward "
+                f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held.nbytes)} in "
+                f"memory spend the memory_budget of {size_words(self._budget)}",
+                failure.filename,
+            ) from None
         if failure is not None:
             raise _named(failure, unit, "to be saved for the backward pass, could not be written")
-
-    def _no_room(self, unit: Unit, error: OSError) -> OSError:
-        return OSError(
-            error.errno,
-            f"{os.strerror(error.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward pass; "
-            f"there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held.nbytes)} in memory spend "
-            f"the memory_budget of {size_words(self._budget)}",
-            error.filename,
-        )
 
     def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
         """Returns a unit's memory, the read that fills it, and whether that began on demand; reads others ahead."""

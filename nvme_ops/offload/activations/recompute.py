@@ -127,7 +127,8 @@ class Again:
         begin = time.perf_counter()
         with torch.autocast(device, enabled=False):
             made = self.function(*args, **kwargs)
-        self.choice.note_again(time.perf_counter() - begin, self.nbytes)
+        self.choice.seconds_of_pass += time.perf_counter() - begin
+        self.choice.bytes_again += self.nbytes
         result: torch.Tensor = made if self.index is None else made[self.index]
         return result
 
@@ -150,8 +151,8 @@ class Choice(TorchDispatchMode):
         self._numbers = itertools.count()
         self._rate = 0.0  # bytes per second of storage, from passes that waited for it
         self.recent: torch.Tensor | None = None  # computed last
-        self.bytes_again = 0
-        self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
+        self.bytes_again, self.seconds_of_pass = 0, 0.0  # computed again; the seconds in this pass
+        self._bytes_of_pass = 0
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -163,14 +164,16 @@ class Choice(TorchDispatchMode):
         kwargs = kwargs or {}
         if not is_repeatable(func):
             made = func(*args, **kwargs)
-            if may_write(func):
-                self._forget_results_among(args, kwargs)
+            if may_write(func):  # versions say nothing: collectives increment none, nor do writes to ``tensor.data``
+                for each in tree_flatten((args, kwargs))[0]:
+                    if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested:
+                        self._recipes.pop(each.untyped_storage()._cdata, None)
             return made
         begin = time.perf_counter()
         made = func(*args, **kwargs)
         seconds = time.perf_counter() - begin
         leaves: list[Any] | None = None
-        for index, tensor in _results(made):
+        for index, tensor in enumerate(made) if isinstance(made, tuple | list) else [(None, made)]:
             if isinstance(tensor, torch.Tensor) and place_of(tensor, self._least) is not None:
                 if leaves is None:
                     flat, shape = tree_flatten((args, kwargs))
@@ -181,12 +184,6 @@ class Choice(TorchDispatchMode):
                 number, version = next(self._numbers), tensor._version
                 self._note(TensorRecipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
         return made
-
-    def _forget_results_among(self, args: Any, kwargs: Any) -> None:
-        """Ignores versions: collectives do not increment them, nor do writes to ``tensor.data`` its tensor's."""
-        for each in tree_flatten((args, kwargs))[0]:
-            if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested:
-                self._recipes.pop(each.untyped_storage()._cdata, None)
 
     def __exit__(self, *about: Any) -> None:
         """Forgets what may hold parameters of a model that is gone."""
@@ -246,11 +243,6 @@ class Choice(TorchDispatchMode):
         again = self._made.get(recipe.number)
         return None if again is None else Saved(leaf.layout, again.value)
 
-    def note_again(self, seconds: float, nbytes: int) -> None:
-        """Counts what was computed again."""
-        self._seconds_of_pass += seconds
-        self.bytes_again += nbytes
-
     def end_pass(self, last: Pass) -> None:
         """Chooses what the next pass computes again, from the last one."""
         waited, moved, seconds = last.waited, last.moved, last.seconds
@@ -259,10 +251,10 @@ class Choice(TorchDispatchMode):
             rate = moved / seconds
             self._rate = (self._rate + rate) / 2 if self._rate else rate
         if self._rate and self._possible:
-            computing = max(0.0, seconds - waited - self._seconds_of_pass)
+            computing = max(0.0, seconds - waited - self.seconds_of_pass)
             self._again = frozenset(self._balanced(computing, 2 * saved / self._rate))
         self._possible = {}
-        self._seconds_of_pass, self._bytes_of_pass = 0.0, 0
+        self.seconds_of_pass, self._bytes_of_pass = 0.0, 0
         self.recent = None
 
     def _balanced(self, computing: float, moving: float) -> Iterator[Kind]:
@@ -273,13 +265,6 @@ class Choice(TorchDispatchMode):
             computing += count * self._seconds[kind]
             moving -= count * saves
             yield kind
-
-
-def _results(made: Any) -> Iterator[tuple[int | None, Any]]:
-    if isinstance(made, tuple | list):
-        yield from enumerate(made)
-    else:
-        yield None, made
 
 
 def may_write(function: Any) -> bool:

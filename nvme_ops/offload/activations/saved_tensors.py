@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -50,8 +50,9 @@ class Layout:
     def close(self) -> Layout:
         """Returns the layout of a copy of the elements alone, with dimensions in the same order in memory."""
         copied = _distinct(torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device="meta"))
-        stride = torch.empty_like(copied).stride()
-        return Layout(self.dtype, self.shape, tuple(_where_moved(self.stride, stride)), 0)
+        both = zip(self.stride, torch.empty_like(copied).stride(), strict=True)
+        moved = tuple(0 if step == 0 else other for step, other in both)  # those of expanded dimensions stay 0
+        return Layout(self.dtype, self.shape, moved, 0)
 
 
 @dataclass(eq=False)
@@ -218,11 +219,6 @@ def _distinct(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     shape = [1 if step == 0 else length for length, step in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor if shape == list(tensor.shape) else tensor.detach().as_strided(shape, tensor.stride())
-
-
-def _where_moved(stride: Sequence[int], moved: Sequence[int]) -> Iterator[int]:
-    """Yields strides of a copy; those of expanded dimensions stay 0."""
-    return (0 if step == 0 else other for step, other in zip(stride, moved, strict=True))
 
 
 def _copy_like(value: torch.Tensor, like: Layout) -> torch.Tensor:

@@ -71,19 +71,14 @@ class Updates:
 
     def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
         self._class, self._options, self._states = optimizer, options, states
-        self._slow: tuple[int, set[_Kind]] = (-1, set())  # an attempt at a step and its _slow_kinds
+        self._slow: tuple[int, set[_Kind]] = (-1, set())  # an attempt at a step and its slow_kinds
         #: Whether parameters or gradients on storage were lent since the caller has set this to False.
         self.has_lent = False
 
     def decide(self, groups: _Groups) -> None:
         """Finds the chunks that this step updates in the slow way, once for each attempt at it."""
         if self._slow[0] != self._states.attempt:
-            self._slow = (self._states.attempt, self._slow_kinds(groups, early=False))
-
-    def update_early(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk during the backward pass, unless its bits depend on gradients that may still come."""
-        if chunk.kind not in self._slow_kinds(groups, early=True):
-            self.update(groups, chunk, buffer)
+            self._slow = (self._states.attempt, self.slow_kinds(groups, early=False))
 
     def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
         """Updates a chunk's parameters, and its states in the buffer."""
@@ -141,7 +136,10 @@ class Updates:
         inner = self._class([{**options, "params": targets}], **self._options)
         for each, _, target in given:
             if each in before:
-                inner.state[target] = _states_of(each, chunk.names, views, before[each])
+                # None stands for an elementwise state that the slice does not have yet
+                kept = {name: cloned(value) for name, value in before[each].items() if value is not None}
+                elementwise = {name: views[name][each.place] for name in chunk.names if name not in before[each]}
+                inner.state[target] = elementwise | kept
         inner.step()
         for each, values, target in given:
             scalars: dict[str, Any] = dict.fromkeys(chunk.names)
@@ -159,7 +157,7 @@ class Updates:
         inner.state.clear()
         inner.param_groups.clear()  # torch's optimizers are in reference cycles, which would keep the parameters
 
-    def _slow_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
+    def slow_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
         """Returns the kinds of chunks that torch's optimizer updates in its slow way, since some have no states yet.
 
         ``SGD(momentum, foreach=True)`` updates momentum buffers one by one until all parameters with a gradient have
@@ -183,20 +181,6 @@ class Updates:
             ):
                 found.add(chunk.kind)
         return found
-
-
-def _states_of(
-    each: Slice, names: Iterable[str], views: Mapping[str, torch.Tensor], scalars: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns the states of a slice for torch's optimizer: views of the chunk's states, and copies of scalars."""
-    found: dict[str, Any] = {}
-    for name in names:
-        if name not in scalars:
-            found[name] = views[name][each.place]
-    for name, value in scalars.items():
-        if value is not None:  # None stands for an elementwise state that the slice does not have yet
-            found[name] = cloned(value)
-    return found
 
 
 def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -375,7 +359,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         under_way = backward is not None  # chunks may be done
         try:
             if backward is None and not self._same_gradients():
-                states.begin()
+                states.attempt += 1
             under_way = True
             with_gradient = [chunk for chunk in states.chunks if chunk.has_gradient()]
             if backward is not None:
@@ -551,7 +535,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if self._pass is not None and self._pass.abandoned:
                 self._abandon_pass()
             if self._pass is None:
-                self._states.begin()
+                self._states.attempt += 1
                 order = self._order or self._states.chunks[::-1]
                 self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
                 self._pass.start()
@@ -564,7 +548,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             self._pass = None
 
     def _update_early(self, chunk: Chunk, buffer: torch.Tensor) -> None:
-        self._updates.update_early(self.param_groups, chunk, buffer)
+        """Updates a chunk during the backward pass, unless its bits depend on gradients that may still come."""
+        if chunk.kind not in self._updates.slow_kinds(self.param_groups, early=True):
+            self._updates.update(self.param_groups, chunk, buffer)
 
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
         """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""

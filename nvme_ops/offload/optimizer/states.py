@@ -392,10 +392,6 @@ class States:
         self.current |= dict.fromkeys(new, _NOTHING)
         self.chunks, self.groups = [*self.chunks, *new], groups
 
-    def begin(self) -> None:
-        """Begins an attempt at a step: no chunk is done."""
-        self.attempt += 1
-
     def is_done(self, chunk: Chunk) -> bool:
         """Returns whether the current attempt has updated a chunk."""
         return self.current[chunk].attempt == self.attempt
