@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Protocol
+
 import torch
 
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -28,30 +31,45 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
-def expand_into(out: torch.Tensor, values: torch.Tensor, scale: torch.Tensor | None) -> None:
-    """Fills ``out`` with stored ``values`` of another dtype, or of 8 bits times their ``scale``, multiplied in float32.
+class WeightFormat(Protocol):
+    """Computes the values of a tensor from what is stored of it."""
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Fills ``out``, which has the tensor's shape and dtype, from its stored ``parts``."""
+
+
+class Cast(WeightFormat):
+    """Stored as values in another dtype."""
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Fills ``out`` from one part, the values."""
+        out.copy_(parts[0])
+
+
+class Scaled(WeightFormat):
+    """Stored as values of 8 bits and their scale; they are multiplied in float32.
 
     The scale is one number, one for each row, one for each block of a matrix, or of a shape that broadcasts.
     """
-    if scale is None:
-        out.copy_(values)
-        return
-    scale = scale.to(out.device)
-    if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
-        scale = scale.view(-1, *(1,) * (values.dim() - 1))
-    elif scale.dim() == values.dim() and not _broadcasts(scale, values):
-        for dim in range(scale.dim()):
-            block = -(-values.shape[dim] // scale.shape[dim])
-            scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
-    scale = scale.float().expand(values.shape)
-    for rows in _parts(values):
-        out[rows] = values[rows].float().mul_(scale[rows])
+
+    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+        """Fills ``out`` from two parts, the values and the scale."""
+        values, scale = parts[0], parts[1].to(out.device)
+        if scale.dim() == 1 and scale.numel() == values.shape[0] > 1:
+            scale = scale.view(-1, *(1,) * (values.dim() - 1))
+        elif scale.dim() == values.dim() and not _broadcasts(scale, values):
+            for dim in range(scale.dim()):
+                block = -(-values.shape[dim] // scale.shape[dim])
+                scale = scale.repeat_interleave(block, dim).narrow(dim, 0, values.shape[dim])
+        scale = scale.float().expand(values.shape)
+        for rows in _parts(values):
+            out[rows] = values[rows].float().mul_(scale[rows])
 
 
 def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Returns ``values`` times ``scale`` in new memory; ``expand_into`` says which scales there are."""
+    """Returns ``values`` times ``scale`` in new memory; ``Scaled`` says which scales there are."""
     made = torch.empty(values.shape, dtype=dtype, device=values.device)
-    expand_into(made, values, scale)
+    Scaled().expand((values, scale), made)
     return made
 
 

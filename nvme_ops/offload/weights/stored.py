@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.errors import FormatError
-from nvme_ops.formats.quantized import expand_into
+from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
@@ -108,23 +108,25 @@ class StoredTensor(OffloadedTensor):
 
     def expanded(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
         """Returns the values of this tensor, made of the stored ``values`` in memory that ``room(nbytes)`` returns."""
-        if self._is_converted:
+        if self._format is not None:
             size = self.nbytes_expanded
             memory = torch.empty(size, dtype=torch.uint8, device=values.device) if room is None else room(size)
             out = memory.view(self._converted).view(self._source.shape)
-            expand_into(out, values, self._scale)
+            self._format.expand((values,) if self._scale is None else (values, self._scale), out)
             values = out
         return apply_steps(self._steps, values)
 
     @property
-    def _is_converted(self) -> bool:
-        """Whether what is stored differs from the values that are computed with."""
-        return self._scale is not None or self._converted != self._source.dtype
+    def _format(self) -> WeightFormat | None:
+        """How stored values are expanded to those computed with; None if they are the same."""
+        if self._scale is not None:
+            return Scaled()
+        return Cast() if self._converted != self._source.dtype else None
 
     @property
     def nbytes_expanded(self) -> int:
         """Bytes of memory taken beside the stored values while it is computed with."""
-        return math.prod(self._source.shape) * self._converted.itemsize if self._is_converted else 0
+        return 0 if self._format is None else math.prod(self._source.shape) * self._converted.itemsize
 
     def is_plain(self) -> bool:
         """Returns whether its elements are the stored ones, in their order, but for a conversion of the dtype."""
