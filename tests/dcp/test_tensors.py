@@ -138,7 +138,12 @@ SPECIAL: dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor]]] = {
 
 
 @pytest.mark.parametrize(
-    ("writer", "reader"), [(NvmeStorageWriter, dcp.FileSystemReader), (dcp.FileSystemWriter, NvmeStorageReader)]
+    ("writer", "reader"),
+    [
+        (NvmeStorageWriter, NvmeStorageReader),
+        (NvmeStorageWriter, dcp.FileSystemReader),
+        (dcp.FileSystemWriter, NvmeStorageReader),
+    ],
 )
 def test_special_tensors(writer: Any, reader: Any, tmp_path: Path) -> None:
     pairs = {kind: make() for kind, make in SPECIAL.items()}

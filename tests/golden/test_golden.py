@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 import shutil
 import zlib
 from collections.abc import Callable
@@ -154,12 +152,3 @@ def test_what_a_later_version_wrote_is_refused_and_stays(
     with pytest.raises((FormatError, FileExistsError), match=error):
         READ[kind](place)
     assert {path: path.read_bytes() for path in before} == before
-
-
-def test_a_later_tuning_is_ignored(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place = copied(VERSIONS[-1], "tuning", folder, monkeypatch)
-    path = next(place.iterdir())
-    path.write_text(re.sub(r'"format": \d+', '"format": 99', path.read_text()))
-    with pytest.warns(RuntimeWarning, match="format 99 instead of"):
-        assert tuning_store.load(make.IDENTITY, "tuned", tuning_store.settings_of) is None
-    assert json.loads(path.read_text())["format"] == 99
