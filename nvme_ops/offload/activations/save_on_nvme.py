@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
             folder, budget=budget_of(memory_budget, least=0), checksums=checksums, handle=handle
         )
         self._choice = Choice(least) if policy == "auto" else None
-        super().__init__(_packer(self._activations, least, self._choice), _unpack)
+        super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
 
     def __enter__(self) -> save_on_nvme:  # type: ignore[override]  # torch's returns nothing
         with contextlib.ExitStack() as undo:  # of an entry that Ctrl-C ends, which no ``__exit__`` follows
@@ -108,34 +108,31 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         self._activations.close()
 
 
-def _packer(activations: Activations, least: int, choice: Choice | None) -> Callable[[torch.Tensor], SavedValue]:
-    """Returns what decides what becomes of each tensor that autograd saves."""
+@torch._disable_dynamo
+def _pack(activations: Activations, least: int, choice: Choice | None, tensor: torch.Tensor) -> SavedValue:
+    """Decides what becomes of a tensor that autograd saves."""
+    place = place_of(tensor, least)
+    if place is None or activations.is_busy():
+        return kept(tensor, least)
+    layout, counter = Layout.of(tensor), native().share_version(torch.empty(0, device="cpu"), tensor)
+    version, may_be_gradient = tensor._version, not tensor.requires_grad
+    if choice is not None:
+        if (last := activations.take_pass()) is not None:
+            choice.end_pass(last)
+        again = choice.source_of(place, version, partial(_known, activations))
+        if again is not None:
+            return Saved(layout, again.value, counter, version, may_be_gradient)
+    ticket = activations.put(tensor, place)
+    fetch, unit = partial(activations.get, ticket), ticket.unit
+    return Saved(layout, fetch, counter, version, may_be_gradient, unit.is_shared, unit.place.part)
 
-    def known(away: Away) -> SavedValue | None:
-        """Returns what a tensor was saved as."""
-        ticket = activations.find((away.place, away.whole), away.version)
-        if ticket is None:
-            return None
-        return Saved(away.layout, partial(activations.get, ticket), part=ticket.unit.place.part)
 
-    @torch._disable_dynamo
-    def pack(tensor: torch.Tensor) -> SavedValue:
-        place = place_of(tensor, least)
-        if place is None or activations.is_busy():
-            return kept(tensor, least)
-        layout, counter = Layout.of(tensor), native().share_version(torch.empty(0, device="cpu"), tensor)
-        version, may_be_gradient = tensor._version, not tensor.requires_grad
-        if choice is not None:
-            if (last := activations.take_pass()) is not None:
-                choice.end_pass(last)
-            again = choice.source_of(place, version, known)
-            if again is not None:
-                return Saved(layout, again.value, counter, version, may_be_gradient)
-        ticket = activations.put(tensor, place)
-        fetch, unit = partial(activations.get, ticket), ticket.unit
-        return Saved(layout, fetch, counter, version, may_be_gradient, unit.is_shared, unit.place.part)
-
-    return pack
+def _known(activations: Activations, away: Away) -> SavedValue | None:
+    """Returns what a tensor was saved as."""
+    ticket = activations.find((away.place, away.whole), away.version)
+    if ticket is None:
+        return None
+    return Saved(away.layout, partial(activations.get, ticket), part=ticket.unit.place.part)
 
 
 @torch._disable_dynamo
