@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 from argparse import Namespace
@@ -319,22 +316,6 @@ def test_scaling_is_divided_by_the_sum_of_each_alone(tmp_path: Path) -> None:
     passes = [each for each in found["passes"] if each["row"] != added]
     assert all(each["end_to_end"] >= each["seconds"] for each in passes)
     assert [list(folder.iterdir()) for folder in folders] == [[], []]
-
-
-def test_several_processes_and_one_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def hear(words: str) -> None:
-        if words.startswith("round 2"):
-            for child in multiprocessing.active_children():  # one of an earlier test may still be among them
-                os.kill(child.pid or 0, signal.SIGKILL)
-
-    monkeypatch.setattr(run_module, "progress_bar", lambda _: contextlib.nullcontext(hear))
-    words = ["--multi_process", "2", "--engine", "aio_handle", "python", "--read", "--cached"]
-    result = run_module.run(bench.parse(["--folder", str(tmp_path), *SMALL, *words]))
-    for row in result.table.rows:
-        assert [sample and sample.amount for sample in row.samples] == [8 * MIB, None, None]
-        assert row.note == "its process ended with status -9"
-    assert set(run_module.as_document(result)["from_page_cache"].values()) <= {1, None}
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_process_that_is_gone_leaves_no_answer_of_the_others_for_the_next_question() -> None:

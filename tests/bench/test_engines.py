@@ -55,6 +55,10 @@ def test_a_small_run_of_all_engines(folder: Path, flags: list[str]) -> None:
         elif not any(words in row.note for words in ABSENT):
             assert [sample and sample.amount for sample in row.samples] == [4 * MIB], (row.name, row.note)
         assert not row.wrong
+    assert ("fio" in result.blocks) == (shutil.which("fio") is not None and "--cached" not in flags)
+    for times in result.blocks.values():
+        assert list(times.complete) == list(PERCENTILES)
+        assert list(times.complete.values()) == sorted(times.complete.values())
 
 
 @pytest.mark.parametrize(
@@ -118,19 +122,6 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
     for pageable in (False, True):
         row_of("deepspeed", make_task(pageable_memory=pageable)).run()
     assert [len(locked), *(tensor is locked[0] for tensor in moved)] == [1, True, False]
-
-
-@pytest.mark.parametrize("engine", ["aio_handle", pytest.param("fio", marks=needs_fio)])
-def test_a_pass_starts_with_the_file_in_the_page_cache_or_out_of_it(
-    make_task: Callable[..., Task], engine: str
-) -> None:
-    task = make_task()
-    if files.cached_share(task.path) is None:
-        pytest.skip("this kernel does not say what is in the page cache")
-    row = row_of(engine, task)
-    for task.cached in (True, False):
-        row.before()
-        assert files.cached_share(task.path) == int(task.cached)
 
 
 def test_all_engines_take_the_same_new_file_in_the_same_pass() -> None:
@@ -200,14 +191,6 @@ def test_fio_failures_keep_its_words() -> None:
             fio.read_output(status, output, errors)
 
 
-def test_latencies_are_those_of_the_shares_asked_for(made_up_fio: MadeUpFio, make_task: Callable[..., Task]) -> None:
-    times = {"50.000000": 100_000, "90.000000": 200_000, "99.000000": 300_000, "99.900000": 4_000_000}
-    made_up_fio.job = job(lat_ns={"percentile": times})
-    found = fio.latencies("randread", make_task().path, MIB, [])
-    assert "--percentile_list=50:90:99:99.9" in made_up_fio.commands[0]
-    assert found.complete == pytest.approx(dict(zip(PERCENTILES, (1e-4, 2e-4, 3e-4, 4e-3), strict=True)))
-
-
 def test_fio_is_given_the_settings_and_at_its_best_its_own(
     made_up_fio: MadeUpFio, make_task: Callable[..., Task]
 ) -> None:
@@ -219,6 +202,7 @@ def test_fio_is_given_the_settings_and_at_its_best_its_own(
     name = task.path.replace(":", "\\:")
     assert {f"--filename={name}", "--rw=write", "--bs=65536", "--iodepth=7", "--direct=1"} <= set(ours)
     assert {"--ioengine=io_uring", f"--bs={4 * MIB}", "--iodepth=32", "--iomem=mmaphuge", "--fixedbufs=1"} <= set(best)
+    assert [fio.best(size)[0][0][1] for size in (MIB, 3 * MIB + 5, GIB)] == [f"--bs={size * MIB}" for size in (1, 2, 4)]
 
 
 def test_the_first_variant_that_runs_is_kept_and_what_it_lacks_is_said(
@@ -251,14 +235,6 @@ def test_fio_moves_whole_files_once(make_task: Callable[..., Task], folder: Path
     for path in (task.path, other):
         pages = contents(Path(path)).view(-1, 4096)
         assert int((pages == 0).all(dim=1).sum()) == 0, "pages that nothing was written to"
-
-
-@needs_fio
-def test_a_file_smaller_than_fio_s_best_block_has_a_reference_too(make_task: Callable[..., Task]) -> None:
-    rows = [row_of(name, make_task(MIB), Settings(4 * MIB)) for name in (fio.NAME, "fio")]
-    interleave(rows, 1)
-    assert ["larger than" in row.note for row in rows] == [False, False]
-    assert [fio.best(size)[0][0][1] for size in (MIB, 3 * MIB + 5, GIB)] == [f"--bs={size * MIB}" for size in (1, 2, 4)]
 
 
 GDSIO = (
