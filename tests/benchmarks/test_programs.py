@@ -28,8 +28,16 @@ ROOT = Path(__file__).parents[2]
 # Small runs: the arguments, what is made smaller, and the groups that must come with a figure in each row
 
 
+_in_new_process = command.in_new_process
+
+
 def _in_prepared_process(program: str, *words: str, folder: str = ".", **variables: str) -> Any:
-    """Does as ``command.in_new_process``, but torch need not be imported first, nor the op compiled."""
+    """Does as ``command.in_new_process``, but torch need not be imported first, nor the op compiled.
+
+    A process with a limit on its memory is a new one all the same: to copy what it shares with another takes memory.
+    """
+    if '"group": "/' in "".join(words):
+        return _in_new_process(program, *words, folder=folder, **variables)
     variables.pop("TORCH_EXTENSIONS_DIR", None)
     imported = ("transformers.models.llama.modeling_llama", "accelerate") if "inference" in program else ()
     place = Path(folder).absolute()
