@@ -50,18 +50,11 @@ def test_a_dockerfile_is_its_stages_and_their_steps_with_variables_put_in() -> N
     assert dockerfile.expand(r"$A ${A}b ${EMPTY:-no} ${NONE:-} $NONE \$A", values) == "1 1b no   $A"
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [
-        ("FROM python:3.11-slim-trixie", "line 1: nothing stands in for python:3.11-slim-trixie, only for python:3.11"),
-        ("FROM python:3.11-slim\nUSER nobody", "line 2: not understood: USER nobody"),
-        ("FROM python:3.11-slim\nRUN <<EOF\nls\nEOF", "line 2: not understood: RUN <<EOF"),
-        ("ARG A", "there is no FROM"),
-    ],
-)
-def test_what_is_not_understood_is_refused_with_its_line(text: str, reason: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(reason)):
-        dockerfile.stages(text, {})
+def test_what_is_not_understood_is_refused_with_its_line() -> None:
+    with pytest.raises(ValueError, match="line 1: nothing stands in for python:"):
+        dockerfile.stages("FROM python:3.11-slim-trixie", {})
+    with pytest.raises(ValueError, match="line 2: not understood: USER nobody"):
+        dockerfile.stages("FROM python:3.11-slim\nUSER nobody", {})
 
 
 def test_the_context_has_what_a_wheel_is_made_from_and_little_else(tmp_path: Path) -> None:

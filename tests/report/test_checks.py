@@ -357,20 +357,6 @@ COMMENTED = """
     "note": "a \\"quoted\\" // no comment, ]",
 }
 """
-PARSED = {
-    "logging": {"dir": "/var//log", "level": "ERROR"},
-    "properties": {"use_pci_p2pdma": True, "allow_compat_mode": False},
-    "note": 'a "quoted" // no comment, ]',
-}
-
-
-def test_settings_are_json_with_comments_and_trailing_commas() -> None:
-    assert gds.parse(COMMENTED) == PARSED
-    for text in ("{", "{'properties': {}}", "/* never closed"):
-        with pytest.raises(ValueError, match="line 1"):
-            gds.parse(text)
-
-
 FORCED = '{"properties": {"force_compat_mode": true, "use_pci_p2pdma": true}}'
 SYSTEMS, Settings = "/etc/cufile.json", gds.CuFileSettings
 #: What the system's file has, what one named mine.json has, the environment, and what follows.
