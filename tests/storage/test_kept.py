@@ -234,7 +234,10 @@ def line(entry: object) -> bytes:
     return sealed(json.dumps(entry).encode())
 
 
-def entry(key: str = "x", nbytes: int = 100, start: int = 0, **changes: Any) -> dict[str, Any]:
+FREE = 1 << 20  # where nothing lies: only what is damaged is refused
+
+
+def entry(key: str = "x", nbytes: int = 100, start: int = FREE, **changes: Any) -> dict[str, Any]:
     size = -(-nbytes // PAGE) * PAGE
     described = {"dtype": "uint8", "shape": [nbytes], "stride": [1], "checksum": None}
     return {"key": key, **described, "pieces": [[0, 0, nbytes, start, size]]} | changes
@@ -266,17 +269,17 @@ DAMAGED = {
     "a dict for a stride": line(entry(stride=[{}])),
     "a fraction for a shape": line(entry(shape=[100.0])),
     "no pieces": line(entry(pieces=[])),
-    "a piece of nothing": line(entry(pieces=[[0, 0, 0, 0, 0]])),
-    "a gap": line(entry(pieces=[[0, 50, 100, 0, PAGE]])),
-    "a short extent": line(entry(nbytes=PAGE + 1, pieces=[[0, 0, PAGE + 1, 0, PAGE]])),
-    "an overlap": line(entry(start=0)) + line(entry("y", start=0)),
+    "a piece of nothing": line(entry(pieces=[[0, 0, 0, FREE, 0]])),
+    "a gap": line(entry(pieces=[[0, 50, 100, FREE, PAGE]])),
+    "a short extent": line(entry(nbytes=PAGE + 1, pieces=[[0, 0, PAGE + 1, FREE, PAGE]])),
+    "an overlap": line(entry()) + line(entry("y")),
     "beyond the end": line(entry(start=1 << 40)),
     "before the beginning": line(entry(start=-PAGE)),
-    "in the middle of a page": line(entry(start=8)),
-    "another folder": line(entry(pieces=[[1, 0, 100, 0, PAGE]])),
-    "a negative folder": line(entry(pieces=[[-1, 0, 100, 0, PAGE]])),
+    "in the middle of a page": line(entry(start=FREE + 8)),
+    "another folder": line(entry(pieces=[[1, 0, 100, FREE, PAGE]])),
+    "a negative folder": line(entry(pieces=[[-1, 0, 100, FREE, PAGE]])),
     "a word for a number": line(entry(pieces=[[0, 0, 100, "0", PAGE]])),
-    "a fraction": line(entry(pieces=[[0.5, 0, 100, 0, PAGE]])),
+    "a fraction": line(entry(pieces=[[0.5, 0, 100, FREE, PAGE]])),
     "a word for a checksum": line(entry(checksum="0")),
     "a mark of infinity": line({"mark": "0", "bytes": float("inf")}),
     "a mark nested deeply": sealed(b'{"mark": "0", "bytes": %s}' % (b"[" * 100_000)),
