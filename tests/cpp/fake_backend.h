@@ -51,7 +51,7 @@ struct Script {
   }
 
   // What the engine did.
-  unsigned long requests = 0, opened = 0, registered = 0, through_registered = 0, refused_registrations = 0;
+  unsigned long requests = 0, opened = 0, refused_registrations = 0;
 };
 
 // Set before an engine is made, left alone until it is destroyed.
@@ -168,7 +168,6 @@ public:
       ++script_.refused_registrations;
       return false;
     }
-    ++script_.registered;
     CHECK(buffers_.count(index) == 0, "buffer " << index << " not to be registered twice");
     buffers_[index] = {memory, bytes};
     return true;
@@ -205,7 +204,6 @@ private:
     auto entry = std::make_unique<Entry>(Entry{request, {}, direct});
     {
       const std::lock_guard<std::mutex> lock(script_.mutex);
-      if (request.buffer >= 0) ++script_.through_registered;
       if (script_.judge) entry->verdict = script_.judge(request, direct);
       if (broken_ != 0) entry->verdict = {0, broken_};
     }

@@ -208,20 +208,6 @@ TEST(refused_buffers_are_done_without) {
   CHECK(script.refused_registrations <= 1, "one attempt, got " << script.refused_registrations);
 }
 
-TEST(a_queue_that_fails_and_cannot_be_replaced_is_one_failure) {
-  each_way([](Op op, bool all_lanes) {
-    Bench bench;
-    bench.script().judge = always({5000, 0, 2});  // all leave rests
-    bench.script().breaks = [calls = 0]() mutable { return ++calls == 3 ? EBADF : 0; };
-    bench.script().before_open = [calls = 0]() mutable {
-      if (++calls > 1) fake::raise(EMFILE, "opening a queue");
-    };
-    const auto failure = bench.transfer(op, all_lanes);
-    CHECK(failure && failure->kind == Failure::Kind::System, "a failure, not " << check::described(failure));
-    bench.must_work();
-  });
-}
-
 TEST(a_fault_of_one_job_is_not_another_jobs) {
   for (const std::uint64_t lanes : {1U, 3U}) {
     Script& script = fake::new_script();

@@ -1,13 +1,19 @@
-// Schedule: whose turn it is, without a file, a queue or a clock.
+// Whose turn it is: Schedule without a file, a queue or a clock, admission to the device, priorities in an engine.
+#include <chrono>
 #include <string>
+#include <thread>
 #include <vector>
 
+#include "base/limits.h"
 #include "check.h"
+#include "engine/admission.h"
+#include "engine/engine.h"
 #include "engine/schedule.h"
+#include "fake_backend.h"
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Random;
+using namespace support;
 
 namespace {
 
@@ -60,14 +66,6 @@ TEST(shares_of_one_priority_take_turns) {
   CHECK(shares.empty(), "all planned");
 }
 
-TEST(demand_comes_before_all_that_was_there_already) {
-  Shares shares;
-  add(shares, 'w', Priority::Writeback, 1000);
-  CHECK_EQUAL(planned(shares, 5), std::string("wwwww"));
-  add(shares, 'd', Priority::Demand, 3);
-  CHECK_EQUAL(planned(shares, 4), std::string("dddw"));
-}
-
 TEST(priorities_are_planned_in_their_order) {
   Shares shares;
   add(shares, 'b', Priority::Background, 2);
@@ -110,18 +108,6 @@ TEST(what_is_passed_over_lets_others_go_first_and_comes_again_in_the_next_pass) 
   CHECK_EQUAL(planned(shares, 1), std::string("a"));
 }
 
-TEST(of_very_many_only_some_are_asked_in_one_pass) {
-  Shares shares;
-  for (unsigned i = 0; i < 100; ++i) add(shares, 'a', Priority::Demand, 1);
-  shares.begin();
-  std::size_t asked = 0;
-  while (Item* const item = shares.next()) {
-    ++asked;
-    shares.pass_over(*item);
-  }
-  CHECK_EQUAL(asked, Shares::kMaxPassedOver);
-}
-
 TEST(whatever_is_added_is_planned_to_its_end) {
   Random random(check::from_environment("NVME_OPS_TEST_SEED", 1));
   for (int round = 0; round < 200; ++round) {
@@ -134,5 +120,122 @@ TEST(whatever_is_added_is_planned_to_its_end) {
     }
     CHECK_EQUAL(planned(shares, SIZE_MAX).size(), pieces);
     CHECK(shares.empty(), "nothing left");
+  }
+}
+
+namespace {
+
+constexpr std::uint64_t kPiece = 1 << 20;
+
+Admission& engine() {
+  static Admission admission;
+  return admission;
+}
+
+// How many pieces are admitted before one is not.
+std::uint64_t admitted(Priority priority) {
+  std::uint64_t count = 0;
+  while (count < 1000 && engine().admit(priority, kPiece)) ++count;
+  for (std::uint64_t i = 0; i < count; ++i) engine().finish(priority, kPiece);
+  return count;
+}
+
+void let_demand_pass() {
+  std::this_thread::sleep_for(std::chrono::milliseconds(kRecentMilliseconds + kDemandMilliseconds));
+}
+
+}  // namespace
+
+TEST(without_demand_much_is_admitted_but_no_queue_full) {
+  let_demand_pass();
+  CHECK_EQUAL(admitted(Priority::Writeback), kDeferableBytes / kPiece);
+  CHECK_EQUAL(admitted(Priority::Background), kDeferableBytes / kPiece);
+}
+
+TEST(while_somebody_waits_little_is_admitted) {
+  let_demand_pass();
+  CHECK(engine().admit(Priority::Demand, kPiece), "demand admitted");
+  CHECK_EQUAL(admitted(Priority::Prefetch), kYieldingBytes / kPiece);
+  CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);
+  engine().finish(Priority::Demand, kPiece);
+  CHECK_EQUAL(admitted(Priority::Writeback), kYieldingBytes / kPiece);  // more of it is expected
+  std::this_thread::sleep_for(std::chrono::milliseconds(2 * kDemandMilliseconds));
+  CHECK_EQUAL(admitted(Priority::Writeback), kRecentBytes / kPiece);  // and may come back
+  let_demand_pass();
+  CHECK_EQUAL(admitted(Priority::Writeback), kDeferableBytes / kPiece);
+}
+
+TEST(io_priorities_are_those_of_the_kernel) {
+  CHECK_EQUAL(io_priority(Priority::Demand), std::uint16_t{0});  // the process's own
+  CHECK_EQUAL(io_priority(Priority::Prefetch), std::uint16_t{2 << 13 | 5});
+  CHECK_EQUAL(io_priority(Priority::Writeback), std::uint16_t{2 << 13 | 6});
+  CHECK_EQUAL(io_priority(Priority::Background), std::uint16_t{2 << 13 | 7});
+}
+
+TEST(one_request_however_large_is_admitted_when_it_is_alone) {
+  note_demand();
+  CHECK(engine().admit(Priority::Background, 10 * kDeferableBytes), "the only one");
+  CHECK(!engine().admit(Priority::Background, 1), "no second one");
+  engine().finish(Priority::Background, 10 * kDeferableBytes);
+}
+
+namespace {
+
+constexpr std::uint64_t kBlock = 64 << 10;
+constexpr std::uint64_t kDepth = 8;
+
+std::shared_ptr<Job> job_of(Op op, const std::string& name, const Memory& memory, Priority priority) {
+  return std::make_shared<Job>(op, std::vector<Extent>{extent(directory() / name, op, memory)}, priority);
+}
+
+// Requests that one lane hands to the kernel after a read is submitted behind a large write, up to the read.
+std::uint64_t requests_before_the_read(Priority write_priority, Priority read_priority) {
+  support::write_file(directory() / "read", support::pattern(kBlock, 1));
+  fake::Script& script = fake::new_script();
+  std::uint64_t seen = 0, submitted_at = 0, found_at = 0;
+  script.judge = [&](const nvme_ops::Request& request, bool) {
+    ++seen;
+    if (request.op == Op::Read && found_at == 0) found_at = seen;
+    return fake::Verdict{UINT64_MAX, 0, 2};
+  };
+  Memory large(400 * kBlock), small(kBlock);
+  Engine engine(engine_options(fake::kFake, kBlock, kDepth, 1));
+  const auto write = job_of(Op::Write, "write", large, write_priority);
+  const auto read = job_of(Op::Read, "read", small, read_priority);
+  engine.submit(write);
+  for (std::uint64_t now = 0; now < 2 * kDepth;) {
+    std::this_thread::sleep_for(std::chrono::microseconds(50));
+    now = script.safely([&](fake::Script&) { return submitted_at = seen; });
+  }
+  engine.submit(read);
+  wait(*read, support::never);
+  wait(*write, support::never);
+  CHECK(!read->outcome()->failure() && !write->outcome()->failure(), "both to end well");
+  const std::lock_guard<std::mutex> lock(script.mutex);
+  return found_at - submitted_at;
+}
+
+}  // namespace
+
+TEST(a_demand_read_passes_a_write_back_within_a_queue) {
+  const std::uint64_t passed_by = requests_before_the_read(Priority::Writeback, Priority::Demand);
+  // what was planned already, and what may be while the lane takes the read in
+  CHECK(passed_by <= 2 * kDepth, "at most " << 2 * kDepth << " requests before it, got " << passed_by);
+}
+
+TEST(a_write_back_that_failed_gives_its_admission_back) {
+  fake::Script& script = fake::new_script();
+  Memory large(1000 * kBlock);  // more than may be in flight
+  Engine engine(engine_options(fake::kFake, kBlock, kDepth, 2));
+  for (int round = 0; round < 20; ++round) {
+    script.safely([&](fake::Script& now) {
+      now.judge = [=](const nvme_ops::Request&, bool) {
+        return round % 2 == 0 ? fake::Verdict{0, EIO, 1} : fake::Verdict{};
+      };
+    });
+    const auto write = job_of(Op::Write, "write", large, Priority::Writeback);
+    engine.submit(write);
+    wait(*write, support::never);
+    CHECK_EQUAL(write->outcome()->failure().has_value(), round % 2 == 0);
   }
 }

@@ -8,7 +8,6 @@
 #include "support.h"
 
 using namespace nvme_ops;
-using support::Random;
 
 namespace {
 
@@ -40,19 +39,6 @@ bool has(const std::vector<Tool>& tools, const Tool& wanted) {
 }
 
 }  // namespace
-
-TEST(the_best_tool_is_found_within_twenty_uses) {
-  Random random(1);
-  for (int round = 0; round < 200; ++round) {
-    std::vector<double> costs(support::between(random, 2, 6));
-    for (double& cost : costs) cost = 1 + static_cast<double>(support::between(random, 0, 99)) / 50;
-    Trials trials(costs.size(), 1, 3);
-    use(trials, costs, 20);
-    CHECK(!trials.exploring(), "it has ended");
-    const double best = *std::min_element(costs.begin(), costs.end());
-    CHECK(costs[trials.chosen()] <= best * Trials::kMargin, "the best one, or as good");
-  }
-}
 
 TEST(which_tool_is_chosen_and_how_often_it_looks) {
   struct Case {
@@ -142,27 +128,6 @@ TEST(an_exploration_ends_even_if_nothing_can_be_measured) {
   }
 }
 
-TEST(noise_starts_none) {
-  Random random(2);
-  Trials trials(2, 1, 3);
-  use(trials, {1, 2}, 20);
-  for (int i = 0; i < 900; ++i) {
-    const Trials::Ticket ticket = trials.choose();
-    trials.note(ticket, 1, 0.8 + static_cast<double>(support::between(random, 0, 39)) / 100);
-  }
-  CHECK_EQUAL(trials.explorations(), 1U);
-}
-
-TEST(it_looks_again_in_any_case_and_loses_little_by_it) {
-  Trials trials(5, 1, 3);
-  const std::vector<double> costs{1, 3, 3, 3, 3};
-  const auto used = use(trials, costs, 10000);
-  double spent = 0;
-  for (const std::size_t tool : used) spent += costs[tool];
-  CHECK(trials.explorations() > 5, "it has looked again");
-  CHECK(spent < 10000 * 1.02, "2 % at most");
-}
-
 TEST(what_was_found_before_is_used_at_once) {
   Trials trials(3, 1, 3);
   trials.restore(2, {1, 0, 0.5}, 0.5);
@@ -173,36 +138,6 @@ TEST(what_was_found_before_is_used_at_once) {
   slower.restore(1, {1, 0.5}, 0.5);
   use(slower, {1, 2}, 60);  // what has changed between two programs
   CHECK_EQUAL(slower.chosen(), 0U);
-}
-
-TEST(what_was_found_before_is_kept_though_its_best_turn_was_a_lucky_one) {
-  for (const double usual : {1.0, 0.0}) {
-    Trials trials(2, 1, 3);
-    trials.restore(1, {0.9, 0.5}, usual);
-    use(trials, {1.1, 1}, 500);
-    CHECK_EQUAL(trials.explorations(), 1U);
-    CHECK_EQUAL(trials.usual(), 1.0);
-    use(trials, {1.1, 2}, 60);
-    CHECK_EQUAL(trials.chosen(), 0U);  // a change is noticed
-  }
-}
-
-TEST(sizes_are_powers_of_four) {
-  CHECK_EQUAL(size_class(0), 0);
-  CHECK_EQUAL(size_class(4096), 0);
-  CHECK_EQUAL(size_class(4097), 1);
-  CHECK_EQUAL(size_class(256 << 20), 8);
-  CHECK_EQUAL(size_class(std::uint64_t{1} << 40), kSizeClasses - 1);
-}
-
-TEST(tools_differ_in_what_the_user_left_open) {
-  Bounds fixed = bounds();
-  fixed.block_size_fixed = fixed.queue_depth_fixed = fixed.lanes_fixed = fixed.cache_fixed = true;
-  for (const std::uint64_t bytes : {4 << 10, 1 << 20, 64 << 20}) {
-    CHECK_EQUAL(tools_for(reads(bytes), fixed).size(), 1U);
-    CHECK(tools_for(reads(bytes), bounds()).size() > 1, "there is a choice");
-    CHECK(tools_for(reads(bytes), bounds())[0] == handle_settings(), "the handle's settings come first");
-  }
 }
 
 TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
@@ -226,17 +161,6 @@ TEST(small_reads_take_turns_of_four) {
       experience.note(choice, bytes, false, 1);
     }
   }
-}
-
-TEST(accelerators_have_bounce_where_cufile_is_the_other_way) {
-  TransferClass kind = reads(64 << 20);
-  kind.place = Place::Device;
-  Tool bounce = handle_settings();
-  bounce.bounce = true;
-  CHECK(!has(tools_for(kind, bounds()), bounce), "the only way");
-  Bounds both = bounds();
-  both.cufile = true;
-  CHECK(has(tools_for(kind, both), bounce), "one of two");
 }
 
 TEST(what_the_page_cache_has_is_a_class_of_its_own) {
@@ -281,23 +205,6 @@ TEST(frozen_it_learns_nothing) {
   CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
 }
 
-TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
-  for (const bool cached_more : {false, true}) {
-    Experience experience(bounds(), true);
-    TransferClass kind = reads(64 << 20);
-    const std::vector<Tool> cold = tools_for(kind, bounds());
-    experience.restore(kind, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
-    kind.cached = true;
-    const std::vector<Tool> hot = tools_for(kind, bounds());
-    experience.restore(kind, 2, std::vector<double>(hot.size(), 1), 1, 8);
-    for (const bool cached : {true, false, true}) {
-      const auto choice = experience.choose(kind);
-      CHECK(choice.tool == (cached_more ? hot[2] : cold[1]), "that of most transfers");
-      experience.note(choice, 100, cached, 1);
-    }
-  }
-}
-
 TEST(what_was_found_for_another_number_of_tools_is_left_aside) {
   Experience experience(bounds(), false);
   const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
@@ -317,16 +224,4 @@ TEST(lower_priorities_are_not_counted_beside_a_transfer) {
   CHECK_EQUAL(in_flight.beside(Priority::Writeback, 1 << 20), 1U << 20);
   in_flight.begin(Priority::Demand, 1 << 20);
   CHECK_EQUAL(in_flight.beside(Priority::Writeback, 1 << 20), 2U << 20);
-}
-
-TEST(a_large_transfer_counts_as_much_as_the_small_one_that_takes_turns_with_it) {
-  InFlight in_flight;
-  in_flight.begin(Priority::Demand, 512 << 20);
-  for (int i = 0; i < 3; ++i) in_flight.begin(Priority::Demand, 4096);
-  CHECK_EQUAL(in_flight.beside(Priority::Demand, 1 << 20), (1U << 20) + 3 * 4096);
-  in_flight.end(Priority::Demand, 512 << 20);
-  for (int i = 0; i < 2; ++i) in_flight.end(Priority::Demand, 4096);
-  CHECK_EQUAL(in_flight.beside(Priority::Demand, 1 << 20), 4096U);
-  in_flight.forget();
-  CHECK(!in_flight.any(), "that was another process");
 }
