@@ -67,26 +67,20 @@ class Order(Generic[Weight]):
                 seen.add(following)
                 yield following
 
-    def round_is_over(self) -> bool:
-        """Returns whether there were as many uses as there are weights since this last returned True."""
+    def end_round(self) -> list[tuple[Weight, float]]:
+        """Ends a round, which has as many uses as there are weights; returns an empty list while it goes on.
+
+        Returns each weight and how often it is used, in the order of first use. Past uses count less from then on, and
+        the positions of threads that have ended are forgotten.
+        """
         if self._uses_in_round < len(self._uses):
-            return False
+            return []
         self._uses_in_round = 0
-        return True
-
-    def decay(self) -> None:
-        """Makes past uses count less."""
-        for weight in self._uses:
-            self._uses[weight] *= _DECAY
-
-    def forget_ended_threads(self) -> None:
-        """Forgets the positions of threads that have ended."""
         alive = {thread.ident for thread in threading.enumerate()}
         self._last = {thread: last for thread, last in self._last.items() if thread in alive}
-
-    def use_counts(self) -> list[tuple[Weight, float]]:
-        """Returns each weight and how often it is used, in the order of first use."""
-        return list(self._uses.items())
+        found = list(self._uses.items())
+        self._uses = {weight: uses * _DECAY for weight, uses in found}
+        return found
 
     def _thread(self) -> int:
         return 0 if self._together else threading.get_ident()
@@ -108,19 +102,15 @@ def what_stays(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set
     weights = [weight for weight in weights if weight[1] * _RARE >= most_used]
     # The others pass through memory of twice the largest of them, so keeping the largest weights may leave more memory
     # for the rest. Each size is tried as the largest that is not kept.
-    best: set[Weight] = set()
-    most = 0.0
+    found: list[tuple[float, set[Weight]]] = []
     for limit in sorted({nbytes for _, _, nbytes in weights}, reverse=True):
         large = [weight for weight in weights if weight[2] > limit]
         capacity = memory - 2 * limit - min(_AHEAD, memory // 8) - sum(nbytes for _, _, nbytes in large)
-        if capacity < 0:
-            continue
-        small = [weight for weight in weights if weight[2] <= limit]
-        kept = {weight for weight, _, _ in large} | worth_keeping(small, capacity)
-        saved = sum(uses * nbytes for weight, uses, nbytes in weights if weight in kept)
-        if saved > most:
-            best, most = kept, saved
-    return best
+        if capacity >= 0:
+            small = [weight for weight in weights if weight[2] <= limit]
+            kept = {weight for weight, _, _ in large} | worth_keeping(small, capacity)
+            found.append((sum(uses * nbytes for weight, uses, nbytes in weights if weight in kept), kept))
+    return max(found, key=lambda each: each[0], default=(0, set[Weight]()))[1]
 
 
 def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -> set[Weight]:

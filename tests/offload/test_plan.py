@@ -1,13 +1,16 @@
-"""The arithmetic of ``nvme-offload plan``, with numbers that can be followed by hand, and of ``plan --train``."""
+"""What stays in memory and what is used next, and the arithmetic of ``nvme-offload plan``, followed by hand."""
 
 from __future__ import annotations
 
+import itertools
+import threading
 from typing import Any
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
+from nvme_ops.offload.order import Order, what_stays, worth_keeping
 from nvme_ops.offload.plan.estimate import (
     Computing,
     Rates,
@@ -18,10 +21,11 @@ from nvme_ops.offload.plan.estimate import (
     best,
     estimate,
     inference_plan,
+    inference_text,
     step_bytes,
     ways,
 )
-from nvme_ops.text import GIB
+from nvme_ops.text import MIB
 
 MB = 1_000_000
 LAYERS = tuple(Streamed(10 * MB) for _ in range(20))
@@ -53,7 +57,8 @@ def test_what_a_step_reads_and_what_stays(given_sizes: Sizes, batch: int, read: 
 
 
 def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
-    slow = estimate(sizes(80 * MB), RATES, Computing(step=0.5, prompt=1.0), 4, 10, 10)
+    slow = estimate(sizes(80 * MB, cache=1000, working=100, logits=7), RATES, Computing(0.5, 1.0), 4, 10, 20)
+    assert (slow.cache_bytes, slow.beside_bytes) == (4 * 30 * 1000, 4 * 30 * 1000 + 4 * (10 * 100 + 7))
     assert (slow.nvme.bytes_per_step, slow.nvme.reading) == (150 * MB, 1.5)
     assert (slow.nvme.bound, slow.nvme.first_token) == ("reading", 1.5)
     assert slow.nvme.tokens_per_second == pytest.approx(4 / 1.5)
@@ -69,17 +74,11 @@ def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
 
 def test_weights_in_cpu_memory_pass_to_the_accelerator_at_its_rate() -> None:
     rates = Rates(100 * MB, 10_000 * MB, 10_000 * MB, to_device=1000 * MB)
-    found = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10)
-    assert found.cpu_memory is not None
-    assert found.cpu_memory.tokens_per_second == pytest.approx(1 / 0.15)
-    assert found.cpu_memory.first_token_cold == pytest.approx(2.1 + 0.21)
-    assert found.cpu_memory.fits
-
-
-def test_the_cache_and_what_is_computed_with_come_beside_the_weights() -> None:
-    found = estimate(sizes(80 * MB, cache=1000, working=100, logits=7), RATES, Computing(1, 1), 4, 10, 20)
-    assert found.cache_bytes == 4 * 30 * 1000
-    assert found.beside_bytes == 4 * 30 * 1000 + 4 * (10 * 100 + 7)
+    found = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
+    assert found is not None
+    assert found.tokens_per_second == pytest.approx(1 / 0.15)
+    assert found.first_token_cold == pytest.approx(2.1 + 0.21)
+    assert found.fits
 
 
 @pytest.mark.parametrize(("free", "streams", "whole"), [(89, False, False), (91, True, False), (211, True, True)])
@@ -109,6 +108,8 @@ def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
     for cache, wanted in ((MB, (1, 1)), (5 * MB, (None, None))):
         model = sizes(80 * MB, cache=cache)
         assert best([estimate(model, rates, times, batch, 5, 5) for batch, times in computing.items()]) == wanted
+    about = {"model": "M", "layers": 1, "bytes": MB, "dtype": "float32"}
+    assert "no batch fits" in inference_text(inference_plan(about, sizes(80 * MB), rates, [], [64], 80 * MB))
 
 
 # Training
@@ -142,23 +143,6 @@ def test_the_largest_batch_fits_and_no_larger_one(model: TrainedModel, memory: i
             assert fitting.written <= free
 
 
-@given(MODELS, ROOMS, ROOMS, st.integers(1, 100))
-def test_room_on_storage_makes_no_batch_smaller(model: TrainedModel, memory: int, free: int, length: int) -> None:
-    """If the disk has room for all of it, activations on storage need no more memory than in memory."""
-    found = by_name(model, memory, free, 1, length)
-    largest = found["in memory"].largest_batch
-    assume(max(1, model.activations * length) * largest <= free)
-    assert found["activations"].largest_batch >= largest
-
-
-def test_nothing_fits_where_the_states_have_no_room() -> None:
-    model = TrainedModel(10**9, 4, 10**8, activations=10**6, of_layer=10**5, seconds=1e-6)
-    for batch in (1, 7):
-        for name, way in by_name(model, 64 * GIB, 7 * GIB, batch).items():
-            on_storage = name not in ("in memory", "activations")
-            assert (way.fits, way.largest_batch == 0) == (not on_storage, on_storage)
-
-
 def test_activations_on_storage_make_room_for_larger_batches() -> None:
     """A hundred layers, of whose activations only those of the one at work need memory, and the disk has room."""
     model = TrainedModel(1000, 4, 1000, activations=100_000, of_layer=1000, seconds=1e-6)
@@ -170,3 +154,102 @@ def test_activations_on_storage_make_room_for_larger_batches() -> None:
         assert activations.fits
         assert activations.largest_batch == pytest.approx(min(largest / 100_000, 7 * 10**6 / 2000), rel=0.01)
         assert activations.seconds == pytest.approx(2 * (10**8 - 10**6) / 1e9)
+
+
+# What is used next, and what is worth its memory
+
+
+def uses(order: Order[str], names: str) -> list[bool]:
+    return [order.use(name) for name in names]
+
+
+def foreseen(order: Order[str], count: int = 99) -> str:
+    return "".join(itertools.islice(order.ahead(), count))
+
+
+def test_the_foreseen_order_holds_until_it_is_seen_to_be_wrong() -> None:
+    order = Order("abcd")
+    assert foreseen(order) == "abcd"
+    assert uses(order, "ab") == [True, True]
+    assert foreseen(order) == "cda"
+    assert all(uses(order, "cdab"))
+    uses(order, "dcba")
+    assert all(uses(order, "dcba")[1:])
+    assert all(uses(order, "dcba"))
+
+
+@pytest.mark.parametrize(
+    ("seen", "right", "then"),
+    [
+        ("abcdabcd", "abcd", "abc"),  # a loop
+        ("eabeeabe", "eabe", "ab"),  # a weight in two places is followed by what follows it there
+        ("eabeeabeea", "", "be"),
+        ("ABCxyzxyzxyz", "xyzxyz", "xy"),  # one loop after another, as an encoder before a decoder
+        ("ABCxyzxyzxyzA", "", "BCxyz"),  # and the first one is not forgotten
+        ("axcabcabca", "", "bc"),  # a branch is believed to go where it went last
+        ("axcabcabcaxca", "", "x"),
+        ("aabbccaabbcc", "aabbcc", "ab"),  # the same weight again changes nothing
+    ],
+)
+def test_what_followed_before_is_foreseen(seen: str, right: str, then: str) -> None:
+    order = Order[str]()
+    uses(order, seen)
+    assert all(uses(order, right))
+    assert foreseen(order).startswith(then)
+
+
+def test_each_thread_has_its_own_place() -> None:
+    order = Order("abcd")
+    uses(order, "ab")
+    seen: list[str] = []
+
+    def other() -> None:
+        order.use("a")
+        seen.append(foreseen(order))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert seen == ["bcd"]
+    assert foreseen(order) == "cda"
+    assert order.current() == {"a", "b"}
+    order.use("c")
+    assert order.end_round() == [("a", 2), ("b", 1), ("c", 1), ("d", 0)]
+    assert order.current() == {"c"}
+    order = Order("abc")
+    assert [bool(order.use(name) and order.end_round()) for name in "abcabc"] == [False, False, True] * 2
+
+
+def test_what_is_used_more_often_or_is_small_is_kept_first() -> None:
+    weights = [("rare", 0.5, 100), ("often", 4.0, 100), ("usual", 1.0, 100)]
+    for capacity, kept in ((99, ""), (100, "often"), (250, "often usual"), (300, "often usual rare")):
+        assert worth_keeping(weights, capacity) == set(kept.split())
+    weights = [("large", 1.0, 8 * MIB), ("small", 1.0, 4096), ("other", 1.0, 8 * MIB)]
+    assert worth_keeping(weights, MIB) == {"small"}
+    found = sorted(worth_keeping([(str(number), 1.0, MIB) for number in range(10)], 5 * MIB))
+    assert found in (list("02468"), list("13579")), "all along the order"
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 8), st.integers(1, 4 * MIB)), min_size=1, max_size=30), st.integers(0, 1 << 27)
+)
+def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tuple[float, int]], room: int) -> None:
+    weights = [(number, uses, nbytes) for number, (uses, nbytes) in enumerate(sizes)]
+    for found in (worth_keeping(weights, room), what_stays(weights, room)):
+        taken = sum(nbytes for number, _, nbytes in weights if number in found)
+        assert taken <= room
+        assert len(found) == len(weights) or sum(nbytes for _, _, nbytes in weights) > room
+
+
+def test_what_does_not_stay_passes_through_twice_its_size() -> None:
+    weights = [(number, 1.0, MIB) for number in range(100)]
+    assert len(what_stays(weights, 80 * MIB)) == 80 - 2 - 10  # an eighth is read ahead
+    assert what_stays(weights, 2 * MIB) == set()
+    large = [("large", 1.0, 30 * MIB), *((number, 1.0, MIB) for number in range(50))]
+    kept = what_stays(large, 64 * MIB)
+    assert "large" in kept, "as that leaves more for the others"
+    assert len(kept) - 1 == 64 - 30 - 2 - 8
+    long_ago = [("table", 0.01, 30 * MIB), *((number, 2.0, MIB) for number in range(50))]
+    kept = what_stays(long_ago, 40 * MIB)
+    assert "table" not in kept
+    assert len(kept) == 40 - 2 - 5

@@ -33,14 +33,12 @@ def of(name: str, kind: str, **options: Any) -> Callable[[], Any]:
 
 SMALL: dict[str, Any] = {"vocab_size": 1024}
 LLAMA: dict[str, Any] = {
-    **SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 3,
+    **SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2,
 }  # fmt: skip
 MODELS: dict[str, Callable[[], Any]] = {
     "llama": of("Llama", "ForCausalLM", **LLAMA, num_key_value_heads=2),
-    "llama, tied": of("Llama", "ForCausalLM", **LLAMA, num_key_value_heads=4, tie_word_embeddings=True),
-    "opt": of("OPT", "ForCausalLM", **SMALL, hidden_size=256, ffn_dim=512, num_attention_heads=4, num_hidden_layers=3),
-    "gpt2": of("GPT2", "LMHeadModel", **SMALL, n_embd=256, n_layer=3, n_head=4),
-    "mixtral": of("Mixtral", "ForCausalLM", **LLAMA, num_key_value_heads=2, num_local_experts=8),
+    "gpt2": of("GPT2", "LMHeadModel", **SMALL, n_embd=256, n_layer=2, n_head=4),
+    "mixtral": of("Mixtral", "ForCausalLM", **LLAMA, num_key_value_heads=2, num_local_experts=4),
     "t5": of("T5", "ForConditionalGeneration", **SMALL, d_model=256, d_ff=512, num_layers=2, num_heads=4,
              decoder_start_token_id=0),
     "bert for words": of("Bert", "ForMaskedLM", **LLAMA),
@@ -69,7 +67,7 @@ def output(model: Any) -> torch.Tensor:
     """What a model makes of the same input: greedy tokens, or its output."""
     with torch.no_grad():
         if model.can_generate():
-            return torch.as_tensor(model.generate(IDS, max_new_tokens=6, min_new_tokens=6, do_sample=False))
+            return torch.as_tensor(model.generate(IDS, max_new_tokens=4, min_new_tokens=4, do_sample=False))
         images = torch.linspace(-1, 1, 2 * 3 * 64 * 64).view(2, 3, 64, 64).to(model.dtype)
         return torch.as_tensor(model(images if "ResNet" in type(model).__name__ else IDS)[0])
 
@@ -79,12 +77,8 @@ def in_memory(path: Path, **options: Any) -> Any:
     return kind.from_pretrained(path, **options).eval()
 
 
-def size_of(path: Path) -> int:
-    return sum(each.stat().st_size for each in path.glob("*.safetensors"))
-
-
 @pytest.mark.parametrize(
-    ("name", "dtype"), [*((name, LOW if name == "mixtral" else torch.float32) for name in MODELS), ("llama", LOW)]
+    ("name", "dtype"), [("llama", LOW), ("mixtral", LOW), *((name, torch.float32) for name in ("gpt2", "t5", "resnet"))]
 )
 def test_tokens_are_those_of_the_model_in_memory(name: str, dtype: torch.dtype, folder: Path) -> None:
     path = saved(folder, name, max_shard_size="1MB" if name == "llama" else "1GB")
@@ -92,17 +86,17 @@ def test_tokens_are_those_of_the_model_in_memory(name: str, dtype: torch.dtype, 
     wanted, files = output(in_memory(path, dtype=dtype, **options)), sorted(path.glob("*.safetensors"))
     assert (len(files) > 1) is (name == "llama")
     given: Any = files if dtype == LOW else path
-    with from_pretrained(given, memory_budget=max(size_of(path) // 2, 2 * MIB), dtype=dtype) as model:
+    budget = max(sum(each.stat().st_size for each in files) // 2, 2 * MIB)
+    with from_pretrained(given, memory_budget=budget, dtype=dtype) as model:
         assert next(model.parameters()).dtype == dtype
         for _ in range(2):
             assert torch.equal(output(model), wanted)
-        assert model.stats().peak_bytes <= size_of(path) // 2 + 2 * MIB
+        assert model.stats().peak_bytes <= budget
         model.save_pretrained(folder / "again")
     assert torch.equal(output(in_memory(folder / "again", dtype=dtype, **options)), wanted)
 
 
-@pytest.mark.parametrize("name", ["t5", "bert for words"])
-@pytest.mark.parametrize("different", [False, True])
+@pytest.mark.parametrize(("name", "different"), [("t5", True), ("bert for words", False)])
 @torch.no_grad()
 def test_a_file_with_both_names_of_a_tied_weight_is_read_as_transformers_reads_it(
     name: str, different: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
@@ -136,10 +130,9 @@ def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: P
     wanted = output(in_memory(path))
     config = transformers.AutoConfig.from_pretrained(path)
     told = json.loads((path / "config.json").read_text())
-    for architectures in (None, ["LlamaOfMine"]):
-        (path / "config.json").write_text(json.dumps({**told, "architectures": architectures}))
-        with from_pretrained(path, memory_budget="3M") as model:
-            assert torch.equal(output(model), wanted)
+    (path / "config.json").write_text(json.dumps({**told, "architectures": ["LlamaOfMine"]}))
+    with from_pretrained(path, memory_budget="3M") as model:
+        assert torch.equal(output(model), wanted)
     (path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
     with pytest.raises(ValueError, match=r"ResNetConfig, names no class .* model_class="):
         from_pretrained(path, memory_budget="3M")
@@ -186,40 +179,36 @@ def test_what_cannot_be_says_why_and_leaves_nothing_open(folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-@pytest.mark.parametrize("change", ["written, and its time put back", "truncated"])
-def test_a_file_that_is_changed_meanwhile_is_told(change: str, folder: Path) -> None:
+def test_a_file_that_is_changed_meanwhile_is_told_and_one_that_is_replaced_stays_what_it_was(folder: Path) -> None:
     path = saved(folder)
-    file = path / "model.safetensors"
-    with from_pretrained(path, memory_budget="2M") as model:
-        output(model)
+    file, wanted = path / "model.safetensors", output(in_memory(path))
+
+    def link() -> None:
+        os.link(file, folder / "link")
+        file.chmod(0o640)
+
+    def replace() -> None:
+        shutil.copy(file, folder / "other")
+        os.replace(folder / "other", file)
+
+    def write() -> None:
         before = file.stat()
-        time.sleep(0.02)  # the clock of file systems ticks that slowly
-        if change == "truncated":
-            os.truncate(file, 100 * KIB)
-        else:
-            with file.open("r+b") as stream:
-                stream.seek(-4, os.SEEK_END)
-                stream.write(b"xxxx")
-            os.utime(file, ns=(1, before.st_mtime_ns))
-        with pytest.raises(FormatError, match="changed while its weights were in use"):
+        with file.open("r+b") as stream:
+            stream.seek(-4, os.SEEK_END)
+            stream.write(b"xxxx")
+        os.utime(file, ns=(1, before.st_mtime_ns))
+
+    for changes, told in (((link, replace), False), ((write,), True), ((lambda: os.truncate(file, 100 * KIB),), True)):
+        with from_pretrained(path, memory_budget="2M") as model:
             output(model)
-
-
-def test_a_file_that_is_replaced_meanwhile_stays_what_it_was(folder: Path) -> None:
-    path = saved(folder)
-    wanted = output(in_memory(path))
-    with from_pretrained(path, memory_budget="2M") as model:
-        file = path / "model.safetensors"
-        (folder / "other").write_bytes(b"nothing")
-        for change in (
-            lambda: os.link(file, folder / "link"),
-            lambda: file.chmod(0o640),
-            lambda: os.replace(folder / "other", file),
-            lambda: shutil.rmtree(path),
-        ):
-            time.sleep(0.02)
-            change()
-            assert torch.equal(output(model), wanted)
+            for change in changes:
+                time.sleep(0.02)  # the clock of file systems ticks that slowly
+                change()
+                if not told:
+                    assert torch.equal(output(model), wanted)
+            if told:
+                with pytest.raises(FormatError, match="changed while its weights were in use"):
+                    output(model)
 
 
 # Names on the Hub: what the cache has of them. Downloading is the business of huggingface_hub
@@ -231,7 +220,7 @@ MAIN, OLD = "1" * 40, "2" * 40
 def cache(folder: Path) -> Path:
     """A cache with two commits of ``org/name``, in shards and as one file, and of the second one a part."""
     config = transformers.LlamaConfig(
-        vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_hidden_layers=2
+        vocab_size=512, hidden_size=128, intermediate_size=256, num_attention_heads=2, num_hidden_layers=1
     )
     name = folder / "cache" / "models--org--name"
     for place, options in ((MAIN, {"max_shard_size": "400KB"}), (OLD, {}), (f"{OLD}/part", {})):
@@ -246,21 +235,16 @@ def cache(folder: Path) -> Path:
     return folder / "cache"
 
 
-@pytest.mark.parametrize(
-    ("options", "place"),
-    [({}, MAIN), ({"revision": "old"}, OLD), ({"revision": OLD, "subfolder": "part"}, f"{OLD}/part")],
-    ids=["main", "branch", "part of a commit"],
-)
-def test_a_name_is_found_by_revisions_and_parts_of_them(cache: Path, options: dict[str, Any], place: str) -> None:
-    plain = transformers.LlamaForCausalLM.from_pretrained(cache / "models--org--name" / "snapshots" / place).eval()
-    given: Any = {"memory_budget": "4M", "cache_dir": str(cache), "local_files_only": True, **options}
-    with from_pretrained("org/name", **given) as model, torch.no_grad():
-        assert model.name_or_path == "org/name"
-        assert torch.equal(model(IDS).logits, plain(IDS).logits)
-
-
-def test_a_name_that_the_cache_lacks_or_that_has_other_files_says_what_to_do(cache: Path) -> None:
+def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(cache: Path) -> None:
     given: Any = {"memory_budget": "4M", "cache_dir": str(cache), "local_files_only": True}
+    asked: list[tuple[dict[str, Any], str]] = [
+        ({}, MAIN), ({"revision": "old"}, OLD), ({"revision": OLD, "subfolder": "part"}, f"{OLD}/part"),
+    ]  # fmt: skip
+    for options, place in asked:
+        plain = transformers.LlamaForCausalLM.from_pretrained(cache / "models--org--name" / "snapshots" / place).eval()
+        with from_pretrained("org/name", **given, **options) as model, torch.no_grad():
+            assert model.name_or_path == "org/name"
+            assert torch.equal(model(IDS).logits, plain(IDS).logits)
     for name, more in (("org/other", {}), ("org/name", {"revision": "bad"})):
         with pytest.raises(OSError, match="couldn't find them in the cached files"):
             from_pretrained(name, **{**given, **more})

@@ -6,7 +6,7 @@ import contextlib
 import copy
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -235,15 +235,10 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     if one.dim() == 0 or not (one.is_plain() and other.is_plain()):
         return torch.equal(one.to_memory(), other.to_memory())
     rows = max(1, _COMPARED * one.shape[0] // max(1, one.nbytes))
+    ranges = [(start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)]
     return all(
-        torch.equal(part.to_memory(), other_part.to_memory())
-        for part, other_part in zip(_in_parts(one, rows), _in_parts(other, rows), strict=True)
+        torch.equal(*(each.like(each.source.rows(*part)).to_memory() for each in (one, other))) for part in ranges
     )
-
-
-def _in_parts(tensor: StoredTensor, rows: int) -> Iterator[StoredTensor]:
-    for start in range(0, tensor.shape[0], rows):
-        yield tensor.like(tensor.source.rows(start, min(start + rows, tensor.shape[0])))
 
 
 def _class_of(transformers: Any, config: Any) -> Any:

@@ -8,6 +8,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -96,6 +97,7 @@ class Residents(Residency[Resident]):
 
     _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
+    _stats: SwapStats
 
     def __init__(
         self,
@@ -236,8 +238,7 @@ class Residents(Residency[Resident]):
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
         with self._lock:
-            moved = vars(self._stats)
-            return SwapStats(**{**moved, "bytes_stored": self._store.bytes_in_use, "peak_bytes": self._memory.peak})
+            return replace(self._stats, bytes_stored=self._store.bytes_in_use, peak_bytes=self._memory.peak)
 
     def close(self) -> None:
         """Waits for transfers and removes the files. Further calls do nothing."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -89,6 +90,10 @@ class Source:
         self.copies: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[tuple[int, ...], torch.dtype], Source] = {}
+
+    def placed(self) -> Iterator[tuple[FileExtent, int]]:
+        """Yields each extent with the byte of the tensor at which it begins."""
+        return zip(self.extents, accumulate((each.nbytes for each in self.extents), initial=0), strict=False)
 
     def rows(self, begin: int, end: int) -> Source:
         """Returns the part from index ``begin`` to ``end`` of the first dimension."""

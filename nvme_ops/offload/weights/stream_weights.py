@@ -123,7 +123,8 @@ def stream_weights(
             _move(kept, target)
             stream(model, weights, files, budget, target, kept, training)
         except BaseException:
-            _put_back(before)
+            for places, name, value in before:
+                places[name] = value
             _move(kept, own)
             raise
         opened = undo.pop_all()
@@ -257,29 +258,17 @@ def _write(
     return stored, (squared_error / squares) ** 0.5 if squares else 0.0
 
 
-Place = tuple[torch.nn.Module, str, torch.Tensor]
-
-
-def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[Place]:
-    """Replaces tensors in memory by stored ones, and returns the places with what was there."""
-    before: list[Place] = []
+def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
+    """Replaces tensors in memory by stored ones; returns the dictionaries of modules and names with what was there."""
+    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
     made: dict[int, Any] = {}  # by id, so that tied ones stay tied
     for module in model.modules():
         places: dict[str, Any]
         for places in (module._parameters, module._buffers):
             for name, value in places.items():
                 if value is not None and id(value) in stored:
-                    before.append((module, name, value))
+                    before.append((places, name, value))
                     put = stored[id(value)]
                     is_parameter = isinstance(value, torch.nn.Parameter)  # a buffer may be one as well
                     places[name] = made.setdefault(id(value), torch.nn.Parameter(put, False) if is_parameter else put)
     return before
-
-
-def _put_back(before: Sequence[Place]) -> None:
-    """Undoes ``_replace``."""
-    for module, name, value in before:
-        if name in module._buffers:
-            module._buffers[name] = value
-        else:
-            module._parameters[name] = cast(torch.nn.Parameter, value)

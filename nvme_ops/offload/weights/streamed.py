@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
+from nvme_ops.closing import Closing
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
@@ -25,7 +26,7 @@ _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
 _SHARE = 4  # such weights take at most budget / _SHARE bytes
 
 
-class StreamedModel(torch.nn.Module):
+class StreamedModel(Closing, torch.nn.Module):
     """The methods that ``from_pretrained`` and ``stream_weights`` add to the class of a model.
 
     As a context manager, the model is closed at the end of the block.
@@ -72,14 +73,12 @@ class StreamedModel(torch.nn.Module):
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
     ) -> None:
         """Raises RuntimeError before anything is copied; ``assign=True`` is allowed, as it copies nothing."""
-        if not local_metadata.get("assign_to_params_buffers"):
-            named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-            stored = [name for name, value in named if stored_in(value) is not None and prefix + name in state_dict]
-            if stored:
-                raise RuntimeError(
-                    f"weights that are streamed from storage cannot be loaded into ({prefix}{stored[0]}): load them "
-                    "into the model before it is streamed"
-                )
+        stored = [name for name in self._stored_names() if prefix + name in state_dict]
+        if stored and not local_metadata.get("assign_to_params_buffers"):
+            raise RuntimeError(
+                f"weights that are streamed from storage cannot be loaded into ({prefix}{stored[0]}): load them into "
+                "the model before it is streamed"
+            )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -92,14 +91,16 @@ class StreamedModel(torch.nn.Module):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Names, here and in a model of peft, that ``DistributedDataParallel`` must not broadcast at its start."""
-        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
-        stored = [name for name, value in named if stored_in(value) is not None]
-        found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in stored]
+        found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in self._stored_names()]
         return [*found, *self.__dict__.get("_nvme_ignored", ())]
 
     @_ddp_params_and_buffers_to_ignore.setter
     def _ddp_params_and_buffers_to_ignore(self, names: Sequence[str]) -> None:
         self.__dict__["_nvme_ignored"] = list(names)
+
+    def _stored_names(self) -> list[str]:
+        named = [*self.named_parameters(remove_duplicate=False), *self.named_buffers(remove_duplicate=False)]
+        return [name for name, value in named if stored_in(value) is not None]
 
     def __copy__(self) -> Self:
         """Returns another model with the same weights, usable until this one, which it keeps alive, is closed."""
@@ -117,12 +118,6 @@ class StreamedModel(torch.nn.Module):
         memo[id(self)] = made
         made.__dict__ = deepcopy(self._in_memory(), memo)
         return made
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class _Entry(StoredTensor):
@@ -174,7 +169,7 @@ _WITHOUT_VALUES = {
 
 def plain_class(streamed: type) -> type[torch.nn.Module]:
     """Returns the class that a streamed model had before."""
-    found: type[torch.nn.Module] = streamed.__mro__[2]
+    found: type[torch.nn.Module] = streamed.__bases__[1]
     return found
 
 
@@ -284,7 +279,8 @@ def _replace(
     module: torch.nn.Module, name: str, value: StoredTensor, stored: torch.Tensor, made: dict[int, torch.Tensor]
 ) -> None:
     """Replaces a stored tensor by one with memory of its own; ``made`` has those made before, for tied weights."""
-    old: Any = module._buffers[name] if name in module._buffers else module._parameters[name]
+    places: dict[str, Any] = module._buffers if name in module._buffers else module._parameters
+    old = places[name]
     if id(old) not in made:
         tensor = value.expanded(stored)
         # a view would be saved with all of its storage, and torch refuses detach_() of one
@@ -293,10 +289,8 @@ def _replace(
         made[id(old)] = torch.nn.Parameter(tensor, False) if isinstance(old, torch.nn.Parameter) else tensor
     if old is not value and hasattr(old, "_local_tensor"):  # a DTensor
         old._local_tensor = made[id(old)].detach()
-    elif name in module._buffers:
-        module._buffers[name] = made[id(old)]
     else:
-        module._parameters[name] = made[id(old)]  # type: ignore[assignment]  # it is one
+        places[name] = made[id(old)]
 
 
 class _Checked(functools.partial[torch.Tensor]):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -139,7 +140,7 @@ class Window(Residency[_Weight]):
         with self._lock:
             kept = sum(each.source.nbytes for each in self._in_memory if each in self._keep)
             peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
-            return WindowStats(**{**vars(self._stats), "bytes_kept": kept, "peak_bytes": peak})
+            return replace(self._stats, bytes_kept=kept, peak_bytes=peak)
 
     def note_error(self, error: float) -> None:
         """Sets ``quantization_error`` of ``stats``."""
@@ -170,16 +171,14 @@ class Window(Residency[_Weight]):
     def _note_use(self, use: _Weight) -> None:
         self._stats.uses += 1
         self._order.use(use)
-        if self._order.round_is_over():
-            self._choose()
+        if counts := self._order.end_round():
+            self._choose(counts)
         if not self._complete:
             self._read_ahead()
 
-    def _choose(self) -> None:
+    def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory."""
-        self._order.forget_ended_threads()
-        weights = [(weight, uses, weight.room) for weight, uses in self._order.use_counts() if uses > 0]
-        self._order.decay()
+        weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
         self._keep = what_stays(weights, self._memory.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self._in_memory.keys()
 
@@ -230,8 +229,7 @@ class Window(Residency[_Weight]):
             end = min(file.size, start - skipped + nbytes)
             pieces = [(FileExtent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
         else:
-            starts = _starts(source.extents)
-            pieces = [(each, memory[at : at + each.nbytes]) for each, at in zip(source.extents, starts, strict=True)]
+            pieces = [(each, memory[at : at + each.nbytes]) for each, at in source.placed()]
         transfers = _submit(pieces, priority)
         values = memory[skipped : skipped + source.nbytes].view(source.dtype).view(source.shape)
         arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
@@ -252,16 +250,12 @@ def least_budget(sources: Sequence[Source]) -> int:
 
 def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
     """Returns weights, read into one block of memory, which is freed with the last of them."""
-    starts: list[int] = []
-    size = 0
-    for source in sources:
-        starts.append(size)
-        size += -(-source.nbytes // ALIGNMENT) * ALIGNMENT
+    *starts, size = accumulate((-(-source.nbytes // ALIGNMENT) * ALIGNMENT for source in sources), initial=0)
     memory = empty(size, dtype=torch.uint8)
     pieces = [
         (extent, memory[at + skipped : at + skipped + extent.nbytes])
         for source, at in zip(sources, starts, strict=True)
-        for extent, skipped in zip(source.extents, _starts(source.extents), strict=True)
+        for extent, skipped in source.placed()
     ]
     for transfer in _submit(pieces):
         transfer.result()
@@ -284,11 +278,3 @@ def _submit(pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priorit
         file.handle.submit_preadv(targets, file.file, offsets, priority=priority)
         for file, (targets, offsets) in by_file.items()
     ]
-
-
-def _starts(extents: Iterable[FileExtent]) -> list[int]:
-    starts, at = [], 0
-    for extent in extents:
-        starts.append(at)
-        at += extent.nbytes
-    return starts
