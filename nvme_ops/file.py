@@ -298,7 +298,7 @@ class File(_RawFile):
 
     def __del__(self) -> None:
         # at Python's end its modules may be gone; what was written is in the file by then
-        if warnings is not None and not self.closed and self._fd >= 0:
+        if warnings is not None and not self.closed and getattr(self, "_fd", -1) >= 0:
             warnings.warn(f"unclosed file {self!r}", ResourceWarning, stacklevel=2, source=self)
             self.close()
 

@@ -53,7 +53,7 @@ def write_records(path: Path, mode: str, number: int) -> tuple[int, list[tuple[i
 
 
 @pytest.mark.parametrize("mode", ["w", "a"])
-def test_what_was_written_is_in_the_file_in_order(folder: Path, mode: str) -> None:
+def test_what_was_written_is_in_the_file_in_order(folder: Path, mode: str, unraisable: list[Any]) -> None:
     path, before = folder / "file", b"before" if mode == "a" else b""
     for number in numbers(mode, write_records(path, mode, -1)[0], POINTS):
         path.write_bytes(b"before")
@@ -67,6 +67,7 @@ def test_what_was_written_is_in_the_file_in_order(folder: Path, mode: str) -> No
             place += RECORD
         assert content.count(kept[-1][1]) == 1
         assert len(content) <= len(before) + (len(kept) + interrupted) * RECORD
+    assert not unraisable, "of what was interrupted before it was open"
 
 
 def test_what_is_read_is_where_the_position_says(folder: Path) -> None:
