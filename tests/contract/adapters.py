@@ -23,7 +23,6 @@ class WrongResultError(Exception):
 
 
 def require(right: bool, what: str) -> None:
-    """Raises WrongResultError."""
     if not right:
         raise WrongResultError(what)
 
@@ -36,7 +35,6 @@ def tensors(version: int, count: int = 3) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    """Returns whether both have the same bytes under the same names."""
     return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
 
 
@@ -87,7 +85,6 @@ class Capability:
         return one
 
     def opened(self) -> Any:
-        """Returns what ``main`` is, or None."""
         return getattr(self, self.main) if self.main else None
 
     def leave(self) -> None:
@@ -264,7 +261,6 @@ class Handle(Capability):
         self.path = self.folder / "file"
 
     def made(self) -> nvme_ops.aio_handle:
-        """Returns a new one."""
         return nvme_ops.aio_handle()
 
     def do(self, version: int) -> None:
@@ -274,7 +270,6 @@ class Handle(Capability):
         require(torch.equal(back, data), "other bytes than were written")
 
     def move(self, data: torch.Tensor, back: torch.Tensor) -> None:
-        """Writes and reads."""
         self.handle.sync_pwrite(data, self.path)
         self.make_durable()
         self.handle.sync_pread(back, self.path)

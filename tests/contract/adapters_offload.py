@@ -26,26 +26,22 @@ _SEED = threading.Lock()
 
 
 def model(layers: int = 4) -> torch.nn.Sequential:
-    """Returns the same model each time."""
     with _SEED:
         torch.manual_seed(1)
         return torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
 
 
 def batch(version: int) -> torch.Tensor:
-    """Returns an input."""
     return torch.rand(64, WIDTH, generator=torch.Generator().manual_seed(version), device="cpu")
 
 
 def gradients(made: torch.nn.Module, version: int) -> list[torch.Tensor]:
-    """Returns what backward computes, in memory."""
     made.zero_grad()
     made(batch(version)).square().sum().backward()
     return [each.grad.clone() for each in made.parameters() if each.grad is not None]
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
-    """Returns whether both have the same values."""
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -67,7 +63,6 @@ class Store(Capability):
         require(same({name: self.get(name) for name in tensors(0)}, tensors(version)), "other tensors than were put")
 
     def get(self, name: str) -> torch.Tensor:
-        """Returns one of them."""
         future = self.store.get(name)
         future.result()
         return future.tensor

@@ -44,7 +44,6 @@ def make(kind: type[Capability], folder: Path) -> Iterator[Callable[..., Capabil
 
 @pytest.fixture
 def one(make: Callable[..., Capability]) -> Capability:
-    """One that has worked once."""
     made = make()
     made.work()
     return made

@@ -24,7 +24,6 @@ def eio(path: str = "the device") -> OSError:
 
 
 def flip(path: Path | int, place: int, bit: int = 0) -> None:
-    """Flips one bit of a file; a second time, back again."""
     fd = os.open(path, os.O_RDWR) if isinstance(path, Path) else path
     try:
         byte = os.pread(fd, 1, place)[0]
@@ -88,8 +87,6 @@ class Faulty(aio_handle):
 
 
 class _Engine:
-    """The engine of a faulty handle."""
-
     def __init__(self, engine: Any, handle: Faulty) -> None:
         self._engine, self._handle = engine, handle
 

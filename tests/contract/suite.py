@@ -17,7 +17,6 @@ from tests.contract.adapters import Capability
 
 
 def named(*modules: ModuleType) -> dict[str, type[Capability]]:
-    """Returns the adapters of modules by name."""
     found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
     return {each.__name__: each for each in found if issubclass(each, Capability) and each is not Capability}
 
@@ -57,7 +56,6 @@ def threads() -> int:
 
 
 def held() -> dict[str, int]:
-    """Returns what this process has."""
     gc.collect()
     return {
         "descriptors": len(os.listdir("/proc/self/fd")),
@@ -79,7 +77,6 @@ def settled() -> dict[str, int]:
 
 
 def files(folder: Path) -> int:
-    """Returns how many files there are in it and below."""
     return sum(len(names) for _, _, names in os.walk(folder))
 
 

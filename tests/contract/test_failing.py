@@ -52,14 +52,12 @@ def works_again(one: Capability) -> None:
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A file system of 48 MiB."""
     with mounted_ext4(tmp_path_factory.mktemp("disk"), 48 * MIB) as mounted:
         yield mounted
 
 
 @pytest.fixture
 def small_disk(mounted: Path) -> Path:
-    """The same, empty."""
     for each in mounted.iterdir():
         if each.name != "lost+found":
             shutil.rmtree(each)
@@ -68,7 +66,6 @@ def small_disk(mounted: Path) -> Path:
 
 @contextlib.contextmanager
 def full(folder: Path) -> Iterator[None]:
-    """Nothing more fits on this file system."""
     ballast = folder.parent / "ballast"
     with ballast.open("wb") as file:
         size = 64 * MIB

@@ -18,7 +18,6 @@ Make = Callable[..., Capability]
 
 
 def once(kind: type[Capability], place: Path) -> None:
-    """Begins it there, works, and ends it."""
     place.mkdir(exist_ok=True)
     one = kind(place)
     one.work()

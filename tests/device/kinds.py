@@ -38,7 +38,6 @@ def sample(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def whole_pages(offset: int, size: int) -> int:
-    """Bytes of the whole pages of a file in a range."""
     first = -(-offset // PAGE) * PAGE
     return max(0, (offset + size) // PAGE * PAGE - first)
 
@@ -77,7 +76,6 @@ class Device:
         """Has the current stream do for a while what it is to do before the next; one that waits to be asked does."""
 
     def computing(self) -> contextlib.AbstractContextManager[Any]:
-        """For operations on tensors."""
         return contextlib.nullcontext()
 
     def require_pending(self, stream: Any) -> None:
@@ -88,7 +86,6 @@ class Device:
         assert stream.query()
 
     def require_errno(self, error: OSError, expected: int) -> None:
-        """Fails where a failure to write has another errno."""
         assert error.errno == expected
 
     def require_pages(self, *ranges: tuple[int, int]) -> None:
@@ -146,11 +143,9 @@ class Simulated(Device):
         assert self.simulated.idle(stream)
 
     def held(self) -> contextlib.AbstractContextManager[Any]:
-        """Holds up reads until the end of the block."""
         return self.simulated.held()
 
     def wait_for_held_up(self) -> None:
-        """Waits until a read is held up."""
         self.simulated.wait_for_held_up()
 
 
@@ -243,7 +238,6 @@ GPUS = [pytest.param(name, marks=on_a_gpu) for name in KINDS]
 
 
 def on_kinds(*names: Any) -> pytest.MarkDecorator:
-    """For tests of some kinds alone."""
     return pytest.mark.parametrize("device", names, indirect=True)
 
 
@@ -259,7 +253,6 @@ def largest_file(size: int) -> contextlib.AbstractContextManager[None]:
 
 
 def still_works(device: Device, handle: aio_handle, folder: Path) -> None:
-    """Fails unless the handle writes and reads."""
     path, data, back = folder / "afterwards", sample(device.odd, 9), device.empty(device.odd)
     handle.write(device.tensor(data), path)
     handle.async_pread(back, path)

@@ -148,12 +148,10 @@ class FakeCuFile:
         self._library.fake_inject(ctypes.byref(fault))
 
     def mend(self) -> None:
-        """Nothing fails any more."""
         self._library.fake_mend()
 
     @contextlib.contextmanager
     def held(self, *functions: Function) -> Iterator[None]:
-        """Holds up all calls of the functions until the end of the block."""
         for function in functions:
             self._library.fake_hold(function, 1)
         try:
@@ -167,21 +165,17 @@ class FakeCuFile:
             self._library.fake_hold(function, 0)
 
     def wait_for_held_up(self, function: Function, count: int = 1) -> None:
-        """Waits until so many calls are held up."""
         assert self._library.fake_wait_held_up(function, count, PATIENCE), f"{count} calls of {function.name}"
 
     def calls(self, function: Function) -> int:
-        """How often it was called."""
         return int(self.statistics().calls[function])
 
     def statistics(self) -> Statistics:
-        """What stands registered and was done."""
         now = Statistics()
         self._library.fake_statistics(ctypes.byref(now))
         return now
 
     def violations(self) -> str:
-        """Every misuse so far, one in a line."""
         return str(self._library.fake_violations().decode())
 
     def touched_only(self, tensor: torch.Tensor) -> bool:

@@ -184,7 +184,6 @@ class FaultyDisk:
         return self._ask(rule=None, clear=True)["hits"]
 
     def stalled(self) -> int:
-        """Returns how many requests wait for ``clear``."""
         return self._ask(rule=None, clear=False)["stalled"]
 
     def _ask(self, **command: Any) -> dict[str, int]:

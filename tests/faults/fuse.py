@@ -147,7 +147,6 @@ class ServedFile:
         self._reply(request.unique, struct.pack("<II", request.nbytes, 0) if request.what == "write" else data)
 
     def failed(self, request: Request) -> None:
-        """Answers with EIO."""
         self._reply(request.unique, b"", errno.EIO)
 
     def _reply(self, unique: int, data: bytes, error: int = 0) -> None:

@@ -60,7 +60,6 @@ class Format:
 
 
 def at_random(content: bytes, draw: random.Random) -> bytes:
-    """Changes some bytes, or parts."""
     data = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         place = draw.randrange(len(data) + 1)
@@ -129,7 +128,6 @@ def text_of(document: Any, draw: random.Random) -> bytes:
 
 
 def changed_json(content: bytes, draw: random.Random) -> bytes:
-    """Changes the values of a JSON document."""
     document = json.loads(content)
     for _ in range(draw.choice((1, 1, 2, 4))):
         document = edited(document, draw)
@@ -137,7 +135,6 @@ def changed_json(content: bytes, draw: random.Random) -> bytes:
 
 
 def mutated(format: Format, originals: dict[str, bytes], draw: random.Random) -> tuple[str, bytes]:
-    """Returns which file to replace, and by what."""
     name = draw.choice(sorted(originals))
     content = None
     if draw.random() < 0.7:
@@ -208,8 +205,6 @@ def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
 
 @dataclasses.dataclass
 class Result:
-    """What came of the changes of one format."""
-
     said: collections.Counter[str]
     findings: list[dict[str, Any]]
 
@@ -250,7 +245,6 @@ def _part(which: str, seed: int, start: int, stop: int, folder: Path, result: Re
 
 
 def main() -> int:
-    """Runs the command."""
     from tests.faults.hostile_formats import FORMATS
 
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -57,8 +57,6 @@ class Promise:
 
 @dataclass
 class Found:
-    """What came of the cuts."""
-
     cuts: int = 0
     words: list[str] = field(default_factory=list)
     lost: int = 0
@@ -66,7 +64,6 @@ class Found:
 
 
 def promises() -> dict[str, Promise]:
-    """Returns all promises by name."""
     found: dict[str, Promise] = {}
     for module in sorted(each.name for each in pkgutil.iter_modules([str(Path(__file__).parent)])):
         if module.startswith("promises"):

@@ -81,7 +81,6 @@ class Log:
         self._end += len(content)
 
     def entries(self) -> list[tuple[int, int, int]]:
-        """Returns offset, bytes and place in the log of each entry."""
         content = os.pread(self._entries, len(self) * _ENTRY.size, 0)
         return list(_ENTRY.iter_unpack(content))
 
@@ -95,7 +94,6 @@ class Log:
                 os.pwrite(disk, os.pread(self._fd, size, place + begin), offset + begin)
 
     def close(self) -> None:
-        """Removes the log."""
         os.close(self._fd)
         os.close(self._entries)
         for path in self._paths:
@@ -145,7 +143,6 @@ class LoggedDisk:
         file.serve(meet)
 
     def close(self) -> None:
-        """Unmounts the disk, whose log then is complete."""
         try:
             run("umount", self.mounted)
         finally:

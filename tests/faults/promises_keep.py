@@ -32,7 +32,6 @@ _SAVED = "saved.safetensors"
 
 
 def parameters() -> list[torch.Tensor]:
-    """Returns those that training begins with."""
     generator = torch.Generator().manual_seed(1)
     return [torch.nn.Parameter(torch.randn(size, generator=generator)) for size in _SIZES]
 
@@ -72,7 +71,6 @@ def write(folder: str, promise: Callable[[str], object], option: str = "plain") 
 
 
 def check(folder: str, promised: Iterable[str], option: str = "plain") -> str:
-    """Returns ``fine``, or what is wrong."""
     with mock.patch("nvme_ops.offload.optimizer.records.boot_id", return_value="started since"):
         return _checked(folder, promised, option)
 

@@ -22,7 +22,6 @@ SEED = 20  # of the moments; the programs' own timing varies
 
 
 def cut(filesystem: str, cuts: int, *names: str) -> tuple[int, str]:
-    """Returns the exit status, and what was found."""
     if missing := why_not(filesystem):
         pytest.skip(missing)
     options = ["--filesystem", filesystem, "--cuts", str(cuts), "--seed", str(SEED)]

@@ -31,7 +31,6 @@ def stop(*_: object) -> None:
 
 @pytest.fixture
 def alarm(no_collection: None) -> Iterator[None]:
-    """Restores what SIGALRM did."""
     before = signal.getsignal(signal.SIGALRM)
     yield
     signal.setitimer(signal.ITIMER_REAL, 0)

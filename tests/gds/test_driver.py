@@ -28,7 +28,6 @@ OPEN, CLOSE = Function.DRIVER_OPEN, Function.DRIVER_CLOSE
 
 
 def instead(library: object) -> None:
-    """Has the op of this child load another library."""
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(library)
 
 

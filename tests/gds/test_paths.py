@@ -31,7 +31,6 @@ both = pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 
 
 def mode(name: str | None) -> None:
-    """Sets ``NVME_OPS_GDS`` in this child."""
     os.environ.pop("NVME_OPS_GDS", None)
     os.environ.update({} if name is None else {"NVME_OPS_GDS": name})
 

@@ -94,7 +94,6 @@ def run_limited(
 
 
 def run_well(program: str, *arguments: object, **environment: str) -> str:
-    """What a program printed that must neither fail nor hang."""
     done = run_limited(program, *arguments, seconds=PATIENCE, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

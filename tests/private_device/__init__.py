@@ -87,15 +87,12 @@ class PrivateDevice:
 
     @staticmethod
     def device(index: int = 0) -> torch.device:
-        """The ``index``-th device."""
         return torch.device("privateuseone", index)
 
     def tensor(self, data: torch.Tensor, index: int = 0) -> torch.Tensor:
-        """``data`` on the device, already there."""
         return data.to(self.device(index))
 
     def empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
-        """Memory that holds ``unwritten`` bytes."""
         return torch.empty(*size, dtype=dtype, device=self.device(index))
 
     @staticmethod
@@ -107,11 +104,9 @@ class PrivateDevice:
         return torch.frombuffer(bytearray(ctypes.string_at(tensor.data_ptr(), size)), dtype=torch.uint8)
 
     def current_device(self) -> int:
-        """This thread's device."""
         return int(self._library.pd_device())
 
     def stream(self, index: int = 0) -> int:
-        """This thread's stream on a device."""
         return int(self._library.pd_stream(index))
 
     @contextlib.contextmanager
@@ -128,7 +123,6 @@ class PrivateDevice:
             self._library.pd_set_device(device)
 
     def idle(self, stream: int, index: int = 0) -> bool:
-        """Whether nothing is queued on the stream."""
         return bool(self._library.pd_idle(index, ctypes.c_int64(stream)))
 
     def synchronize(self, stream: int = 0, index: int = 0) -> None:
@@ -188,12 +182,10 @@ class PrivateDevice:
             self._library.pd_hold(0)
 
     def wait_for_held_up(self) -> None:
-        """Waits until somebody is held up."""
         while not self._library.pd_held_up():
             time.sleep(0.001)
 
     def statistics(self) -> Statistics:
-        """What the device holds."""
         now = Statistics()
         self._library.pd_statistics(ctypes.byref(now))
         return now
