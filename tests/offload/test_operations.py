@@ -222,7 +222,7 @@ def operate(name: str, folder: Path) -> list[str]:
             return said
         trained = op.supports_autograd and dtype in op.backward_dtypes
         sample = rng.choice(list(op.sample_inputs("cpu", dtype, requires_grad=trained)))
-    for way in (*KINDS, *(POLICIES if op is not None else ())):
+    for way in (*KINDS, *([rng.choice(POLICIES)] if op is not None else [])):
         rows = list[tuple[Case, list[torch.Tensor], Any, Tensors]]()
         for case in sampled(op, sample, way) if op is not None else tried(name, way):
             given, usual = case.copies(), case.copies()

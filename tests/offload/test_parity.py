@@ -314,6 +314,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("count", [16, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
 def test_equal_or_refused(folder: Path, count: int) -> None:
     run_python(PROGRAM, count, folder)
