@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -129,20 +130,13 @@ class BackwardPass:
 
     def order(self) -> list[Chunk]:
         """Returns the chunks in the order for the next pass; those without all gradients come last."""
-        seen = set(self.completed)
-        return [*self.completed, *(chunk for chunk in self._order if chunk not in seen)]
-
-    def _until_ended(self) -> Iterator[Chunk]:
-        """Yields the chunks in order, until the pass is abandoned."""
-        for chunk in self._order:
-            if self._has_ended:
-                return
-            yield chunk
+        return list(dict.fromkeys([*self.completed, *self._order]))
 
     @torch.no_grad()
     def _work(self) -> None:
         try:
-            with contextlib.closing(self._states.update(self._until_ended())) as updates:
+            until_abandoned = itertools.takewhile(lambda _: not self._has_ended, self._order)
+            with contextlib.closing(self._states.update(until_abandoned)) as updates:
                 for chunk, buffer in updates:
                     self._await(chunk)
                     if self._has_ended:

@@ -555,9 +555,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
         """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""
         self.state.clear()
-        for version in list(versions.values()):
-            for each in version.scalars:
-                self.state[each.parameter] = {}
+        self.state.update({each.parameter: {} for version in list(versions.values()) for each in version.scalars})
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._signature()}

@@ -72,11 +72,9 @@ def regions_of(
     sample.grad = torch.ones_like(sample)
     inner = optimizer([{**options_of(options), "params": [sample]}])
     inner.step()
-    found = [Region(MASTER, torch.float32)] if master else []
-    for name, value in inner.state[sample].items():
-        if isinstance(value, torch.Tensor) and value.shape == sample.shape:
-            found.append(Region(name, value.dtype))
-    return tuple(found)
+    states = ((name, state) for name, state in inner.state[sample].items() if isinstance(state, torch.Tensor))
+    found = (Region(name, state.dtype) for name, state in states if state.shape == sample.shape)
+    return (Region(MASTER, torch.float32), *found) if master else tuple(found)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
