@@ -130,25 +130,9 @@ def test_handles_of_a_device_learn_together_and_what_has_ended_is_in_flight_for_
 # Modes
 
 
-def test_frozen_it_uses_what_is_known_and_learns_nothing(
+def test_frozen_the_same_calls_take_the_same_known_way(
     folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with aio_handle.adaptive(folder) as handle:
-        write(handle, folder)
-        known = only(handle)
-    (path,) = cache.glob("*.json")
-    before = path.read_bytes()
-    forget()
-    monkeypatch.setenv(MODE, "frozen")
-    with aio_handle.adaptive(folder) as frozen:
-        write(frozen, folder)
-        write(frozen, folder, size=8 * MIB)
-        assert (only(frozen).chosen, only(frozen).transfers) == (known.chosen, known.transfers)
-        assert "frozen: as kept in " in frozen.explain()
-    assert path.read_bytes() == before
-
-
-def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, large = aligned(2 * MIB), pattern(64 * MIB)
     with aio_handle.adaptive(folder) as handle:
         while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
@@ -170,6 +154,10 @@ def test_frozen_the_same_calls_take_the_same_way(folder: Path, cache: Path, monk
         requests.append(frozen.statistics().requests - before)
         assert [future.result() for future in beside] == [64 * MIB] * busy
     assert requests[0] == requests[1]
+    assert {one.chosen for one in frozen.learned()} == {1}
+    assert "frozen: as kept in " in frozen.explain()
+    frozen.close()
+    assert json.loads(path.read_text()) == document
 
 
 def test_off_it_is_tuned_another_mode_is_refused_and_it_says_what_it_does(
