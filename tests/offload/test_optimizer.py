@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.contract.conftest import lost_unraisable
-from tests.contract.faulty import Faulty, interrupt_two_waits
+from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
 from tests.offload.elsewhere import same as differ
 from tests.offload.test_optimizer_kept import small, train
@@ -217,25 +217,6 @@ def test_what_a_failed_step_has_put_back_is_the_programs_to_change(folder: Path)
             each.data.fill_(5.0)
         optimizer.step()
         assert all(bool((each == 5).all()) for each in model.parameters())
-
-
-def test_what_is_not_done_is_put_back_where_ctrl_c_comes_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine, other, handle = network(), network(), Faulty()
-    plain = torch.optim.AdamW(other.parameters())
-    interrupt_two_waits(monkeypatch)
-    with adamw(mine, folder, handle=handle) as optimizer:
-        for step in range(2):
-            for model in (mine, other):
-                backward(model, step)
-            plain.step()
-            if step == 1:
-                handle.will("write", "hold", {1})
-                with pytest.raises(KeyboardInterrupt):
-                    optimizer.step()
-                handle.will()
-                handle.go.set()
-            optimizer.step()
-        assert equal(values(mine), values(other))
 
 
 # During the backward pass

@@ -135,7 +135,9 @@ def test_what_fails_keeps_the_file_before(make_file_system: Callable[..., Path],
         assert (place / "states").read_bytes() != before
 
 
-@pytest.mark.parametrize(("call", "what"), [("save_states", "write"), ("load_states", "read"), ("state_dict", "write")])
+@pytest.mark.parametrize(
+    ("call", "what"), [("save_states", "write"), ("load_states", "read"), ("state_dict", "write"), ("step", "write")]
+)
 def test_what_ctrl_c_has_left_under_way_is_waited_for_by_the_next_step(
     folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, what: str
 ) -> None:
@@ -145,13 +147,14 @@ def test_what_ctrl_c_has_left_under_way_is_waited_for_by_the_next_step(
     with adamw(mine, folder, handle=handle) as optimizer:
         train(mine, optimizer, 0, 2)
         optimizer.save_states(folder / "states")
+        backward(mine, 2)
         handle.will(what, "hold", {1})
         with pytest.raises(KeyboardInterrupt):
-            getattr(optimizer, call)(*([] if call == "state_dict" else [folder / "states"]))
+            getattr(optimizer, call)(*([folder / "states"] if "states" in call else []))
         assert handle.under_way.is_set()
         handle.will()
         threading.Timer(0.3, handle.go.set).start()
-        train(mine, optimizer, 2, 3)
+        optimizer.step()
         assert handle.go.is_set(), "it was waited for"
         train(other, torch.optim.AdamW(other.parameters()), 0, 3)
         assert equal(values(mine), values(other))
