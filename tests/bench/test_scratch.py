@@ -21,33 +21,16 @@ NAME = "nvme_ops-bench-0123456789abcdef"
 WANTED = fio.SIZE // fio.page_size()
 
 
-class Counter:
-    """A file with a number, as /proc/sys/vm/nr_hugepages."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-        self.there = 0
-
-    @property
-    def there(self) -> int:
-        return int(self.file.read_text().split()[0])
-
-    @there.setter
-    def there(self, count: int) -> None:
-        self.file.write_text(f"{count}\n")
-
-    def becomes(self, count: int) -> bool:
-        """Within ten seconds: a process that keeps them outlives the one that it keeps them for."""
-        end = time.monotonic() + 10
-        while self.there != count and time.monotonic() < end:
-            time.sleep(0.01)
-        return self.there == count
-
-
 @pytest.fixture
-def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter:
+def counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with a number, as /proc/sys/vm/nr_hugepages."""
     monkeypatch.setattr(fio, "COUNTER", str(tmp_path / "nr_hugepages"))
-    return Counter(tmp_path / "nr_hugepages")
+    (tmp_path / "nr_hugepages").write_text("7\n")
+    return tmp_path / "nr_hugepages"
+
+
+def there(counter: Path) -> int:
+    return int(counter.read_text().split()[0])
 
 
 @pytest.fixture
@@ -60,7 +43,7 @@ Hold = Callable[[], tuple[int, Path]]
 
 
 @pytest.fixture
-def hold(place: Path, counter: Counter) -> Iterator[Hold]:
+def hold(place: Path, counter: Path) -> Iterator[Hold]:
     """A process in a session of its own that has a folder and huge pages until SIGUSR1; what it has."""
     started = []
 
@@ -101,14 +84,16 @@ def left_by_killed(folder: Path, boot: str = "", name: str = NAME) -> Path:
 
 
 def test_what_a_killed_run_had_is_given_back_and_nothing_of_one_that_is_alive(
-    place: Path, counter: Counter, hold: Hold
+    place: Path, counter: Path, hold: Hold
 ) -> None:
-    counter.there = 7
     (killed, gone), (alive, stays) = hold(), hold()
-    assert counter.there == 7 + 2 * WANTED
+    assert there(counter) == 7 + 2 * WANTED
     os.killpg(killed, signal.SIGKILL)  # a terminal tells all processes of a session
     os.waitpid(killed, 0)
-    assert counter.becomes(7 + WANTED)
+    end = time.monotonic() + 10  # a process that keeps them outlives the one that it keeps them for
+    while there(counter) != 7 + WANTED and time.monotonic() < end:
+        time.sleep(0.01)
+    assert there(counter) == 7 + WANTED
     os.kill(alive, signal.SIGSTOP)  # one that is stopped for a while is alive
     with scratch_folder(str(place), 0) as mine:
         assert not gone.exists()
@@ -120,7 +105,7 @@ def test_what_a_killed_run_had_is_given_back_and_nothing_of_one_that_is_alive(
     os.kill(alive, signal.SIGUSR1)
     os.waitpid(alive, 0)
     assert list(place.iterdir()) == []
-    assert counter.there == 7
+    assert there(counter) == 7
 
 
 def test_lack_of_space_is_said_when_what_is_left_is_gone(tmp_path: Path) -> None:
@@ -199,22 +184,20 @@ def test_what_is_still_pending_makes_no_file_anew(tmp_path: Path, monkeypatch: p
 
 
 def test_huge_pages_become_as_many_as_before_and_what_others_reserve_meanwhile_stays(
-    counter: Counter, monkeypatch: pytest.MonkeyPatch
+    counter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A file stands for the kernel's counter."""
-    counter.there = 7
     with contextlib.suppress(RuntimeError), huge_pages():
-        assert counter.there == 7 + WANTED
-        counter.there += 3
+        assert there(counter) == 7 + WANTED
+        counter.write_text(f"{there(counter) + 3}\n")
         raise RuntimeError
-    assert counter.there == 10
+    assert there(counter) == 10
     with huge_pages():
-        counter.there = 5
-    assert counter.there == 0, "what others take back is not taken twice"
+        counter.write_text("5\n")
+    assert there(counter) == 0, "what others take back is not taken twice"
     # a kernel without memory for all of them sets its counter to less than was written
     most = "os.pwrite(counter, b'%d\\n' % min(20, int(os.pread(counter, 64, 0))), 0)\n    changed ="
     monkeypatch.setattr(fio, "_KEEPER", fio._KEEPER.replace("changed =", most))
-    counter.there = 17
+    counter.write_text("17\n")
     with huge_pages():
-        assert counter.there == 20
-    assert counter.there == 17
+        assert there(counter) == 20
+    assert there(counter) == 17
