@@ -173,8 +173,6 @@ def _aio(task: Task, name: str, settings: Settings) -> Row:
 
 
 def _gds(task: Task, name: str, settings: Settings) -> Row:
-    if task.gpu is None:
-        raise Unavailable("moves GPU memory only: --device cuda")
     handle = nvme_ops.gds_handle(**settings.as_json())
     return noting_paths(handle_row(task, name, handle, not files.handles_read_the_cache()), lambda: handle)
 
@@ -355,8 +353,6 @@ _GDSIO_FIGURES = re.compile(r"DataSetSize: (\d+)/\d+\(KiB\).*?total_time ([\d.]+
 
 def _gdsio(task: Task, name: str, settings: Settings) -> Row:
     """Returns gdsio's row, with a thread for each lane. It says ``GPUD`` even where cuFile uses its own bounce path."""
-    if task.gpu is None:
-        raise Unavailable("moves GPU memory only: --device cuda")
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     places = [os.path.join(home, "gds", "tools")] if home else []
     program = shutil.which("gdsio", path=os.pathsep.join([os.environ.get("PATH", ""), *places, *_GDSIO_PLACES]))
@@ -503,6 +499,8 @@ class Contender:
 def make_row(contender: Contender, task: Task) -> Row:
     """Returns the contender's row; if it is not available, one that says why."""
     engine = ENGINES.get(contender.engine, _REFERENCE)
+    if engine.gpu_only and task.gpu is None:
+        return unavailable(contender.name, "moves GPU memory only: --device cuda")
     try:
         return _over_files(task, engine.row(task, contender.name, contender.settings))
     except (Unavailable, ValueError, RuntimeError, OSError) as error:  # settings that it refuses, for example
