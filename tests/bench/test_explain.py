@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 
 from nvme_ops.measure import bench, explain, files
-from nvme_ops.measure import rows as rows_module
 from nvme_ops.measure.judge import EMPTY, FIO, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.storage import device
 from nvme_ops.text import MIB
-from tests.conftest import give_up_root, in_child, open_to_all
+from tests.conftest import give_up_root, in_child, open_to_all, watched
 
 # Judgements: rates in GB/s, 2 unless said
 
@@ -168,14 +167,8 @@ def state(path: Path) -> tuple[str, int, int, int]:
 def test_a_file_is_explained_as_found_and_cold_and_left_as_it_was(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if files.cached_bytes(str(file)) is None:
         pytest.skip("the kernel does not say what lies in the page cache")
-    before, cached = state(file), []
-    interleave = rows_module.interleave
-
-    def watched(*given: Any) -> None:
-        cached.append(files.cached_share(str(file)))
-        interleave(*given)
-
-    monkeypatch.setattr(explain, "interleave", watched)
+    before = state(file)
+    cached = watched(monkeypatch, explain, "interleave", lambda *_: files.cached_share(str(file)))
     files.make_warm(str(file))
     status, text = explained(file, "--rounds", "2")
     lines = text.splitlines()
