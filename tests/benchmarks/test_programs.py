@@ -56,7 +56,7 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "activations": (
         "--size 1G --steps 1 --budget 4M --batch 16 --most 2 --only convolutional largest", ["convolutional", "largest"]
     ),
-    "adaptive": ("--size 16M --sizes 4K 1M", [group for group in adaptive.GROUPS for _ in range(2)]),
+    "adaptive": ("--size 16M --sizes 1M", list(adaptive.GROUPS)),
     "data": ("--size 4M --sizes 4K --workers 1 --records 5000 --log-records 1000", ["random", "index", "log"]),
     "inference": ("--size 8M --budget 4M --batch 2 --steps 2", ["batch 2"]),
     "training": ("--size 4M --steps 1 --budget 256M --batch 8", list(training.GROUPS)),
