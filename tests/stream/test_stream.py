@@ -204,11 +204,17 @@ def test_memory_is_bounded_taken_at_first_use_and_given_back(path: Path) -> None
 # Errors
 
 
+def write_much(file: nvme_ops.File) -> None:
+    for start in range(0, len(DATA), MIB):
+        file.write(DATA[start : start + MIB])
+    file.sync()
+
+
 def test_an_error_in_the_background_is_told_and_ends_the_writing(path: Path) -> None:
     with limited(resource.RLIMIT_FSIZE, 10 * MIB):
         file = nvme_ops.open(path, "w")
         with pytest.raises(OSError, match="too large"):
-            [file.write(DATA[start : start + MIB]) for start in range(0, len(DATA), MIB)]
+            write_much(file)
         for call in (file.flush, file.sync, lambda: file.write(b"x")):
             with pytest.raises(OSError):  # noqa: PT011  (the same)
                 call()
