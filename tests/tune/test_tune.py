@@ -252,7 +252,7 @@ def test_ctrl_c_prints_the_best_so_far_and_keeps_nothing(
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     monkeypatch.setattr(Passes, "measure", interrupted)
     monkeypatch.setenv("XDG_CACHE_HOME", str(place.parent / "cache"))
-    assert tune.main(["--folder", str(place), *QUICK]) == 130
+    assert tune.main(["--folder", str(place), *QUICK, "--seconds", "600"]) == 130
     out, errors = capsys.readouterr()
     assert '"aio": {' in out
     assert "interrupted; the files are removed" in errors
