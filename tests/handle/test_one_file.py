@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from tests.conftest import KIB, MIB, HandleFactory, in_child, pattern, store
+from tests.crashing_save import save_under_strace
 
 SIZE = 512 * KIB
 LARGE = 3 * MIB
@@ -203,3 +205,32 @@ def test_a_file_that_is_cut_grows_or_is_replaced_meanwhile(folder: Path) -> None
         for _ in range(2):
             file.pread(target.fill_(7), 0)
             assert target.eq(ord("x")).all()
+
+
+def test_an_open_file_costs_few_system_calls(folder: Path) -> None:
+    """Beside the futexes by which two threads hand a transfer over, and the waits that a slow device adds to a turn."""
+    path = store(folder / "file", pattern(16 * MIB))
+    aio_handle().close()  # compiles the op, where that has not been done yet
+
+    def read() -> None:
+        file, handle = nvme_ops.open(path), aio_handle()
+        large, rows = nvme_ops.empty(MIB, dtype=torch.uint8), torch.empty(64, 4 * KIB, dtype=torch.uint8)
+        for turn in range(4):  # the first one sets up
+            places = [(8 + turn) * MIB + 4 * KIB * row for row in range(64)]
+            time.sleep(0.2)  # the lane has gone to sleep
+            os.getpriority(os.PRIO_PROCESS, 0)  # a mark in the trace
+            file.pread(large, turn * MIB)
+            os.getpriority(os.PRIO_PROCESS, 0)
+            handle.submit_preadv(rows, file, places).result()
+            os.getpriority(os.PRIO_PROCESS, 0)
+
+    outcome = save_under_strace(read, folder)
+    assert (outcome.status, outcome.error) == (0, None)
+    calls = [name for _, name in outcome.calls]
+    marks = [number for number, name in enumerate(calls) if name == "getpriority"]
+    waits = {"futex", "sched_yield", "restart_syscall", "mmap", "munmap", "madvise", "mprotect", "brk"}
+    turns = [marks[first : first + 3] for first in range(3, 12, 3)]
+    lone = [calls[begin + 1 : second] for begin, second, _ in turns]
+    many = [[name for name in calls[second + 1 : end] if name not in waits] for _, second, end in turns]
+    assert min(map(len, lone)) <= 3, lone
+    assert min(map(len, many)) <= 4, many
