@@ -41,7 +41,7 @@ ROOMS = {
     "offload": ["tests/offload"],
     "checkpoint": ["tests/checkpoint", "tests/dcp"],
     "data": ["tests/data"],
-    "formats": ["tests/checkpoint", "tests/faults/test_hostile.py", "tests/offload/test_quantized.py"],
+    "formats": ["tests/checkpoint", "tests/faults/test_hostile.py", "tests/offload/test_stream_weights.py"],
     native_mutants.ROOM: ["tests/cpp"],
 }
 LEFT_OUT = shutil.ignore_patterns(".git", ".venv", "build", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis")

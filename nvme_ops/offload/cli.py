@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,8 +18,6 @@ import torch
 from nvme_ops import __version__
 from nvme_ops.measure.energy import Meter, total, used
 from nvme_ops.offload.plan.estimate import (
-    Rates,
-    Sizes,
     estimate,
     inference_plan,
     inference_text,
@@ -30,7 +28,7 @@ from nvme_ops.offload.plan.estimate import (
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.weights.generation import generate
 from nvme_ops.offload.weights.pretrained import from_pretrained, is_hub_name, weight_files
-from nvme_ops.progress import Step, progress_bar
+from nvme_ops.progress import progress_bar
 from nvme_ops.text import (
     command,
     command_line,
@@ -132,45 +130,35 @@ def _plan(args: argparse.Namespace) -> int:
             parameters = list(model.parameters())
         _require_context(model.config, args.prompt_length + (0 if args.train else args.new_tokens))
         step("storage")
+        prompt, new, memory = args.prompt_length, args.new_tokens, args.memory
         if args.train:
             folder = args.folder or os.path.dirname(os.path.abspath(files[0]))
             rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
             step("computing")
             with _timing(about):
-                trained = Layers(model, args.memory, device, args.memory).training(args.prompt_length, parameters)
-            found = training_plan(about, trained, args.memory, rate, free, args.batch, args.prompt_length)
+                trained = Layers(model, memory, device, memory).training(prompt, parameters)
+            found = training_plan(about, trained, memory, rate, free, args.batch, prompt)
         else:
-            found = _inference(args, model, sizes, about, rates(files, args.folder, device), device, step)
+            measured = rates(files, args.folder, device)
+            with _timing(about):
+                layers = Layers(model, memory, device, measured.device_free)
+                sizes = replace(sizes, cache=layers.cache_bytes())
+            fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
+            left_out = [batch for batch in args.batch if batch not in fit]
+            estimates, joules, begin = [], _joules_from_now(device), time.perf_counter()
+            for batch in fit:
+                step(f"batch {batch}")
+                computing = layers.computing(batch, prompt, prompt + new // 2)
+                estimates.append(estimate(sizes, measured, computing, batch, prompt, new))
+            watts = args.watts
+            if watts is None and (spent := joules()) is not None:
+                watts = spent / (time.perf_counter() - begin)
+            found = inference_plan(about, sizes, measured, estimates, left_out, memory, args.price_per_hour, watts)
     if args.json:
         print(json.dumps(found, indent=2))
     else:
         show(training_text(found) if args.train else inference_text(found))
     return 0
-
-
-def _inference(
-    args: argparse.Namespace,
-    model: Any,
-    sizes: Sizes,
-    about: Mapping[str, Any],
-    measured: Rates,
-    device: torch.device,
-    step: Step,
-) -> dict[str, Any]:
-    with _timing(about):
-        layers = Layers(model, args.memory, device, measured.device_free)
-        sizes = replace(sizes, cache=layers.cache_bytes())
-    prompt, new = args.prompt_length, args.new_tokens
-    fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
-    estimates, energy = [], _Energy(device)
-    for batch in fit:
-        step(f"batch {batch}")
-        estimates.append(
-            estimate(sizes, measured, layers.computing(batch, prompt, prompt + new // 2), batch, prompt, new)
-        )
-    watts = energy.watts() if args.watts is None else args.watts
-    left_out = [batch for batch in args.batch if batch not in fit]
-    return inference_plan(about, sizes, measured, estimates, left_out, args.memory, args.price_per_hour, watts)
 
 
 @contextlib.contextmanager
@@ -197,7 +185,7 @@ def _generate(args: argparse.Namespace) -> int:
         with _opened(args, device) as model:
             _require_context(model.config, len(prompt) + args.new_tokens)
             step("read the prompt")
-            energy = _Energy(device)
+            energy = _joules_from_now(device)
 
             def on_token(tokens: list[int]) -> None:
                 if sys.stdout.isatty() and not args.json:
@@ -207,7 +195,7 @@ def _generate(args: argparse.Namespace) -> int:
                 text.add(tokens[0])
 
             reached = generate(model, prompt, args.batch, args.new_tokens, sample=args.sample, on_token=on_token)
-            joules = energy.joules()
+            joules = energy()
         found = reached.document(read_rate(files, cached=True), joules)
     text.end()
     texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in reached.tokens]
@@ -243,22 +231,16 @@ def reached_text(found: Mapping[str, Any]) -> str:
     return "\n".join([*lines, f"peak memory: weights {weights}, process {process}"])
 
 
-class _Energy:
-    """Counts the joules of the machine from now on, if it has counters that can be read."""
+def _joules_from_now(device: torch.device) -> Callable[[], float | None]:
+    """Returns a function that returns the joules of the machine since this call; None without readable counters."""
+    meter = Meter([] if device.type == "cpu" else [device.index or 0])
+    before = meter.read()
 
-    def __init__(self, device: torch.device) -> None:
-        self._meter = Meter([] if device.type == "cpu" else [device.index or 0])
-        self._before, self._begin = self._meter.read(), time.perf_counter()
-
-    def joules(self) -> float | None:
-        """Returns the joules so far; None without counters."""
-        spent = used(self._before, self._meter.read())
+    def joules() -> float | None:
+        spent = used(before, meter.read())
         return total(spent) if spent else None
 
-    def watts(self) -> float | None:
-        """Returns the mean power so far; None without counters."""
-        joules = self.joules()
-        return None if joules is None else joules / (time.perf_counter() - self._begin)
+    return joules
 
 
 class _Text:

@@ -6,19 +6,6 @@ import torch
 from torch import nn
 
 
-class Branching(nn.Module):
-    """Takes one of two branches, by its input, and one layer twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.left, self.right, self.last = (nn.Linear(256, 256) for _ in range(4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.first(x)
-        x = self.left(x) if float(x.detach().sum()) > 0 else self.right(x)
-        return torch.as_tensor(self.first(self.last(x)))
-
-
 class Tied(nn.Module):
     """An embedding whose weight is the last layer's, as in many language models."""
 
@@ -44,13 +31,6 @@ class Experts(nn.Module):
         for expert in chosen:
             x = nn.functional.linear(x, self.up[expert])
         return x
-
-
-def convolutional() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(3, 64, 3), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 128, 3), nn.AdaptiveAvgPool2d(4),
-        nn.Flatten(), nn.Linear(2048, 256),
-    )  # fmt: skip
 
 
 def layers(count: int = 8, width: int = 256) -> nn.Sequential:
