@@ -245,6 +245,19 @@ def test_a_source_that_is_changed(source: Path, act: Any, monkeypatch: pytest.Mo
     assert len(list(source.parent.rglob("*"))) == len(before)
 
 
+def test_a_source_that_is_replaced_or_recycled_is_what_was_opened(source: Path) -> None:
+    other, recycle = {name: tensor + 1 for name, tensor in NEW.items()}, bool(source.suffix)
+    for tensors in (other, NEW):
+        nvme_ops.save(tensors, source, recycle=recycle, max_shard_size=None if source.suffix else "600KB")
+
+    def replace() -> None:
+        for _ in range(2):
+            nvme_ops.save(other, source, recycle=recycle)
+
+    convert(str(source), str(source.parent / "target.safetensors"), on_progress=once(replace))
+    assert equal(nvme_ops.load(source.parent / "target.safetensors"), NEW)
+
+
 # Info, verify and diff: across formats, and on DCP's folders
 
 
