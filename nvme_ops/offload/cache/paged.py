@@ -233,8 +233,8 @@ class PagedLayer:
             self._reorder_tokens(max(first, self._base), min(last, self._read_end), rows)
         self._cut(self._page_floor(self.tokens))
 
-    def evict(self) -> bool:
-        """Releases its memory, writing full pages that are not in the files. Returns whether writes may be under way.
+    def evict(self) -> list[IoFuture]:
+        """Releases its memory, writing full pages that are not in the files. Returns writes that may be under way.
 
         Raises OSError if the disk is full, or a read or a write failed; the layer is then as it was.
         """
@@ -248,12 +248,7 @@ class PagedLayer:
             if self._tail is not None:
                 self._typed(half, self._tail, self._page)[:, :, : rest.shape[2]].copy_(rest)
         self._memory = None
-        return bool(self.writes)
-
-    @property
-    def writes(self) -> Sequence[IoFuture]:
-        """Writes that may be under way."""
-        return self._files.writes if self._files else []
+        return list(self._files.writes) if self._files else []
 
     # Changes
 

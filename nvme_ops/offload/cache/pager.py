@@ -7,7 +7,7 @@ import gc
 import os
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -138,13 +138,11 @@ class Pager(Usable):
 
     def stats(self) -> CacheStats:
         """Returns what was moved so far, and what the cache has now."""
-        return CacheStats(
-            **{
-                **vars(self.moved),
-                "bytes_cached": sum(layer.nbytes for layer in self._layers),
-                "bytes_stored": sum(layer.bytes_stored for layer in self._layers),
-                "peak_bytes": self._pool.peak if self._pool else 0,
-            }
+        return replace(
+            self.moved,
+            bytes_cached=sum(layer.nbytes for layer in self._layers),
+            bytes_stored=sum(layer.bytes_stored for layer in self._layers),
+            peak_bytes=self._pool.peak if self._pool else 0,
         )
 
     def close(self) -> None:
@@ -203,8 +201,8 @@ class Pager(Usable):
 
     def _evict(self, layer: PagedLayer) -> None:
         nbytes = layer.memory_bytes
-        if layer.evict():
-            self._leaving.append((list(layer.writes), charge_of(nbytes)))
+        if writes := layer.evict():
+            self._leaving.append((writes, charge_of(nbytes)))
 
     def _make_room(self, nbytes: int, wanted: set[PagedLayer]) -> bool:
         """Evicts layers that are not ``wanted``; returns whether there is room now: writes may have to end first."""
