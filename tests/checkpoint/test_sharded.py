@@ -106,6 +106,10 @@ def test_shards_and_an_index_as_transformers_writes_them(saved: Path) -> None:
 def test_other_names_sizes_and_files(folder: Path) -> None:
     nvme_ops.save(STATE, folder / "new" / "model", format="sharded", max_shard_size=1)
     assert len(files(folder / "new" / "model")) == 1 + len(STATE)
+    sizes: list[tuple[int | str, int]] = [("8KiB", 3), (12_000, 2), ("15K", 2), ("20KB", 1)]
+    for size, shards in sizes:
+        nvme_ops.save(STATE, folder / str(size), max_shard_size=size)
+        assert len(files(folder / str(size))) == 1 + shards
     nvme_ops.save(STATE, folder / "new" / "model" / "model.safetensors")
     nvme_ops.save(changed(), folder / "new" / "model")
     assert "model.safetensors" not in files(folder / "new" / "model")  # which would be read first

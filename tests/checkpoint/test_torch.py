@@ -472,3 +472,9 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
     assert torch.equal(into["second"], torch.arange(300))
     assert torch.equal(into["host"].cpu(), torch.arange(7))
     assert all(torch.equal(each.cpu(), torch.arange(9.0)) for each in into["small"])
+
+
+def test_names_and_formats_that_mean_torch_s(tmp_path: Path) -> None:
+    for name in ("a.pt", "a.pth", "a.bin", "a.ckpt", "any"):
+        nvme_ops.save({"a": torch.ones(3)}, tmp_path / name, format="pt" if name == "any" else None)
+        assert torch.equal(torch.load(tmp_path / name)["a"], torch.ones(3)), name
