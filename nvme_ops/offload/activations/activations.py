@@ -283,7 +283,9 @@ class Activations(Residency[Unit]):
         if unit.writing is not None:
             self._cancel(unit)
         self._restored.pop(unit)
-        self._leave(unit)
+        if unit.stored is not None:
+            self._leaving.append(unit.stored)
+            unit.stored = None
         del self._units[unit.number]  # last: until then this can be repeated
 
     def _leave(self, unit: Unit) -> None:

@@ -136,10 +136,13 @@ class Updates:
         inner = self._class([{**options, "params": targets}], **self._options)
         for each, _, target in given:
             if each in before:
-                # None stands for an elementwise state that the slice does not have yet
-                kept = {name: cloned(value) for name, value in before[each].items() if value is not None}
-                elementwise = {name: views[name][each.place] for name in chunk.names if name not in before[each]}
-                inner.state[target] = elementwise | kept
+                state = inner.state[target] = dict[str, Any]()
+                for name in chunk.names:
+                    if name not in before[each]:
+                        state[name] = views[name][each.place]
+                for name, value in before[each].items():
+                    if value is not None:  # None stands for an elementwise state that the slice does not have yet
+                        state[name] = cloned(value)
         inner.step()
         for each, values, target in given:
             scalars: dict[str, Any] = dict.fromkeys(chunk.names)
@@ -555,7 +558,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
         """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""
         self.state.clear()
-        self.state.update({each.parameter: {} for version in list(versions.values()) for each in version.scalars})
+        for version in list(versions.values()):
+            self.state.update((each.parameter, {}) for each in version.scalars)
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._signature()}
