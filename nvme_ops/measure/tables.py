@@ -20,7 +20,7 @@ from nvme_ops.text import GIB, check_output, columns_text, rounded, say, share_w
 RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
 _DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns, and a picture
-_OURS = ("nvme_ops", "aio_handle", "gds_handle")  # how rows of this package begin
+_OURS = ("nvme_ops", "aio_handle", "gds_handle", "save_on_nvme")  # how rows of this package begin
 
 FROM_PAGE_CACHE = "from page cache"
 ALONE = "the sum of each alone"  # by which rows of several devices are divided
