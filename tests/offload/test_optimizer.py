@@ -17,7 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.contract.conftest import lost_unraisable
-from tests.contract.faulty import Faulty
+from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.moments import Interrupt, numbers
 from tests.offload.elsewhere import same as differ
 from tests.offload.test_optimizer_kept import small, train
@@ -217,6 +217,36 @@ def test_what_a_failed_step_has_put_back_is_the_programs_to_change(folder: Path)
             each.data.fill_(5.0)
         optimizer.step()
         assert all(bool((each == 5).all()) for each in model.parameters())
+
+
+class Stopping(dict[Any, Any]):
+    """Is stopped by Ctrl-C, twice, as it forgets something."""
+
+    left = 2
+
+    def pop(self, *given: Any) -> Any:
+        self.left -= 1
+        if self.left >= 0:
+            raise KeyboardInterrupt
+        return super().pop(*given)
+
+
+def test_what_is_done_is_not_put_back_where_ctrl_c_comes_twice(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The new states are those of now already, and the old values not forgotten yet."""
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters())
+    interrupt_two_waits(monkeypatch)
+    with adamw(mine, folder) as optimizer:
+        for step in range(2):
+            for model in (mine, other):
+                backward(model, step)
+            plain.step()
+            if step == 1:
+                optimizer._states.changed = Stopping()
+                with pytest.raises(KeyboardInterrupt):
+                    optimizer.step()
+            optimizer.step()
+        assert equal(values(mine), values(other))
 
 
 # During the backward pass

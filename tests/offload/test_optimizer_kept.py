@@ -217,6 +217,17 @@ def test_a_failed_step_takes_a_third_place_for_no_longer_than_it_lasts(folder: P
 # Damage
 
 
+@pytest.mark.parametrize("change", [lambda path: os.truncate(path, 4096), Path.unlink], ids=["cut", "gone"])
+def test_states_that_somebody_has_damaged_are_refused(folder: Path, change: Callable[[Path], object]) -> None:
+    with kept(folder, model := small()) as optimizer:
+        train(model, optimizer, 0, 1)
+    change(max((each for each in folder.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size))
+    model = small()
+    with pytest.raises((OSError, ValueError, EOFError)):
+        train(model, kept(folder, model), 1, 2)
+    assert equal(values(model), values(small()))
+
+
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "empty": lambda _: b"",
     "its first sector lost": lambda content: bytes(512) + content[512:],
@@ -366,7 +377,9 @@ def test_killed_before_its_flush_a_step_counts_until_the_machine_starts_again(
         assert same_as_torch(optimizer, expected), "it was made durable since"
 
 
-@pytest.mark.parametrize(("file", "then"), [("slab", "step"), ("record", "save_states"), ("record", "load_states")])
+@pytest.mark.parametrize(
+    ("file", "then"), [("slab", "step"), ("record", "save_states"), ("slab", "close"), ("record", "load_states")]
+)
 def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
     folder: Path, flushes: Flushes, file: str, then: str
 ) -> None:
@@ -386,6 +399,10 @@ def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
         getattr(optimizer, then)(*arguments)
     assert caught.value.errno == errno.EIO
     assert is_it(caught.value.filename)
+    if then == "close":
+        with restarted(), kept(folder, model) as optimizer:
+            assert same_as_torch(optimizer, 2), "the step before"
+        return
     assert same_as_torch(optimizer, 3)
     assert len(flushes.files) <= flushed + (file == "record"), "it is not tried again"  # but to make it void
     shutil.copytree(folder, folder / "crashed", ignore=shutil.ignore_patterns("crashed"))
