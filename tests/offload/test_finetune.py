@@ -17,7 +17,7 @@ from tests.offload.llama import saved_llama
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
-pytest.importorskip("accelerate")
+accelerate: Any = pytest.importorskip("accelerate")
 
 BUDGET = "4M"
 LORA: dict[str, Any] = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
@@ -107,6 +107,7 @@ def resumed(model: Any, folder: Path) -> list[float]:
 
 WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
     "loop": lambda model, _: loop(model),
+    "accelerate": lambda model, _: loop(model, accelerate.Accelerator(cpu=True).prepare),
     "DistributedDataParallel": lambda model, _: in_parallel(model),
     "trainer, resumed": resumed,
     "trainer, checkpointed, bfloat16": lambda model, folder: trainer(
@@ -160,10 +161,11 @@ def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> No
         assert loop(model) == loop(plain)
 
 
+@pytest.mark.parametrize("order", STREAMED)
 def test_adapters_are_saved_without_the_rest_being_read_and_not_merged_into_it(
-    path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+    order: str, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = STREAMED["files, adapters"](path)
+    model = STREAMED[order](path)
     loop(model)
     model.eval()
     with torch.no_grad():

@@ -75,7 +75,7 @@ def require_equal(model: nn.Module, plain: nn.Module) -> None:
 # Saving and loading
 
 
-@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors", "folder"])
 def test_a_module_is_saved_whole_and_loaded_into_or_refused(name: str, either: Any, plain: Model, folder: Path) -> None:
     saving = nvme_ops.save_async(either, folder / name)
     if not isinstance(either.first.weight, StoredTensor):

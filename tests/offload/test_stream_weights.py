@@ -232,6 +232,7 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
 VALUES = torch.randn((6, 40, 32), generator=torch.Generator().manual_seed(1))
 PARTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda t: t[2],
+    lambda t: t[3:3],
     lambda t: t[:, 5:17],
     lambda t: t.split(4)[1],
     lambda t: t.view(240, -1)[7:99],

@@ -96,6 +96,19 @@ def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
     model.close()
 
 
+def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.torch")
+    model = Tied().eval()
+    safetensors.save_model(model, folder / "plain.safetensors")
+    wanted = model(TOKENS)
+    with streamed(model, folder):
+        safetensors.save_model(model, folder / "streamed.safetensors")
+        with pytest.raises(RuntimeError, match="cannot be loaded into"):
+            safetensors.load_model(model, folder / "plain.safetensors")
+        assert torch.equal(model(TOKENS), wanted)
+    assert (folder / "plain.safetensors").read_bytes() == (folder / "streamed.safetensors").read_bytes()
+
+
 def test_a_state_dict_is_refused_before_anything_is_copied_but_for_what_is_in_memory(folder: Path) -> None:
     model: Any = layers().eval()
     with streamed(model, folder, exclude="0.weight"):

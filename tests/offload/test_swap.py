@@ -312,6 +312,28 @@ def test_gradients_of_several_threads_add_up(folder: Path) -> None:
         assert all(each is not None and torch.equal(each, torch.full((64, 64), 80.0)) for each in found)
 
 
+def test_the_space_of_gradients_that_are_gone_is_used_again_and_that_of_others_is_not(folder: Path) -> None:
+    model: Any = torch.nn.Linear(64, 64)
+    with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
+        kept, most = list[Any](), 0
+        for number in range(8):
+            model.zero_grad()
+            (model.weight * number).sum().backward()
+            if number < 4:
+                kept.append(model.weight.grad)
+            else:
+                assert [each[0, 0].item() for each in kept] == [0, 1, 2, 3][: len(kept)]
+                kept.clear()
+                model.weight.grad[0].sum()  # a view, which is gone
+            most = gradients.stats().bytes_stored if number < 5 else most
+            assert gradients.stats().bytes_stored <= most
+        model.zero_grad()
+        model.to(torch.bfloat16)
+        model(torch.ones(1, 64, dtype=torch.bfloat16)).sum().backward()
+        assert type(model.weight.grad) is not torch.Tensor
+        assert torch.equal(model.weight.grad, torch.ones(64, 64, dtype=torch.bfloat16))
+
+
 def test_a_gradient_that_could_not_be_written_is_lost_whenever_it_is_used(folder: Path) -> None:
     model, handle = torch.nn.Linear(64, 64), Faulty("write", "fail")
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB, handle=handle):
