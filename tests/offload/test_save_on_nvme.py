@@ -5,10 +5,12 @@ Bits: ``test_parity.py``. Whose memory it is, and tensors of all kinds: ``test_s
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import time
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -311,9 +313,28 @@ def test_compiled_code_runs_as_such_and_a_compiled_step_with_its_backward(folder
 # Failures
 
 
+@pytest.mark.usefixtures("no_collection")  # a program that catches the error needs its memory and space at once
+def test_a_disk_that_is_full_in_forward(make_file_system: Callable[..., Path]) -> None:
+    x = torch.randn(1024, 1024, requires_grad=True)
+    saving = save_on_nvme(make_file_system(16 * MIB), memory_budget="8M")
+    words = r"No space left on device: a tensor of 4 MiB, float32 of shape \(1024, 1024\), is to be saved .* 4 MiB.*8 M"
+    with saving:
+        sines(x, 1)  # the first time, torch imports its compiler, whose cycles would keep the graph
+    with pytest.raises(OSError, match=words) as caught, saving:
+        sines(x, 12)
+    assert caught.value.errno == errno.ENOSPC
+    del caught  # which has the graph
+    with saving:
+        loss = sines(x, 4).sum()
+    assert torch.equal(*torch.autograd.grad(loss, x), *torch.autograd.grad(sines(x, 4).sum(), x))
+    del loss
+    saving.close()
+
+
 @pytest.mark.parametrize(
     ("what", "do", "error", "word"),
-    [("write", "fail", OSError, "to be saved"), ("read", "flip", ChecksumError, "saved")],
+    [("write", "fail", OSError, "to be saved"), ("read", "fail", OSError, "saved .* could not be read.* Input/output"),
+     ("read", "flip", ChecksumError, "saved")],
 )  # fmt: skip
 def test_a_failure_names_the_tensor_and_leaves_nothing(
     folder: Path, what: str, do: str, error: type[OSError], word: str
