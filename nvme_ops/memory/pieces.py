@@ -43,9 +43,10 @@ def checksums_in_files(
     places: Sequence[Place],
     kinds: Sequence[str],
     on_progress: Callable[[int], object] = lambda _: None,
+    ring: Ring | None = None,
 ) -> list[int]:
-    """Returns the checksums of ranges of files, read through bounded memory. ``on_progress`` gets the bytes read."""
-    ring, values = Ring(), [0] * len(places)
+    """Returns the checksums of ranges of files, read through a ring. ``on_progress`` gets the bytes read."""
+    ring, values = ring or Ring(), [0] * len(places)
     owners = [number for number, place in enumerate(places) for _ in range(0, place.nbytes, ring.piece)]
     for number, piece in zip(owners, ring.read(handle, places), strict=True):
         values[number] = checksum_of(piece, kinds[number], values[number])

@@ -142,7 +142,10 @@ def test_killed_at_any_moment_the_next_one_has_what_was_complete(
         assert files(place) <= files(folder / "usual") + kind.more_files, sorted(place.rglob("*"))
 
 
-def test_a_signal_handler_may_do_the_same_elsewhere(one: Capability, make: Make, kind: type[Capability]) -> None:
+@pytest.mark.parametrize("points", [3, pytest.param(12, marks=pytest.mark.slow)])
+def test_a_signal_handler_may_do_the_same_elsewhere(
+    one: Capability, make: Make, kind: type[Capability], points: int
+) -> None:
     if kind.__name__ in BELOW:
         pytest.skip(BELOW[kind.__name__])
     other, told = make("other"), [0]
@@ -154,7 +157,7 @@ def test_a_signal_handler_may_do_the_same_elsewhere(one: Capability, make: Make,
 
     with Interrupt() as all_of_it:
         one.work()
-    for number in [*numbers(kind.__name__ + "handler", all_of_it.count // 2, 3)][1:]:
+    for number in [*numbers(kind.__name__ + "handler", all_of_it.count // 2, points)][1:]:
         with Interrupt(number, act):
             one.work()
     assert told[0], "no moment came again"

@@ -11,7 +11,17 @@ import pytest
 import torch
 
 from nvme_ops.handle import aio_handle
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, PinMemoryBuilder, jit, modules, recipe
+from nvme_ops.op_builder import (
+    ALL_OPS,
+    AsyncIOBuilder,
+    GDSBuilder,
+    OpBuilder,
+    PinMemoryBuilder,
+    jit,
+    machine,
+    modules,
+    recipe,
+)
 from nvme_ops.pin_memory import pin_handle
 from tests.conftest import run_python
 from tests.op_builder.tiny_op import REPOSITORY
@@ -82,10 +92,11 @@ assert not torch.cuda.is_initialized()
 
 @pytest.mark.slow
 @pytest.mark.parametrize("op", ALL_OPS)
-def test_the_binding_compiles_as_one_file(tmp_path: Path, op: str) -> None:
+def test_the_binding_compiles_as_one_file(tmp_path: Path, op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So do the layers below, of which tests/cpp makes one file, too."""
     import torch.utils.cpp_extension as extension
 
+    monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 240)  # beside other compilations
     recipe = ALL_OPS[op].recipe()
     united = jit.unite(tmp_path, recipe)[1]
     assert recipe.compiler is not None

@@ -220,7 +220,7 @@ class Loading:
         items = {Place(one.path, one.offset, one.length): one for one in wanted if self._verify}
         places = [place for place in items if place not in self._verified]
         self._verified.update(places)
-        found = checksums_in_files(self._handle, places, [CHECKSUM] * len(places))
+        found = checksums_in_files(self._handle, places, [CHECKSUM] * len(places), ring=self._ring)
         self._damaged |= {
             items[place].name: None
             for place, value in zip(places, found, strict=True)
