@@ -38,7 +38,7 @@ def there() -> dict[str, torch.Tensor]:
 
 
 def mixed() -> dict[str, torch.Tensor]:
-    return {**plain(), **turned(), **{f"small{number}": torch.ones(1000) for number in range(5000)}}
+    return {**plain(), **turned(), **{f"small{number}": torch.ones(1000) for number in range(500)}}
 
 
 def prepare(folder: Path) -> None:
