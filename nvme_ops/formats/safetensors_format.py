@@ -1,9 +1,8 @@
 """Parses the header of a safetensors file: https://github.com/huggingface/safetensors#format. Reads no tensors.
 
 Eight bytes give the length of a JSON object with each tensor's dtype, shape and place; the tensors follow without gaps.
-This parser accepts and refuses the same files as safetensors' own, with three exceptions. Only this one refuses names
-that come twice in an object, such as those of tensors, and tensors described by an array; only safetensors' refuses
-what is nested in more than 127 levels.
+This parser accepts and refuses the same files as safetensors' own, with three exceptions. Only this one refuses several
+tensors of one name, and tensors described by an array; only safetensors' refuses nesting in more than 127 levels.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import mul
 from typing import Any, NamedTuple, NoReturn
@@ -206,24 +205,33 @@ def _kind(dtype: str, dimensions: str) -> tuple[tuple[int, ...], int] | None:
 def _read_strictly(text: bytes, start: int, path: str) -> _Described:
     """Parses any header. Raises FormatError."""
     document = _parse(text, path)
+    unique_names(path, document.pairs)
     metadata = _metadata(document.pop("__metadata__", None), path)
     return metadata, {name: _entry(name, info, start, path) for name, info in document.items()}
 
 
-def unique_names(path: str) -> Callable[[list[tuple[str, Any]]], dict[str, Any]]:
-    """Returns what makes JSON objects of a file, and refuses one in which a name comes twice."""
-
-    def made(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) < len(pairs):
-            (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
-            refuse(path, f"the name {name!r} appears twice")
-        return found
-
-    return made
+def unique_names(path: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the JSON object of these names and values. Raises FormatError if a name comes twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
+        refuse(path, f"the name {name!r} appears twice")
+    return found
 
 
-def _parse(text: bytes, path: str) -> dict[str, Any]:
+class _Object(dict[str, Any]):
+    """A JSON object. A repeated name has its last value, as in other readers, and ``pairs`` has all of them."""
+
+    def __init__(self, pairs: Sequence[tuple[str, Any]]) -> None:
+        super().__init__(pairs)
+        self.pairs = pairs if len(self) < len(pairs) else ()
+
+    def all_values(self) -> list[Any]:
+        """Returns all values, including replaced ones, which must be valid as well."""
+        return [value for _, value in self.pairs] or list(self.values())
+
+
+def _parse(text: bytes, path: str) -> _Object:
     """Parses JSON as strictly as safetensors does: surrogates, NaN, and numbers too large for a double are errors."""
 
     def constant(word: str) -> NoReturn:
@@ -241,7 +249,7 @@ def _parse(text: bytes, path: str) -> dict[str, Any]:
     try:
         decoded = text.decode("utf-8")
         document = json.loads(
-            decoded, object_pairs_hook=unique_names(path), parse_constant=constant, parse_int=integer, parse_float=real
+            decoded, object_pairs_hook=_Object, parse_constant=constant, parse_int=integer, parse_float=real
         )
     except FormatError:
         raise
@@ -249,7 +257,7 @@ def _parse(text: bytes, path: str) -> dict[str, Any]:
         refuse(path, f"header is not JSON: {error}")
     if "\\u" in decoded and any(found[1] for found in _LONE_SURROGATE.finditer(decoded)):
         refuse(path, "header is not JSON: half a surrogate pair")
-    if not isinstance(document, dict):
+    if not isinstance(document, _Object):
         refuse(path, "header is not a JSON object")
     return document
 
@@ -257,7 +265,7 @@ def _parse(text: bytes, path: str) -> dict[str, Any]:
 def _metadata(value: Any, path: str) -> dict[str, str]:
     if value is None:
         return {}
-    if not isinstance(value, dict) or not set(map(type, value.values())) <= {str}:
+    if not isinstance(value, _Object) or not set(map(type, value.all_values())) <= {str}:
         refuse(path, "__metadata__ is not an object of strings")
     return value
 
@@ -266,13 +274,15 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
     def wrong(what: str) -> NoReturn:
         refuse(path, f"tensor {name!r}: {what}")
 
-    if not isinstance(info, dict):
+    if not isinstance(info, _Object):
         wrong("is not described by an object")
     for key in _FIELDS:
         if key not in info:
             wrong(f"{key} is missing")
+        if [name for name, _ in info.pairs].count(key) > 1:
+            wrong(f"{key} appears twice")
     dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
-    if isinstance(dtype, dict) and list(dtype.values()) == [None]:  # Rust's other notation: {"F32": null}
+    if isinstance(dtype, _Object) and dtype.all_values() == [None]:  # Rust's other notation: {"F32": null}
         dtype = next(iter(dtype))
     if not isinstance(dtype, str) or dtype not in _BITS:
         wrong(f"dtype {dtype!r} is unknown")

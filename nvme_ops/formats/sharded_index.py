@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -82,7 +83,7 @@ def _encodes(name: str) -> bool:
 
 def _parse(content: bytes, path: str) -> dict[str, Any]:
     try:
-        document = json.loads(content.decode(), object_pairs_hook=unique_names(path))
+        document = json.loads(content.decode(), object_pairs_hook=functools.partial(unique_names, path))
     except FormatError:
         raise
     except (ValueError, RecursionError) as error:
