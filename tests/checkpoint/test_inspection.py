@@ -284,6 +284,10 @@ def test_across_formats(tmp_path: Path, first: str, capsys: pytest.CaptureFixtur
             assert words in said
         assert main(["verify", str(same), str(other)]) == 0
         assert [line.split(": ")[0] for line in capsys.readouterr().out.splitlines()] == [str(same), str(other)]
+        item = contents(other).items[-1]
+        flip(Path(item.path), item.end - 1)
+        assert [main(["verify", str(one), str(two)]) for one, two in ((same, other), (other, same))] == [1, 1]
+        capsys.readouterr()
 
 
 def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,7 @@ def load_dcp(tensors: Any, folder: Path) -> None:
 
 #: Which tensors there are, what is done, and the bytes of the tensors that come of it.
 WORK: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object], int]] = {
+    "save": (plain, save, 0),
     "save, turned": (turned, save, 0),
     "save, on a device": (there, save, 0),
     "save_async, no memory": (turned, lambda *given: save_async(*given, memory=0), 0),
@@ -93,6 +94,7 @@ WORK: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object], int]] = 
     "load": (dict, load(PLAIN, verify=True), SIZE),
     "load, every other": (dict, load(PLAIN, keys=[f"{number:02}" for number in range(0, 16, 2)]), SIZE // 2),
     "load, to a device": (dict, load(PLAIN, map_location="privateuseone:0"), SIZE),
+    "load, into": (plain, load_into(PLAIN), 0),
     "load, into turned": (turned, load_into(TURNED), 0),
     "convert": (dict, convert_both, 2 * ALLOWED),  # its window too
 }

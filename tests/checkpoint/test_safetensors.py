@@ -294,8 +294,8 @@ def test_into_a_tensor_of_any_kind(path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
 def test_nothing_is_filled_before_all_is_known_to_fit(folder: Path, name: str) -> None:
-    path, b = folder / name, torch.zeros(2)
-    nvme_ops.save({"b": torch.ones(2), "a": torch.ones(4, 5)}, path)
+    path, b = folder / name, torch.zeros(2).half()
+    nvme_ops.save({"b": torch.ones(2).half(), "a": torch.ones(4, 5)}, path)
     for into, kind, words in (
         ({"a": torch.zeros(5, 4)}, ValueError, r"'a' is torch\.float32 of shape \(4, 5\)"),
         ({"a": torch.zeros(4, 5, dtype=torch.int32)}, ValueError, r"'a' is torch\.float32 of shape \(4, 5\)"),
@@ -310,9 +310,9 @@ def test_nothing_is_filled_before_all_is_known_to_fit(folder: Path, name: str) -
     nvme_ops.load(path, into={**into, "b": b}, keys=["b"])
     assert b.tolist() == [1, 1]
     found = nvme_ops.load(path, map_location="meta", verify=True)
-    assert {name: (each.device.type, tuple(each.shape)) for name, each in found.items()} == {
-        "a": ("meta", (4, 5)),
-        "b": ("meta", (2,)),
+    assert {name: (each.device.type, each.dtype, tuple(each.shape)) for name, each in found.items()} == {
+        "a": ("meta", torch.float32, (4, 5)),
+        "b": ("meta", torch.float16, (2,)),
     }
 
 

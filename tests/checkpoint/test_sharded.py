@@ -18,6 +18,7 @@ from nvme_ops.checkpoint import safetensors_file, sharded
 from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.inspection.contents import contents, damaged
 from tests.conftest import pattern
+from tests.contract.faulty import flip
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 Tensors = dict[str, torch.Tensor]
@@ -196,10 +197,16 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
     found = load(index, into=into)
     assert_same(into, STATE)
     assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
+    item = next(each for each in contents(folder).items if each.name == "head")
+    flip(Path(item.path), item.end - 1)
+    assert damaged(contents(folder)) == ["head"]
+    for wanted in ({}, {"keys": ["head"]}, {"keys": ["head"], "into": {"head": torch.zeros_like(STATE["head"])}}):
+        with pytest.raises(ChecksumError, match="'head'"):
+            load(folder, verify=True, **wanted)
     for shard in set(places.values()) - {places["norm"]}:
         (folder / shard).unlink()  # not opened
     part = {"norm": torch.zeros(100)}
-    for found in (load(folder, keys=["norm"]), load(folder, keys="norm"), load(folder, keys=["norm"], into=part)):
+    for found in (load(folder, keys="norm", verify=True), load(folder, keys=["norm"], into=part)):
         assert_same(found, {"norm": STATE["norm"]})
 
 

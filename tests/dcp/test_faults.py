@@ -372,10 +372,11 @@ def larger_chunk(metadata: Metadata) -> None:
         (lie("data", 1 << 20), "48 bytes of data do not fit"),
         (lie("data", -1), "48 bytes of data do not fit"),
         (lie("offset", -1), "from byte -1 on"),
+        (lie("length", -1), "-1 bytes from byte"),
         (lie("length", 1 << 40), "1099511627776 bytes from byte"),
         (larger_chunk, "64000 bytes of data do not fit"),
     ],
-    ids=["beyond", "before", "offset", "long", "chunk"],
+    ids=["beyond", "before", "offset", "length", "long", "chunk"],
 )
 def test_metadata_that_contradict_each_other_are_an_error(change: Any, words: str, tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3, 4), "b": torch.ones(7)}, storage_writer=NvmeStorageWriter(tmp_path))

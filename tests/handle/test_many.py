@@ -50,7 +50,7 @@ def test_parts_of_any_size(backend: str, folder: Path, sizes: list[int], start: 
 
 
 def test_files_named_several_times(handle: aio_handle, folder: Path) -> None:
-    path, other = store(folder / "file", pattern(100_000)), store(folder / "other", pattern(100_000, 1))
+    path, other = store(folder / "file", pattern(100_000)), store(folder / "größe \udcff", pattern(100_000, 1))
     fd = os.open(path, os.O_RDONLY)
     backs, offsets = torch.zeros(6, 1000, dtype=torch.uint8), [0, 10, 50_000, 99_000, 3, 4]
     files: list[Any] = [path, other, path, str(path), os.fsencode(other), fd]
