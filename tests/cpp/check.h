@@ -132,10 +132,12 @@ inline void hangs(int) {
 // Runs the tests named, or all.
 int main(int count, char** names) {
   ::signal(SIGALRM, check::hangs);
+  bool any = false;
   for (const check::Test& test : check::tests) {
     bool wanted = count < 2;
     for (int i = 1; i < count; ++i) wanted = wanted || std::strcmp(names[i], test.name) == 0;
     if (!wanted) continue;
+    any = true;
     check::running = test.name;
     ::alarm(check::kHangSeconds);
     const unsigned long before = check::failures();
@@ -147,7 +149,8 @@ int main(int count, char** names) {
     std::printf("%s %s\n", check::failures() == before ? "passed" : "FAILED", test.name);
     std::fflush(stdout);
   }
-  return check::failures() > 0 ? 1 : 0;
+  if (!any) std::printf("no test has that name\n");
+  return !any || check::failures() > 0 ? 1 : 0;
 }
 
 #define TEST(name)                                               \

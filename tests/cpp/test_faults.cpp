@@ -170,6 +170,20 @@ TEST(a_queue_that_fails_is_replaced) {
   });
 }
 
+TEST(a_queue_that_fails_and_cannot_be_replaced_is_one_failure) {
+  each_way([](Op op, bool all_lanes) {
+    Bench bench;
+    bench.script().judge = always({5000, 0, 2});  // all leave rests
+    bench.script().breaks = [calls = 0]() mutable { return ++calls == 3 ? EBADF : 0; };
+    bench.script().before_open = [calls = 0]() mutable {
+      if (++calls > 1) fake::raise(EMFILE, "opening a queue");
+    };
+    const auto failure = bench.transfer(op, all_lanes);
+    CHECK(failure && failure->kind == Failure::Kind::System, "a failure, not " << check::described(failure));
+    bench.must_work();
+  });
+}
+
 TEST(nothing_moved_is_a_failure) {
   for (const bool all_lanes : {false, true}) {
     for (const Op op : {Op::Read, Op::Write}) {

@@ -237,6 +237,12 @@ TEST(what_is_allowed_can_be_used_in_full_and_no_more) {
   }
 }
 
+TEST(one_area_never_holds_more_than_a_lane_may) {
+  StagingArea area(budget_of(1000));
+  release(area, fill(area, kChunk));
+  CHECK_EQUAL(area.held_bytes(), kLaneStagingBytes);
+}
+
 TEST(areas_share_a_budget_beyond_their_first_chunk) {
   const auto budget = budget_of(3);
   StagingArea one(budget), other(budget), third(budget);
@@ -253,6 +259,25 @@ TEST(areas_share_a_budget_beyond_their_first_chunk) {
   release(other, modest);
   release(other, more);
   release(third, last);
+}
+
+TEST(threads_never_exceed_the_budget_together) {
+  const auto budget = budget_of(2);
+  std::atomic<std::size_t> held{0};
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 4; ++i) {
+    threads.emplace_back([&] {
+      for (int round = 0; round < 50; ++round) {
+        StagingArea area(budget);
+        const auto blocks = fill(area, kChunk);
+        const std::size_t now = held.fetch_add(blocks.size()) + blocks.size();
+        CHECK(!blocks.empty() && now <= 4 + 2, "a chunk for each of 4 and 2 more, got " << now);
+        held.fetch_sub(blocks.size());
+        release(area, blocks);
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
 }
 
 TEST(memory_that_could_not_be_had_is_not_charged) {

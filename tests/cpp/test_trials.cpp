@@ -138,6 +138,13 @@ TEST(what_was_found_before_is_used_at_once) {
   slower.restore(1, {1, 0.5}, 0.5);
   use(slower, {1, 2}, 60);  // what has changed between two programs
   CHECK_EQUAL(slower.chosen(), 0U);
+  for (const double usual : {1.0, 0.0}) {  // its best turn was a lucky one
+    Trials lucky(2, 1, 3);
+    lucky.restore(1, {0.9, 0.5}, usual);
+    use(lucky, {1.1, 1}, 500);
+    CHECK_EQUAL(lucky.explorations(), 1U);
+    CHECK_EQUAL(lucky.usual(), 1.0);
+  }
 }
 
 TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
@@ -203,6 +210,23 @@ TEST(frozen_it_learns_nothing) {
   const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
   experience.restore(reads(64 << 20), 1, std::vector<double>(tools.size(), 1), 1, 7);
   CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
+}
+
+TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
+  for (const bool cached_more : {false, true}) {
+    Experience experience(bounds(), true);
+    TransferClass kind = reads(64 << 20);
+    const std::vector<Tool> cold = tools_for(kind, bounds());
+    experience.restore(kind, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
+    kind.cached = true;
+    const std::vector<Tool> hot = tools_for(kind, bounds());
+    experience.restore(kind, 2, std::vector<double>(hot.size(), 1), 1, 8);
+    for (const bool cached : {true, false, true}) {
+      const auto choice = experience.choose(kind);
+      CHECK(choice.tool == (cached_more ? hot[2] : cold[1]), "that of most transfers");
+      experience.note(choice, 100, cached, 1);
+    }
+  }
 }
 
 TEST(what_was_found_for_another_number_of_tools_is_left_aside) {
