@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.offload import stream_weights
+from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights.residents import Resident, Residents
 from tests.device.kinds import Device
 from tests.offload.models import Tied
@@ -95,3 +95,11 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
     assert torch.equal(result.cpu(), torch.full((1000,), 6.0 if multiplied else 0.0))
     del values
     residents.close()
+
+
+def test_a_device_may_be_named_without_its_number(device: Device, folder: Path) -> None:
+    there = device.empty(0).device
+    for where in ("meta", there):
+        module = torch.nn.Linear(256, 256, device=where)
+        with swap_params(module, folder, memory_budget="1M", min_bytes=1, device=there.type):
+            assert {each.device for each in module.parameters()} == {there}

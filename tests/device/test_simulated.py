@@ -55,8 +55,11 @@ def test_a_device_that_fails(device: Simulated, folder: Path, call: str, what: s
     handle, size = device.handle(), 11 * CHUNK + 5  # twelve copies
     path, there = store(folder / "file", sample(size)), device.tensor(sample(size))
     match = r"copying to or from the device: .* private device"
-    with device.simulated.failing(what, skipped), pytest.raises(RuntimeError, match=match):
-        {**WRITES, **READS}[call](handle, there, path, 0)
+    with device.elsewhere():
+        before = device.current()
+        with device.simulated.failing(what, skipped), pytest.raises(RuntimeError, match=match):
+            {**WRITES, **READS}[call](handle, there, path, 0)
+        assert device.current() == before
     still_works(device, handle, folder)
 
 

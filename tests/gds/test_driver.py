@@ -139,6 +139,12 @@ def test_a_library_that_cannot_be_used(cufile: FakeCuFile, library: str, reason:
 # The user's settings
 
 
+def test_the_users_log(cufile: FakeCuFile, folder: Path) -> None:
+    os.environ["CUFILE_LOGFILE_PATH"] = str(folder / "log")
+    gds_handle()
+    assert (folder / "log").read_text() == "opened\n"
+
+
 def test_the_users_configuration(cufile: FakeCuFile, folder: Path) -> None:
     """It may say where the log goes, so nothing is set beside it."""
     os.chdir(folder)
@@ -175,6 +181,18 @@ def test_no_handle_after_a_fork(cufile: FakeCuFile, device: PrivateDevice, folde
     assert moves(device, handle, path) == moves(device, gds_handle(), path) == "gds"
     assert cufile.calls(OPEN) == 1
     handle.unpin_device_tensor(tensor)
+
+
+def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    os.environ["NVME_OPS_GDS"] = "require"
+    handle, path, tensor = gds_handle(), folder / "file", device.tensor(pattern(ODD))
+    moves(device, handle, path)
+
+    def child() -> None:
+        with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require, but cuFile's driver is not open"):
+            handle.read(tensor, path)
+
+    in_child(child)
 
 
 def test_a_fork_with_work_pending(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:

@@ -10,6 +10,7 @@ import ctypes
 import errno
 import gc
 import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch
 
 from nvme_ops.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder, machine
-from tests.conftest import MIB, contents, pattern, store
+from tests.conftest import MIB, contents, in_threads, pattern, store
 from tests.fake_cufile import FakeCuFile, Function
 from tests.private_device import PrivateDevice
 
@@ -173,6 +174,34 @@ def test_a_code_of_cufile_or_of_the_system(cufile: FakeCuFile, device: PrivateDe
         still_works(cufile, device, handle, folder)
 
 
+@pytest.mark.usefixtures("no_collection")
+def test_a_handler_that_raises_ends_a_blocking_call(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+    """What is in flight ends, the rest is not started, and the handle goes on."""
+    handle, path = gds_handle(BLOCK, intra_op_parallelism=2), store(folder / "file", pattern(ODD))
+    there, main, in_flight = device.empty(ODD), threading.get_ident(), threading.Event()
+
+    def interrupt() -> None:
+        cufile.wait_for_held_up(READ, 2)
+        signal.pthread_kill(main, signal.SIGINT)
+        in_flight.wait(60)
+        cufile.release(READ)
+
+    def stop(*_: object) -> None:
+        in_flight.set()
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, stop)
+    thread = threading.Thread(target=interrupt)
+    cufile.fail(READ, delay=0.05, first=3, count=-1)  # time to hear of the end
+    with cufile.held(READ):
+        thread.start()
+        with pytest.raises(KeyboardInterrupt):
+            handle.sync_pread(there, path)
+        thread.join()
+    assert cufile.calls(READ) < ODD // BLOCK
+    still_works(cufile, device, handle, folder)
+
+
 # Memory that is registered
 
 
@@ -250,3 +279,17 @@ def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: PrivateDevice, 
         assert handle.unpin_device_tensor(tensor) is True
     assert future.result() == moved.nbytes
     assert torch.equal(device.peek(moved), pattern(8 * 65536)[: moved.nbytes])
+
+
+def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) -> None:
+    handle, shared = gds_handle(), device.empty(ODD)
+
+    def work(_: int) -> None:
+        for _ in range(20):
+            own = device.empty(5000)
+            handle.pin_device_tensor(shared)
+            handle.pin_device_tensor(own)
+            assert handle.unpin_device_tensor(own)
+
+    in_threads(work, 4)
+    assert (cufile.statistics().memories, handle.unpin_device_tensor(shared)) == (1, True)
