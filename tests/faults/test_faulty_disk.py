@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -21,6 +22,9 @@ def test_each_cell_is_an_error_with_its_file_or_the_right_result() -> None:
     command = [sys.executable, "-m", "tests.faults.faulty_disk"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+    for what in ("read", "write", "flush"):  # the disk does what it is told to
+        assert re.search(rf"^\w+ +{what} error +raised +OSError: \[Errno 5\]", done.stdout, re.M), done.stdout
+        assert re.search(rf"^\w+ +{what} stall, Ctrl-C +interrupted", done.stdout, re.M), done.stdout
 
 
 def test_a_disk_whose_process_is_killed_goes_though_it_stalls() -> None:

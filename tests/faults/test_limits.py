@@ -190,6 +190,20 @@ def test_a_device_itself(make_handle: HandleFactory, make_device: Callable[..., 
         handle.sync_pwrite(data, device.path, 7 * MIB - 99)
 
 
+def test_sectors_of_4096_bytes(make_handle: HandleFactory, make_file_system: Callable[..., Path]) -> None:
+    path, expected = make_file_system(16 * MIB, 4096) / "file", pattern(3 * MIB + 777, 1)
+    handle = make_handle(block_size=65536, cache="direct", intra_op_parallelism=2)
+    handle.sync_pwrite(expected, path)
+    for size, offset, skew in [(1, 511, 0), (512, 512, 1), (4096, 4096, 0), (100_000, 4097, 3), (MIB, 512, 64)]:
+        part = handle.new_cpu_locked_tensor(size + skew, expected)[skew:]
+        part.copy_(pattern(size, size))
+        handle.pwrite(part, path, True, False, offset)
+        expected[offset : offset + size] = part
+        handle.sync_pread(part.zero_(), path, offset)
+        assert torch.equal(part, expected[offset : offset + size])
+    assert torch.equal(contents(path), expected)
+
+
 def test_a_file_larger_than_the_file_system_allows(handle: aio_handle, folder: Path) -> None:
     path = store(folder / "file", pattern(10))
     with pytest.raises(OSError, match=r"File too large|No space left|Invalid argument"):
@@ -213,7 +227,7 @@ def test_room_that_was_not_enough_is_given_back(
         try:
             handle.sync_pwrite(data, path, 5000)
         except OSError as error:
-            assert error.errno == errno.ENOSPC  # noqa: PT017
+            assert (error.errno, error.filename) == (errno.ENOSPC, str(path))  # noqa: PT017
             refused += 1
             assert path.stat().st_size == 5000
             assert path.stat().st_blocks <= before + 16  # of 512 bytes: ext4 keeps a block that named the others
