@@ -57,12 +57,18 @@ class _Facts:
 
     def __init__(self, host: Host) -> None:
         self.host = host
-        self.settings = read_settings(host)
-        self.obstacles = obstacles(host, self.settings)
 
     @functools.cached_property
     def pieces(self) -> list[Requirement]:
         return machine.gds_requirements(*ops.torch_build(), self.host)
+
+    @functools.cached_property
+    def settings(self) -> CuFileSettings:
+        return read_settings(self.host)
+
+    @functools.cached_property
+    def obstacles(self) -> list[str]:
+        return obstacles(self.host, self.settings)
 
 
 def _line(facts: _Facts, piece: Requirement) -> Result:

@@ -194,15 +194,21 @@ class SampleWriter(Closing):
                 raise
 
     def _publish(self) -> None:
-        with locked(self.path), contextlib.ExitStack() as replaced:
-            self._require_right_to_replace()
-            if (before := self._claim_what_is_replaced()) is not None:
-                for _ in range(2):  # in case Ctrl-C ends the first call: the next writer would wait for it
-                    replaced.callback(before.settle)
-            for folder in self._folders:
-                sync_folder(folder)
-            write_index(self.path, self._index())
-            self._claim.settle()
+        before = None
+        with locked(self.path):
+            try:
+                self._require_right_to_replace()
+                before = self._claim_what_is_replaced()
+                for folder in self._folders:
+                    sync_folder(folder)
+                write_index(self.path, self._index())
+                self._claim.settle()
+            finally:
+                if before is not None:
+                    try:
+                        before.settle()
+                    finally:
+                        before.settle()  # in case Ctrl-C ended the first call: the next writer would wait for it
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""

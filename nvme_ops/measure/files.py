@@ -134,9 +134,16 @@ def _mincore(path: str, descriptor: int, size: int) -> int | None:
     """
     if os.stat(path).st_uid != os.geteuid() and not os.access(path, os.W_OK):
         return None
-    pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
-    with mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY) as mapped:
-        first = ctypes.c_char.from_buffer(mapped)
-        failed = ctypes.CDLL(None).mincore(ctypes.byref(first), ctypes.c_size_t(size), pages)
-        del first  # or the mapping could not be closed
-    return None if failed else sum(byte & 1 for byte in pages.raw)
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
+    address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address in (None, ctypes.c_void_p(-1).value):
+        return None
+    try:
+        pages = ctypes.create_string_buffer(-(-size // mmap.PAGESIZE))
+        return None if libc.mincore(address, size, pages) else sum(byte & 1 for byte in pages.raw)
+    finally:
+        libc.munmap(address, size)
