@@ -18,6 +18,7 @@ from nvme_ops.measure import files
 from nvme_ops.measure.engines import path_words
 from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
+from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB
 from tests.conftest import run_python
 from tests.fake_cufile import FakeCuFile
@@ -107,6 +108,18 @@ def test_what_is_not_installed_or_left_out_is_said(work: GpuWork, monkeypatch: p
     monkeypatch.delattr(torch.cuda, "gds", raising=False)
     with pytest.raises(Unavailable, match="pip install 'torch"):
         gpu_io.cufile_row(work)
+
+
+def test_aims_are_ratios_to_the_best_of_the_others_in_each_round() -> None:
+    seconds: dict[str, tuple[float | None, ...]] = {
+        gpu_io.HOST: (1, 1), gpu_io.BOUNCE: (2, 2), gpu_io.GDS: (1, 1), f"{gpu_io.KVIKIO}threads": (2, None),
+        gpu_io.CUFILE: (4, 4), gpu_io.GDS_PINNED: (1,),
+    }  # fmt: skip
+    rows = [Row(name, samples=[each and Sample(each, 12) for each in taken]) for name, taken in seconds.items()]
+    bounce, gds, pinned = gpu_io.aims(Table("read", "", "GB/s", rows, gpu_io.HOST))
+    assert bounce.endswith(": 0.50 (0.50 - 0.50), aim 0.95: missed")
+    assert gds.endswith(": 3.00 (2.00 - 4.00), aim 1: reached")
+    assert pinned.endswith(": not measured, see the rows' notes")
 
 
 def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(folder: Path) -> None:

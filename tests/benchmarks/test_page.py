@@ -187,3 +187,24 @@ def test_page_and_readme_are_what_the_stored_results_say_and_no_figure_is_by_han
     assert re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE) == list(page.SECTIONS)
     prose = emptied(text).replace("of 10^9 bytes", "")
     assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose) == []
+
+
+def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
+    found = results()["raw_io"]
+    document = found["runs"][0]["document"]
+    document |= {"about": {"gpu": "Example", "cuda": "13"}}
+    there, other = document["folders"].values()
+    best, missing, *_ = rows = there["tables"][0]["rows"]
+    there["notes"] = ["ours / theirs: reached"]
+    best["note"] = "without huge pages (vm.nr_hugepages)"
+    missing |= {"name": "a | b", "spread": None, "note": "not installed:\npip install it"}
+    next(each for each in rows if each["name"] == "nvme_ops, pageable")["spread"] = None
+    del other["tables"][2:]
+    text = page.render_page(PAGE.replace("{}", "raw_io"), {"raw_io": found}, "pictures")
+    assert re.search(r"^\| a \\\| b +\| - +\| .*\| not installed: pip install it +\|$", text, re.MULTILINE)
+    assert "- ours / theirs: reached" in text
+    assert "gpu Example; cuda 13" in text
+    made = page.render_readme(README, {"raw_io": found})
+    assert "Against fio at its best (without huge pages" in made
+    cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in made.splitlines() if line.startswith("| ")]
+    assert (cells[2][:3], cells[-1][3:6]) == (["-"] * 3, ["-"] * 3)

@@ -181,6 +181,13 @@ def test_the_bound_is_the_longer_of_computing_and_moving() -> None:
     assert found == [0.75, 0.25]
 
 
+def test_the_choice_is_divided_by_the_fixed_tool_of_the_highest_median() -> None:
+    rates = {"nvme_ops a": (9, 1, 1), "nvme_ops b": (2, 4, 5), adaptive.ADAPTIVE: (1, 2, 10), "torch": (99, 99, 99)}
+    rows = [Row(name, samples=[Sample(1, rate) for rate in each]) for name, each in rates.items()]
+    said = adaptive.summary(Table("read", "", "GB/s", rows))
+    assert said == "of the best fixed tool (nvme_ops b): 0.50 (after 20)"
+
+
 def test_version_2_of_cgroups_limits_memory_where_it_has_the_controller(tmp_path: Path) -> None:
     two, one = f"cgroup2 {tmp_path} cgroup2 rw 0 0\n", f"cgroup {tmp_path} cgroup rw,memory 0 0\n"
     for controllers, limit in (("cpu memory", "memory.max"), ("cpu", "memory.limit_in_bytes")):

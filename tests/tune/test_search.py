@@ -36,6 +36,10 @@ class MadeUpDevice:
             return PEAK
         if self.kind == "deep":  # the more requests in flight, the faster, in small blocks
             return PEAK * settings.queue_depth / (settings.queue_depth + 40) * (1 - 0.01 * abs(away))
+        if self.kind == "large":
+            return PEAK * settings.block_size / (settings.block_size + 2 * MIB)
+        if self.kind == "threads":  # one lane keeps a processor busy, and does not keep the device busy
+            return PEAK * min(1.0, 0.3 * settings.intra_op_parallelism) * (1 - 0.02 * settings.overlap_events)
         shape = (0.75 if settings.block_size > self.block else 1.0) * min(1.0, flight / self.needs)  # sharp limits
         return PEAK * shape * (0.8 if settings.queue_depth > 32 else 1.0)
 
@@ -67,7 +71,7 @@ def share_of_best(device: MadeUpDevice) -> float:
     return device.rate(found) / max(map(device.rate, combinations(axes(4))))
 
 
-@pytest.mark.parametrize("kind", ["deep", "cliffs"])
+@pytest.mark.parametrize("kind", ["deep", "large", "threads", "cliffs"])
 @pytest.mark.parametrize(("noise", "least"), [(0.005, 0.96), (0.1, 0.8)])
 def test_the_winner_is_close_to_the_best(kind: str, noise: float, least: float) -> None:
     shares = [share_of_best(MadeUpDevice(kind, seed, noise)) for seed in range(4)]
