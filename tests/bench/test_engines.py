@@ -124,6 +124,17 @@ def test_deepspeed_is_given_memory_that_it_locked_itself(
     assert [len(locked), *(tensor is locked[0] for tensor in moved)] == [1, True, False]
 
 
+def test_a_pass_starts_with_the_file_in_the_page_cache_or_out_of_it(make_task: Callable[..., Task]) -> None:
+    task = make_task()
+    if files.cached_share(task.path) is None:
+        pytest.skip("this kernel does not say what is in the page cache")
+    for name in ("aio_handle", "python", *(["fio"] if shutil.which("fio") else [])):
+        row = row_of(name, task)
+        for task.cached in (True, False):
+            row.before()
+            assert files.cached_share(task.path) == int(task.cached), name
+
+
 def test_all_engines_take_the_same_new_file_in_the_same_pass() -> None:
     task = Task("0", 1, write=False, more_paths=("1", "2"))
     taken: dict[str, list[str]] = {"a": [], "b": []}

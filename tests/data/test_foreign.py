@@ -150,9 +150,17 @@ def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
                 add(tar, f"d/{number:06d}.{extension}", content)
             add(tar, ".hidden")
     os.mkfifo(folder / "y.tar")
+    os.mkfifo(folder / "index.json")
+    assert len(SampleStore(folder)) == 3
+    (folder / "index.json").unlink()
     (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}')  # of the package wids
     found = SampleStore(folder).read(range(3))
     assert all(same_tar(each, number, "d/") for number, each in enumerate(found))
+    for text in ("", "[]", "not json"):
+        (folder / "alone").mkdir(exist_ok=True)
+        (folder / "alone" / "index.json").write_text(text)
+        with pytest.raises(FormatError):
+            SampleStore(folder / "alone")
 
 
 @pytest.mark.parametrize("second", ["a.jpg", "a.JPG"])
@@ -173,6 +181,8 @@ EACH = 3 * 512  # bytes of a member of 700 in a tar
     ("damage", "words"),
     [
         (lambda tar: tar[: 5 * EACH + 1] + b"X" + tar[5 * EACH + 2 :], f"damaged or cut off at byte {5 * EACH}"),
+        (lambda tar: tar[: 5 * EACH], f"damaged or cut off at byte {5 * EACH}"),
+        (lambda tar: tar[: 10 * EACH] + b"X" * 512, f"damaged or cut off at byte {10 * EACH}"),
         (lambda tar: tar[: 5 * EACH + 100], f"damaged or cut off at byte {5 * EACH}"),
         (lambda tar: tar[: 5 * EACH + 1000], "cannot end at byte"),
         (lambda _: b"\x1f\x8b" + bytes(600), "not a tar that can be read in place"),

@@ -299,3 +299,14 @@ def test_the_order_is_one_for_all_versions() -> None:
     assert EpochOrder([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
     found = EpochOrder([6, 5, 6], "shards", 7, 3).at(0, 17).tolist()
     assert found == [12, 16, 13, 11, 14, 15, 10, 6, 7, 8, 9, 2, 1, 3, 5, 4, 0]
+
+
+def test_shards_come_one_after_the_other() -> None:
+    for counts in ([100, 0, 7, 0, 250], [0, 4]):
+        found = EpochOrder(counts, "shards", 1, 0).at(0, sum(counts))
+        assert sorted(found.tolist()) == list(range(sum(counts)))
+        shards = torch.searchsorted(torch.tensor(counts).cumsum(0), found, right=True)
+        assert len(shards.unique_consecutive()) == sum(count > 0 for count in counts)
+    assert (
+        EpochOrder([3000], "shards", 2, 0).at(0, 50).tolist() != EpochOrder([3000], "shards", 1, 0).at(0, 50).tolist()
+    )

@@ -10,6 +10,7 @@ import itertools
 import os
 import random
 import signal
+import struct
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ import pytest
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
 from nvme_ops.errors import FormatError
+from nvme_ops.tensors import checksums_of
 from tests.conftest import give_up_root, in_child, in_threads, open_to_all, watched
 from tests.contract.faulty import flip
 
@@ -389,6 +391,18 @@ def test_a_block_within_a_record_is_not_taken_for_one_of_the_log(
         path.write_bytes(path.read_bytes()[:-1])
     with pytest.warns(RuntimeWarning, match="is lost") if behind or damaged > 1 else contextlib.nullcontext():
         assert read(folder) == [b"first", *behind]
+
+
+def test_lengths_that_are_not_those_of_the_block_lose_it(folder: Path) -> None:
+    """Though its checksum is right: whoever wrote it was wrong."""
+    path = unended(folder, RECORDS[:2])
+    whole = path.read_bytes()
+    for sizes in ((4, 1), (3, 0), (2**32 - 1, 5)):
+        rest = struct.pack("<IQ2I", 2, 4, *sizes) + b"abcd"
+        liar = b"NVLG" + struct.pack("<I", checksums_of([rest], "crc32c")[0]) + rest
+        path.write_bytes(whole[:BLOCK] + liar + whole[BLOCK:])
+        with pytest.warns(RuntimeWarning, match=f"damaged from byte {BLOCK} to {BLOCK + len(liar)};"):
+            assert read(folder) == RECORDS[:2]
 
 
 def test_a_torn_end_is_skipped_and_damage_in_a_file_that_was_ended_an_error(folder: Path) -> None:

@@ -276,7 +276,9 @@ def test_missing_ninja_is_said(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -
         TinyBuilder().load()
 
 
-@pytest.mark.parametrize("change", ["sys.stderr = None", "sys.stderr = sys.stdout = open('/dev/full', 'w')"])
+@pytest.mark.parametrize(
+    "change", ["sys.stderr = None", "os.close(2)", "sys.stderr = sys.stdout = open('/dev/full', 'w')"]
+)
 def test_a_verbose_build_needs_no_stderr(sandbox: Sandbox, tmp_path: Path, change: str) -> None:
     program = f"""
 import os, sys

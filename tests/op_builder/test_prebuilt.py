@@ -73,6 +73,7 @@ def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_one_built_just_in_
 
 
 MISMATCHES: dict[str, tuple[Callable[[Path, Sandbox], object], str]] = {
+    "another torch": (lambda op, _: change_record(op, torch="1.0.0"), r"torch: built for 1\.0\.0, here 2\."),
     "another machine": (lambda op, _: change_record(op, machine="pdp11"), "machine: built for pdp11"),
     "changed sources": (lambda _, sandbox: sandbox.header.write_text("#define ANSWER 43\n"), "its sources changed"),
     "bad record": (lambda op, _: finished.record_path(op).write_text("[]"), r"tiny\.build\.json is missing"),

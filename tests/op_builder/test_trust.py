@@ -263,6 +263,7 @@ LOCKS: dict[str, Callable[[Path, Path], object]] = {
     "file": lambda lock, _: lock.touch(),
     "link": lambda lock, victim: lock.symlink_to(victim),
     "folder": lambda lock, _: (lock / "full").mkdir(parents=True),
+    "fifo": lambda lock, _: os.mkfifo(lock),
 }
 
 

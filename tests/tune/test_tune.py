@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -229,6 +230,9 @@ def test_a_run_keeps_tells_and_logs_what_it_found(place: Path, monkeypatch: pyte
     for handle in (aio_handle(**section), aio_handle.tuned(place)):
         assert [getattr(handle, f"get_{name}")() for name in KEYS] == list(section.values())
     round_trip(handle, parent / "file", 100_000)
+    if importlib.util.find_spec("deepspeed"):
+        taken = importlib.import_module("deepspeed.runtime.swap_tensor.aio_config").get_aio_config(document)
+        assert {name: taken[name] for name in KEYS} == section
 
 
 def test_json_on_standard_output_is_alone_there(place: Path) -> None:

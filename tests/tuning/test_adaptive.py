@@ -61,7 +61,8 @@ DATA = aligned(2 * MIB).copy_(pattern(2 * MIB))
 def test_every_way_to_move_data_is_learned_from_if_it_is_measured(
     folder: Path, concurrency: str, call: Callable[[aio_handle, Path], object]
 ) -> None:
-    handle = pickle.loads(pickle.dumps(aio_handle.adaptive(folder)))  # as path and arguments
+    handle = pickle.loads(pickle.dumps(aio_handle.adaptive(folder, queue_depth=7)))  # as path and arguments
+    assert handle.get_queue_depth() == 7
     for _ in range(6 if concurrency else MANY):
         call(handle, folder / "file")
     assert torch.equal(contents(folder / "file"), DATA)
