@@ -115,7 +115,10 @@ def test_aims_are_ratios_to_the_best_of_the_others_in_each_round() -> None:
         gpu_io.HOST: (1, 1), gpu_io.BOUNCE: (2, 2), gpu_io.GDS: (1, 1), f"{gpu_io.KVIKIO}threads": (2, None),
         gpu_io.CUFILE: (4, 4), gpu_io.GDS_PINNED: (1,),
     }  # fmt: skip
-    rows = [Row(name, samples=[each and Sample(each, 12) for each in taken]) for name, taken in seconds.items()]
+    rows = [
+        Row(name, samples=[None if each is None else Sample(each, 12) for each in taken])
+        for name, taken in seconds.items()
+    ]
     bounce, gds, pinned = gpu_io.aims(Table("read", "", "GB/s", rows, gpu_io.HOST))
     assert bounce.endswith(": 0.50 (0.50 - 0.50), aim 0.95: missed")
     assert gds.endswith(": 3.00 (2.00 - 4.00), aim 1: reached")
