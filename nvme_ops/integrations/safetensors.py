@@ -136,7 +136,8 @@ class TensorSlice:
         rows = self._shape[0] if self._shape else 0
         if isinstance(first, slice) and first.step in (None, 1) and self._shape:
             start, stop, _ = first.indices(rows)
-            return self._rows(start, max(start, stop))[(slice(None), *rest)].contiguous()
+            found = self._rows(start, max(start, stop))
+            return found[(slice(None), *rest)].contiguous() if rest else found
         if isinstance(first, int) and not isinstance(first, bool) and self._shape:
             if not -rows <= first < rows:
                 raise IndexError(f"index {first} is out of bounds for dimension 0 with size {rows}")

@@ -59,15 +59,33 @@ def opened(capability: str, model: Model, folder: str, rng: random.Random) -> It
 
 
 def snapshot(value: Any) -> Any:
-    """Returns what a tensor is now."""
-    return value.detach().clone().resolve_conj().resolve_neg() if isinstance(value, torch.Tensor) else value
+    """Returns what a tensor is now, and its strides, ``requires_grad`` and ``is_leaf``."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    try:
+        leaf = value.is_leaf
+    except RuntimeError:  # a view that was changed and may not be
+        leaf = False
+    kept = value.detach().clone().resolve_conj().resolve_neg()
+    strides = tuple(each for each, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    conjugated = value.is_conj() or value.is_neg()  # which is computed for a tensor on storage
+    # Of what was frozen after it was made, torch asks anew for a view that it has to replay.
+    frozen = value._is_view() and value._base is not None and not value._base.requires_grad
+    of_grad = (None, None) if frozen else (value.requires_grad, leaf)
+    return kept.contiguous(), None if conjugated else strides * bool(value.numel()), *of_grad
 
 
 def difference(ours: Any, plain: Any) -> str:
     """Says in what two snapshots differ; nothing if they do not."""
+    if isinstance(ours, tuple) and isinstance(plain, tuple) and isinstance(plain[0], torch.Tensor):
+        for name, mine, its in zip(("strides", "requires_grad", "is_leaf"), ours[1:], plain[1:], strict=True):
+            if mine != its and None not in (mine, its):
+                return f"{name}: {mine} is not {its}"
+        ours, plain = ours[0], plain[0]
     word = same(ours, plain)
-    # torch multiplies by a conjugated view without conjugating its values
-    return "" if word == "other bits" and plain.is_complex() else word
+    if word == "other bits" and plain.is_complex() and torch.allclose(ours, plain, rtol=1e-6, equal_nan=True):
+        return ""  # torch multiplies by a conjugated view without conjugating its values
+    return word
 
 
 @dataclass

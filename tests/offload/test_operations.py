@@ -66,7 +66,12 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
 }
 NAMES = [*OPERATIONS, *ATTRIBUTES, *OTHERS]
 
-REFUSED = re.compile(r"on storage|swapped|streamed|keeps shape and memory|cannot be resized|no memory of its own")
+#: Refusals of what torch has samples for: of writes to a streamed weight, and of what is not in place. Of others any.
+REFUSED = re.compile(
+    r"weights? that (are|is) streamed|streamed from storage|keeps shape and memory|cannot be resized|"
+    r"no memory of its own"
+)
+ANY_REFUSED = re.compile(rf"on storage|swapped|streamed|{REFUSED.pattern}")
 #: What differs, as a pattern, and why.
 DIFFERENT = {
     r"(linalg\.(cond|eigvalsh)|norm\.nuc|masked\.prod).*other bits": "torch asks whether a tensor is of a subclass",
@@ -189,7 +194,9 @@ def word(compare: Callable[[], str]) -> str:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
-def differences(tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], way: Any, folder: Path) -> list[str]:
+def differences(
+    tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], way: Any, folder: Path, refusals: re.Pattern[str]
+) -> list[str]:
     """Returns what differs in each case, given its tensors, the outcome in memory, and the tensors afterwards."""
     if way in POLICIES:
         with save_on_nvme(folder, min_bytes=1, memory_budget=0, policy=way):
@@ -201,7 +208,7 @@ def differences(tried: Sequence[tuple[Case, list[torch.Tensor], Any, Tensors]], 
         found = [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
         moved.forget()
         for number, (case, given, _, usual) in enumerate(tried):
-            refused = REFUSED.search(found[number])
+            refused = refusals.search(found[number])
             wanted, which = (case.tensors, case.mask) if refused else (usual, range(len(usual)))
             after = word(
                 lambda: same([values(given[each]) for each in which], [wanted[each].detach() for each in which])  # noqa: B023
@@ -228,7 +235,8 @@ def operate(name: str, folder: Path) -> list[str]:
             given, usual = case.copies(), case.copies()
             with contextlib.suppress(Exception):  # what torch does not do, either
                 rows.append((case, given, case.outcome(usual), [each.detach() for each in usual]))
-        for (case, *_), found in zip(rows, differences(rows, way, folder), strict=True):
+        refusals = ANY_REFUSED if op is None else REFUSED
+        for (case, *_), found in zip(rows, differences(rows, way, folder, refusals), strict=True):
             line = f"{name} {way} {case.name} {case.then}, {case.mask} of {len(case.tensors)}: {found}"
             if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
                 said.append(line)
