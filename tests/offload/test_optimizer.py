@@ -274,7 +274,9 @@ def test_a_second_backward_pass_or_one_that_fails_is_no_step(folder: Path) -> No
     model = network()
     with adamw(model, folder, overlap="backward") as optimizer:
         backward(model, 0)
-        with pytest.raises(RuntimeError, match=r"ready twice before step\(\): .* `with optimizer.accumulate\(\):`"):
+        # torch refuses it where a weight that this pass has saved has been updated meanwhile
+        said = r"ready twice before step\(\): .* `with optimizer.accumulate\(\):`|modified by an inplace operation"
+        with pytest.raises(RuntimeError, match=said):
             backward(model, 1)
         optimizer.zero_grad()
 
