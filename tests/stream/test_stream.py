@@ -88,6 +88,16 @@ def test_writes_and_reads_of_one_size_come_to_the_end_in_order(size: int, path: 
     assert buffer[:-7] == data[7:]
 
 
+def test_what_is_read_in_order_is_read_ahead_wherever_it_begins(filled: Path) -> None:
+    handle = nvme_ops.aio_handle()
+    with nvme_ops.open(filled, handle=handle) as file:
+        file.seek(5 * MIB)
+        assert file.read(1000) == DATA[5 * MIB : 5 * MIB + 1000]
+        assert handle.statistics().bytes < MIB  # it may be the only one
+        assert file.read(1000) == DATA[5 * MIB + 1000 : 5 * MIB + 2000]
+        assert handle.statistics().bytes >= MIB
+
+
 # torch, numpy and pickle
 
 
