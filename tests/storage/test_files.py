@@ -149,6 +149,11 @@ def test_who_is_patient_waits_for_one_that_only_looks(tmp_path: Path, monkeypatc
     os.close(taking)
 
 
+def test_who_looks_whether_a_writer_is_gone_holds_nothing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert [files.is_abandoned(str(tmp_path / "file")) for _ in range(2)] == [True, True]
+
+
 def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_on(folder: Path) -> None:
     manifest = folder / "manifest"
     manifest.write_bytes(b"old")
