@@ -220,3 +220,15 @@ def checksum_of(tensor: torch.Tensor, kind: str, value: int = 0) -> int:
 def joined_checksum(first: int, second: int, length: int, kind: str) -> int:
     """Returns the checksum of two parts from the ``first`` one's, and the ``second``'s, which has ``length`` bytes."""
     return cast("int", native().joined_checksum(kind, first, second, length))
+
+
+def groups(sizes: Sequence[int], nbytes: int) -> Iterator[range]:
+    """Divides the places of ``sizes`` into ranges of at most ``nbytes`` together or of one place; yields them."""
+    first, together = 0, 0
+    for place, size in enumerate(sizes):
+        if place > first and together + size > nbytes:
+            yield range(first, place)
+            first, together = place, 0
+        together += size
+    if sizes:
+        yield range(first, len(sizes))

@@ -38,6 +38,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage.files import make_folder, sync_folder, unlink
 from nvme_ops.storage.publication import Publication
+from nvme_ops.tensors import groups
 
 SUFFIXES = FORMATS["sharded"][1]
 
@@ -114,17 +115,12 @@ def plan(
     tensors = require_tensors(obj)
     require_strings(metadata or {})
     most = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
-    parts: list[dict[str, torch.Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > most:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor
-        size += tensor.nbytes
+    items = list(tensors.items())
+    sizes = [tensor.nbytes for tensor in tensors.values()]
+    parts = [dict(items[group.start : group.stop]) for group in groups(sizes, most)] or [{}]
     save = os.urandom(8).hex()
     shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
-    about = {**(metadata or {}), "total_size": sum(tensor.nbytes for tensor in tensors.values())}
+    about = {**(metadata or {}), "total_size": sum(sizes)}
     for key in integrity.OURS:  # left from an index that this metadata was loaded from
         about.pop(key, None)
     about[integrity.SAVE] = save

@@ -14,13 +14,13 @@ import torch
 
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Sample, Spec
-from nvme_ops.data.index import NAME, groups
+from nvme_ops.data.index import NAME
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter, is_data_file
 from nvme_ops.errors import FormatError
 from nvme_ops.file import shared_handle
 from nvme_ops.settings import PIECE
-from nvme_ops.tensors import empty
+from nvme_ops.tensors import empty, groups
 
 OnProgress = Callable[[int], object]  # bytes read since the last call
 _AT_ONCE = 4 * PIECE  # bytes of files that one request reads

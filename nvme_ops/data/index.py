@@ -19,7 +19,7 @@ import stat
 import struct
 import warnings
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
@@ -128,18 +128,6 @@ class SampleIndex:
 def aligned(value: Sizes, alignment: int) -> Sizes:
     """Returns ``value`` rounded up to a multiple of ``alignment``."""
     return value if alignment == 1 else -(-value // alignment) * alignment
-
-
-def groups(sizes: Sequence[int], nbytes: int) -> Iterator[range]:
-    """Divides the places of ``sizes`` into ranges of at most ``nbytes`` together or of one place; yields them."""
-    first, together = 0, 0
-    for place, size in enumerate(sizes):
-        if place > first and together + size > nbytes:
-            yield range(first, place)
-            first, together = place, 0
-        together += size
-    if sizes:
-        yield range(first, len(sizes))
 
 
 def write_index(path: str, index: SampleIndex) -> None:

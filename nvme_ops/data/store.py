@@ -24,14 +24,14 @@ from nvme_ops._native import native
 from nvme_ops.closing import Closing
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
-from nvme_ops.data.index import SampleIndex, aligned, groups
+from nvme_ops.data.index import SampleIndex, aligned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError, naming
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
-from nvme_ops.tensors import checksums_of, empty
+from nvme_ops.tensors import checksums_of, empty, groups
 from nvme_ops.text import size_words
 
 if TYPE_CHECKING:
