@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import raw_io
 from nvme_ops.measure import bench, files, scratch, stop
 from nvme_ops.measure.remote import Remote
 from tests import prepared
@@ -25,6 +26,7 @@ from tests.conftest import REPOSITORY
 
 RANKS = ("nvme_ops.bench", "--io_size", "4M", "--no_reference", "--loops", "100000", "--multi_process", "2")
 WORKLOAD = ("nvme_ops.bench", "workload", "retinanet", "--size", "8M", "--seconds", "60", "--reader", "plain")
+BENCHMARK = ("benchmarks", "raw_io", "--size", "4M", "--rounds", "100", "--only", "cached", "latency", "--no-deepspeed")
 BEGIN = """
 import os, runpy, signal, sys
 os.setsid()
@@ -113,14 +115,25 @@ def start(tmp_path: Path) -> Iterator[Start]:
         yield begin
 
 
-def test_ctrl_c_prints_what_was_measured_until_then(start: Start) -> None:
-    begun = start(*RANKS)
-    begun.wait_for(lambda: b"round 3 of 100000: aio_handle" in begun.said)
+@pytest.mark.parametrize(
+    ("words", "moment", "printed"),
+    [
+        (RANKS, b"round 3 of 100000: aio_handle", "Task Write Speed = "),
+        (BENCHMARK, b"round 2 of 100: nvme_ops handle.read", raw_io.GROUPS["cached"]),
+    ],
+    ids=["nvme-bench", "benchmarks"],
+)
+def test_ctrl_c_prints_what_was_measured_until_then(
+    start: Start, words: tuple[str, ...], moment: bytes, printed: str
+) -> None:
+    begun = start(*words)
+    begun.wait_for(lambda: moment in begun.said)
     os.killpg(begun.process, signal.SIGINT)  # a terminal sends it to all of them
     status, out = begun.ended()
     assert status == 130
-    assert "Task Write Speed = " in out
-    assert out.endswith("interrupted: this is what was measured until then; the files are removed\n")
+    assert printed in out
+    end = "interrupted: this is what was measured until then; the files are removed\n"
+    assert out.endswith(end) if words is RANKS else b"raw_io: interrupted" in begun.said
     assert b"Traceback" not in begun.said
     assert list(begun.folder.iterdir()) == []
 
