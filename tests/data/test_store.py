@@ -223,6 +223,15 @@ def test_data_files_that_are_not_those_of_the_index(folder: Path) -> None:
             SampleStore(folder / "store")
 
 
+def test_a_flipped_bit_of_a_sample_is_told_with_its_number_and_file(folder: Path) -> None:
+    write_fixed(folder / "store", 64)
+    path = data_files(folder / "store")[1]  # the first one has 32
+    flip(path, 5 * 4096)
+    with pytest.raises(ChecksumError) as caught:
+        SampleStore(folder / "store", verify=True).read(range(64))
+    assert (caught.value.filename, caught.value.tensors) == (str(path), ["sample 37"])
+
+
 # The index
 
 
