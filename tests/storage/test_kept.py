@@ -118,7 +118,7 @@ def put(folder: Path) -> None:
     session = kept(folder)
     store = TensorStore(session, handle=aio_handle(backend="threads"))
     for key, tensor in NEW.items():
-        store.put(key, tensor).result()
+        store.put(key, tensor, atomic=key == "a").result()
     store.close()
     session.close()
 
