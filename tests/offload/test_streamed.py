@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import nvme_ops
-from nvme_ops.offload import stream_weights
+from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights import stored
 from nvme_ops.offload.weights.stored import stored_in
 from tests.offload.models import Tied, layers
@@ -94,6 +94,15 @@ def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
     gc.collect()
     assert torch.equal(model(X), wanted)
     model.close()
+
+
+@pytest.mark.parametrize("move", [stream_weights, swap_params])
+def test_torch_func_stacks_models_on_storage(move: Any, folder: Path) -> None:
+    models = [layers(1, 512).eval() for _ in range(2)]
+    wanted, _ = torch.func.stack_module_state(models)
+    with move(models[0], folder, memory_budget="8M"), move(models[1], folder, memory_budget="8M"):
+        found, _ = torch.func.stack_module_state(models)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
 def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:
