@@ -89,6 +89,21 @@ def test_restored_parameters_keep_their_gradients_and_are_usual_ones(folder: Pat
     assert not list(folder.iterdir())
 
 
+def test_a_parametrization_is_added_trained_and_removed(folder: Path) -> None:
+    mine, other = layers(2), layers(2)
+    seen: list[Any] = []
+    with swap_params(mine, folder, memory_budget="64K", min_bytes=1):
+        for model in (mine, other):
+            torch.manual_seed(1)
+            torch.nn.utils.parametrizations.spectral_norm(model[0])
+            model(torch.ones(2, 64)).sum().backward()
+            seen.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+            torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
+        assert len(seen[0]) == 2
+        assert equal(*seen)
+        assert equal(values(mine), values(other))
+
+
 def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> None:
     def make(device: str) -> torch.nn.Sequential:
         torch.manual_seed(5)
