@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import NvmeOptimizer
+from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.offload.elsewhere import same as differ
 from tests.offload.random_model import through_file
 from tests.offload.training import states
@@ -43,13 +43,19 @@ OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+DTYPES = torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float16
+
+
 class Program:
     """What a program does with one of the two optimizers; the same for the same numbers."""
 
     def __init__(self, seed: int, folder: Path | None) -> None:
-        self.rng, self.folder = random.Random(seed), folder
-        low = self.rng.random() < 0.3
-        self.params, self.more = made(torch.bfloat16 if low else torch.float32), made(torch.float32)[2:]
+        self.rng, self.folder, self.ends = random.Random(seed), folder, contextlib.ExitStack()
+        self.params, self.more = made(DTYPES[seed % len(DTYPES)]), made(torch.float32)[2:]
+        if self.rng.random() < 0.4 and self.folder is not None:
+            module = torch.nn.ParameterList(self.params)
+            self.ends.enter_context(swap_params(module, self.folder, memory_budget="1M", min_bytes=1))
+            self.params = list(module)
         name, self.options = OPTIMIZERS[seed % len(OPTIMIZERS)]
         self.kind: Any = getattr(torch.optim, name)
         self.ours: dict[str, Any] = {"memory_budget": "1M", "reuse": True, "master_weights": False}
@@ -146,6 +152,7 @@ def test_whatever_a_program_does_it_has_the_bits_of_torch(folder: Path, seed: in
         assert differ(found, wanted) == "", f"{number}: {action.__name__}"
         assert same(ours.optimizer, plain.optimizer), f"{number}: {action.__name__}"
     ours.optimizer.close()
+    ours.ends.close()
 
 
 def test_a_gradient_that_comes_later_than_the_others_during_the_backward_pass(folder: Path) -> None:
