@@ -77,14 +77,15 @@ class OffloadedTensor(torch.Tensor):
 
     @classmethod
     def _outlined(cls: type[Made], outline: torch.Tensor, steps: tuple[Step, ...], device: torch.device) -> Made:
-        made: Made = torch.Tensor._make_wrapper_subclass(
-            cls,
-            outline.shape,
-            strides=outline.stride(),
-            storage_offset=int(outline.storage_offset()),
-            dtype=outline.dtype,
-            device=device,
-        )
+        with torch.inference_mode(False):  # torch could not make it a view of one that was made outside of that mode
+            made: Made = torch.Tensor._make_wrapper_subclass(
+                cls,
+                outline.shape,
+                strides=outline.stride(),
+                storage_offset=int(outline.storage_offset()),
+                dtype=outline.dtype,
+                device=device,
+            )
         with torch._C.DisableTorchFunctionSubclass():
             native().deny_memory(made, cls._denied())
         made._outline, made._steps = outline, steps

@@ -167,7 +167,7 @@ def test_text_or_ids_are_those_of_the_model_in_memory(llama: Path, folder: Path,
     wanted = in_memory(llama, [1, 2], 5)
     out, err = run(capsys, "generate", llama, "--new-tokens", 5, "--ids", "1,2")
     assert [int(each) for each in out.split(",")] == wanted
-    assert err.startswith("no tokenizer in the folder: these are ids of tokens\n")
+    assert "no tokenizer in the folder: these are ids of tokens\n" in err  # transformers may show a bar before
     shutil.copytree(llama, folder, dirs_exist_ok=True)
     saved_tokenizer(folder)
     out, err = run(capsys, "generate", folder, "--new-tokens", 5, "--prompt", "memory1 model2")

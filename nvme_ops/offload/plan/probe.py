@@ -23,9 +23,10 @@ from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.offload.plan.estimate import Computing, Rates, Sizes, Streamed, TrainedModel
+from nvme_ops.offload.weights.derived import plain_class
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.stored import stored_in
-from nvme_ops.offload.weights.streamed import StreamedModel, places_of, plain_class
+from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.session import Session
 from nvme_ops.text import MIB, size_words
 

@@ -1,17 +1,19 @@
-"""Where the bytes of a tensor, and of its parts, lie in files. Nothing is read here."""
+"""Where the bytes of a tensor, and of its parts, lie in files, and how several are read by one call."""
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
 from nvme_ops._native import native
+from nvme_ops.engine import Priority
 from nvme_ops.errors import FormatError
+from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import FileState
@@ -166,3 +168,20 @@ def _joined(extents: Sequence[FileExtent]) -> tuple[FileExtent, ...]:
         else:
             found.append(extent)
     return tuple(found)
+
+
+def submit_reads(
+    pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priority = Priority.DEMAND
+) -> list[IoFuture]:
+    """Starts to read extents into tensors, by one call per file. Raises FormatError if a file was changed."""
+    by_file: dict[WeightFile, tuple[list[torch.Tensor], list[int]]] = {}
+    for extent, tensor in pieces:
+        targets, offsets = by_file.setdefault(extent.file, ([], []))
+        targets.append(tensor)
+        offsets.append(extent.start)
+    for file in by_file:
+        file.require_unchanged()
+    return [
+        file.handle.submit_preadv(targets, file.file, offsets, priority=priority)
+        for file, (targets, offsets) in by_file.items()
+    ]

@@ -251,7 +251,7 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
     return tensor.like(tensor.source, dtype)
 
 
-def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
+def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     """Selects an index of the first dimension, such as one of packed experts, with its part of the scale."""
     if (
         tensor._steps
@@ -269,7 +269,7 @@ def _select(tensor: StoredTensor, dim: int, index: int) -> Any:
     return tensor.like(part, None, scale, tensor._outline.select(dim, index), is_part=True)
 
 
-StoredTensor.lazy[aten.select.int] = _select
+StoredTensor.lazy[aten.select.int] = select
 
 
 @_lazily(aten.slice.Tensor)

@@ -6,13 +6,15 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._pytree import tree_map
 
 from nvme_ops.closing import Closing
+from nvme_ops.offload.weights.derived import Derived, derive
+from nvme_ops.offload.weights.experts import Expert, Experts, experts_of
+from nvme_ops.offload.weights.routing import groups_of, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
@@ -24,9 +26,10 @@ if TYPE_CHECKING:
 
 _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
 _SHARE = 4  # such weights take at most budget / _SHARE bytes
+_IN_FLIGHT = 32 << 20  # bytes of experts that keep a device busy
 
 
-class StreamedModel(Closing, torch.nn.Module):
+class StreamedModel(Closing, Derived):
     """The methods that ``from_pretrained`` and ``stream_weights`` add to the class of a model.
 
     As a context manager, the model is closed at the end of the block.
@@ -81,13 +84,6 @@ class StreamedModel(Closing, torch.nn.Module):
             )
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
 
-    def __reduce_ex__(self, _: Any) -> Any:
-        """Pickles a model in memory, of the class that it had before."""
-        plain = plain_class(type(self))
-        plain_model = plain.__new__(plain)
-        plain_model.__dict__ = self._in_memory()
-        return plain_model.__reduce_ex__(1)  # protocol 2 insists on the class of this one
-
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Names, here and in a model of peft, that ``DistributedDataParallel`` must not broadcast at its start."""
@@ -106,17 +102,6 @@ class StreamedModel(Closing, torch.nn.Module):
         """Returns another model with the same weights, usable until this one, which it keeps alive, is closed."""
         made = type(self).__new__(type(self))
         made.__dict__ = {**self.__dict__, "_nvme_original": self}
-        return made
-
-    def _in_memory(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if not name.startswith("_nvme_")}
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
-        """Returns a model in memory, of the class that it had before."""
-        plain = plain_class(type(self))
-        made = plain.__new__(plain)
-        memo[id(self)] = made
-        made.__dict__ = deepcopy(self._in_memory(), memo)
         return made
 
 
@@ -167,24 +152,6 @@ _WITHOUT_VALUES = {
 }  # fmt: skip
 
 
-def plain_class(streamed: type) -> type[torch.nn.Module]:
-    """Returns the class that a streamed model had before."""
-    found: type[torch.nn.Module] = streamed.__bases__[1]
-    return found
-
-
-_classes: weakref.WeakValueDictionary[type, type] = weakref.WeakValueDictionary()  # by the class without streaming
-
-
-def _streamed_class(plain: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """Returns the streamed class derived from ``plain``, always the same one, which ``torch.func`` relies on."""
-    found = _classes.get(plain)
-    if found is None:
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-        _classes[plain] = found = type(plain.__name__, (StreamedModel, plain), names)
-    return found
-
-
 def places_of(
     model: torch.nn.Module,
 ) -> tuple[dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]], dict[Source, int]]:
@@ -216,10 +183,14 @@ def stream(
     too small.
     """
     stored, sliced = places_of(model)
-    others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
-    whole = [source for source in stored if source not in sliced]
+    groups = groups_of(model)
+    routed = experts_of([group.experts for group in groups], device)
+    parts = {source for group in groups for expert in group.experts for source in expert}
+    whole = [source for source in stored if source not in sliced and source not in parts]
     buffers = [source for source in whole if any(name in module._buffers for module, name, _ in stored[source])]
     weights_alone = [source for source in whole if source not in set(buffers)]
+    others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
+    others += parts & stored.keys()
     expanding = max((_room_to_expand(stored[source][0][2], source in sliced) for source in stored), default=0)
     least = least_budget([*weights_alone, *others]) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
@@ -231,7 +202,12 @@ def stream(
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)
     foreseen = [source for source in whole if source not in set(small)]
-    window = Window(budget - total_small - expanding, device, foreseen, others, expanding)
+    left = budget - total_small - expanding
+    experts = None
+    if share := _share(left, foreseen, routed):
+        experts = Experts(share, device, routed)
+        others, left = [], left - experts.nbytes
+    window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
     try:
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
         for source, values in zip(small, read_now(small), strict=True):
@@ -246,16 +222,29 @@ def stream(
     for parameter in model.parameters():
         if id(parameter) not in kept:
             parameter.requires_grad_(False)
-    plain = type(model)
-
     undo = contextlib.ExitStack()
     for file in files:
         undo.callback(file.close)
     undo.callback(window.close)
+    if experts is not None:
+        undo.callback(experts.close)
+        route(groups, experts)
     _check_conversions()
-    model.__class__ = _streamed_class(plain)
-    model.__dict__.update(_nvme_window=window, _nvme_undo=undo)
+    derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
     weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
+
+
+def _share(budget: int, foreseen: Sequence[Source], routed: Sequence[Sequence[Expert]]) -> int:
+    """Returns the bytes of a budget for memory of experts alone; 0 if there are none, or it is too small to divide.
+
+    Weights that every token uses come first, as far as all of them can stay.
+    """
+    sizes = [expert.nbytes for group in routed for expert in group]
+    most = budget - least_budget(foreseen)
+    if not sizes or most < max(sizes):
+        return 0
+    enough = min(sum(sizes), max(2 * max(sizes), _IN_FLIGHT))
+    return max(max(sizes), min(enough, most), budget - sum(source.room for source in foreseen))
 
 
 def _room_to_expand(tensor: StoredTensor, is_sliced: bool) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
 import torch
@@ -12,8 +12,9 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
-from nvme_ops.offload.residency import Entry, Residency, Stats
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.residency import Entry, Residency
+from nvme_ops.offload.weights.experts import Experts, ExpertStats
+from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.joined import joined
 from nvme_ops.tensors import DEVICE_ALIGNMENT, empty
@@ -24,7 +25,7 @@ MANY_ROWS = 4
 
 
 @dataclass
-class WindowStats(Stats):
+class WindowStats(ExpertStats):
     """Counts what was read of a model's weights."""
 
     uses: int = 0  #: of weights
@@ -52,6 +53,8 @@ class Window(Residency[_Weight]):
         foreseen: weights in the order in which they are likely to be used.
         others: further weights that may be used.
         expanding: bytes of memory, beside ``budget``, that a weight is expanded into while it is used.
+        experts: weights that are read as a router chooses, in memory of their own.
+        packed: weights that hold those of experts.
     """
 
     patience = 60.0
@@ -66,6 +69,8 @@ class Window(Residency[_Weight]):
         foreseen: Sequence[Source],
         others: Sequence[Source] = (),
         expanding: int = 0,
+        experts: Experts | None = None,
+        packed: Container[Source] = (),
     ) -> None:
         sizes = [source.room for source in (*foreseen, *others)]
         super().__init__(WindowStats())
@@ -77,11 +82,13 @@ class Window(Residency[_Weight]):
         self._order = Order([self._weight(source) for source in foreseen])
         self._keep: set[_Weight] = set()
         self._complete = False  # all weights that the model uses are in memory
+        self.experts, self._packed = experts, packed
+        self._whole = set[Source]()  # packed weights that were used as a whole
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory for weights as they are stored."""
-        return self._memory.nbytes
+        return self._memory.nbytes + (0 if self.experts is None else self.experts.nbytes)
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed, and reads ahead what is likely to be used next.
@@ -92,6 +99,11 @@ class Window(Residency[_Weight]):
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
         """
+        if (experts := self.experts) is not None:
+            if source in experts:
+                return experts.fetch(source)
+            if source in self._packed:
+                self._note_whole(experts, source)
         weight = self._weight(source)
         return self._fetch(weight, weight)
 
@@ -106,6 +118,19 @@ class Window(Residency[_Weight]):
             if self._expanding is None or not 0 < nbytes <= self._expanding.nbytes:
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             return self._memory_beside(_Weight(source, nbytes), -1 if nbytes <= self._memory.nbytes else 0)
+
+    def _note_whole(self, experts: Experts, source: Source) -> None:
+        """Has experts streamed as other weights are, in the same memory, if the model uses them all at once."""
+        with self._lock:
+            if self.experts is None or (2 * source.room <= self._memory.nbytes and source not in self._whole):
+                self._whole.add(source)  # it may have been looked at, no more
+                return
+            nbytes, self.experts = self.nbytes, None
+            for each in list(self._in_memory):
+                self._discard(each)
+            experts.close()
+            _add(self._stats, experts.stats())
+            self._memory = memory_on(self._device, nbytes)
 
     def _weight(self, source: Source) -> _Weight:
         return self._weights.get(source) or self._weights.setdefault(source, _Weight(source))
@@ -128,7 +153,7 @@ class Window(Residency[_Weight]):
                 return None
             extents += parts
             targets.append(memory[place])
-        for transfer in _submit(zip(extents, targets, strict=True)):
+        for transfer in submit_reads(zip(extents, targets, strict=True)):
             transfer.result()
         with self._lock:
             self._stats.bytes_read += row * len(indices)
@@ -140,7 +165,10 @@ class Window(Residency[_Weight]):
         with self._lock:
             kept = sum(each.source.nbytes for each in self._in_memory if each in self._keep)
             peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
-            return replace(self._stats, bytes_kept=kept, peak_bytes=peak)
+            found = replace(self._stats, bytes_kept=kept, peak_bytes=peak)
+        if self.experts is not None:
+            _add(found, self.experts.stats())
+        return found
 
     def note_error(self, error: float) -> None:
         """Sets ``quantization_error`` of ``stats``."""
@@ -230,7 +258,7 @@ class Window(Residency[_Weight]):
             pieces = [(FileExtent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
         else:
             pieces = [(each, memory[at : at + each.nbytes]) for each, at in source.placed()]
-        transfers = _submit(pieces, priority)
+        transfers = submit_reads(pieces, priority)
         values = memory[skipped : skipped + source.nbytes].view(source.dtype).view(source.shape)
         arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, arriving, sum(extent.nbytes for extent, _ in pieces)
@@ -239,6 +267,11 @@ class Window(Residency[_Weight]):
         with self._lock:
             self.require_open()
             return None if weight.values is None else (weight.values.detach(), weight.arriving, weight.demanded)
+
+
+def _add(stats: WindowStats, others: ExpertStats) -> None:
+    for each in fields(others):
+        setattr(stats, each.name, getattr(stats, each.name) + getattr(others, each.name))
 
 
 def least_budget(sources: Sequence[Source]) -> int:
@@ -257,24 +290,9 @@ def read_now(sources: Sequence[Source]) -> list[torch.Tensor]:
         for source, at in zip(sources, starts, strict=True)
         for extent, skipped in source.placed()
     ]
-    for transfer in _submit(pieces):
+    for transfer in submit_reads(pieces):
         transfer.result()
     return [
         memory[at : at + source.nbytes].view(source.dtype).view(source.shape)
         for source, at in zip(sources, starts, strict=True)
-    ]
-
-
-def _submit(pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priority = Priority.DEMAND) -> list[IoFuture]:
-    """Starts to read extents into tensors, by one call per file. Raises FormatError if a file was changed."""
-    by_file: dict[WeightFile, tuple[list[torch.Tensor], list[int]]] = {}
-    for extent, tensor in pieces:
-        targets, offsets = by_file.setdefault(extent.file, ([], []))
-        targets.append(tensor)
-        offsets.append(extent.start)
-    for file in by_file:
-        file.require_unchanged()
-    return [
-        file.handle.submit_preadv(targets, file.file, offsets, priority=priority)
-        for file, (targets, offsets) in by_file.items()
     ]

@@ -1,0 +1,57 @@
+"""Modules whose class is, while their weights are streamed, one derived from their own."""
+
+from __future__ import annotations
+
+import weakref
+from copy import deepcopy
+from typing import Any
+
+import torch
+
+
+class Derived(torch.nn.Module):
+    """What is the same for all: copies that are in memory are of the class before.
+
+    Attributes of the derived class begin with ``_nvme_``.
+    """
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Pickles a module in memory, of the class that it had before."""
+        plain = plain_class(type(self))
+        module = plain.__new__(plain)
+        module.__dict__ = self._in_memory()
+        return module.__reduce_ex__(1)  # protocol 2 insists on the class of this one
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
+        """Returns a module in memory, of the class that it had before."""
+        plain = plain_class(type(self))
+        made = plain.__new__(plain)
+        memo[id(self)] = made
+        made.__dict__ = deepcopy(self._in_memory(), memo)
+        return made
+
+    def _in_memory(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if not name.startswith("_nvme_")}
+
+
+def plain_class(derived: type) -> type[torch.nn.Module]:
+    """Returns the class that a module had before."""
+    found: Any = derived
+    while issubclass(found, Derived):
+        found = found.__bases__[1]
+    plain: type[torch.nn.Module] = found
+    return plain
+
+
+_classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakValueDictionary()
+
+
+def derive(module: torch.nn.Module, base: type[Derived], **attributes: object) -> None:
+    """Gives a module a class derived from ``base`` and its own, always the same one, which ``torch.func`` relies on."""
+    plain = type(module)
+    found = _classes.get((base, plain))
+    if found is None:
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        _classes[base, plain] = found = type(plain.__name__, (base, plain), names)
+    module.__class__ = found
+    module.__dict__.update(attributes)

@@ -1,0 +1,389 @@
+"""``Experts``: those of a mixture that are in memory or being read.
+
+Which experts a token needs is known when its router has computed, not before. So they are not read in a foreseen order,
+as ``Window`` reads weights, but kept in memory by how often and how recently they were used, and those of a layer that
+are missing are read together.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from nvme_ops.engine import Priority
+from nvme_ops.future import IoFuture
+from nvme_ops.offload.device_memory import memory_on
+from nvme_ops.offload.residency import Entry, Residency, Stats, tensors_over
+from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
+from nvme_ops.settings import PAGE
+from nvme_ops.storage.joined import joined
+from nvme_ops.tensors import DEVICE_ALIGNMENT
+from nvme_ops.text import size_words
+
+#: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
+_HALF_LIFE = 128
+_DECAY = 0.5 ** (1 / _HALF_LIFE)
+_NEARLY_ALL = 0.95  # share of a layer's experts from which on the next layer will use nearly all of its own, too
+_WORTH_IT = 0.5  # share of guesses that must be right: below, they cost more reading than they save waiting
+_MEMORY = 0.98  # factor by which older guesses count less
+_PROBE = 8  # while a layer makes no guesses, every so many tokens it is seen whether they would be right
+
+
+@dataclass
+class ExpertStats(Stats):
+    """Counts how experts were found and read."""
+
+    experts_used: int = 0  #: each once for a layer and batch
+    expert_hits: int = 0  #: of these, those that were in memory
+    bytes_hit: int = 0  #: of these
+    guesses_right: int = 0  #: experts that were read by a guess, and then used
+    guesses_wrong: int = 0
+    bytes_guessed_right: int = 0
+    bytes_guessed_wrong: int = 0
+
+
+class Expert(Entry):
+    """All weights of one expert, which are used together, in one piece of memory.
+
+    Args:
+        group: the index of its layer.
+        sources: its weights.
+        device: where they are used.
+    """
+
+    guessed = False  #: read by a guess that is not settled
+    _uses = 0.0  # older ones count less
+    _at = 0.0  # the time of the group when these were counted
+    worth = -math.inf  #: orders experts by their uses; the order stays the same while time passes
+
+    def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
+        self.group = group
+        self.reads, self.places, nbytes = _layout(sources, device)
+        super().__init__(nbytes)
+
+    def note_use(self, tokens: int, among: int, now: float) -> None:
+        """Counts a use by ``tokens`` of ``among`` tokens, the last of them at ``now``, in tokens."""
+        # as many uses as ``among`` tokens that came one by one would have made
+        made = tokens / among * (1 - _DECAY**among) / (1 - _DECAY)
+        self._uses = self._uses * _DECAY ** (now - self._at) + made
+        self._at = now
+        self.worth = math.log2(self._uses) + now / _HALF_LIFE
+
+
+class _Uses:
+    """What one thread computes with."""
+
+    def __init__(self) -> None:
+        self.current: Expert | None = None
+        self.expected: dict[Expert, None] = {}  # in the order of their use
+
+
+class _Layer:
+    """How one layer's experts are used, and guessed."""
+
+    def __init__(self) -> None:
+        self.now = 0.0  # tokens computed
+        self.tried: dict[Expert, None] = {}  # guesses that were not read, to see whether they are right
+        self.right = 1.0  # share of the guesses that were right
+        self.used = 0  # experts used since its router has computed
+        self.tokens = 0  # for which it has computed
+        self.per_token = 0  # experts that one token uses, where only the router's scores are seen
+
+
+class Experts(Residency[Expert]):
+    """Keeps experts in a bounded amount of memory, those that are used often and were used lately.
+
+    Any thread may call any method. An expert's memory is freed with the last tensor over it.
+
+    Args:
+        budget: bytes of memory, at least those of the largest expert.
+        device: where they are used.
+        groups: the experts of each layer, in the order of use.
+    """
+
+    patience = 60.0
+    _closed_error = "the weights of this model were closed"
+    _forked_error = "these weights are streamed by the parent process: load the model in this one"
+    _stats: ExpertStats
+
+    def __init__(self, budget: int, device: torch.device, groups: Sequence[Sequence[Expert]]) -> None:
+        super().__init__(ExpertStats())
+        self.groups = groups
+        self._of = {source: expert for group in groups for expert in group for source in expert.places}
+        total = sum(expert.nbytes for group in groups for expert in group)
+        self._memory = memory_on(device, min(budget // PAGE * PAGE, total))
+        self._layers = [_Layer() for _ in groups]
+        self.guessing = True
+        self._threads: dict[int, _Uses] = {}
+        self._by_worth: list[tuple[float, int, Expert]] = []  # a heap; those whose worth has changed since are stale
+        self._pushed = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory for experts."""
+        return self._memory.nbytes
+
+    def __contains__(self, source: Source) -> bool:
+        """Returns whether these are the bytes of an expert's weight."""
+        return source in self._of
+
+    def fetch(self, source: Source) -> torch.Tensor:
+        """Returns a weight as it is stored, not to be changed. Raises what ``Window.fetch`` does."""
+        expert = self._of[source]
+        at = expert.places[source]
+        found = self._fetch(expert, expert)[at : at + source.nbytes]
+        return found.view(source.dtype).view(source.shape)
+
+    def expect(self, group: int, tokens: Mapping[int, int], among: int) -> None:
+        """Begins to read what is missing of the experts that the calling thread uses next.
+
+        Args:
+            group: the layer.
+            tokens: by the index of an expert, in the order of use: how many tokens use it.
+            among: tokens of the batch.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            uses = self._uses()
+            uses.expected = {self.groups[group][index]: None for index in tokens}
+            self._layers[group].now += among
+            for index, count in tokens.items():
+                self._note(self.groups[group][index], count, among)
+            self._settle(group)
+            self._read_expected(uses)
+
+    def may_guess(self, group: int) -> bool:
+        """Returns whether a guess of a layer's experts is worth the time to make it."""
+        layer = self._layers[group]
+        return self.guessing and (layer.right >= _WORTH_IT or layer.now % _PROBE < 1)
+
+    def guess(self, group: int, indices: Iterable[int]) -> None:
+        """Begins to read experts that will perhaps be used soon, with bandwidth that nothing else needs.
+
+        Once it is known which are used, reads of the others end. A layer of whose guesses too few are right makes none.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            layer = self._layers[group]
+            missing = [expert for expert in map(self.groups[group].__getitem__, indices) if expert.values is None]
+            if layer.right < _WORTH_IT:
+                layer.tried = dict.fromkeys(missing)
+                return
+            for expert in missing:
+                if not self._begin(expert, Priority.PREFETCH, 0):
+                    return
+                expert.guessed = True
+
+    def begin_pass(self, group: int, tokens: int) -> int:
+        """Records that a layer's router has computed; returns how many experts a token uses, 0 if that is not known."""
+        with self._lock:
+            layer = self._layers[group]
+            if layer.tokens == 1:
+                layer.per_token = layer.used
+            layer.tokens, layer.used = tokens, 0
+            self._settle(group)
+            return layer.per_token
+
+    def in_memory(self, group: int, index: int) -> bool:
+        """Returns whether an expert's values are there, without a wait."""
+        expert = self.groups[group][index]
+        arriving = expert.arriving
+        return expert.values is not None and (arriving is None or arriving.done())
+
+    def stats(self) -> ExpertStats:
+        """Returns what was used and read so far."""
+        with self._lock:
+            return replace(self._stats, peak_bytes=self._memory.peak)
+
+    # The policy
+
+    def _note_use(self, use: Expert) -> None:
+        uses = self._uses()
+        if uses.current is use:  # another weight of the same expert
+            return
+        uses.current = use
+        if use in uses.expected:
+            del uses.expected[use]
+        else:
+            self._layers[use.group].now += 1
+            self._note(use, 1, 1)
+        self._read_expected(uses)
+
+    def _note(self, expert: Expert, tokens: int, among: int) -> None:
+        """Counts a use."""
+        layer = self._layers[expert.group]
+        layer.used += 1
+        self._stats.experts_used += 1
+        if expert.guessed:
+            expert.guessed = False
+            self._stats.guesses_right += 1
+            self._stats.bytes_guessed_right += expert.nbytes
+            self._judge(layer, True)
+        elif expert.values is not None:
+            self._stats.expert_hits += 1
+            self._stats.bytes_hit += expert.nbytes
+        elif expert in layer.tried:
+            del layer.tried[expert]
+            self._judge(layer, True)
+        expert.note_use(tokens, among, layer.now)
+        if expert.values is not None:
+            self._push(expert)
+
+    def _read_expected(self, uses: _Uses) -> None:
+        """Fetches, as far as memory allows, what the thread uses next: the first read is the first needed."""
+        for expert in uses.expected:
+            if expert.values is None and not self._begin(expert, Priority.DEMAND, 0):
+                return
+
+    def _settle(self, group: int) -> None:
+        """Counts the guesses for a layer that were wrong, and ends their reads."""
+        layer = self._layers[group]
+        for _ in layer.tried:
+            self._judge(layer, False)
+        layer.tried = {}
+        for expert in self.groups[group]:
+            if expert.guessed:
+                self._refute(expert)
+                if expert.arriving is not None and not expert.arriving.done():
+                    self._discard(expert)
+
+    def _refute(self, expert: Expert) -> None:
+        expert.guessed = False
+        self._stats.guesses_wrong += 1
+        self._stats.bytes_guessed_wrong += expert.nbytes
+        self._judge(self._layers[expert.group], False)
+
+    def _judge(self, layer: _Layer, right: bool) -> None:
+        layer.right = _MEMORY * layer.right + (1 - _MEMORY) * right
+
+    def _uses(self) -> _Uses:
+        """Returns the uses of the calling thread, and forgets those of threads that have ended."""
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            alive = {each.ident for each in threading.enumerate()}
+            self._threads = {ident: uses for ident, uses in self._threads.items() if ident in alive}
+            self._threads[thread] = _Uses()
+        return self._threads[thread]
+
+    def _read(
+        self, entry: Expert, memory: torch.Tensor, priority: Priority
+    ) -> tuple[torch.Tensor, IoFuture | None, int]:
+        transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
+        values = memory.detach()
+        entry.own_tensors = tensors_over(values)
+        self._push(entry)
+        arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
+        return values, arriving, sum(extent.nbytes for extent, _ in entry.reads)
+
+    def _push(self, expert: Expert) -> None:
+        if len(self._by_worth) > 4 * len(self._in_memory) + 64:
+            kept = {expert, *self._in_memory}
+            self._by_worth = [each for each in self._by_worth if each[2] in kept and each[0] == each[2].worth]
+            heapq.heapify(self._by_worth)
+        self._pushed += 1
+        heapq.heappush(self._by_worth, (expert.worth, self._pushed, expert))
+
+    def _victims(self, after: int) -> Iterator[Expert]:
+        """Yields the experts that are worth least, but none that a thread is about to use unless this one must wait."""
+        spared = {each: None for uses in self._threads.values() for each in uses.expected}
+        current = {uses.current for uses in self._threads.values()}
+        passed, seen = [], set[Expert]()
+        try:
+            while self._by_worth:
+                item = heapq.heappop(self._by_worth)
+                worth, _, expert = item
+                if expert.values is None or worth != expert.worth or expert in seen:
+                    continue
+                passed.append(item)
+                seen.add(expert)
+                if expert not in spared and expert not in current and not expert.guessed:
+                    yield expert
+        finally:
+            for item in passed:
+                if item[2].values is not None:
+                    heapq.heappush(self._by_worth, item)
+        if after < 0:
+            guessed = [each for each in self._in_memory if each.guessed]
+            yield from [*guessed, *(each for each in reversed(spared) if each.values is not None)]
+
+    def _evict(self, entry: Expert) -> bool:
+        if entry.is_used():
+            return False
+        if entry.guessed:
+            self._refute(entry)
+        self._discard(entry)
+        return True
+
+    def _out_of_memory(self, entry: Expert) -> MemoryError:
+        return MemoryError(
+            f"no memory for an expert of {size_words(entry.nbytes)}: others that are in use have "
+            f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+        )
+
+
+def experts_of(groups: Sequence[Sequence[Sequence[Source]]], device: torch.device) -> list[list[Expert]]:
+    """Returns experts: for each layer, for each of its experts, their weights."""
+    return [[Expert(number, sources, device) for sources in group] for number, group in enumerate(groups)]
+
+
+def _layout(
+    sources: Sequence[Source], device: torch.device
+) -> tuple[list[tuple[FileExtent, int]], dict[Source, int], int]:
+    """Returns the reads that fill the memory of an expert, at which byte each source begins, and the bytes in all.
+
+    Whole pages are read, which needs no copy, and sources that follow each other in a file by one read.
+    """
+    reads: list[tuple[FileExtent, int]] = []
+    places: dict[Source, int] = {}
+    nbytes = 0
+    for run in _runs(sources, device):
+        first = run[0].extents[0]
+        if len(run[0].extents) > 1 or not _is_aligned(run[0], device):
+            reads += [(extent, nbytes + at) for extent, at in run[0].placed()]
+            places[run[0]] = nbytes
+            nbytes += -(-run[0].nbytes // PAGE) * PAGE
+            continue
+        skipped = first.start % PAGE
+        length = skipped + sum(each.nbytes for each in run)
+        start, room = first.start - skipped, -(-length // PAGE) * PAGE
+        reads.append((FileExtent(first.file, start, min(first.file.size - start, room)), nbytes))
+        at = nbytes + skipped
+        for each in run:
+            places[each] = at
+            at += each.nbytes
+        nbytes += room
+    return reads, places, nbytes
+
+
+def _runs(sources: Sequence[Source], device: torch.device) -> Iterable[list[Source]]:
+    """Yields sources that follow each other in a file together, and the others alone."""
+    run: list[Source] = []
+    for source in sorted(sources, key=lambda each: (each.extents[0].file.path, each.extents[0].start)):
+        if run and _follows(run[-1], source) and _is_aligned(source, device) and _is_aligned(run[-1], device):
+            run.append(source)
+            continue
+        if run:
+            yield run
+        run = [source]
+    if run:
+        yield run
+
+
+def _follows(one: Source, other: Source) -> bool:
+    if len(one.extents) > 1 or len(other.extents) > 1:
+        return False
+    (file, start, nbytes), after = one.extents[0], other.extents[0]
+    return after.file is file and after.start == start + nbytes
+
+
+def _is_aligned(source: Source, device: torch.device) -> bool:
+    """Returns whether a tensor may begin at the same byte of a page as in its file."""
+    alignment = source.dtype.itemsize if device.type == "cpu" else DEVICE_ALIGNMENT
+    return source.extents[0].start % PAGE % alignment == 0

@@ -1,0 +1,202 @@
+"""Finds the experts of a model, and tells ``Experts`` what a router has chosen before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_ops.offload.weights.derived import Derived, derive
+from nvme_ops.offload.weights.experts import Experts
+from nvme_ops.offload.weights.grouped import Computed
+from nvme_ops.offload.weights.source import Source
+from nvme_ops.offload.weights.stored import StoredTensor, stored_in
+
+
+class Group(NamedTuple):
+    """The experts of one layer: packed in the parameters of a module, or a list of modules."""
+
+    module: torch.nn.Module
+    experts: list[list[Source]]
+    router: torch.nn.Module | None
+
+
+def groups_of(model: torch.nn.Module) -> list[Group]:
+    """Returns the groups of a model whose parameters are stored tensors, in the order of its modules."""
+    found: list[Group] = []
+    parents: dict[torch.nn.Module, torch.nn.Module] = {}
+    seen = set[Source]()
+    for module in model.modules():
+        parents.update(dict.fromkeys(module.children(), module))
+        for experts in _packed_in(module, seen):
+            found.append(Group(module, experts, _router_in(parents.get(module), len(experts))))
+        experts = _list_in(module, parents.get(module))
+        if experts and seen.isdisjoint(source for sources in experts for source in sources):
+            seen.update(source for sources in experts for source in sources)
+            found.append(Group(module, experts, _router_in(parents.get(module), len(experts))))
+    return found
+
+
+def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
+    """Returns whether a parameter has the matrices of several experts, one for each index of its first dimension."""
+    is_convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
+    return tensor.dim() == 3 and tensor.shape[0] > 1 and not tensor._steps and not is_convolution
+
+
+def _packed_in(module: torch.nn.Module, seen: set[Source]) -> Iterator[list[list[Source]]]:
+    by_count: dict[int, list[Source]] = {}
+    for value in [*module._parameters.values(), *module._buffers.values()]:
+        tensor = stored_in(value)
+        if tensor is not None and is_packed(module, tensor) and tensor.source not in seen:
+            seen.add(tensor.source)
+            by_count.setdefault(tensor.shape[0], []).append(tensor.source)
+    for count, sources in by_count.items():
+        yield [[each.rows(row, row + 1).view(each.shape[1:]) for each in sources] for row in range(count)]
+
+
+def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[list[Source]]:
+    """Returns the experts that are the modules of a list beside a router; an empty list if it is none."""
+    if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) or parent is None or len(module) < 2:
+        return []
+    children = list(module.children())
+    names = [[name for name, _ in child.named_parameters()] for child in children]
+    if any(each != names[0] for each in names) or not _chooses(parent, len(children)):
+        return []
+    stored = [[stored_in(each) for each in child.parameters()] for child in children]
+    if any(each is None or is_packed(child, each) for child, own in zip(children, stored, strict=True) for each in own):
+        return []
+    return [[each.source for each in own if each is not None] for own in stored]
+
+
+def _chooses(parent: torch.nn.Module, count: int) -> bool:
+    """Returns whether something beside a list of modules may choose among them: a matrix with a row for each."""
+    own = [each for each in parent._parameters.values() if each is not None]
+    return _router_in(parent, count) is not None or any(each.dim() == 2 and count in each.shape for each in own)
+
+
+def _router_in(parent: torch.nn.Module | None, count: int) -> torch.nn.Module | None:
+    """Returns the child of a module that chooses among ``count`` experts, if there is one."""
+    for child in parent.children() if parent is not None else ():
+        own = [each for each in child._parameters.values() if each is not None]
+        if any(each.dim() == 2 and each.shape[0] == count for each in own) and not isinstance(
+            child, torch.nn.Embedding
+        ):
+            return child
+    return None
+
+
+class RoutedExperts(Derived):
+    """What is added to the class of a module with packed experts."""
+
+    _nvme_experts: Experts
+    _nvme_group: int
+    _nvme_next: torch.nn.Module | None  # the router of the next layer
+    _nvme_computed: Computed
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Begins to read the experts that the router has chosen, and computes as before."""
+        if not torch.compiler.is_compiling():
+            chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
+            if chosen is not None:
+                self._expect(chosen, args[0] if args else None)
+                found = self._nvme_computed(self, super().forward, chosen, args, kwargs)
+                if found is not None:
+                    return found
+        return super().forward(*args, **kwargs)
+
+    def _expect(self, chosen: torch.Tensor, hidden: Any) -> None:
+        experts, group = self._nvme_experts, self._nvme_group
+        found, tokens = torch.unique(chosen, return_counts=True)
+        counts = dict(zip(found.tolist(), tokens.tolist(), strict=True))
+        per_token = chosen.shape[-1]
+        experts.expect(group, counts, chosen.numel() // per_token)
+        router = self._nvme_next
+        if (
+            router is not None
+            and isinstance(hidden, torch.Tensor)
+            and not self.training
+            and experts.may_guess(group + 1)
+        ):
+            guessed = _choice(router, hidden, len(experts.groups[group + 1]), per_token)
+            if guessed is None:
+                self._nvme_next = None
+            else:
+                experts.guess(group + 1, guessed)
+
+
+class ListRouter(Derived):
+    """What is added to the class of a router beside a list of experts."""
+
+    _nvme_experts: Experts
+    _nvme_group: int
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Computes as before, and begins to read the experts that this seems to choose."""
+        result = super().forward(*args, **kwargs)
+        if not torch.compiler.is_compiling():
+            experts, group = self._nvme_experts, self._nvme_group
+            tokens = _tokens(result, len(experts.groups[group]))
+            per_token = experts.begin_pass(group, tokens)
+            chosen = _chosen(result, len(experts.groups[group]), per_token)
+            if chosen is not None and experts.may_guess(group):
+                experts.guess(group, torch.unique(chosen).tolist())
+        return result
+
+
+@torch.no_grad()
+def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token: int) -> list[int] | None:
+    """Returns the experts that a router would choose for these tokens; None if it cannot be asked."""
+    try:
+        chosen = _chosen(router.forward(hidden), count, per_token)
+    except Exception:  # it wants other arguments: a guess is worth no error
+        return None
+    return None if chosen is None else torch.unique(chosen).tolist()
+
+
+def _chosen(result: Any, count: int, per_token: int) -> torch.Tensor | None:
+    """Returns the experts that each token uses, by what a router has returned: these, or a score for each."""
+    values = result if isinstance(result, tuple | list) else [result]
+    found = _indices(values, count)
+    if found is None and per_token:
+        scores = [each for each in values if _are_scores(each, count)]
+        found = torch.topk(scores[0], min(per_token, count), dim=-1).indices if scores else None
+    return found
+
+
+def _are_scores(value: Any, count: int) -> bool:
+    return (
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0 and value.shape[-1] == count
+    )
+
+
+def _tokens(result: Any, count: int) -> int:
+    """Returns for how many tokens a router has computed."""
+    for each in result if isinstance(result, tuple | list) else [result]:
+        if _are_scores(each, count):
+            return int(each.numel() // count)
+    return 0
+
+
+def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
+    """Returns the tensor that says which of ``count`` experts each token uses, if there is one."""
+    for each in values:
+        if isinstance(each, torch.Tensor) and each.dtype in (torch.int32, torch.int64) and each.dim() and each.numel():
+            low, high = torch.aminmax(each)
+            if int(low) >= 0 and int(high) < count:
+                return each
+    return None
+
+
+def route(groups: Sequence[Group], experts: Experts) -> None:
+    """Changes the classes of the modules that choose, or use, the experts of these groups."""
+    computed = Computed()
+    for number, group in enumerate(groups):
+        common = {"_nvme_experts": experts, "_nvme_group": number}
+        if not isinstance(group.module, torch.nn.ModuleList | torch.nn.ModuleDict):
+            following = groups[number + 1] if number + 1 < len(groups) else None
+            is_list = following is None or isinstance(following.module, torch.nn.ModuleList | torch.nn.ModuleDict)
+            router = None if following is None or is_list else following.router
+            derive(group.module, RoutedExperts, **common, _nvme_next=router, _nvme_computed=computed)
+        elif group.router is not None:
+            derive(group.router, ListRouter, **common)
