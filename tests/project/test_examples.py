@@ -23,6 +23,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.py"))
 QUIET = {"PYTHONWARNINGS": "ignore::RuntimeWarning"}  # memory that may not be locked
 NEEDS = {
+    "offload_experts": "transformers",
     "offload_inference": "transformers",
     "finetune_larger_than_memory": "peft",
     "trainer": "accelerate",
@@ -142,6 +143,15 @@ inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
 arguments = TrainingArguments("out", max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
 texts = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
 """
+MIXTURE = """
+import torch, transformers
+transformers.logging.disable_progress_bar()
+small = transformers.Qwen3MoeConfig(
+    vocab_size=99, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2
+)
+transformers.Qwen3MoeForCausalLM(small).save_pretrained("Qwen3-30B-A3B")
+inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
+"""
 T5 = """
 small = transformers.T5Config(vocab_size=99, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
 small.decoder_start_token_id = 0
@@ -188,14 +198,14 @@ BEFORE = {
     ("checkpoint.md", 3): "nvme_ops.save(model, 'model.safetensors')",
     ("data.md", 0): SAMPLES + ACCELERATOR,
     ("dcp.md", 0): MODEL + "state_dict = model.state_dict()",
+    ("experts.md", 0): MIXTURE,
     ("gds.md", 0): MODEL + FILE + ACCELERATOR + "tensor_on_gpu = tensor.to('cuda')".replace("'", '"'),
     ("offload.md", 0): LLAMA,
     ("offload.md", 1): MODEL + "x = torch.ones(2, 512)",
     ("offload.md", 2): ONE_RANK,
     ("offload.md", 3): LLAMA,
-    ("offload.md", 4): LLAMA + "config = LoraConfig(task_type='CAUSAL_LM', target_modules='all-linear')",
-    ("offload.md", 5): LLAMA,
-    ("offload.md", 6): T5,
+    ("offload.md", 4): LLAMA,
+    ("offload.md", 5): T5,
     ("training.md", 0): MODEL + BATCHES,
     ("training.md", 2): MODEL,
     ("training.md", 4): MODEL + BATCHES,
@@ -203,7 +213,12 @@ BEFORE = {
     ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
 }
 #: Packages without which the blocks of a page cannot run.
-PAGE_NEEDS = {"deepspeed.md": "deepspeed", "offload.md": "peft", "training.md": "transformers"}
+PAGE_NEEDS = {
+    "deepspeed.md": "deepspeed",
+    "experts.md": "transformers",
+    "offload.md": "peft",
+    "training.md": "transformers",
+}
 
 PROGRAM = """
 import json, sys, warnings
