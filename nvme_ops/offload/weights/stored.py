@@ -272,6 +272,26 @@ def select(tensor: StoredTensor, dim: int, index: int) -> Any:
 StoredTensor.lazy[aten.select.int] = select
 
 
+def _indexed(tensor: Any, indices: Sequence[Any]) -> Any:
+    """Reads each of the packed experts in an index of the first dimension once, and no others."""
+    if not isinstance(tensor, StoredTensor) or tensor.dim() != 3 or len(indices) != 1:
+        return NotImplemented
+    index = indices[0]
+    if type(index) is not torch.Tensor or index.dim() != 1 or index.dtype not in (torch.int32, torch.int64):
+        return NotImplemented
+    numbers, inverse = torch.unique(index, return_inverse=True)
+    parts = [select(tensor, 0, number) for number in numbers.tolist()]
+    if any(part is NotImplemented for part in parts):
+        return NotImplemented
+    found = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    for number, part in enumerate(parts):
+        found[inverse == number] = part.in_window()
+    return found
+
+
+StoredTensor.lazy[aten.index.Tensor] = _indexed
+
+
 @_lazily(aten.slice.Tensor)
 def _slice(tensor: StoredTensor, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> Any:
     if not tensor.numel():
