@@ -81,6 +81,7 @@ class _Uses:
     def __init__(self) -> None:
         self.current: Expert | None = None
         self.expected: dict[Expert, None] = {}  # in the order of their use
+        self.counted = set[Expert]()  # of the layer, whose use is counted already
 
 
 class _Layer:
@@ -152,6 +153,7 @@ class Experts(Residency[Expert]):
                 return
             uses = self._uses()
             uses.expected = {self.groups[group][index]: None for index in tokens}
+            uses.counted = set(uses.expected)
             self._layers[group].now += among
             for index, count in tokens.items():
                 self._note(self.groups[group][index], count, among)
@@ -211,7 +213,7 @@ class Experts(Residency[Expert]):
         uses.current = use
         if use in uses.expected:
             del uses.expected[use]
-        else:
+        elif use not in uses.counted:  # another weight of each expert, after the first of each
             self._layers[use.group].now += 1
             self._note(use, 1, 1)
         self._read_expected(uses)
@@ -226,7 +228,7 @@ class Experts(Residency[Expert]):
             self._stats.guesses_right += 1
             self._stats.bytes_guessed_right += expert.nbytes
             self._judge(layer, True)
-        elif expert.values is not None:
+        elif expert.values is not None and not (expert.demanded and expert.arriving is not None):  # begun for this use
             self._stats.expert_hits += 1
             self._stats.bytes_hit += expert.nbytes
         elif expert in layer.tried:
@@ -275,9 +277,9 @@ class Experts(Residency[Expert]):
     def _read(
         self, entry: Expert, memory: torch.Tensor, priority: Priority
     ) -> tuple[torch.Tensor, IoFuture | None, int]:
-        transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
         values = memory.detach()
-        entry.own_tensors = tensors_over(values)
+        entry.own_tensors = tensors_over(values)  # before those of the transfer, which go with it
+        transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
         self._push(entry)
         arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, arriving, sum(extent.nbytes for extent, _ in entry.reads)
@@ -311,7 +313,8 @@ class Experts(Residency[Expert]):
                     heapq.heappush(self._by_worth, item)
         if after < 0:
             guessed = [each for each in self._in_memory if each.guessed]
-            yield from [*guessed, *(each for each in reversed(spared) if each.values is not None)]
+            last = [*guessed, *reversed(spared), *(each for each in current if each is not None)]
+            yield from [each for each in last if each.values is not None]
 
     def _evict(self, entry: Expert) -> bool:
         if entry.is_used():
