@@ -28,7 +28,6 @@ from nvme_ops.text import size_words
 #: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
 _HALF_LIFE = 128
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
-_NEARLY_ALL = 0.95  # share of a layer's experts from which on the next layer will use nearly all of its own, too
 _WORTH_IT = 0.5  # share of guesses that must be right: below, they cost more reading than they save waiting
 _MEMORY = 0.98  # factor by which older guesses count less
 _PROBE = 8  # while a layer makes no guesses, every so many tokens it is seen whether they would be right

@@ -22,7 +22,7 @@ class Computed:
     """
 
     def __init__(self) -> None:
-        self._same: dict[type, bool] = {}
+        self._same: dict[tuple[type, bool], bool] = {}
 
     def __call__(
         self,
@@ -35,13 +35,18 @@ class Computed:
         """Returns the result, or None if the module has to compute it itself."""
         if kwargs or len(args) != 3 or chosen is not args[1] or not self._is_known(module, *args):
             return None
-        same = self._same.get(type(module))
+        key = type(module), len(chosen) == 1
+        same = self._same.get(key)
         if same is False:
             return None
-        found = _compute(module, module._nvme_experts, module._nvme_group, *args)
+        numbers = chosen[0].tolist() if len(chosen) == 1 else []
+        if numbers and len(set(numbers)) == len(numbers):
+            found = _compute_one(module, module._nvme_experts, module._nvme_group, args[0], numbers, args[2])
+        else:
+            found = _compute(module, module._nvme_experts, module._nvme_group, *args)
         if same is None:
             expected = forward(*args)
-            self._same[type(module)] = same = torch.equal(found, expected)
+            self._same[key] = same = torch.equal(found, expected)
             return expected
         return found
 
@@ -70,7 +75,7 @@ def _compute(
     weights: torch.Tensor,
 ) -> torch.Tensor:
     result = torch.zeros_like(hidden)
-    numbers = torch.unique(chosen).tolist()
+    numbers = sorted(set(chosen.flatten().tolist()))
     waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     left = iter(numbers)
     following = next(left)
@@ -82,6 +87,25 @@ def _compute(
         while following in waiting:
             result.index_add_(0, *waiting.pop(following))
             following = next(left, -1)
+    return result
+
+
+def _compute_one(
+    module: Any,
+    experts: Experts,
+    group: int,
+    hidden: torch.Tensor,
+    chosen: Sequence[int],
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes with one token, which takes half the operations."""
+    made = {
+        number: (_one(module, number, hidden) * weights[:, chosen.index(number), None]).to(hidden.dtype)
+        for number in _as_they_arrive(experts, group, sorted(chosen))
+    }
+    result = torch.zeros_like(hidden)
+    for number in sorted(chosen):
+        result += made[number]
     return result
 
 

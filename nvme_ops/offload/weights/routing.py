@@ -107,9 +107,9 @@ class RoutedExperts(Derived):
 
     def _expect(self, chosen: torch.Tensor, hidden: Any) -> None:
         experts, group = self._nvme_experts, self._nvme_group
-        found, tokens = torch.unique(chosen, return_counts=True)
-        counts = dict(zip(found.tolist(), tokens.tolist(), strict=True))
-        per_token = chosen.shape[-1]
+        per_token = chosen.shape[-1] if chosen.dim() > 1 else 1
+        numbers, tokens = torch.unique(chosen, return_counts=True)
+        counts = dict(zip(numbers.tolist(), tokens.tolist(), strict=True))
         experts.expect(group, counts, chosen.numel() // per_token)
         router = self._nvme_next
         if (
@@ -182,8 +182,8 @@ def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
     """Returns the tensor that says which of ``count`` experts each token uses, if there is one."""
     for each in values:
         if isinstance(each, torch.Tensor) and each.dtype in (torch.int32, torch.int64) and each.dim() and each.numel():
-            low, high = torch.aminmax(each)
-            if int(low) >= 0 and int(high) < count:
+            low, high = torch.stack(torch.aminmax(each)).tolist()
+            if low >= 0 and high < count:
                 return each
     return None
 
