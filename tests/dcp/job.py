@@ -121,7 +121,7 @@ def load(folder: Path) -> None:
             state = sharded(reference(99), dimension)
             dcp.load(state, storage_reader=NvmeStorageReader(folder / name, verify=True))
             require_equal(state, seed)
-    fail_to_load(folder / "ours")
+    fail_to_load(folder / "one")  # which no other test loads
     model, optimizer = fsdp()
     with torch.no_grad():
         for parameter in model.parameters():
