@@ -36,7 +36,7 @@ define quietly
 	@echo "pip install $(1)"; $(PIP) $(1) >$(LOG) 2>&1 || { cat $(LOG); exit 1; }
 endef
 
-NATIVE_FILES = $(shell find csrc tests/cpp tests/private_device tests/fake_cufile -name build -prune -o \
+NATIVE_FILES = $(shell find csrc tests/cpp tests/doubles -name build -prune -o \
   -name '*.h' -print -o -name '*.cpp' -print | sort)
 
 # the tests of one file share what they build, so one process has them all

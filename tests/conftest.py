@@ -30,7 +30,7 @@ from nvme_ops.measure import stop
 from nvme_ops.op_builder import ALL_OPS
 from tests import prepared
 
-pytest_plugins = ("tests.running",)
+pytest_plugins = ("tests.running", "tests.doubles.fixtures")
 
 REPOSITORY = Path(__file__).parent.parent
 BACKENDS = ("io_uring", "libaio", "threads")

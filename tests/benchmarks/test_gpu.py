@@ -21,10 +21,7 @@ from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleav
 from nvme_ops.measure.tables import Table
 from nvme_ops.text import MIB
 from tests.conftest import run_python
-from tests.fake_cufile import FakeCuFile
-from tests.private_device import PrivateDevice
-
-pytest_plugins = ("tests.fake_cufile.fixtures",)
+from tests.doubles import FakeCuFile, PrivateDevice
 
 
 @pytest.fixture

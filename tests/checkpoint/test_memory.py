@@ -14,7 +14,7 @@ import nvme_ops
 from nvme_ops.checkpoint import background
 from nvme_ops.inspection.convert import convert
 from tests.conftest import MIB, in_child
-from tests.private_device import private_device
+from tests.doubles import private_device
 
 SIZE = 256 * MIB
 ALLOWED = 64 * MIB

@@ -35,7 +35,7 @@ from tests.checkpoint.torch_files import (
     write_zip,
 )
 from tests.conftest import GIB, MIB, pattern
-from tests.private_device import private_device
+from tests.doubles import private_device
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 
@@ -439,7 +439,7 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
     device = private_device()
 
     def current(each: torch.device) -> Any:
-        return device.on(device.stream(each.index), index=each.index)
+        return device.on(device.current()[1][each.index], index=each.index)
 
     monkeypatch.setattr(torch.get_device_module("privateuseone"), "device", current, raising=False)  # torch.load's need
     big = device.tensor(pattern(9 * MIB + 3))

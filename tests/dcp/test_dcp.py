@@ -27,8 +27,8 @@ from tests.checkpoint.torch_files import storable
 from tests.conftest import MIB, in_child, run_python
 from tests.dcp.job import reference
 from tests.dcp.states import equal, files, load, save, state
+from tests.doubles import private_device
 from tests.launch import run_ranks
-from tests.private_device import private_device
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 

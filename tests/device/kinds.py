@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import resource
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,18 +17,20 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
-from tests.conftest import MIB, limited, pattern
-from tests.fake_cufile import FakeCuFile, Function
-from tests.gpu.support import CHUNK, GDS, KINDS, ODD, Kind, empty, gpu, keep_busy, on_a_gpu, prime, stream_for
-from tests.private_device import PrivateDevice
+from tests.conftest import MIB, contents, limited, run_python
+from tests.doubles import FakeCuFile, Function, PrivateDevice
 
 PAGE, BLOCK = 4096, 65536
+CHUNK = 8 * MIB  # kChunk of device_tensor.cpp
+TELLING = 16 * MIB  # kTelling of gds_path.cpp: from here on gds_handle compares its ways
+SPIN = 200_000_000  # clock cycles: about a tenth of a second
 ALREADY_PINNED = 5023  # cuFile's code
 
 
 @functools.cache
 def _random() -> torch.Tensor:
-    return pattern(100 * MIB)
+    words = torch.randint(2**63 - 1, (100 * MIB // 8,), generator=torch.Generator().manual_seed(0))
+    return words.view(torch.uint8)
 
 
 def sample(size: int, seed: int = 0) -> torch.Tensor:
@@ -42,32 +45,15 @@ def whole_pages(offset: int, size: int) -> int:
     return max(0, (offset + size) // PAGE * PAGE - first)
 
 
-class Device:
-    """What the contract asks of every kind; where one has nothing to do, this does nothing."""
+class Kind:
+    """What the contract asks of every kind beside moving data; where one has nothing to do, this does nothing."""
 
     #: What ``empty`` holds.
     unwritten = PrivateDevice.unwritten
     #: Bytes that are moved at once, and of a tensor that is several of them and a little more.
     chunk, odd = CHUNK, 2 * CHUNK + 5
-    count: int
     #: Makes ``handle`` and ``tensor(data)`` in a program of its own.
     program: str
-    #: A device, data on it, new memory on it, and the bytes that a tensor has at this moment.
-    device: Callable[..., torch.device]
-    tensor: Callable[..., torch.Tensor]
-    empty: Callable[..., torch.Tensor]
-    peek: Callable[[torch.Tensor], torch.Tensor]
-    #: What is allocated on the device.
-    memory: Callable[[], int]
-    #: A handle with so many lanes.
-    handle: Callable[..., aio_handle]
-    #: A block with a device and its default stream, or a new one, this thread's; one with another device.
-    on: Callable[..., contextlib.AbstractContextManager[Any]]
-    elsewhere: Callable[[], contextlib.AbstractContextManager[Any]]
-    #: This thread's device and streams.
-    current: Callable[[], Any]
-    #: Waits for what is queued on a stream.
-    synchronize: Callable[[Any], None]
 
     def settle(self) -> None:
         """Waits for what was queued to prepare the test."""
@@ -75,15 +61,8 @@ class Device:
     def keep_busy(self) -> None:
         """Has the current stream do for a while what it is to do before the next; one that waits to be asked does."""
 
-    def computing(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext()
-
     def require_pending(self, stream: Any) -> None:
         """Fails where what was queued on the stream has been run, unless the device may do so by itself."""
-
-    def require_run(self, stream: Any) -> None:
-        """Fails where what was queued on the stream has not been run yet."""
-        assert stream.query()
 
     def require_errno(self, error: OSError, expected: int) -> None:
         assert error.errno == expected
@@ -105,70 +84,54 @@ class Device:
         """Fails where the handle's last transfer did not go through what this kind is about."""
 
 
-class Simulated(Device):
+class Simulated(PrivateDevice, Kind):
     """``aio_handle`` and the simulated device, which computes on the host and waits until somebody asks."""
 
     program = (
         "from nvme_ops import aio_handle\n"
-        "from tests.private_device import private_device\n"
+        "from tests.doubles import private_device\n"
         "tensor, handle = private_device().tensor, aio_handle()\n"
     )
 
-    def __init__(self, simulated: PrivateDevice) -> None:
-        self.simulated = simulated
-        self.count = simulated.count
-        self.device, self.tensor, self.empty = simulated.device, simulated.tensor, simulated.empty
-        self.peek, self.computing = simulated.peek, simulated.computing  # type: ignore[method-assign]
-        self.synchronize = simulated.synchronize
-        self.memory = lambda: int(simulated.statistics().device_blocks)
+    def memory(self) -> int:
+        """What is allocated on the device."""
+        return int(self.now.device_blocks)
 
     def handle(self, lanes: int = 1) -> aio_handle:
         return aio_handle(intra_op_parallelism=lanes)
 
-    def on(self, default_stream: bool = False, index: int = 0) -> contextlib.AbstractContextManager[Any]:
-        return self.simulated.on(0 if default_stream else None, index)
-
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
-        with self.simulated.on(index=1) as stream, self.simulated.on(2), self.simulated.on(stream, 1):
+        with self.on(index=1) as stream, self.on(2), self.on(stream, 1):
             yield
 
-    def current(self) -> Any:
-        return self.simulated.current_device(), [self.simulated.stream(index) for index in range(self.count)]
-
     def require_pending(self, stream: Any) -> None:
-        assert not self.simulated.idle(stream)
+        assert not self.idle(stream)
 
     def require_run(self, stream: Any) -> None:
-        assert self.simulated.idle(stream)
-
-    def held(self) -> contextlib.AbstractContextManager[Any]:
-        return self.simulated.held()
-
-    def wait_for_held_up(self) -> None:
-        self.simulated.wait_for_held_up()
+        assert self.idle(stream)
 
 
-class SimulatedCuFile(Simulated):
+class Doubles(Simulated):
     """``gds_handle``, a double of cuFile and the simulated device; used in the child that runs the test alone."""
 
     chunk, odd = BLOCK, 2 * MIB + 5
 
-    def __init__(self, simulated: PrivateDevice, cufile: FakeCuFile) -> None:
-        super().__init__(simulated)
+    def __init__(self, cufile: FakeCuFile) -> None:
+        super().__init__()
         self.cufile = cufile
 
     def handle(self, lanes: int = 1) -> gds_handle:
         return gds_handle(BLOCK, intra_op_parallelism=lanes)
 
-    def held(self) -> contextlib.AbstractContextManager[Any]:
+    def held(self) -> contextlib.AbstractContextManager[None]:
         return self.cufile.held(Function.READ)
 
     def wait_for_held_up(self) -> None:
         self.cufile.wait_for_held_up(Function.READ)
 
     def require_pages(self, *ranges: tuple[int, int]) -> None:
-        now = self.cufile.statistics()
+        now = self.cufile.now
         assert now.ragged == 0
         assert now.bytes_read + now.bytes_written == sum(whole_pages(*each) for each in ranges)
 
@@ -176,8 +139,7 @@ class SimulatedCuFile(Simulated):
         assert self.cufile.touched_only(tensor)
 
     def require_registered(self, count: int, size: int) -> None:
-        now = self.cufile.statistics()
-        assert (now.memories, now.memory_bytes) == (count, size)
+        assert (self.cufile.now.memories, self.cufile.now.memory_bytes) == (count, size)
 
     def require_code_for_pinned_twice(self, code: int | None) -> None:
         assert code == ALREADY_PINNED
@@ -187,35 +149,57 @@ class SimulatedCuFile(Simulated):
         assert handle.last_path == "gds"
 
 
-class Gpu(Device):
-    """A real GPU and one kind of handle."""
+class Gpu(Kind):
+    """A real GPU and a kind of handle, with a value of ``NVME_OPS_GDS``.
 
-    odd = ODD  # what gds_handle compares its ways with
+    Queues are kept busy with a kernel that spins, so a transfer that does not wait for it meets what stood in memory
+    before.
+    """
 
-    def __init__(self, kind: Kind, folder: Path) -> None:
-        self.kind, self.folder = kind, folder
+    odd = 3 * CHUNK + 5  # more in whole pages than what gds_handle compares its ways with, wherever it lies
+    settle = staticmethod(torch.cuda.synchronize)
+    memory = staticmethod(torch.cuda.memory_allocated)
+
+    def __init__(self, name: str, mode: str, folder: Path) -> None:
+        self.name, self.mode, self.folder = name, mode, folder
         self.count = torch.cuda.device_count()
-        self.device, self.memory = gpu, torch.cuda.memory_allocated
-        self.keep_busy, self.settle = keep_busy, torch.cuda.synchronize  # type: ignore[method-assign]
-        self.tensor = lambda data, index=0: data.to(gpu(index))
-        self.peek = lambda tensor: tensor.detach().cpu().view(-1).view(torch.uint8)
-        self.empty = self._empty
-        self.program = f"import nvme_ops\ntensor, handle = (lambda data: data.to('cuda')), nvme_ops.{kind.name}()\n"
+        self.program = f"import nvme_ops\ntensor, handle = (lambda data: data.to('cuda')), nvme_ops.{name}()\n"
 
-    def _empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
-        return empty(math.prod(size) * dtype.itemsize, index).fill_(self.unwritten).view(dtype).view(size)
+    @staticmethod
+    def device(index: int = 0) -> torch.device:
+        return torch.device("cuda", index)
+
+    @property
+    def may_take_cufile(self) -> bool:
+        return (self.name, self.mode) == ("gds_handle", "auto")
+
+    def tensor(self, data: torch.Tensor, index: int = 0) -> torch.Tensor:
+        return data.to(self.device(index))
+
+    def empty(self, *size: int, dtype: torch.dtype = torch.uint8, index: int = 0) -> torch.Tensor:
+        bytes_ = math.prod(size) * dtype.itemsize
+        there = torch.full((bytes_,), self.unwritten, dtype=torch.uint8, device=self.device(index))
+        return there.view(dtype).view(size)
+
+    @staticmethod
+    def peek(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().cpu().view(-1).view(torch.uint8)
 
     def handle(self, lanes: int = 1) -> aio_handle:
-        handle = self.kind.make(intra_op_parallelism=lanes)
-        if self.kind is GDS:
-            prime(handle, self.folder)
+        handle: aio_handle = getattr(nvme_ops, self.name)(intra_op_parallelism=lanes)
+        if self.may_take_cufile:  # once the bounce path is measured, where there is no GPUDirect Storage
+            path, there = self.folder / f"primed{id(handle)}", self.empty(TELLING)  # threads do so at once
+            handle.sync_pwrite(there, path)
+            handle.sync_pread(there, path)
+            path.unlink()
         return handle
 
     @contextlib.contextmanager
-    def on(self, default_stream: bool = False, index: int = 0) -> Iterator[torch.cuda.Stream]:
-        stream = stream_for(default_stream, index)
-        with torch.cuda.device(index), torch.cuda.stream(stream):
-            yield stream
+    def on(self, stream: int | None = None, index: int = 0) -> Iterator[Any]:
+        device = self.device(index)
+        made = torch.cuda.Stream(device) if stream is None else torch.cuda.default_stream(device)
+        with torch.cuda.device(index), torch.cuda.stream(made):
+            yield made
 
     def elsewhere(self) -> contextlib.AbstractContextManager[Any]:
         return self.on(index=self.count - 1)
@@ -223,18 +207,56 @@ class Gpu(Device):
     def current(self) -> Any:
         return torch.cuda.current_device(), [torch.cuda.current_stream(index) for index in range(self.count)]
 
+    def keep_busy(self) -> None:
+        torch.cuda._sleep(SPIN)
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
     def synchronize(self, stream: Any) -> None:
         stream.synchronize()
 
+    def require_run(self, stream: Any) -> None:
+        assert stream.query()
+
     def require_errno(self, error: OSError, expected: int) -> None:
-        assert self.kind is GDS or error.errno == expected  # cuFile may tell it in its own way
+        assert self.may_take_cufile or error.errno == expected  # cuFile may tell it in its own way
 
     def require_route(self, handle: aio_handle) -> None:
-        if self.kind is not GDS and isinstance(handle, gds_handle):
+        if not self.may_take_cufile and isinstance(handle, gds_handle):
             assert handle.last_path == "bounce"
 
 
-GPUS = [pytest.param(name, marks=on_a_gpu) for name in KINDS]
+Device = Simulated | Gpu
+
+
+@functools.cache
+def cufile_refusal() -> str:
+    """Why cuFile cannot work here, in the words of ``gds_handle``; empty where it can."""
+    program = "import nvme_ops\ntry: nvme_ops.gds_handle()\nexcept RuntimeError as reason: print(reason)"
+    try:
+        return run_python(program, NVME_OPS_GDS="auto").stdout.strip()
+    except subprocess.TimeoutExpired as late:
+        return f"gds_handle() did not return within {late.timeout} s"
+
+
+def code_of_refusal(call: Callable[..., object], *arguments: object) -> int | None:
+    """The errno of the OSError that a call raises; None when it raises none."""
+    try:
+        call(*arguments)
+    except OSError as error:
+        return error.errno
+    return None
+
+
+on_a_gpu = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="torch.cuda is not available: no GPU, or torch without CUDA"
+    ),
+]
+HANDLES = {"gpu-aio": ("aio_handle", "auto"), "gpu-gds": ("gds_handle", "auto"), "gpu-gds-off": ("gds_handle", "off")}
+GPUS = [pytest.param(name, marks=on_a_gpu) for name in HANDLES]
 
 
 def on_kinds(*names: Any) -> pytest.MarkDecorator:
@@ -250,6 +272,14 @@ in_own_process = on_kinds("simulated", *GPUS)
 def largest_file(size: int) -> contextlib.AbstractContextManager[None]:
     """Lets this process make no file longer: in one that is longer, it cannot write beyond."""
     return limited(resource.RLIMIT_FSIZE, size)  # in no child: CUDA does not survive a fork
+
+
+def round_trip(device: Device, handle: aio_handle, path: Path, size: int = 0, offset: int = 0) -> None:
+    data, back = sample(size or device.odd), device.empty(size or device.odd)
+    handle.sync_pwrite(device.tensor(data), path, offset)
+    assert torch.equal(contents(path)[offset:], data)
+    handle.sync_pread(back, path, offset)
+    assert torch.equal(device.peek(back), data)
 
 
 def still_works(device: Device, handle: aio_handle, folder: Path) -> None:
@@ -275,22 +305,19 @@ def _of_file(method: str, mode: str) -> Call:
     return call
 
 
-WRITES: dict[str, Call] = {
-    "write-validate": lambda h, t, path, at: h.write(t, path, True, file_offset=at),
-    "pwrite-validate-async": lambda h, t, path, at: (h.pwrite(t, path, True, True, at), h.wait()),
-    "sync_pwrite": lambda h, t, path, at: h.sync_pwrite(t, path, at),
-    "async_pwrite": lambda h, t, path, at: (h.async_pwrite(t, path, at), h.wait()),
-    "submit_pwrite": lambda h, t, path, at: h.submit_pwrite(t, path, at).result(),
-    "submit_pwritev": lambda h, t, path, at: h.submit_pwritev([t], path, [at]).result(),
-    "File.pwrite_async": _of_file("pwrite_async", "r+"),
-}
-READS: dict[str, Call] = {
-    "read-validate": lambda h, t, path, at: h.read(t, path, True, file_offset=at),
-    "pread-validate-async": lambda h, t, path, at: (h.pread(t, path, True, True, at), h.wait()),
-    "sync_pread": lambda h, t, path, at: h.sync_pread(t, path, at),
-    "async_pread": lambda h, t, path, at: (h.async_pread(t, path, at), h.wait()),
-    "submit_pread": lambda h, t, path, at: h.submit_pread(t, path, at).result(),
-    "submit_preadv": lambda h, t, path, at: h.submit_preadv([t], path, [at]).result(),
-    "File.pread_async": _of_file("pread_async", "r"),
-}
+def _ways(verb: str, mode: str) -> dict[str, Call]:
+    call = f"p{verb}"
+    calls: dict[str, Any] = {
+        f"{verb}-validate": lambda h, t, path, at: getattr(h, verb)(t, path, True, file_offset=at),
+        f"{call}-validate-async": lambda h, t, path, at: (getattr(h, call)(t, path, True, True, at), h.wait()),
+        f"sync_{call}": lambda h, t, path, at: getattr(h, f"sync_{call}")(t, path, at),
+        f"async_{call}": lambda h, t, path, at: (getattr(h, f"async_{call}")(t, path, at), h.wait()),
+        f"submit_{call}": lambda h, t, path, at: getattr(h, f"submit_{call}")(t, path, at).result(),
+        f"submit_{call}v": lambda h, t, path, at: getattr(h, f"submit_{call}v")([t], path, [at]).result(),
+        f"File.{call}_async": _of_file(f"{call}_async", mode),
+    }
+    return calls
+
+
+WRITES, READS = _ways("write", "r+"), _ways("read", "r")
 both_ways = pytest.mark.parametrize("ways", [WRITES, READS], ids=["write", "read"])

@@ -12,8 +12,6 @@ import pytest
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import PAGE, READS, WRITES, Device, largest_file, sample, still_works
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 
 def test_a_file_that_is_too_short_missing_or_none(device: Device, folder: Path) -> None:
     handle, there, path = device.handle(3), device.empty(device.odd), store(folder / "file", sample(device.odd))

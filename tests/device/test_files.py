@@ -25,8 +25,6 @@ from tests.conftest import MIB, pattern, store
 from tests.data.samples import sample, write
 from tests.device.kinds import Device, in_own_process
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 TENSORS = {  # by the name, which is the order in the file: each after an odd number of bytes, but for the first two
     "a": torch.arange(1 << 19, dtype=torch.float32),
     "b": torch.arange(3, dtype=torch.float32),

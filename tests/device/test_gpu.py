@@ -11,7 +11,6 @@ import torch
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import Gpu, on_gpus, sample
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_gpus
 
 

@@ -12,8 +12,6 @@ import torch
 from tests.conftest import MIB, contents, in_child, in_threads, store
 from tests.device.kinds import PAGE, Device, sample
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 
 def test_cpu_and_device_tensors_in_one_call(device: Device, folder: Path) -> None:
     handle, data = device.handle(3), sample(12 * MIB)

@@ -12,8 +12,6 @@ import torch
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import PAGE, READS, Device, sample
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 # Chunks and bytes more, an offset, and lanes; the last size needs every slot, one of them twice.
 SIZES = [(0, 0), (0, 1), (0, PAGE), (0, PAGE + 1), (1, -1), (1, 0), (8, MIB + 3)]
 OFFSETS = [0, 1, PAGE - 1, PAGE, 12345]

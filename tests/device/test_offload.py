@@ -14,8 +14,6 @@ from nvme_ops.offload.weights.residents import Resident, Residents
 from tests.device.kinds import Device
 from tests.offload.models import Tied
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 
 @torch.no_grad()
 def test_the_output_is_that_of_the_model_in_memory(device: Device, folder: Path) -> None:

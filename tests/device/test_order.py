@@ -11,21 +11,19 @@ import torch
 from tests.conftest import MIB, contents, pattern, run_python, store
 from tests.device.kinds import READS, WRITES, Call, Device, Simulated, both_ways, in_own_process, on_doubles, sample
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
-
 each_stream = pytest.mark.parametrize(
-    ("default_stream", "lanes"), [(True, 1), (False, 3)], ids=["default stream", "side stream, lanes"]
+    ("number", "lanes"), [(0, 1), (None, 3)], ids=["default stream", "side stream, lanes"]
 )
 
 
 @each_stream
-def test_a_write_comes_after_what_is_queued(device: Device, folder: Path, default_stream: bool, lanes: int) -> None:
+def test_a_write_comes_after_what_is_queued(device: Device, folder: Path, number: int | None, lanes: int) -> None:
     handle = device.handle(lanes)
     for seed, (name, write) in enumerate(WRITES.items()):
         data, path, there = sample(device.odd, seed), folder / name, device.empty(device.odd)
         new = device.tensor(data)
         device.settle()
-        with device.on(default_stream) as stream:
+        with device.on(number) as stream:
             device.keep_busy()
             there.copy_(new, non_blocking=True)
             device.require_pending(stream)
@@ -34,14 +32,14 @@ def test_a_write_comes_after_what_is_queued(device: Device, folder: Path, defaul
 
 
 @each_stream
-def test_a_read_comes_after_what_is_queued(device: Device, folder: Path, default_stream: bool, lanes: int) -> None:
+def test_a_read_comes_after_what_is_queued(device: Device, folder: Path, number: int | None, lanes: int) -> None:
     """And its bytes are there for every stream."""
     handle = device.handle(lanes)
     for seed, (name, read) in enumerate(READS.items()):
         data, before = sample(device.odd, seed), sample(device.odd, seed + 1)
         path, there, saved = store(folder / "file", data), device.tensor(before), device.empty(device.odd)
         device.settle()
-        with device.on(default_stream) as stream:
+        with device.on(number) as stream:
             device.keep_busy()
             saved.copy_(there, non_blocking=True)  # still to see what stood there before
             device.require_pending(stream)
@@ -49,7 +47,7 @@ def test_a_read_comes_after_what_is_queued(device: Device, folder: Path, default
             assert torch.equal(device.peek(there), data), name
             device.synchronize(stream)
         assert torch.equal(device.peek(saved), before), name
-        for other in (True, False):
+        for other in (0, None):
             with device.on(other) as stream:
                 saved.copy_(there, non_blocking=True)
                 device.synchronize(stream)
@@ -131,11 +129,15 @@ from tests.conftest import pattern
 there = tensor(pattern(17 << 20))
 for name in sys.argv[1:]:
     handle.async_pwrite(there, name)
+if hasattr(handle, "pin_device_tensor"):
+    pinned = [handle.new_pinned_device_tensor(1 << 20, there) for _ in range(3)]
+    assert all(map(handle.is_pinned, pinned))
 """
 
 
 @in_own_process  # how one with cuFile's double ends is in gds/test_driver.py
 def test_the_interpreter_ends_with_work_pending(device: Device, folder: Path) -> None:
+    """And with memory pinned."""
     names = [folder / "one", folder / "two"]
     run_python(device.program + PROGRAM, *names)
     assert all(torch.equal(contents(name), pattern(17 * MIB)) for name in names)

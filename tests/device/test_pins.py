@@ -9,10 +9,8 @@ import torch
 
 from nvme_ops.gds import gds_handle
 from tests.conftest import MIB, contents, store
-from tests.device.kinds import GPUS, PAGE, Device, on_kinds, sample, still_works
-from tests.gpu.support import code_of_refusal
+from tests.device.kinds import GPUS, PAGE, Device, code_of_refusal, on_kinds, sample, still_works
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_kinds("fake-cufile", *GPUS[1:])
 
 

@@ -12,7 +12,6 @@ import torch
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import CHUNK, READS, WRITES, Simulated, on_simulated, sample, still_works
 
-pytest_plugins = ("tests.fake_cufile.fixtures",)
 pytestmark = on_simulated
 
 
@@ -20,7 +19,7 @@ pytestmark = on_simulated
 def test_round_trip_without_page_locked_memory(device: Simulated, folder: Path, size: int, offset: int) -> None:
     """The last size needs every slot, one of them twice."""
     handle, path, data = device.handle(), store(folder / "file", sample(offset)), sample(size)
-    with device.simulated.pinned_memory(False):
+    with device.pinned_memory(False):
         handle.write(device.tensor(data), path, file_offset=offset)
         assert torch.equal(contents(path)[offset:], data)
         back = device.empty(size)
@@ -57,7 +56,7 @@ def test_a_device_that_fails(device: Simulated, folder: Path, call: str, what: s
     match = r"copying to or from the device: .* private device"
     with device.elsewhere():
         before = device.current()
-        with device.simulated.failing(what, skipped), pytest.raises(RuntimeError, match=match):
+        with device.failing(what, skipped), pytest.raises(RuntimeError, match=match):
             {**WRITES, **READS}[call](handle, there, path, 0)
         assert device.current() == before
     still_works(device, handle, folder)

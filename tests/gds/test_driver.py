@@ -18,10 +18,8 @@ from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
 from tests.conftest import MIB, contents, in_child, pattern, run_python, store
-from tests.fake_cufile import INCOMPLETE, NVIDIA_FS, OLD, WITHOUT_MARKER, FakeCuFile, Function, build
-from tests.private_device import PrivateDevice
-
-pytest_plugins = ("tests.fake_cufile.fixtures",)
+from tests.device.kinds import Doubles, round_trip, sample
+from tests.doubles import INCOMPLETE, NVIDIA_FS, OLD, WITHOUT_MARKER, FakeCuFile, Function, PrivateDevice, build
 
 ODD = 2 * MIB + 5
 OPEN, CLOSE = Function.DRIVER_OPEN, Function.DRIVER_CLOSE
@@ -31,12 +29,9 @@ def instead(library: object) -> None:
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(library)
 
 
-def moves(device: PrivateDevice, handle: gds_handle, path: Path) -> str | None:
-    """Writes and reads a tensor; the way it took."""
-    back = device.empty(ODD)
-    handle.write(device.tensor(pattern(ODD)), path)
-    handle.read(back, path)
-    assert torch.equal(device.peek(back), pattern(ODD))
+def moves(device: Doubles, handle: gds_handle, path: Path) -> str | None:
+    """The way that a tensor took, written and read."""
+    round_trip(device, handle, path)
     return handle.last_path
 
 
@@ -54,7 +49,7 @@ def refusal() -> str:
 # Opened
 
 
-def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     assert cufile.calls(OPEN) == 0  # the op is loaded already
     os.chdir(folder)
     handles = [gds_handle(intra_op_parallelism=2) for _ in range(3)]
@@ -63,12 +58,12 @@ def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: P
     assert GDSBuilder().load().open_driver([]) == opened
     del handles
     gds_handle()
-    assert (cufile.calls(OPEN), cufile.calls(CLOSE), cufile.statistics().compatible) == (1, 0, 0)
+    assert (cufile.calls(OPEN), cufile.calls(CLOSE), cufile.now.compatible) == (1, 0, 0)
     assert os.listdir(folder) == ["file"]  # and no log
 
 
 def test_threads_open_it_once_and_hold_up_no_other(cufile: FakeCuFile, folder: Path) -> None:
-    path, back, made = store(folder / "file", pattern(ODD)), torch.zeros(ODD, dtype=torch.uint8), list[gds_handle]()
+    path, back, made = store(folder / "file", sample(ODD)), torch.zeros(ODD, dtype=torch.uint8), list[gds_handle]()
     threads = [threading.Thread(target=lambda: made.append(gds_handle())) for _ in range(8)]
     with cufile.held(OPEN):
         for thread in threads:
@@ -78,20 +73,20 @@ def test_threads_open_it_once_and_hold_up_no_other(cufile: FakeCuFile, folder: P
         assert made == []
     for thread in threads:
         thread.join()
-    assert torch.equal(back, pattern(ODD))
+    assert torch.equal(back, sample(ODD))
     assert (len(made), cufile.calls(OPEN)) == (8, 1)
 
 
-def test_an_old_library(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_an_old_library(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     """Before cuFile 1.14: no parameters, no version, and another name for closing."""
-    old = FakeCuFile(build(OLD))
+    old = cufile.without(OLD, folder)
     old.offer(nvidia_fs=NVIDIA_FS)
     instead(old.path)
     os.chdir(folder)
     assert moves(device, gds_handle(), folder / "file") == "gds"
     module = GDSBuilder().load()
     assert module.open_driver([])["version"] == 0
-    assert os.listdir(folder) == ["file"]
+    assert sorted(os.listdir(folder)) == ["file", "libcufile.so.0"]
     module.shut_down()
     assert old.calls(CLOSE) == 1
     old.check_idle(0)
@@ -100,7 +95,7 @@ def test_an_old_library(cufile: FakeCuFile, device: PrivateDevice, folder: Path)
 # Refused
 
 
-def test_a_driver_that_cannot_be_opened(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_a_driver_that_cannot_be_opened(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     cufile.fail(OPEN, 5033, count=-1)
     said = refusal()
     assert "cuFile cannot work here: cuFileDriverOpen: cuFile error 5033" in said
@@ -112,9 +107,9 @@ def test_a_driver_that_cannot_be_opened(cufile: FakeCuFile, device: PrivateDevic
 
 
 @pytest.mark.skipif(Path("/proc/modules").exists(), reason="the kernel has modules, so there is nothing to refuse")
-def test_a_kernel_without_modules(cufile: FakeCuFile) -> None:
+def test_a_kernel_without_modules(cufile: FakeCuFile, folder: Path) -> None:
     """There the real library would wait for ever; this one does not say that it is a double."""
-    real = FakeCuFile(build(WITHOUT_MARKER))
+    real = cufile.without(WITHOUT_MARKER, folder)
     instead(real.path)
     assert "/proc/modules is missing" in refusal()
     assert real.calls(OPEN) == 0
@@ -126,11 +121,11 @@ def test_a_kernel_without_modules(cufile: FakeCuFile) -> None:
         ("/nowhere/libcufile.so.0", "/nowhere/libcufile.so.0"),
         ("libcufile.so.0", "NVME_OPS_CUFILE_LIBRARY='libcufile.so.0' is not an absolute path"),
         (__file__, "invalid ELF header"),
-        (INCOMPLETE, "lacks cuFileRead"),
+        ("", "lacks cuFileRead"),
     ],
 )
-def test_a_library_that_cannot_be_used(cufile: FakeCuFile, library: str, reason: str) -> None:
-    instead(build(INCOMPLETE) if library == INCOMPLETE else library)
+def test_a_library_that_cannot_be_used(cufile: FakeCuFile, folder: Path, library: str, reason: str) -> None:
+    instead(library or cufile.without(INCOMPLETE, folder).path)
     said = refusal()
     assert "cuFile is not usable: " in said
     assert reason in said
@@ -160,22 +155,22 @@ def test_the_users_configuration(cufile: FakeCuFile, folder: Path) -> None:
 # Forks
 
 
-def test_no_handle_after_a_fork(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_no_handle_after_a_fork(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     in_child(lambda: moves(device, gds_handle(), folder / "child"))  # before cuFile is used
     assert cufile.calls(OPEN) == 0
     handle, path = gds_handle(65536, intra_op_parallelism=2), folder / "file"
     moves(device, handle, path)
-    tensor = device.tensor(pattern(ODD))
+    tensor = device.tensor(sample(ODD))
     handle.pin_device_tensor(tensor)
 
     def child() -> None:
-        before, back = list(cufile.statistics().calls), torch.zeros(ODD, dtype=torch.uint8)
+        before, back = [cufile.calls(each) for each in Function], torch.zeros(ODD, dtype=torch.uint8)
         assert "forked after cuFile was used; fix: start processes with spawn" in refusal()
         handle.read(back, path)  # host memory needs no cuFile
-        assert torch.equal(back, pattern(ODD))
+        assert torch.equal(back, sample(ODD))
         handle.unpin_device_tensor(tensor)
         GDSBuilder().load().shut_down()
-        assert list(cufile.statistics().calls) == before
+        assert [cufile.calls(each) for each in Function] == before
 
     in_child(child)
     assert moves(device, handle, path) == moves(device, gds_handle(), path) == "gds"
@@ -183,9 +178,9 @@ def test_no_handle_after_a_fork(cufile: FakeCuFile, device: PrivateDevice, folde
     handle.unpin_device_tensor(tensor)
 
 
-def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     os.environ["NVME_OPS_GDS"] = "require"
-    handle, path, tensor = gds_handle(), folder / "file", device.tensor(pattern(ODD))
+    handle, path, tensor = gds_handle(), folder / "file", device.tensor(sample(ODD))
     moves(device, handle, path)
 
     def child() -> None:
@@ -195,8 +190,8 @@ def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: PrivateDevice,
     in_child(child)
 
 
-def test_a_fork_with_work_pending(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
-    handle, path, back = gds_handle(65536), store(folder / "file", pattern(ODD)), device.empty(ODD)
+def test_a_fork_with_work_pending(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
+    handle, path, back = gds_handle(65536), store(folder / "file", sample(ODD)), device.empty(ODD)
     handle.pin_device_tensor(back)
     with cufile.held(Function.READ):
         future = handle.submit_pread(back, path)
@@ -211,14 +206,14 @@ def test_a_fork_with_work_pending(cufile: FakeCuFile, device: PrivateDevice, fol
 
         in_child(child)
     assert future.result() == ODD
-    assert torch.equal(device.peek(back), pattern(ODD))
+    assert torch.equal(device.peek(back), sample(ODD))
     assert handle.unpin_device_tensor(back) is True
 
 
 # The end
 
 
-def test_after_it_was_closed(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_after_it_was_closed(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     handle, tensor = gds_handle(), device.empty(ODD)
     handle.pin_device_tensor(tensor)
     moves(device, handle, folder / "file")
@@ -234,8 +229,8 @@ PROGRAM = """
 import atexit, os, sys, torch
 from pathlib import Path
 from tests.conftest import pattern
-from tests.fake_cufile import NVIDIA_FS, FakeCuFile, Function
-from tests.private_device import private_device
+from tests.doubles import NVIDIA_FS, FakeCuFile, Function
+from tests.doubles import private_device
 cufile = FakeCuFile(Path(os.environ["NVME_OPS_CUFILE_LIBRARY"]))
 cufile.offer(nvidia_fs=NVIDIA_FS)
 def look():
@@ -251,7 +246,7 @@ device = private_device()
 def ends(folder: Path, program: str) -> str:
     (folder / "empty").mkdir()
     begin = f"import os; os.chdir({str(folder / 'empty')!r})\n"
-    result = run_python(begin + PROGRAM + program, folder, check=False, NVME_OPS_CUFILE_LIBRARY=str(build()))
+    result = run_python(begin + PROGRAM + program, folder, check=False, NVME_OPS_CUFILE_LIBRARY=str(build("cufile")))
     assert (result.returncode, result.stderr) == (3, "")
     return result.stdout
 
@@ -265,7 +260,7 @@ for i in range(3):
     kept.append(handle.submit_pwrite(device.tensor(pattern(5 << 20, i)), f"{sys.argv[1]}/future{i}"))
 kept.append(handle.new_pinned_device_tensor(5 << 20, device.empty(1)))
 handle.pin_device_tensor(device.empty(33 << 20, index=1))
-assert cufile.statistics().memories == 2
+assert cufile.now.memories == 2
 sys.exit(3)
 """
     assert ends(folder, program) == "closed 1 []\n"
@@ -287,5 +282,5 @@ sys.exit(3)
 """
     *said, end = ends(folder, program).splitlines()
     assert (len(said), len(set(said))) == (3, 1)
-    assert f"cuFileDriverOpen of {build()} has not returned after" in said[0]
+    assert f"cuFileDriverOpen of {build('cufile')} has not returned after" in said[0]
     assert end == "closed 0 []"

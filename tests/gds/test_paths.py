@@ -16,11 +16,9 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.gds import gds_handle
 from nvme_ops.tuning import dictionary
-from tests.conftest import MIB, contents, pattern, store
-from tests.fake_cufile import OLD, PEER_TO_PEER, FakeCuFile, Function, build
-from tests.private_device import PrivateDevice
-
-pytest_plugins = ("tests.fake_cufile.fixtures",)
+from tests.conftest import MIB, contents, store
+from tests.device.kinds import Doubles, round_trip, sample
+from tests.doubles import OLD, PEER_TO_PEER, FakeCuFile, Function, held
 
 ODD = 2 * MIB + 5
 TELLING = 16 * MIB  # kTelling of gds_path.cpp: what is smaller is not measured
@@ -39,13 +37,9 @@ def uses(handle: gds_handle) -> dict[str, int]:
     return {way: use["transfers"] for way, use in handle.path_statistics()["uses"].items()}
 
 
-def round_trip(device: PrivateDevice, handle: gds_handle, path: Path, size: int = ODD, offset: int = 0) -> str:
-    """Writes and reads; why it took this way."""
-    back = device.empty(size)
-    handle.write(device.tensor(pattern(size)), path, file_offset=offset)
-    handle.read(back, path, file_offset=offset)
-    assert torch.equal(contents(path)[offset:], pattern(size))
-    assert torch.equal(device.peek(back), pattern(size))
+def why(device: Doubles, handle: gds_handle, path: Path, size: int = 0, offset: int = 0) -> str:
+    """Why a tensor, written and read, took its way."""
+    round_trip(device, handle, path, size, offset)
     return str(handle.path_statistics()["why"])
 
 
@@ -58,7 +52,7 @@ def moved_by_cufile(cufile: FakeCuFile) -> int:
 
 @pytest.mark.parametrize(("name", "peer_to_peer"), [(None, False), ("require", True)])
 def test_straight_to_the_device(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, name: str | None, peer_to_peer: bool
+    cufile: FakeCuFile, device: Doubles, folder: Path, name: str | None, peer_to_peer: bool
 ) -> None:
     mode(name)
     if peer_to_peer:
@@ -70,7 +64,7 @@ def test_straight_to_the_device(
     assert handle.path_statistics() == {"last": "gds", "why": "cuFile can reach the GPU directly", "uses": {"gds": use}}
     assert other.last_path is None  # handles count for themselves
     calls = moved_by_cufile(cufile)
-    assert round_trip(device, other, folder / "small", 4095) == "less than a page"
+    assert why(device, other, folder / "small", 4095) == "less than a page"
     assert uses(other) == {"bounce": 2}
     assert moved_by_cufile(cufile) == calls
     cufile.fail(Function.READ, 5044)
@@ -83,49 +77,45 @@ def test_straight_to_the_device(
 
 
 @pytest.mark.parametrize("code", [5030, 5034])
-def test_a_refused_file_takes_the_bounce_path(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, code: int
-) -> None:
+def test_a_refused_file_takes_the_bounce_path(cufile: FakeCuFile, device: Doubles, folder: Path, code: int) -> None:
     """Not for ever."""
     handle = gds_handle()
     cufile.fail(Function.REGISTER_FILE, code, count=2)
-    why = round_trip(device, handle, folder / "file")
+    said = why(device, handle, folder / "file")
     assert (uses(handle), moved_by_cufile(cufile)) == ({"bounce": 2}, 0)
-    assert f"registering the file with cuFile: cuFile error {code}" in why
-    assert ("CUFILE_EXPERIMENTAL_FS=1" in why) is (code == 5030)
+    assert f"registering the file with cuFile: cuFile error {code}" in said
+    assert ("CUFILE_EXPERIMENTAL_FS=1" in said) is (code == 5030)
     round_trip(device, handle, folder / "file")
     assert uses(handle) == {"bounce": 2, "gds": 2}
 
 
-def test_a_refused_file_raises_where_gds_is_required(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_a_refused_file_raises_where_gds_is_required(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     mode("require")
-    handle, path = gds_handle(), store(folder / "file", pattern(ODD))
+    handle, path = gds_handle(), store(folder / "file", sample(ODD))
     for move in (handle.write, handle.read):
         cufile.fail(Function.REGISTER_FILE, 5030)
         with pytest.raises(RuntimeError, match=r"NVME_OPS_GDS=require, but .*cuFile error 5030") as caught:
-            move(device.tensor(pattern(ODD)), path)
+            move(device.tensor(sample(ODD)), path)
         assert str(path) in str(caught.value)
     del caught
     round_trip(device, handle, path)
     assert uses(handle) == {"gds": 2}
     with pytest.raises(RuntimeError, match=r"NVME_OPS_GDS=require, but .* 'buffered'"):
-        gds_handle(cache="buffered").write(device.tensor(pattern(ODD)), path)
+        gds_handle(cache="buffered").write(device.tensor(sample(ODD)), path)
 
 
-def test_one_refused_file_of_a_list_and_one_without_a_name(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path
-) -> None:
+def test_one_refused_file_of_a_list_and_one_without_a_name(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     handle, names = gds_handle(), [folder / f"file{i}" for i in range(3)]
-    sent, back = [device.tensor(pattern(ODD, i)) for i in range(3)], device.empty(ODD)
+    sent, back = [device.tensor(sample(ODD, i)) for i in range(3)], device.empty(ODD)
     cufile.fail(Function.REGISTER_FILE, 5030, first=2)
     assert handle.submit_pwritev(sent, names).result() == 3 * ODD
-    assert all(torch.equal(contents(names[i]), pattern(ODD, i)) for i in range(3))
+    assert all(torch.equal(contents(names[i]), sample(ODD, i)) for i in range(3))
     assert uses(handle) == {"gds": 2, "bounce": 1}
     fd = os.open(names[2], os.O_RDWR)
     names[2].unlink()  # cuFile takes none that was unlinked
     handle.read(back, fd)
     os.close(fd)
-    assert torch.equal(device.peek(back), pattern(ODD, 2))
+    assert torch.equal(device.peek(back), sample(ODD, 2))
     assert "cuFile error 5031" in handle.path_statistics()["why"]
 
 
@@ -140,27 +130,27 @@ def test_one_refused_file_of_a_list_and_one_without_a_name(
         ("an old library", "nvidia-fs is not loaded .*modprobe nvidia-fs"),
     ],
 )
-def test_required_and_not_there(cufile: FakeCuFile, device: PrivateDevice, folder: Path, what: str, match: str) -> None:
+def test_required_and_not_there(cufile: FakeCuFile, device: Doubles, folder: Path, what: str, match: str) -> None:
     if what == "no nvidia-fs":
         cufile.offer()
     elif what == "no properties":
         cufile.fail(Function.SET_FLAG, 5022, count=-1)  # or the way it opens would tell
         cufile.fail(Function.PROPERTIES, 5002)
-        assert "does not tell its properties: cuFile error 5002" in round_trip(device, gds_handle(), folder / "file")
+        assert "does not tell its properties: cuFile error 5002" in why(device, gds_handle(), folder / "file")
     else:  # which cannot be told to do without compatibility mode, but tells what it found
-        os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(build(OLD))
+        os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(cufile.without(OLD, folder).path)
     mode("require")
     for _ in range(2):
         with pytest.raises(RuntimeError, match=f"NVME_OPS_GDS=require, but .*{match}"):
             gds_handle()
 
 
-def test_off_never_loads_cufile(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_off_never_loads_cufile(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     unloaded = Path(shutil.copy(cufile.path, folder / "libcufile.so.0"))
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(unloaded)
     mode("off")
     handle = gds_handle()
-    assert round_trip(device, handle, folder / "file", 17 * MIB) == "NVME_OPS_GDS=off"
+    assert why(device, handle, folder / "file", 17 * MIB) == "NVME_OPS_GDS=off"
     assert uses(handle) == {"bounce": 2}
     pinned = handle.new_pinned_device_tensor(ODD, device.empty(1))
     assert handle.pin_device_tensor(pinned[5:]) is handle.is_pinned(pinned) is True
@@ -169,7 +159,7 @@ def test_off_never_loads_cufile(cufile: FakeCuFile, device: PrivateDevice, folde
     assert str(unloaded) not in Path("/proc/self/maps").read_text()
 
 
-def test_the_mode_is_read_when_the_handle_is_made(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_the_mode_is_read_when_the_handle_is_made(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     handles = {}
     for name in (None, "off", "require"):
         mode(name)
@@ -182,21 +172,19 @@ def test_the_mode_is_read_when_the_handle_is_made(cufile: FakeCuFile, device: Pr
     assert (uses(handles["off"]), uses(handles[None])) == ({"bounce": 2}, {"gds": 2})
     cufile.fail(Function.REGISTER_FILE, 5027)
     with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require"):
-        handles["require"].write(device.tensor(pattern(ODD)), folder / "file")
+        handles["require"].write(device.tensor(sample(ODD)), folder / "file")
 
 
 # Compatibility mode or the bounce path
 
 
-def test_small_transfers_bounce_until_the_ways_are_measured(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path
-) -> None:
+def test_small_transfers_bounce_until_the_ways_are_measured(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     cufile.offer()
     handle = gds_handle(intra_op_parallelism=2)
-    why = round_trip(device, handle, folder / "file")
+    said = why(device, handle, folder / "file")
     assert (uses(handle), moved_by_cufile(cufile)) == ({"bounce": 2}, 0)
-    assert "nvidia-fs driver is not loaded" in why
-    assert "not measured yet" in why
+    assert "nvidia-fs driver is not loaded" in said
+    assert "not measured yet" in said
     for _ in range(3):  # right whatever the way
         round_trip(device, handle, folder / "other", TELLING + 4095, 777)
     assert set(uses(handle)) == {"bounce", "compat"}
@@ -205,11 +193,11 @@ def test_small_transfers_bounce_until_the_ways_are_measured(
 class Contest:
     """Large transfers of one direction over a machine without a direct path."""
 
-    def __init__(self, cufile: FakeCuFile, device: PrivateDevice, path: Path, write: bool) -> None:
+    def __init__(self, cufile: FakeCuFile, device: Doubles, path: Path, write: bool) -> None:
         cufile.offer()
         self.cufile, self.device, self.path, self.write = cufile, device, path, write
-        self.handle, self.there = gds_handle(), device.tensor(pattern(TELLING))
-        store(path, pattern(TELLING))
+        self.handle, self.there = gds_handle(), device.tensor(sample(TELLING))
+        store(path, sample(TELLING))
 
     def run(self, slow: str = "") -> str:
         """Moves the tensor, slowly where it takes this way; the way it took."""
@@ -219,45 +207,45 @@ class Contest:
         if slow != "bounce":
             submit(self.there, self.path).result()
             return str(self.handle.last_path)
-        with self.device.held():
+        with held(self.device.now.copies):
             future = submit(self.there, self.path)
-            self.device.wait_for_held_up()
+            self.device.now.copies.wait_for_held_up()
             time.sleep(SLOW)
         assert future.result() == TELLING
         return str(self.handle.last_path)
 
 
 @both
-def test_the_faster_way_wins(cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool) -> None:
+def test_the_faster_way_wins(cufile: FakeCuFile, device: Doubles, folder: Path, write: bool) -> None:
     contest = Contest(cufile, device, folder / "file", write)
     ways = [contest.run("bounce"), contest.run(), contest.run(), contest.run()]
     assert ways == ["bounce", "compat", "compat", "compat"]
-    small, back = pattern(TELLING)[:ODD], device.empty(ODD)
+    small, back = sample(TELLING)[:ODD], device.empty(ODD)
     (contest.handle.write if write else contest.handle.read)(device.tensor(small) if write else back, contest.path)
     assert contest.handle.last_path == "compat"  # from now on small ones follow
     assert torch.equal(contents(contest.path)[:ODD], small)
     assert write or torch.equal(device.peek(back), small)
-    store(contest.path, pattern(TELLING))
+    store(contest.path, sample(TELLING))
     contest.write = not write
     assert [contest.run(), contest.run()] == ["bounce", "compat"]  # reads and writes are measured apart
 
 
-def test_the_slower_way_gets_another_chance(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_the_slower_way_gets_another_chance(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     contest = Contest(cufile, device, folder / "file", False)
     assert [contest.run(), contest.run("compat")] == ["bounce", "compat"]
-    why = contest.handle.path_statistics()["why"]
-    assert "nvidia-fs driver is not loaded" in why
+    said = contest.handle.path_statistics()["why"]
+    assert "nvidia-fs driver is not loaded" in said
     assert [contest.run() for _ in range(TRY_AGAIN)] == ["bounce"] * (TRY_AGAIN - 1) + ["compat"]
     assert "GB/s" in contest.handle.path_statistics()["why"]
 
 
 @pytest.mark.parametrize("kind", [gds_handle, aio_handle])
 def test_an_adaptive_handle_tries_both_ways_and_keeps_the_better_one(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, kind: type[aio_handle]
+    cufile: FakeCuFile, device: Doubles, folder: Path, kind: type[aio_handle]
 ) -> None:
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     dictionary.forget()
-    data = pattern(20 * MIB)
+    data = sample(20 * MIB)
     path = store(folder / "file", data)
     with kind.adaptive(folder) as handle:
         for _ in range(24):

@@ -17,7 +17,7 @@ from tests.conftest import run_python
 PROGRAM = """
     import sys, torch
     from pathlib import Path
-    from tests.private_device import private_device
+    from tests.doubles import private_device
     from nvme_ops.gds import gds_handle
     from nvme_ops.op_builder import GDSBuilder
 
@@ -44,7 +44,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/gpu meets the real libcufile")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: tests/device meets the real libcufile")
 @pytest.mark.skipif(not machine.cufile_libraries(), reason="no libcufile.so.0 here: pip install nvidia-cufile")
 @pytest.mark.skipif(not Path("/proc/modules").exists(), reason="without /proc/modules cuFile would never open")
 def test_the_real_library(folder: Path) -> None:

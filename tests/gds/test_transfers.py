@@ -21,11 +21,9 @@ import torch
 
 from nvme_ops.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder, machine
-from tests.conftest import MIB, contents, in_threads, pattern, store
-from tests.fake_cufile import FakeCuFile, Function
-from tests.private_device import PrivateDevice
-
-pytest_plugins = ("tests.fake_cufile.fixtures",)
+from tests.conftest import MIB, contents, in_threads, store
+from tests.device.kinds import Doubles, sample, still_works
+from tests.doubles import FakeCuFile, Function
 
 PAGE, BLOCK = 4096, 65536
 SIZE, ODD = 32 * BLOCK, 2 * MIB + 5
@@ -39,19 +37,9 @@ HEARD: dict[str, Callable[[gds_handle, bool, torch.Tensor, Path], object]] = {
 }
 
 
-def still_works(cufile: FakeCuFile, device: PrivateDevice, handle: gds_handle, folder: Path) -> None:
-    cufile.mend()
-    path, back = folder / "afterwards", device.empty(SIZE + 5)
-    handle.write(device.tensor(pattern(SIZE + 5, 9)), path)
-    handle.async_pread(back, path)
-    assert handle.wait() == 1
-    assert torch.equal(device.peek(back), pattern(SIZE + 5, 9))
-    assert handle.last_path == "gds"
-
-
-def moves(device: PrivateDevice, handle: gds_handle, path: Path, write: bool, size: int) -> torch.Tensor:
+def moves(device: Doubles, handle: gds_handle, path: Path, write: bool, size: int) -> torch.Tensor:
     """Moves a tensor of random bytes one way, and returns it; they must arrive."""
-    data, there = pattern(size), device.empty(size)
+    data, there = sample(size), device.empty(size)
     if write:
         there.copy_(data)
         handle.sync_pwrite(there, path)
@@ -83,7 +71,7 @@ void* made_current(int which) { return made[which]; }
 
 @pytest.mark.parametrize(("owner", "current"), [(7, 7), (0, 103)], ids=["its own", "mapped memory"])
 def test_the_context_of_the_memory_is_current(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, owner: int, current: int
+    cufile: FakeCuFile, device: Doubles, folder: Path, owner: int, current: int
 ) -> None:
     """Found by its name, as the driver's library is."""
     found = machine.find_compiler()
@@ -100,7 +88,7 @@ def test_the_context_of_the_memory_is_current(
 
 def test_no_cpu_tensor(cufile: FakeCuFile, folder: Path) -> None:
     assert GDSBuilder().load().gds_handle is gds_handle
-    handle, path, data = gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", pattern(ODD)
+    handle, path, data = gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", sample(ODD)
     back, rows = torch.zeros_like(data), torch.zeros(4, 10_000, dtype=torch.uint8)
     handle.write(data, path, True)
     handle.async_pread(back, path)
@@ -118,17 +106,17 @@ def test_no_cpu_tensor(cufile: FakeCuFile, folder: Path) -> None:
     assert handle.last_path is None
 
 
-def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     lanes = 4
     handle, back = gds_handle(BLOCK, intra_op_parallelism=lanes), device.empty(SIZE)
-    path = store(folder / "file", pattern(SIZE))
+    path = store(folder / "file", sample(SIZE))
     with cufile.held(READ):
         future = handle.submit_pread(back, path)
         cufile.wait_for_held_up(READ, lanes)
         assert not future.done()
     assert future.result() == SIZE
-    assert torch.equal(device.peek(back), pattern(SIZE))
-    assert (cufile.statistics().at_once, cufile.calls(READ), cufile.calls(Function.REGISTER_FILE)) == (lanes, 32, 1)
+    assert torch.equal(device.peek(back), sample(SIZE))
+    assert (cufile.now.at_once, cufile.calls(READ), cufile.calls(Function.REGISTER_FILE)) == (lanes, 32, 1)
     parts = [device.empty(PAGE) for _ in range(10)]
     handle.submit_preadv(parts, path, range(0, 10 * BLOCK, BLOCK)).result()
     assert cufile.calls(Function.REGISTER_FILE) == 2
@@ -138,9 +126,7 @@ def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: PrivateDevice, 
 
 
 @pytest.mark.parametrize(("write", "most"), [(True, 1), (True, PAGE), (False, 1000), (False, BLOCK - 1)])
-def test_a_short_transfer_goes_on(
-    cufile: FakeCuFile, device: PrivateDevice, folder: Path, write: bool, most: int
-) -> None:
+def test_a_short_transfer_goes_on(cufile: FakeCuFile, device: Doubles, folder: Path, write: bool, most: int) -> None:
     function, handle = WRITE if write else READ, gds_handle(BLOCK, intra_op_parallelism=1 + 2 * (most % 2))
     cufile.fail(function, most=most, first=2, count=7)
     there = moves(device, handle, folder / "file", write, SIZE + 777)
@@ -158,8 +144,8 @@ CODES = {
 
 
 @pytest.mark.parametrize("code", CODES)
-def test_a_code_of_cufile_or_of_the_system(cufile: FakeCuFile, device: PrivateDevice, folder: Path, code: int) -> None:
-    path, there, write = store(folder / "file", pattern(SIZE)), device.tensor(pattern(SIZE)), code % 2 == 0
+def test_a_code_of_cufile_or_of_the_system(cufile: FakeCuFile, device: Doubles, folder: Path, code: int) -> None:
+    path, there, write = store(folder / "file", sample(SIZE)), device.tensor(sample(SIZE)), code % 2 == 0
     function = WRITE if write else READ
     for heard in HEARD.values():
         handle, calls = gds_handle(BLOCK), cufile.calls(function)
@@ -171,13 +157,13 @@ def test_a_code_of_cufile_or_of_the_system(cufile: FakeCuFile, device: PrivateDe
         assert f"{'write' if write else 'read'} of {BLOCK} bytes at offset {2 * BLOCK}" in str(caught.value)
         assert cufile.calls(function) == calls + 3  # nothing was started after it
         del caught
-        still_works(cufile, device, handle, folder)
+        still_works(device, handle, folder)
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_a_handler_that_raises_ends_a_blocking_call(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_a_handler_that_raises_ends_a_blocking_call(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     """What is in flight ends, the rest is not started, and the handle goes on."""
-    handle, path = gds_handle(BLOCK, intra_op_parallelism=2), store(folder / "file", pattern(ODD))
+    handle, path = gds_handle(BLOCK, intra_op_parallelism=2), store(folder / "file", sample(ODD))
     there, main, in_flight = device.empty(ODD), threading.get_ident(), threading.Event()
 
     def interrupt() -> None:
@@ -199,16 +185,17 @@ def test_a_handler_that_raises_ends_a_blocking_call(cufile: FakeCuFile, device: 
             handle.sync_pread(there, path)
         thread.join()
     assert cufile.calls(READ) < ODD // BLOCK
-    still_works(cufile, device, handle, folder)
+    cufile.mend()
+    still_works(device, handle, folder)
 
 
 # Memory that is registered
 
 
 def test_memory_is_freed_after_it_was_deregistered_and_with_its_last_tensor(
-    cufile: FakeCuFile, device: PrivateDevice
+    cufile: FakeCuFile, device: Doubles
 ) -> None:
-    handle, before = gds_handle(), device.statistics().device_blocks
+    handle, before = gds_handle(), device.memory()
     for new in (True, False):
         tensor = handle.new_pinned_device_tensor(BIG, device.empty(1)) if new else device.empty(BIG)
         handle.pin_device_tensor(tensor)
@@ -216,19 +203,19 @@ def test_memory_is_freed_after_it_was_deregistered_and_with_its_last_tensor(
         del tensor
         assert handle.unpin_device_tensor(same) is True
         del same
-        assert device.statistics().device_blocks == before + 1
+        assert device.memory() == before + 1
         del kept
-        assert device.statistics().device_blocks == before
+        assert device.memory() == before
     tensor = device.empty(BIG)
     handle.pin_device_tensor(tensor)
     del tensor, handle  # it stays allocated while cuFile knows it, and is deregistered at the end
     gc.collect()
-    assert device.statistics().device_blocks == before + 1
-    assert (cufile.statistics().memories, cufile.statistics().memory_bytes) == (1, BIG)
+    assert device.memory() == before + 1
+    assert (cufile.now.memories, cufile.now.memory_bytes) == (1, BIG)
 
 
 @pytest.mark.parametrize("code", [5016, 5011])
-def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: PrivateDevice, code: int) -> None:
+def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Doubles, code: int) -> None:
     cufile.offer(nvidia_fs=2, memory=BIG + MIB)
     handle, tensor = gds_handle(), device.empty(BIG)
     limit = device.empty(BIG)
@@ -236,7 +223,7 @@ def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Privat
         handle.pin_device_tensor(limit)
     else:
         cufile.fail(Function.REGISTER_MEMORY, code, count=2)
-    before = device.statistics().device_blocks
+    before = device.memory()
     match = f"registering {BIG} bytes of memory .* than may be pinned" if code == 5016 else f"cuFile error {code}"
     for refused in (
         lambda: handle.pin_device_tensor(tensor),
@@ -247,7 +234,7 @@ def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Privat
         assert caught.value.errno == code
     del caught
     gc.collect()
-    assert device.statistics().device_blocks == before
+    assert device.memory() == before
     assert not handle.is_pinned(tensor)
     assert handle.unpin_device_tensor(tensor) is False
     assert handle.unpin_device_tensor(limit) is (code == 5016)
@@ -255,21 +242,21 @@ def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Privat
     handle.unpin_device_tensor(tensor)
 
 
-def test_a_tensor_of_which_only_part_is_pinned_bounces(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_a_tensor_of_which_only_part_is_pinned_bounces(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     """cuFile takes no transfer that leaves a registration."""
-    handle, tensor, path = gds_handle(), device.empty(BIG), store(folder / "file", pattern(BIG))
+    handle, tensor, path = gds_handle(), device.empty(BIG), store(folder / "file", sample(BIG))
     handle.pin_device_tensor(tensor[:PAGE])
     handle.sync_pread(tensor, path)
-    assert torch.equal(device.peek(tensor), pattern(BIG))
+    assert torch.equal(device.peek(tensor), sample(BIG))
     assert (handle.last_path, handle.path_statistics()["why"]) == ("bounce", "only part of the tensor is pinned")
     handle.sync_pread(tensor[:PAGE], path)
     assert handle.last_path == "gds"
     assert handle.unpin_device_tensor(tensor[:PAGE]) is True
 
 
-def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: PrivateDevice, folder: Path) -> None:
+def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
     """cuFile is not made to forget memory that it is moving, or part of."""
-    tensor, path = device.empty(8 * 65536), store(folder / "file", pattern(8 * 65536))
+    tensor, path = device.empty(8 * 65536), store(folder / "file", sample(8 * 65536))
     handle, moved = gds_handle(65536), tensor[: 2 * 65536]
     handle.pin_device_tensor(tensor)
     with cufile.held(Function.READ):
@@ -278,10 +265,10 @@ def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: PrivateDevice, 
         threading.Timer(0.1, cufile.release, [Function.READ]).start()
         assert handle.unpin_device_tensor(tensor) is True
     assert future.result() == moved.nbytes
-    assert torch.equal(device.peek(moved), pattern(8 * 65536)[: moved.nbytes])
+    assert torch.equal(device.peek(moved), sample(8 * 65536)[: moved.nbytes])
 
 
-def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) -> None:
+def test_pins_from_several_threads(cufile: FakeCuFile, device: Doubles) -> None:
     handle, shared = gds_handle(), device.empty(ODD)
 
     def work(_: int) -> None:
@@ -292,4 +279,4 @@ def test_pins_from_several_threads(cufile: FakeCuFile, device: PrivateDevice) ->
             assert handle.unpin_device_tensor(own)
 
     in_threads(work, 4)
-    assert (cufile.statistics().memories, handle.unpin_device_tensor(shared)) == (1, True)
+    assert (cufile.now.memories, handle.unpin_device_tensor(shared)) == (1, True)

@@ -24,11 +24,11 @@ from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_p
 from nvme_ops.offload.optimizer.states import MASTER
 from tests.conftest import MIB, run_python
 from tests.contract.faulty import Faulty
-from tests.gpu.support import on_a_gpu
+from tests.device.kinds import on_a_gpu
+from tests.doubles import private_device
 from tests.offload.elsewhere import alone, same
 from tests.offload.saving import few_in_flight, settled, take_few_in_flight
 from tests.offload.training import KIB, MODELS, backward, equal, network, states, values
-from tests.private_device import private_device
 
 _ = few_in_flight  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -158,7 +158,7 @@ small.decoder_start_token_id = 0
 model = transformers.T5ForConditionalGeneration(small)
 """
 ACCELERATOR = """
-from tests.private_device import private_device
+from tests.doubles import private_device
 private_device()
 """
 HEAD = """

@@ -22,7 +22,7 @@ from nvme_ops.storage.store import Claims
 from tests.conftest import MIB, in_child, in_threads, pattern
 from tests.contract.faulty import Faulty, flip
 from tests.crashing_save import interrupted_by
-from tests.private_device import private_device
+from tests.doubles import private_device
 from tests.storage.conftest import got, same
 
 DTYPES = [

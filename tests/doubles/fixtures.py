@@ -18,8 +18,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import in_child
-from tests.fake_cufile import NVIDIA_FS, FakeCuFile, build
-from tests.private_device import PrivateDevice, private_device
+from tests.doubles import NVIDIA_FS, FakeCuFile, PrivateDevice, build, private_device
 
 
 @pytest.fixture(scope="session")
@@ -32,24 +31,21 @@ def ops() -> None:
 @pytest.fixture(scope="session")
 def the_device() -> PrivateDevice:
     """The simulated accelerator, unless the machine has a real one or no compiler."""
-    simulated = private_device.cache_info().currsize > 0  # by another test: torch counts it as an accelerator
-    if not simulated and (
-        torch.cuda.is_available() or (hasattr(torch, "accelerator") and torch.accelerator.is_available())
-    ):
+    if private_device.cache_info().currsize > 0:  # by another test: torch counts it as an accelerator
+        return private_device()
+    if torch.cuda.is_available() or (hasattr(torch, "accelerator") and torch.accelerator.is_available()):
         pytest.skip("torch has a real accelerator, and only one can page-lock memory in a process")
     if machine.find_compiler() is None:
         pytest.skip("no C++ compiler, which builds the simulated accelerator")
-    if (
-        not simulated
-    ):  # autograd would start a thread for the device, and refuses backward passes in forked children then
-        torch.ones(1, requires_grad=True).sum().backward()
+    # autograd would start a thread for the device, and refuses backward passes in forked children then
+    torch.ones(1, requires_grad=True).sum().backward()
     return private_device()
 
 
 @pytest.fixture
 def cufile(the_device: PrivateDevice, ops: None) -> FakeCuFile:
     """The library that this test's ``gds_handle`` loads; nvidia-fs is there unless it ``offer``s something else."""
-    return FakeCuFile(build())
+    return FakeCuFile(build("cufile"))
 
 
 @pytest.fixture
@@ -77,11 +73,10 @@ def _run(test: Callable[..., None], cufile: FakeCuFile, arguments: dict[str, obj
     os.chdir(cufile.path.parent)  # where the library, which is like NVIDIA's in this, writes cufile.log
     cufile.offer(nvidia_fs=NVIDIA_FS)
     device = arguments.get("device")
-    simulated = getattr(device, "simulated", device)  # of the contract in tests/device, or the device itself
-    with simulated.left_as_found() if isinstance(simulated, PrivateDevice) else contextlib.nullcontext():
+    with device.left_as_found() if isinstance(device, PrivateDevice) else contextlib.nullcontext():
         test(**arguments)
         gc.collect()
         assert cufile.violations() == ""
-        assert cufile.statistics().files == 0
+        assert cufile.now.files == 0
         GDSBuilder().load().shut_down()
         cufile.check_idle(0)

@@ -1,0 +1,426 @@
+// A device made of host memory, as torch's PrivateUse1: allocators, streams and events, and the operators that tensors
+// need to be made, viewed and copied. All others are computed on the host, between a copy there and one back.
+//
+// A stream is the list of what was queued on it; an event is a place in such a list. Work runs, in order, when its
+// stream or an event behind it is synchronised, or when a stream runs that was told to wait for such an event. So what
+// a program does not wait for has not happened, every time and not only when a real device is slow.
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <new>
+#include <vector>
+
+#include "steering.h"
+
+namespace doubles {
+
+constexpr c10::DeviceType kType = c10::DeviceType::PrivateUse1;
+constexpr int kDevices = 2;
+constexpr int kPoolStreams = 4;             // beside the default stream, 0, and those made by getNewStream
+constexpr unsigned char kUnwritten = 0xEE;  // what stands where a queued copy has not arrived yet
+
+// What a copy returns that goes wrong: it is refused; it fails when it runs, which the next wait for it tells; the
+// event after it is refused.
+enum : std::int64_t { kRefused = 1, kFails, kUnrecorded };
+
+enum Kind : std::uint8_t { kDevice, kPinned };
+
+// What a test sets and sees, in the order of DeviceState in __init__.py.
+struct DeviceState {
+  Calls copies;
+  std::array<Number, 2> blocks;  // of each kind alive
+  Number events;                 // alive
+  Number pinned_memory;          // whether there is any that is page-locked
+  Number copying_at_once;        // from one tensor to another of the device
+};
+
+// A thread's device, and its stream of each, in the order of Current in __init__.py.
+struct Current {
+  std::int64_t device;
+  std::array<std::int64_t, kDevices> streams;
+};
+
+}  // namespace doubles
+
+extern "C" {
+doubles::DeviceState pd_state;
+}
+
+namespace doubles {
+namespace {
+
+DeviceState& state = pd_state;
+thread_local Current current;
+
+struct Copy {
+  void* to;
+  const void* from;
+  std::size_t bytes;
+};
+
+struct Event {
+  struct Stream* stream = nullptr;  // not recorded yet
+  std::uint64_t position = 0;
+};
+
+struct Work {
+  Copy copy;
+  Event wait;  // a copy where it was not recorded
+  bool fails;
+};
+
+struct Stream {
+  std::deque<Work> queue;
+  std::uint64_t done = 0, queued = 0;
+  std::uint64_t failed_at = 0;  // the position of a failed copy nobody has been told of
+
+  void add(const Work& work) {
+    queue.push_back(work);
+    ++queued;
+  }
+
+  void run(std::uint64_t position) {
+    while (done < position) {
+      const Work work = queue.front();
+      queue.pop_front();
+      ++done;
+      if (work.wait.stream != nullptr) {
+        work.wait.stream->run(work.wait.position);
+      } else if (work.fails) {
+        failed_at = done;
+      } else {
+        std::memmove(work.copy.to, work.copy.from, work.copy.bytes);
+      }
+    }
+  }
+
+  void wait_for(std::uint64_t position) {
+    run(position);
+    const bool failed = failed_at != 0 && failed_at <= position;
+    if (failed) failed_at = 0;
+    TORCH_CHECK(!failed, "a copy failed on the private device");
+  }
+};
+
+struct Device {
+  std::deque<Stream> streams{1 + kPoolStreams};  // which stay where they are
+  std::int64_t next = 0;
+};
+
+struct Block {
+  Kind kind;
+  std::size_t bytes;
+};
+
+std::array<Device, kDevices>& devices = *new std::array<Device, kDevices>;
+std::map<const char*, Block>& blocks = *new std::map<const char*, Block>;
+bool unrecorded = false;  // the next event is refused
+
+Stream& stream_of(const c10::Stream& stream) {
+  auto& streams = devices.at(static_cast<std::size_t>(stream.device_index())).streams;
+  return streams.at(static_cast<std::size_t>(stream.id()));
+}
+
+// Memory
+
+std::optional<Kind> kind_of(const void* pointer) {
+  const auto after = blocks.upper_bound(static_cast<const char*>(pointer));
+  if (after == blocks.begin()) return {};
+  const auto& [start, block] = *std::prev(after);
+  return static_cast<const char*>(pointer) < start + block.bytes ? std::optional(block.kind) : std::nullopt;
+}
+
+void* allocate(Kind kind, std::size_t bytes) {
+  void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  if (memory == nullptr) throw std::bad_alloc();
+  std::memset(memory, kUnwritten, bytes);
+  const Lock lock(mutex);
+  blocks[static_cast<const char*>(memory)] = {kind, bytes};
+  ++state.blocks.at(kind);
+  return memory;
+}
+
+void release(Kind kind, void* memory) {
+  if (memory == nullptr) return;
+  const Lock lock(mutex);
+  const auto found = blocks.find(static_cast<const char*>(memory));
+  if (found == blocks.end() || found->second.kind != kind) return violation("memory is freed that was not allocated");
+  const std::size_t bytes = found->second.bytes;
+  for (Device& device : devices) {
+    for (Stream& stream : device.streams) {
+      for (auto& [copy, wait, fails] : stream.queue) {
+        if (!overlap(memory, bytes, copy.to, copy.bytes) && !overlap(memory, bytes, copy.from, copy.bytes)) continue;
+        violation("memory is freed that a queued copy uses");
+        copy.bytes = 0;  // to run it would crash
+      }
+    }
+  }
+  blocks.erase(found);
+  --state.blocks.at(kind);
+  std::free(memory);
+}
+
+template <Kind kind>
+class MemoryAllocator final : public c10::Allocator {
+public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const auto index = static_cast<c10::DeviceIndex>(current.device);
+    void* const memory = bytes == 0 ? nullptr : doubles::allocate(kind, bytes);
+    return {memory, memory, raw_deleter(), kind == kDevice ? c10::Device(kType, index) : c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override {
+    return [](void* memory) { release(kind, memory); };
+  }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override { default_copy_data(to, from, bytes); }
+};
+
+MemoryAllocator<kDevice> device_allocator;
+MemoryAllocator<kPinned> pinned_allocator;
+
+REGISTER_ALLOCATOR(kType, &device_allocator)
+
+class Hooks final : public at::PrivateUse1HooksInterface {
+public:
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  c10::DeviceIndex deviceCount() const override { return kDevices; }
+  c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(current.device); }
+  bool isPinnedPtr(const void* pointer) const override {
+    const Lock lock(mutex);
+    return kind_of(pointer) == kPinned;
+  }
+  c10::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(state.pinned_memory != 0, "this device has no page-locked memory");
+    return &pinned_allocator;
+  }
+};
+
+const bool kHooked = (at::RegisterPrivateUse1HooksInterface(new Hooks), true);
+
+// Devices, streams and events
+
+class Guard final : public c10::impl::DeviceGuardImplInterface {
+public:
+  c10::DeviceType type() const override { return kType; }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device old = getDevice();
+    setDevice(device);
+    return old;
+  }
+  c10::Device getDevice() const override { return {kType, static_cast<c10::DeviceIndex>(current.device)}; }
+  void setDevice(c10::Device device) const override {
+    TORCH_CHECK(device.index() < kDevices, "there is no such device: ", device);
+    if (device.has_index()) current.device = device.index();
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override { current.device = device.index(); }
+  c10::DeviceIndex deviceCount() const noexcept override { return kDevices; }
+
+  c10::Stream getStream(c10::Device device) const override { return stream(device, stream_now(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override { return stream(device, 0); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override {
+    const Lock lock(mutex);
+    return stream(device, 1 + devices.at(index_of(device)).next++ % kPoolStreams);
+  }
+  c10::Stream getNewStream(c10::Device device, int) const override {
+    const Lock lock(mutex);
+    auto& streams = devices.at(index_of(device)).streams;
+    streams.emplace_back();
+    return stream(device, static_cast<std::int64_t>(streams.size()) - 1);
+  }
+  c10::Stream exchangeStream(c10::Stream next) const override {
+    return stream(next.device(), std::exchange(stream_now(next.device()), next.id()));
+  }
+  bool queryStream(const c10::Stream& queried) const override {
+    const Lock lock(mutex);
+    return stream_of(queried).queue.empty();
+  }
+  void synchronizeStream(const c10::Stream& waited) const override {
+    const Lock lock(mutex);
+    stream_of(waited).wait_for(stream_of(waited).queued);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    const Lock lock(mutex);
+    for (Stream& each : devices.at(static_cast<std::size_t>(device)).streams) each.wait_for(each.queued);
+  }
+
+  void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
+    const Lock lock(mutex);
+    if (*event == nullptr) *event = (++state.events, new Event);
+    TORCH_CHECK(!std::exchange(unrecorded, false), "an event was refused by the private device");
+    *static_cast<Event*>(*event) = {&stream_of(on), stream_of(on).queued};
+  }
+  void block(void* event, const c10::Stream& waiting) const override {
+    const Lock lock(mutex);
+    if (is_recorded(event)) stream_of(waiting).add({{}, *static_cast<Event*>(event), false});
+  }
+  bool queryEvent(void* event) const override {
+    const Lock lock(mutex);
+    return !is_recorded(event) || static_cast<Event*>(event)->stream->done >= static_cast<Event*>(event)->position;
+  }
+  void synchronizeEvent(void* event) const override {
+    const Lock lock(mutex);
+    if (is_recorded(event)) static_cast<Event*>(event)->stream->wait_for(static_cast<Event*>(event)->position);
+  }
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    if (event != nullptr) --state.events;
+    delete static_cast<Event*>(event);
+  }
+
+private:
+  std::size_t index_of(c10::Device device) const {
+    return static_cast<std::size_t>(device.has_index() ? device.index() : current.device);
+  }
+  c10::Stream stream(c10::Device device, std::int64_t id) const {
+    const auto index = static_cast<c10::DeviceIndex>(index_of(device));
+    return c10::Stream(c10::Stream::UNSAFE, {kType, index}, id);
+  }
+  std::int64_t& stream_now(c10::Device device) const { return current.streams.at(index_of(device)); }
+  static bool is_recorded(void* event) { return event != nullptr && static_cast<Event*>(event)->stream != nullptr; }
+};
+
+C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard)
+
+class OnDevice {
+public:
+  explicit OnDevice(std::optional<c10::Device> device) : before_(current.device) {
+    if (device) Guard().setDevice(*device);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  ~OnDevice() { current.device = before_; }
+
+private:
+  const std::int64_t before_;
+};
+
+// Operators
+
+constexpr c10::DispatchKeySet kKeys(c10::DispatchKey::PrivateUse1);
+
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
+  const OnDevice guard(device);
+  return at::detail::empty_generic(size, &device_allocator, kKeys, dtype.value_or(at::kFloat), format);
+}
+
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
+  const OnDevice guard(device);
+  return at::detail::empty_strided_generic(size, stride, &device_allocator, kKeys, dtype.value_or(at::kFloat));
+}
+
+at::Tensor on_host(const at::Tensor& tensor) {
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
+}
+
+void queue(Stream& stream, const Copy& copy) {
+  Lock lock(mutex);
+  const Fault fault = enter(lock, state.copies);
+  TORCH_CHECK(fault.result != kRefused, "a copy was refused by the private device");
+  unrecorded |= fault.result == kUnrecorded;
+  if (kind_of(copy.to) != kDevice) std::memset(copy.to, kUnwritten, copy.bytes);  // shows that no data have come yet
+  stream.add({copy, {}, fault.result == kFails});
+}
+
+// Equally shaped contiguous tensors are copied when their stream comes to it, all others at once.
+at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  const bool through_host = from.is_cpu() || to.is_cpu();
+  const OnDevice guard(to.is_cpu() ? from.device() : to.device());
+  const c10::Stream stream = Guard().getStream(Guard().getDevice());
+  if (from.is_contiguous() && to.is_contiguous() && from.sizes() == to.sizes() &&
+      from.scalar_type() == to.scalar_type()) {
+    if (from.numel() > 0) queue(stream_of(stream), {to.mutable_data_ptr(), from.const_data_ptr(), to.nbytes()});
+    if (!non_blocking && (through_host || state.copying_at_once != 0)) Guard().synchronizeStream(stream);
+  } else {
+    Guard().synchronizeStream(stream);
+    on_host(to).copy_(on_host(from));
+  }
+  return to;
+}
+
+at::Tensor reshaped(const at::Tensor& tensor, at::IntArrayRef size, at::IntArrayRef stride) {
+  return at::native::as_strided_tensorimpl(tensor, size, stride, tensor.storage_offset());
+}
+
+// Makes it a view of a storage.
+at::Tensor& set_part(at::Tensor& tensor, at::Storage storage, std::int64_t offset, at::IntArrayRef size,
+                     at::IntArrayRef stride) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  impl->set_storage_keep_dtype(std::move(storage));
+  impl->set_sizes_and_strides(size, stride, offset);
+  return tensor;
+}
+
+at::Tensor& set_whole(at::Tensor& tensor, at::Storage storage) {
+  const auto count = static_cast<std::int64_t>(storage.nbytes() / tensor.element_size());
+  return set_part(tensor, std::move(storage), 0, {count}, {1});
+}
+
+// What is returned through an argument may have no memory yet.
+at::Tensor copy_from_and_resize(const at::Tensor& from, const at::Tensor& to) {
+  if (to.sizes() != from.sizes()) {
+    at::Tensor resized = to;
+    const at::Tensor made = empty(from.sizes(), to.scalar_type(), {}, to.device(), {}, {});
+    set_part(resized, made.storage(), 0, made.sizes(), made.strides());
+  }
+  return copy_from(from, to, false);
+}
+
+TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
+  library.impl("set_.source_Storage", set_whole);
+  library.impl("set_.source_Storage_storage_offset", set_part);
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("_reshape_alias", reshaped);
+  library.impl("view", at::native::view);
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+}
+
+void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&on_cpu>());
+}
+
+}  // namespace
+}  // namespace doubles
+
+extern "C" {
+
+using namespace doubles;
+
+Current* pd_current() {
+  return &current;
+}
+std::int64_t pd_new_stream(c10::DeviceIndex device) {
+  return Guard().getNewStream({kType, device}, 0).id();
+}
+bool pd_idle(c10::DeviceIndex device, std::int64_t stream) {
+  return Guard().queryStream(c10::Stream(c10::Stream::UNSAFE, {kType, device}, stream));
+}
+bool pd_synchronize(c10::DeviceIndex device, std::int64_t stream) {
+  try {
+    Guard().synchronizeStream(c10::Stream(c10::Stream::UNSAFE, {kType, device}, stream));
+    return true;
+  } catch (const c10::Error&) {
+    return false;
+  }
+}
+}
