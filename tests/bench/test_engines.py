@@ -22,6 +22,7 @@ from nvme_ops.measure.run import run
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 from tests.conftest import contents, watched
+from tests.made_up import executable
 
 needs_fio = pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")
 ABSENT = ("is not installed", "does not load", "this torch has")
@@ -265,10 +266,9 @@ def test_gdsio_failures_keep_its_words() -> None:
 def test_gdsio_is_told_size_block_size_and_threads(
     make_task: Callable[..., Task], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    program, told = tmp_path / "gdsio", tmp_path / "told"
-    program.write_text(f"#!/bin/sh\necho \"$@\" >> '{told}'\necho '{GDSIO.strip()}'\n")
-    program.chmod(0o755)
-    monkeypatch.setattr(shutil, "which", lambda name, **_: str(program) if name == "gdsio" else None)
+    told = tmp_path / "told"
+    gdsio = executable(tmp_path / "gdsio", f"echo \"$@\" >> '{told}'\necho '{GDSIO.strip()}'")
+    monkeypatch.setattr(shutil, "which", lambda name, **_: str(gdsio) if name == "gdsio" else None)
     task = make_task(size=4 * MIB, write=True, gpu=0)
     row = row_of("gdsio", task, Settings(MIB, intra_op_parallelism=2))
     interleave([row], 1)

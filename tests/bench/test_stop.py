@@ -23,6 +23,7 @@ from nvme_ops.measure import bench, files, scratch, stop
 from nvme_ops.measure.remote import Remote
 from tests import prepared
 from tests.conftest import REPOSITORY
+from tests.made_up import executable
 
 RANKS = ("nvme_ops.bench", "--io_size", "4M", "--no_reference", "--loops", "100000", "--multi_process", "2")
 WORKLOAD = ("nvme_ops.bench", "workload", "retinanet", "--size", "8M", "--seconds", "60", "--reader", "plain")
@@ -153,10 +154,8 @@ def test_however_a_run_ends_its_processes_fio_and_huge_pages_do(start: Start, tm
     """Of a lost terminal the kernel and the shell both tell; a service manager may send several signals too."""
     if killed and not stop._setpriv():
         pytest.skip("setpriv is not installed, or does not know --pdeathsig")
-    (tmp_path / "bin").mkdir()
-    fio, path = tmp_path / "bin" / "fio", f"{tmp_path}/bin:{os.environ['PATH']}"
-    fio.write_text(f"#!/bin/sh\ntouch {tmp_path}/bin/begun\nexec sleep 10000\n")
-    fio.chmod(0o755)
+    executable(tmp_path / "bin" / "fio", f"touch {tmp_path}/bin/begun\nexec sleep 10000")
+    path = f"{tmp_path}/bin:{os.environ['PATH']}"
     begun = start(*RANKS, "--engine", "fio", path=path)
     begun.wait_for((tmp_path / "bin" / "begun").exists)
     if not killed:

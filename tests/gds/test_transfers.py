@@ -11,7 +11,6 @@ import errno
 import gc
 import os
 import signal
-import subprocess
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -20,10 +19,11 @@ import pytest
 import torch
 
 from nvme_ops.gds import gds_handle
-from nvme_ops.op_builder import GDSBuilder, machine
+from nvme_ops.op_builder import GDSBuilder
 from tests.conftest import MIB, contents, in_threads, store
 from tests.device.kinds import Doubles, sample, still_works
 from tests.doubles import FakeCuFile, Function
+from tests.made_up import library
 
 PAGE, BLOCK = 4096, 65536
 SIZE, ODD = 32 * BLOCK, 2 * MIB + 5
@@ -74,13 +74,8 @@ def test_the_context_of_the_memory_is_current(
     cufile: FakeCuFile, device: Doubles, folder: Path, owner: int, current: int
 ) -> None:
     """Found by its name, as the driver's library is."""
-    found = machine.find_compiler()
-    assert found is not None
-    (folder / "cuda.cpp").write_text(f'extern "C" {{{CUDA}}}')
-    library = folder / "libcuda.so.1"
-    command = [*found.command, "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", str(folder / "cuda.cpp")]
-    subprocess.run([*command, "-o", str(library)], check=True)
-    cuda = ctypes.CDLL(str(library))
+    name = "libcuda.so.1"
+    cuda = ctypes.CDLL(str(library(folder / name, f'extern "C" {{{CUDA}}}', f"-Wl,-soname,{name}")))
     cuda.own(ctypes.c_void_p(owner))
     moves(device, gds_handle(), folder / "file", True, BLOCK)
     assert [cuda.made_current(which) for which in range(2)] == [current, 0]  # and what was before, afterwards

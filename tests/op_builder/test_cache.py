@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from nvme_ops.op_builder import finished, jit, machine, recipe
+from tests.made_up import executable
 from tests.op_builder.tiny_op import ANSWER, SOURCE, Sandbox, TinyBuilder, here, sandbox, workshop
 
 
@@ -136,10 +137,9 @@ def test_the_users_compiler_and_ninja_are_used_and_the_environment_is_left_as_it
 ) -> None:
     from torch.utils import _cpp_extension_versioner, cpp_extension
 
-    ninja, path = tmp_path / "programs" / "ninja", os.environ["PATH"]
-    ninja.parent.mkdir()
-    ninja.write_text(f'#!/bin/sh\necho "$*" >> "{tmp_path}/ninja"\nPATH="{path}" exec ninja "$@"\n')
-    ninja.chmod(0o755)
+    path = os.environ["PATH"]
+    noted = f'echo "$*" >> "{tmp_path}/ninja"\nPATH="{path}" exec ninja "$@"'
+    ninja = executable(tmp_path / "programs" / "ninja", noted)
     monkeypatch.setenv("PATH", f"{ninja.parent}{os.pathsep}{path}")
     monkeypatch.setenv("MAX_JOBS", "3")
     monkeypatch.setenv("CXX", f"'{here.compiler}' -DFROM_CXX")
@@ -244,7 +244,7 @@ FAILURES: dict[str, tuple[Callable[[Sandbox], object], dict[str, str], str]] = {
     "symbol": (lambda here: here.header.write_text(UNDEFINED), {}, "no_such_function"),
     "names": (twice, {}, "two source files of the tiny op have the same name: tiny"),
     "compiler": (
-        lambda here: here.compiler.write_text("#!/bin/sh\necho out of licences; exit 1\n"), {},
+        lambda here: executable(here.compiler, "echo out of licences; exit 1"), {},
         "Unable to JIT load the tiny op due to .*counting-c.. does not work: out of licences",
     ),
     "no compiler": (

@@ -6,15 +6,14 @@ The machines are made up of files: nothing here says anything about a real GPU. 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 import torch
 
-from nvme_ops.op_builder import GDSBuilder, finished, machine
+from nvme_ops.op_builder import machine
 from tests.conftest import run_python
-from tests.made_up_gpu import EVERYTHING, clear_environment, put
+from tests.made_up import EVERYTHING, ForAGpu, clear_environment, put, without
 
 
 @pytest.fixture
@@ -25,18 +24,8 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def builder(root: Path, files: Mapping[str, str]) -> GDSBuilder:
-    """A builder that needs no compiler and sees the machine at ``root``."""
-    put(root, files)
-    made = GDSBuilder()
-    made.host = machine.Host(root)
-    made._find_built = lambda: finished.Built("prebuilt", root, {})  # type: ignore[method-assign]
-    made._libaio_flags = list  # type: ignore[method-assign]
-    return made
-
-
 def test_it_is_compatible_unless_a_needed_piece_is_missing(root: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    made = builder(root, {})
+    made = ForAGpu(root)
     assert made.is_buildable()
     assert not made.is_compatible()
     lines = str(made.error_log).splitlines()
@@ -52,8 +41,8 @@ def test_it_is_compatible_unless_a_needed_piece_is_missing(root: Path, capfd: py
 def test_verbose_prints_what_is_missing_and_what_can_be_done_without_is_a_warning(
     root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lacking = ("proc/modules", "nvidia-fs", "run/udev")
-    made = builder(root, {file: text for file, text in EVERYTHING.items() if not any(name in file for name in lacking)})
+    put(root, without("proc/modules", "nvidia-fs", "run/udev"))
+    made = ForAGpu(root)
     assert not made.is_compatible(verbose=True)
     output, errors = capfd.readouterr()
     starts = ("gds: no /proc/modules", "gds: nvidia-fs is not loaded", "gds: no /run/udev/data")

@@ -9,33 +9,25 @@ from pathlib import Path
 import pytest
 
 from nvme_ops.op_builder import AsyncIOBuilder, OpBuilder, machine
+from tests.made_up import executable, library
 
-AddProgram = Callable[..., None]
+AddProgram = Callable[..., Path]
 
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AddProgram:
     """Put a program, one that does what its script says, on a PATH that has no others."""
-    folder = tmp_path / "programs"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
+    monkeypatch.setenv("PATH", str(tmp_path / "programs"))
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-
-    def add(name: str, script: str = "exit 0") -> None:
-        (folder / name).write_text(f"#!/bin/sh\n{script}\n")
-        (folder / name).chmod(0o755)
-
-    return add
+    return lambda name, *script: executable(tmp_path / "programs" / name, *script)
 
 
 @pytest.fixture
 def no_libaio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A compiler that has no header at all and notes its calls, and a cache of its own; returns the compiler."""
-    blind = tmp_path / "blind-c++"
-    path = "/usr/local/bin:/usr/bin:/bin"
-    blind.write_text(f'#!/bin/sh\necho >> "{tmp_path}/asked"\nPATH={path} exec c++ -nostdinc "$@"\n')
-    blind.chmod(0o755)
+    script = f'echo >> "{tmp_path}/asked"\nPATH=/usr/local/bin:/usr/bin:/bin exec c++ -nostdinc "$@"'
+    blind = executable(tmp_path / "blind-c++", script)
     monkeypatch.setenv("CXX", str(blind))
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
     for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "CPATH", "CPLUS_INCLUDE_PATH"):
@@ -127,11 +119,7 @@ def test_the_compiler_is_asked_for_its_directories_once(
 def test_has_function_links_a_program_that_calls_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    found = machine.find_compiler()
-    assert found is not None
-    source = tmp_path / "own.cpp"
-    source.write_text('extern "C" void own_function() {}\n')
-    assert found.run("-shared", "-fPIC", str(source), "-o", str(tmp_path / "libown.so")).returncode == 0
+    library(tmp_path / "libown.so", 'extern "C" void own_function() {}\n')
     builder = OpBuilder("any")
     assert not builder.has_function("own_function", ("own",))
     assert not builder.has_function("no_such_function", ("own",), library_dirs=[str(tmp_path)])
@@ -146,7 +134,7 @@ def test_has_function_links_a_program_that_calls_it(
 
 
 def test_a_compiler_that_hangs_is_given_up(no_libaio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    no_libaio.write_text("#!/bin/sh\nexec sleep 600\n")
+    executable(no_libaio, "exec sleep 600")
     monkeypatch.setattr(machine, "TIMEOUT_SECONDS", 0.2)
     builder = AsyncIOBuilder()
     assert not builder.is_compatible()

@@ -16,6 +16,7 @@ import pytest
 
 from nvme_ops.op_builder import finished, jit, machine
 from tests.conftest import NOBODY, give_up_root, in_child, open_to_all, with_mounts
+from tests.made_up import executable
 from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
@@ -359,11 +360,8 @@ def test_what_the_compiler_said_is_not_believed_of_others(here: Sandbox) -> None
 
 
 def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    ninja = tmp_path / "~" / ".local" / "bin" / "ninja"
-    ninja.parent.mkdir(parents=True)
-    for planted in (ninja, tmp_path / "ninja"):
-        planted.write_text("#!/bin/sh\n")
-        planted.chmod(0o755)
+    for planted in (tmp_path / "~" / ".local" / "bin" / "ninja", tmp_path / "ninja"):
+        executable(planted)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sysconfig.get_path", lambda *_: "~/.local/bin")  # without HOME and password entry
     monkeypatch.setattr(sys, "executable", "")

@@ -16,6 +16,7 @@ import pytest
 
 from nvme_ops.op_builder import OpBuilder
 from tests import prepared
+from tests.made_up import executable
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -29,8 +30,7 @@ extern "C" __attribute__((visibility("default"))) PyObject* PyInit_tiny() { retu
 """
 
 # Notes each call before it becomes the compiler; TINY_SLOW stretches compilations so that a test can interfere.
-COMPILER = """#!/bin/sh
-echo "$*" >> "$TINY_CALLS"
+COMPILER = """echo "$*" >> "$TINY_CALLS"
 case "$*" in *tiny.cpp*) sleep "${TINY_SLOW:-0}" ;; esac
 exec c++ "$@"
 """
@@ -67,15 +67,13 @@ class Sandbox:
         self.csrc = folder / "tiny sources"  # the space must survive every layer
         self.cache = folder / "cache folder"
         self.calls = folder / "calls"
-        self.compiler = folder / "counting-c++"
+        self.compiler = executable(folder / "counting-c++", COMPILER)
         self.python = sys.executable
         self.csrc.mkdir()
         self.source = self.csrc / "tiny.cpp"
         self.header = self.csrc / "answer.h"
         self.source.write_text(SOURCE)
         self.header.write_text("#define ANSWER 42\n")
-        self.compiler.write_text(COMPILER)
-        self.compiler.chmod(0o755)
         self.environment = {
             "TINY_CSRC": str(self.csrc),
             "TINY_CALLS": str(self.calls),

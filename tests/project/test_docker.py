@@ -19,6 +19,7 @@ import torch
 
 from nvme_ops import limits
 from tests.conftest import REPOSITORY
+from tests.made_up import executable
 
 #: Of which the last stage must have none.
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "ld", "as")
@@ -94,11 +95,7 @@ def started(*words: str, folder: Path, debootstrap: str = "") -> subprocess.Pope
     """The program, with TMPDIR in ``folder``, and perhaps another ``debootstrap``, whose fourth argument is a place."""
     path = os.environ["PATH"]
     if debootstrap:
-        programs = folder.parent / "bin"
-        programs.mkdir()
-        (programs / "debootstrap").write_text(f"#!/bin/sh\n{debootstrap}\n")
-        (programs / "debootstrap").chmod(0o755)
-        path = f"{programs}:{path}"
+        path = f"{executable(folder.parent / 'bin' / 'debootstrap', debootstrap).parent}:{path}"
     environment = {**os.environ, "TMPDIR": str(folder), "PATH": path}
     command = [sys.executable, str(REPOSITORY / "tools" / "chroot.py"), "--build-arg", "PYTHON=3.11", *words]
     return subprocess.Popen(command, env=environment, stdout=-1, stderr=-1, text=True)

@@ -23,7 +23,7 @@ from nvme_ops.report import gds, kernel, ops, storage
 from nvme_ops.report.result import Result, Status
 from nvme_ops.storage.device import Device, Mount
 from tests.conftest import run_python, with_mounts
-from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
+from tests.made_up import EVERYTHING, WITH_GPU, clear_environment, executable, put, without
 
 ROOT = Path(__file__).parents[2]
 OKAY, INFO, WARNING, NO, FAIL = Status.OKAY, Status.INFO, Status.WARNING, Status.NO, Status.FAIL
@@ -64,8 +64,7 @@ class Case:
 def result_of(case: Case, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Result:
     put(folder, case.files)
     for name, body in case.programs.items():
-        put(folder, {name: f"#!/bin/sh\n{body}\n"})
-        (folder / name).chmod(0o755)
+        executable(folder / name, body)
     if case.check not in CHECKS:
         clear_environment(monkeypatch, folder)
         monkeypatch.setattr(ops, "torch_build", lambda: ("2.13.0+cu130", "13.0"))
@@ -195,7 +194,7 @@ CASES = {
 
 
 WAY, PEER = "path of GPU tensors", "PCI peer-to-peer"
-HIDDEN = {name: text for name, text in EVERYTHING.items() if "nvidia-fs" not in name}
+HIDDEN = without("nvidia-fs")
 PEERS = {
     "proc/sys/kernel/osrelease": "6.8.0-made-up",
     "boot/config-6.8.0-made-up": "CONFIG_PCI=y\nCONFIG_PCI_P2PDMA=y\n",
@@ -225,11 +224,6 @@ def way(
     """Which path GPU tensors take."""
     put_in = {**files, "etc/cufile.json": json.dumps({"properties": settings})} if settings else files
     return Case(WAY, status, detail, fix, put_in, environ={"NVME_OPS_GDS": mode or None}, data={"paths": paths.split()})
-
-
-def without(*names: str) -> dict[str, str]:
-    """Everything but the files whose paths contain one of ``names``."""
-    return {file: text for file, text in EVERYTHING.items() if not any(name in file for name in names)}
 
 
 CUFILE = {

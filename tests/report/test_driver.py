@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import GDSBuilder, machine
+from nvme_ops.op_builder import GDSBuilder
 from nvme_ops.report import gds, ops
 from nvme_ops.report.result import Result, Status
-from tests import prepared
+from tests import made_up, prepared
 
 LIBRARY = r"""
 #include <cstddef>
@@ -50,13 +50,8 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr(gds, "LIMIT", 240.0)
 
     def make(**behaviour: str) -> Path:
-        found = machine.find_compiler()
-        assert found is not None
-        source, target = tmp_path / "fake.cpp", tmp_path / "libcufile_fake.so"
-        source.write_text(LIBRARY)
         defines = [f"-D{name}={value}" for name, value in {**DEFAULTS, **behaviour}.items()]
-        result = found.run("-std=c++17", "-shared", "-fPIC", *defines, str(source), "-o", str(target))
-        assert result.returncode == 0, result.stdout
+        target = made_up.library(tmp_path / "libcufile_fake.so", LIBRARY, *defines)
         monkeypatch.setenv("NVME_OPS_CUFILE_LIBRARY", str(target))
         return target
 

@@ -9,12 +9,11 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, OpBuilder, finished, recipe
+from nvme_ops.op_builder import ALL_OPS, OpBuilder, finished, recipe
 from nvme_ops.op_builder.finished import Built
-from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import ops
 from nvme_ops.report.result import Result, Status, run_checks
-from tests.made_up_gpu import EVERYTHING, WITH_GPU, clear_environment, put
+from tests.made_up import WITH_GPU, ForAGpu, clear_environment, put, without
 
 OKAY, WARNING, NO = Status.OKAY, Status.WARNING, Status.NO
 NO_COMPILER = "no C++ compiler was found"
@@ -40,20 +39,6 @@ class MadeUp(OpBuilder):
 
     def toolchain_problem(self) -> str | None:
         return self.problem
-
-
-class ForAGpu(GDSBuilder):
-    """The gds op of a machine that lies at ``root``; nothing ever compiles it."""
-
-    def __init__(self, root: Path) -> None:
-        super().__init__()
-        self.host = Host(root)
-
-    def toolchain_problem(self) -> str | None:
-        return None
-
-    def _libaio_flags(self) -> list[str]:
-        return []
 
 
 @pytest.fixture(autouse=True)
@@ -126,10 +111,7 @@ LACKS = "libcufile.so.0 is not found; no /proc/modules"
 GPUS: dict[str, tuple[dict[str, str], Status, str, str, bool]] = {
     "no GPU": ({}, NO, "no NVIDIA GPU is visible", "docker run --gpus all", False),
     "a GPU only": (WITH_GPU, NO, LACKS, "pip install nvidia-cufile", True),
-    "all but udev": (
-        {name: text for name, text in EVERYTHING.items() if "udev" not in name},
-        WARNING, "no /run/udev/data", "docker run -v /run/udev", True,
-    ),
+    "all but udev": (without("udev"), WARNING, "no /run/udev/data", "docker run -v /run/udev", True),
 }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Files that make a folder look like the root of a machine with NVIDIA GPUs, for tests of what looks at such files."""
+"""Machines, programs and libraries that are made up, for tests of what looks at a machine's files and runs programs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+
+from nvme_ops.op_builder import GDSBuilder, machine
 
 _LIBRARIES = "usr/lib/x86_64-linux-gnu"
 
@@ -31,6 +33,42 @@ EVERYTHING = {
     "site-packages/nvidia/cu13/lib/libcufile.so.0": "",
     "site-packages/nvidia/cu13/include/cufile.h": "",
 }
+
+
+def without(*names: str) -> dict[str, str]:
+    """Everything but the files whose paths contain one of ``names``."""
+    return {file: text for file, text in EVERYTHING.items() if not any(name in file for name in names)}
+
+
+class ForAGpu(GDSBuilder):
+    """The gds op of a machine that lies at ``root``; nothing ever compiles it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self.host = machine.Host(root)
+
+    def toolchain_problem(self) -> str | None:
+        return None
+
+    def _libaio_flags(self) -> list[str]:
+        return []
+
+
+def executable(path: Path, script: str = "exit 0") -> Path:
+    """Makes a program of a shell script."""
+    put(path.parent, {path.name: f"#!/bin/sh\n{script}\n"})
+    path.chmod(0o755)
+    return path
+
+
+def library(path: Path, source: str, *flags: str) -> Path:
+    """Compiles a shared object."""
+    found = machine.find_compiler()
+    assert found is not None
+    put(path.parent, {f"{path.name}.cpp": source})
+    done = found.run("-std=c++17", "-shared", "-fPIC", *flags, f"{path}.cpp", "-o", str(path))
+    assert done.returncode == 0, done.stdout
+    return path
 
 
 def put(folder: Path, files: Mapping[str, str]) -> None:
