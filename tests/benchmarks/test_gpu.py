@@ -81,10 +81,10 @@ def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: p
 
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_row_says_which_way_gds_handle_took(
-    cufile: FakeCuFile, device: PrivateDevice, work: GpuWork, direct: bool
+    cufile: FakeCuFile, the_device: PrivateDevice, work: GpuWork, direct: bool
 ) -> None:
     cufile.offer(nvidia_fs=2 if direct else 0)
-    tensor = device.tensor(torch.zeros(work.size, dtype=torch.uint8))
+    tensor = the_device.tensor(torch.zeros(work.size, dtype=torch.uint8))
     for mode, way in (("auto", "gds" if direct else "bounce"), ("off", "bounce")):
         handle = gpu_io.gds_handle(work, mode)
         row = gpu_io.gds_row(work, "", lambda handle=handle: handle, lambda: tensor)  # type: ignore[misc]

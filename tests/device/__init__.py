@@ -8,5 +8,5 @@ The fixture ``device`` (``conftest.py``) is each of the kinds of ``kinds.py`` in
 - ``gpu-aio``, ``gpu-gds`` and ``gpu-gds-off``: a real GPU, where work truly overlaps (``make gpu-test``).
 
 The first two are no evidence about a GPU: its speed, its memory and its errors. What only one kind has is in a file of
-that kind: ``test_simulated.py``, ``test_gpu.py`` and ``test_cufile.py``, for cuFile's double in ``gds``.
+that kind: ``test_simulated.py`` and ``test_gpu.py`` here, for cuFile's double in ``gds``.
 """

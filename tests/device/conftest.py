@@ -1,4 +1,4 @@
-"""The fixture ``device`` of the contract, in place of that of ``tests.doubles.fixtures``."""
+"""The fixture ``device`` of the contract."""
 
 from __future__ import annotations
 

@@ -1,17 +1,27 @@
-"""What only a real GPU has room or operators for, for every kind of handle."""
+"""What only a real GPU has room, operators or cuFile for: for every kind of handle, then of gds_handle which way it
+takes, what it says of it, and what using cuFile does to a process.
+
+Where cuFile cannot work, the tests that need it are skipped with gds_handle's own words. Programs run in processes of
+their own under a limit of time.
+"""
 
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.conftest import MIB, contents, store
-from tests.device.kinds import Gpu, on_gpus, sample
+from nvme_ops import gds_handle
+from tests.conftest import MIB, contents, pattern, run_python, store, takes_direct_io
+from tests.device.kinds import GPUS, TELLING, Gpu, code_of_refusal, on_a_gpu, on_gpus, on_kinds, sample, still_works
 
-pytestmark = on_gpus
+with_cufile = on_kinds(GPUS[1])
+
+TOO_MUCH_PINNED = 5016
+WAYS = {"gds", "compat", "bounce"}
 
 
 def round_trip(device: Gpu, path: Path, size: int, offset: int = 0, lanes: int = 1) -> None:
@@ -23,6 +33,7 @@ def round_trip(device: Gpu, path: Path, size: int, offset: int = 0, lanes: int =
     assert torch.equal(sent, back)
 
 
+@on_gpus
 @pytest.mark.parametrize("offset", [0, 4095, 12345])
 def test_513_mib(device: Gpu, folder: Path, offset: int) -> None:
     size, before = 513 * MIB + 7, sample(offset)
@@ -32,6 +43,7 @@ def test_513_mib(device: Gpu, folder: Path, offset: int) -> None:
         assert file.read(offset) == before.numpy().tobytes()
 
 
+@on_gpus
 @pytest.mark.slow
 def test_more_than_4_gib(device: Gpu, folder: Path) -> None:
     size = (4 << 30) + 12345
@@ -41,6 +53,7 @@ def test_more_than_4_gib(device: Gpu, folder: Path) -> None:
     round_trip(device, folder / "file", size, lanes=2)
 
 
+@on_gpus
 def test_conjugated_and_negated_views(device: Gpu, folder: Path) -> None:
     handle, path, data = device.handle(), folder / "file", torch.randn(1000, dtype=torch.complex64)
     for view in (lambda t: t.conj(), lambda t: t.conj().imag):
@@ -49,6 +62,7 @@ def test_conjugated_and_negated_views(device: Gpu, folder: Path) -> None:
         assert torch.equal(contents(path), expected.view(-1).view(torch.uint8))
 
 
+@on_gpus
 @pytest.mark.parametrize("lanes", [1, 3])
 def test_page_locked_tensors_of_torch(device: Gpu, folder: Path, lanes: int) -> None:
     handle, path, pinned = device.handle(lanes), folder / "file", sample(device.odd).pin_memory()
@@ -57,3 +71,200 @@ def test_page_locked_tensors_of_torch(device: Gpu, folder: Path, lanes: int) -> 
     back = torch.empty(device.odd, dtype=torch.uint8, pin_memory=True)
     handle.sync_pread(back, path)
     assert torch.equal(back, sample(device.odd))
+
+
+def way_of_cufile(device: Gpu, folder: Path) -> str:
+    """``gds`` or ``compat``; skips where cuFile takes no file in the folder."""
+    handle = gds_handle()
+    for _ in range(2):
+        handle.write(device.empty(TELLING), folder / "probe")
+    statistics = handle.path_statistics()
+    ways = set(statistics["uses"]) - {"bounce"}
+    if not ways:
+        pytest.skip(f"cuFile takes no file here: {statistics['why']}")
+    return str(ways.pop())
+
+
+# Which way, and what is said of it
+
+
+@with_cufile
+def test_each_transfer_has_a_way_and_a_reason(device: Gpu, folder: Path) -> None:
+    handle, path = gds_handle(), store(folder / "file", pattern(device.odd))
+    for number in range(1, 5):
+        handle.read(device.empty(device.odd), path)
+        statistics = handle.path_statistics()
+        assert statistics["last"] in WAYS
+        assert statistics["last"] == handle.last_path
+        assert statistics["why"]
+        assert sum(use["transfers"] for use in statistics["uses"].values()) == number
+        assert sum(use["bytes"] for use in statistics["uses"].values()) == number * device.odd
+
+
+@with_cufile
+@pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
+def test_large_transfers_take_cufile_where_it_takes_the_file(device: Gpu, folder: Path, write: bool) -> None:
+    """Always where it reaches the GPU directly; otherwise both ways are tried, one after the other."""
+    path, there = store(folder / "file", pattern(device.odd)), device.empty(device.odd)
+    way, handle, ways = way_of_cufile(device, folder), gds_handle(), []
+    for _ in range(2):
+        (handle.write if write else handle.read)(there, path)
+        ways.append(handle.last_path)
+    assert ways == (["gds", "gds"] if way == "gds" else ["bounce", "compat"])
+
+
+@with_cufile
+def test_a_file_in_memory_has_its_reason_too(device: Gpu) -> None:
+    """tmpfs: without O_DIRECT in older kernels, unknown to cuFile in newer ones."""
+    place = Path("/dev/shm")
+    if not place.is_dir():
+        pytest.skip("there is no /dev/shm")
+    handle, path = gds_handle(), place / f"nvme_ops-test-{threading.get_native_id()}"
+    try:
+        for seed in range(3):
+            data, back = pattern(device.odd, seed), device.empty(device.odd)
+            handle.write(device.tensor(data), path)
+            handle.read(back, path)
+            assert torch.equal(device.peek(back), data)
+        if not takes_direct_io(place):
+            assert handle.last_path == "bounce"
+            assert "no direct I/O" in handle.path_statistics()["why"]
+        assert handle.path_statistics()["why"]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+@with_cufile
+def test_require_takes_gpudirect_storage_or_says_why_not(device: Gpu, folder: Path) -> None:
+    program = """
+        import sys, torch, nvme_ops
+        handle = nvme_ops.gds_handle()
+        handle.write(torch.ones(1 << 24, dtype=torch.uint8, device="cuda"), sys.argv[1])
+        print(handle.last_path)
+    """
+    done = run_python(program, folder / "file", check=False, NVME_OPS_GDS="require")
+    if done.returncode == 0:
+        assert done.stdout.strip() == "gds"
+        assert contents(folder / "file").eq(1).all()
+    else:
+        assert "RuntimeError: NVME_OPS_GDS=require, but " in done.stderr
+
+
+@with_cufile
+def test_expandable_segments(device: Gpu, folder: Path) -> None:
+    """Memory mapped piece by piece, which older cuFiles do not know: bounced if need be, pinned or refused."""
+    run_python(
+        """
+        import sys, torch, nvme_ops
+        from tests.conftest import pattern
+        handle = nvme_ops.gds_handle(intra_op_parallelism=2)
+        for seed in range(3):
+            data = pattern(100_000_005, seed)
+            there = data.to("cuda")
+            handle.sync_pwrite(there, sys.argv[1])
+            back = torch.zeros_like(there)
+            handle.sync_pread(back, sys.argv[1])
+            assert torch.equal(back, there)
+            try:
+                handle.pin_device_tensor(there)
+            except OSError as error:
+                assert error.errno > 5000, error
+            handle.sync_pread(there.zero_(), sys.argv[1])
+            assert torch.equal(back, there)
+            handle.unpin_device_tensor(there)
+        """,
+        folder / "file",
+        fresh=True,
+        PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
+        PYTORCH_ALLOC_CONF="expandable_segments:True",
+    )
+
+
+@with_cufile
+def test_more_than_may_be_pinned(device: Gpu, folder: Path) -> None:
+    """cufile.json allows 32 GiB unless it says otherwise; in its compatibility mode cuFile may not look."""
+    size = 33 << 30
+    if torch.cuda.mem_get_info()[0] < size + (2 << 30):
+        pytest.skip("needs 35 GiB of the GPU's memory")
+    handle, tensor = gds_handle(), torch.empty(size, dtype=torch.uint8, device=device.device())
+    code = code_of_refusal(handle.pin_device_tensor, tensor)
+    assert code in (None, TOO_MUCH_PINNED)
+    assert handle.is_pinned(tensor) is (code is None)
+    assert handle.unpin_device_tensor(tensor) is (code is None)
+    del tensor
+    torch.cuda.empty_cache()
+    still_works(device, handle, folder)
+
+
+# What it does to a process: it never hangs, leaves nothing, closes cleanly
+
+# Opens cuFile, and moves 100 MB both ways, several times so that every way has its turn.
+USE = """
+import os, sys, torch, nvme_ops
+from nvme_ops.op_builder import GDSBuilder, machine
+def use(path):
+    handle = nvme_ops.gds_handle(intra_op_parallelism=2)
+    there = torch.randint(0, 256, (100_000_005,), dtype=torch.uint8, device="cuda")
+    back = torch.zeros_like(there)
+    for _ in range(2):
+        handle.sync_pwrite(there, path)
+        handle.sync_pread(back, path)
+        assert torch.equal(back, there)
+        back.zero_()
+    return handle
+"""
+
+
+@pytest.mark.parametrize("mode", [pytest.param(each, marks=on_a_gpu) for each in ("auto", "require", "off")])
+def test_it_never_hangs(folder: Path, mode: str) -> None:
+    """It works, or says why not. CUFILE_EXPERIMENTAL_FS=1 lets cuFile take file systems of which udev tells nothing."""
+    program = f"{USE}\ntry:\n    use(sys.argv[1])\nexcept RuntimeError as reason:\n    print('refused:', reason)\n"
+    others = "1" if mode == "require" else "0"
+    done = run_python(program, folder / "file", NVME_OPS_GDS=mode, CUFILE_EXPERIMENTAL_FS=others)
+    printed = done.stdout.strip()
+    if mode == "off":
+        assert printed == ""
+    elif printed:
+        assert len(printed) > len("refused: ")
+
+
+@with_cufile
+def test_the_driver_is_opened_once_from_one_copy_and_leaves_nothing(device: Gpu, folder: Path) -> None:
+    """In the working folder; and the settings variable is not invented."""
+    (folder / "working").mkdir()
+    program = """
+first, second = use(sys.argv[1]), use(sys.argv[1])
+gds = GDSBuilder().load()
+assert gds.open_driver(machine.cufile_libraries()) == gds.open_driver([])
+del first
+assert use(sys.argv[1]).last_path
+copies = {line.split()[-1] for line in open("/proc/self/maps") if "/libcufile.so" in line}
+print(len(copies), os.environ.get("CUFILE_ENV_PATH_JSON", "unset"))
+"""
+    begin = f"{USE}\nos.environ.pop('CUFILE_ENV_PATH_JSON', None)\nos.chdir(sys.argv[2])\n"
+    printed = run_python(begin + program, folder / "file", folder / "working", CUFILE_LOGFILE_PATH="").stdout
+    assert printed.strip() == "1 unset"
+    assert list((folder / "working").iterdir()) == []
+
+
+@with_cufile
+def test_cufile_closed_under_a_handle(device: Gpu, folder: Path) -> None:
+    """As at the end of the interpreter: from then on a transfer fails or is bounced, and never crashes."""
+    program = """
+handle = use(sys.argv[1])
+GDSBuilder().load().shut_down()
+there = torch.ones(1 << 24, dtype=torch.uint8, device="cuda")
+try:
+    handle.write(there, sys.argv[1])
+    assert handle.last_path == "bounce", handle.path_statistics()
+    assert open(sys.argv[1], "rb").read() == bytes([1]) * (1 << 24)
+except RuntimeError as reason:
+    assert str(reason)
+try:
+    nvme_ops.gds_handle()
+except RuntimeError as reason:
+    assert "closed" in str(reason)
+else:
+    raise AssertionError("a closed driver was opened again")
+"""
+    run_python(USE + program, folder / "file")

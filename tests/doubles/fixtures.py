@@ -48,12 +48,6 @@ def cufile(the_device: PrivateDevice, ops: None) -> FakeCuFile:
     return FakeCuFile(build("cufile"))
 
 
-@pytest.fixture
-def device(the_device: PrivateDevice) -> PrivateDevice:
-    """The same for a single test: what one with ``cufile`` leaves behind on it is a failure."""
-    return the_device
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     """Runs the test in a child, for its fixture ``cufile``, or a ``device`` that has one."""
@@ -72,8 +66,8 @@ def _run(test: Callable[..., None], cufile: FakeCuFile, arguments: dict[str, obj
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(cufile.path)
     os.chdir(cufile.path.parent)  # where the library, which is like NVIDIA's in this, writes cufile.log
     cufile.offer(nvidia_fs=NVIDIA_FS)
-    device = arguments.get("device")
-    with device.left_as_found() if isinstance(device, PrivateDevice) else contextlib.nullcontext():
+    device = next((each for each in arguments.values() if isinstance(each, PrivateDevice)), None)
+    with device.left_as_found() if device else contextlib.nullcontext():
         test(**arguments)
         gc.collect()
         assert cufile.violations() == ""

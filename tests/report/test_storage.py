@@ -16,6 +16,7 @@ from nvme_ops.report.result import Result, Status
 from nvme_ops.storage import device
 from nvme_ops.storage.device import devices, logical_block
 from tests.conftest import with_mounts
+from tests.made_up import put
 
 SCRIPT = """
 import json, sys
@@ -117,10 +118,8 @@ def test_alignment_falls_back_to_the_logical_block(tmp_path: Path, monkeypatch: 
 
 def disk(root: Path, place: str, number: str, **files: str) -> Path:
     folder = root / "sys/devices" / place
-    for name, text in {"queue__logical_block_size": "512", "queue__rotational": "0", **files}.items():
-        file = folder / name.replace("__", "/")
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text + "\n")
+    facts = {"queue__logical_block_size": "512", "queue__rotational": "0", **files}
+    put(folder, {name.replace("__", "/"): f"{text}\n" for name, text in facts.items()})
     register(root, folder, number)
     return folder
 
@@ -151,17 +150,13 @@ def test_the_kind_of_a_device_is_told(place: str, files: dict[str, str], kind: s
 
 def test_a_partition_is_followed_to_its_disk_and_its_model(tmp_path: Path) -> None:
     facts = {"device__model": "Samsung  SSD 990", "queue__logical_block_size": "4096"}
-    part = disk(tmp_path, "pci0/nvme/nvme0/nvme0n1", "259:0", **facts) / "nvme0n1p2"
-    part.mkdir()
-    (part / "partition").write_text("2\n")
+    part = disk(tmp_path, "pci0/nvme/nvme0/nvme0n1", "259:0", nvme0n1p2__partition="2", **facts) / "nvme0n1p2"
     register(tmp_path, part, "259:2")
     (found,) = devices(Host(tmp_path), os.makedev(259, 2))
     assert (found.name, found.model, found.logical_block) == ("nvme0n1", "Samsung SSD 990", 4096)
     assert found.stack == ("nvme0n1p2", "nvme0n1")
-    assert (devices(Host(), os.makedev(8, 250)), logical_block(Host(), os.makedev(8, 250))) == (
-        [],
-        None,
-    )  # is not there
+    missing = os.makedev(8, 250)
+    assert (devices(Host(), missing), logical_block(Host(), missing)) == ([], None)
 
 
 def test_a_volume_on_two_disks_names_both_and_warns_of_the_rotating_one(
