@@ -10,7 +10,8 @@ from __future__ import annotations
 import heapq
 import math
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -81,6 +82,7 @@ class _Uses:
         self.current: Expert | None = None
         self.expected: dict[Expert, None] = {}  # in the order of their use
         self.counted = set[Expert]()  # of the layer, whose use is counted already
+        self.layer, self.chosen = -1, list[int]()  # used last, and its experts
 
 
 class _Layer:
@@ -93,6 +95,8 @@ class _Layer:
         self.used = 0  # experts used since its router has computed
         self.tokens = 0  # for which it has computed
         self.per_token = 0  # experts that one token uses, where only the router's scores are seen
+        #: How often experts followed each of the layer before; None while nobody asks.
+        self.after: dict[int, Counter[int]] | None = None
 
 
 class Experts(Residency[Expert]):
@@ -157,6 +161,11 @@ class Experts(Residency[Expert]):
             for index, count in tokens.items():
                 self._note(self.groups[group][index], count, among)
             self._settle(group)
+            after = self._layers[group].after
+            if after is not None and among == 1 and uses.layer == group - 1:
+                for before in uses.chosen:
+                    after[before].update(tokens)
+            uses.layer, uses.chosen = group, list(tokens)
             self._read_expected(uses)
 
     def may_guess(self, group: int) -> bool:
@@ -181,6 +190,17 @@ class Experts(Residency[Expert]):
                 if not self._begin(expert, Priority.PREFETCH, 0):
                     return
                 expert.guessed = True
+
+    def following(self, group: int, indices: Collection[int]) -> list[int]:
+        """Returns the experts of a layer that most often followed these of the layer before, as many as these."""
+        found = Counter[int]()
+        with self._lock:
+            layer = self._layers[group]
+            if layer.after is None:
+                layer.after = defaultdict(Counter)
+            for each in indices:
+                found.update(layer.after[each])
+        return [index for index, _ in found.most_common(len(indices))]
 
     def begin_pass(self, group: int, tokens: int) -> int:
         """Records that a layer's router has computed; returns how many experts a token uses, 0 if that is not known."""

@@ -111,18 +111,13 @@ class RoutedExperts(Derived):
         numbers, tokens = torch.unique(chosen, return_counts=True)
         counts = dict(zip(numbers.tolist(), tokens.tolist(), strict=True))
         experts.expect(group, counts, chosen.numel() // per_token)
-        router = self._nvme_next
-        if (
-            router is not None
-            and isinstance(hidden, torch.Tensor)
-            and not self.training
-            and experts.may_guess(group + 1)
-        ):
-            guessed = _choice(router, hidden, len(experts.groups[group + 1]), per_token)
-            if guessed is None:
-                self._nvme_next = None
-            else:
-                experts.guess(group + 1, guessed)
+        if self.training or group + 1 == len(experts.groups) or not experts.may_guess(group + 1):
+            return
+        guessed = None
+        if self._nvme_next is not None and isinstance(hidden, torch.Tensor):
+            guessed = _choice(self._nvme_next, hidden, len(experts.groups[group + 1]), per_token)
+            self._nvme_next = None if guessed is None else self._nvme_next
+        experts.guess(group + 1, experts.following(group + 1, counts) if guessed is None else guessed)
 
 
 class ListRouter(Derived):
