@@ -57,8 +57,8 @@ class Expert(Entry):
     """
 
     guessed = False  #: read by a guess that is not settled
-    _uses = 0.0  # older ones count less
-    _at = 0.0  # the time of the group when these were counted
+    _count = 0.0  # of uses; older ones count less
+    _at = 0.0  # the time of the group when they were counted
     worth = -math.inf  #: orders experts by their uses; the order stays the same while time passes
 
     def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
@@ -70,9 +70,9 @@ class Expert(Entry):
         """Counts a use by ``tokens`` of ``among`` tokens, the last of them at ``now``, in tokens."""
         # as many uses as ``among`` tokens that came one by one would have made
         made = tokens / among * (1 - _DECAY**among) / (1 - _DECAY)
-        self._uses = self._uses * _DECAY ** (now - self._at) + made
+        self._count = self._count * _DECAY ** (now - self._at) + made
         self._at = now
-        self.worth = math.log2(self._uses) + now / _HALF_LIFE
+        self.worth = math.log2(self._count) + now / _HALF_LIFE
 
 
 class _Uses:
@@ -332,7 +332,9 @@ class Experts(Residency[Expert]):
                     heapq.heappush(self._by_worth, item)
         if after < 0:
             guessed = [each for each in self._in_memory if each.guessed]
-            last = [*guessed, *reversed(spared), *(each for each in current if each is not None)]
+            last = dict.fromkeys(
+                [*guessed, *reversed(spared), *self._in_memory]
+            )  # Ctrl-C may have lost parts of the heap
             yield from [each for each in last if each.values is not None]
 
     def _evict(self, entry: Expert) -> bool:

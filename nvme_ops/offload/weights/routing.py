@@ -176,7 +176,7 @@ def _tokens(result: Any, count: int) -> int:
 def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
     """Returns the tensor that says which of ``count`` experts each token uses, if there is one."""
     for each in values:
-        if isinstance(each, torch.Tensor) and each.dtype in (torch.int32, torch.int64) and each.dim() and each.numel():
+        if type(each) is torch.Tensor and each.dtype in (torch.int32, torch.int64) and each.dim() and each.numel():
             low, high = torch.stack(torch.aminmax(each)).tolist()
             if low >= 0 and high < count:
                 return each
