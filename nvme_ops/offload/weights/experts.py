@@ -156,7 +156,7 @@ class Experts(Residency[Expert]):
                 return
             uses = self._uses()
             uses.expected = {self.groups[group][index]: None for index in tokens}
-            uses.counted = set(uses.expected)
+            uses.counted, uses.current = set(uses.expected), None
             self._layers[group].now += among
             for index, count in tokens.items():
                 self._note(self.groups[group][index], count, among)
