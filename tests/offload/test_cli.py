@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.offload import cli, from_pretrained
+from nvme_ops.offload import cli, from_pretrained, stream_weights
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import GenerationStats
@@ -78,16 +78,50 @@ def test_the_plan_says_what_each_step_will_read(llama: Path) -> None:
     assert layers.cache_bytes() == LAYERS * 2 * 2 * 64 * 4  # keys and values, heads, elements, bytes
 
 
-def test_the_plan_of_experts_has_those_that_a_token_asks_for(folder: Path) -> None:
+def mixtral() -> Any:
+    """Returns a model of four layers with 16 experts each, two of which a token uses."""
+    torch.manual_seed(0)
     config = transformers.MixtralConfig(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=512, num_local_experts=8, num_experts_per_tok=2,
+        hidden_size=128, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=512, num_local_experts=16, num_experts_per_tok=2,
     )  # fmt: skip
-    transformers.MixtralForCausalLM(config).save_pretrained(folder / "mixtral")
-    with from_pretrained(folder / "mixtral", memory_budget=BUDGET) as model:
-        sizes, _ = sizes_of(model)
-        assert {(each.experts, each.used) for each in sizes.streamed if each.experts > 1} == {(8, 2)}
-        assert Layers(model, BUDGET, CPU, 1 << 30).computing(2, 8, 16).step > 0
+    return transformers.MixtralForCausalLM(config)
+
+
+def choose_at_random(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Does what a router of this model does."""
+    scores = torch.rand(hidden.shape[:-1].numel(), 16)
+    return scores, *scores.topk(2)
+
+
+def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None:
+    made = mixtral()
+    made.save_pretrained(folder / "model")
+    nbytes = sum(each.nbytes for each in made.parameters())
+    in_experts = sum(each.nbytes for name, each in made.named_parameters() if ".experts." in name)
+    for share in (0.25, 0.5, 0.75):
+        with from_pretrained(folder / "model", memory_budget=int(nbytes - (1 - share) * in_experts)) as model:
+            sizes, _ = sizes_of(model)
+            for layer in model.model.layers:
+                layer.mlp.gate.forward = choose_at_random
+            model._nvme_window.experts.guessing = False  # chance cannot be guessed
+            read = []
+            with torch.no_grad():
+                for ids in torch.zeros(1, 82, dtype=torch.long).split([32, *[1] * 50], dim=1):
+                    model(ids)
+                    read.append(model.stats().bytes_read)
+        assert (read[-1] - read[0]) / 50 == pytest.approx(step_bytes(sizes, 1)[0], rel=0.15), share
+    assert Layers(model, BUDGET, CPU, 1 << 30).computing(2, 8, 16).step > 0
+
+
+def test_the_plan_knows_lists_of_experts(folder: Path) -> None:
+    model = mixtral()
+    for layer in model.model.layers:
+        layer.mlp.experts = torch.nn.ModuleList(torch.nn.Linear(128, 256) for _ in range(16))
+    with stream_weights(model, folder, memory_budget=2 * MIB) as streamed:
+        experts = sizes_of(streamed)[0].experts
+        assert (experts.experts, experts.used_per_token) == (64, 8)
+        assert 0 < experts.memory == streamed._nvme_window.experts.nbytes
 
 
 def count_joules(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from nvme_ops.offload.order import Order, what_stays, worth_keeping
 from nvme_ops.offload.plan.estimate import (
     Computing,
+    Mixture,
     Rates,
     Sizes,
-    Streamed,
     TrainedModel,
     TrainingWay,
     best,
@@ -28,26 +28,33 @@ from nvme_ops.offload.plan.estimate import (
 from nvme_ops.text import MIB
 
 MB = 1_000_000
-LAYERS = tuple(Streamed(10 * MB) for _ in range(20))
+LAYERS = (10 * MB,) * 20
+ABOUT = {"model": "M", "layers": 1, "bytes": MB, "dtype": "float32"}
 RATES = Rates(storage=100 * MB, device_free=10_000 * MB, host_free=10_000 * MB)
 
 
 def sizes(memory: int, **others: Any) -> Sizes:
-    return Sizes(model=210 * MB, memory=memory, streamed=LAYERS, **others)
+    return Sizes(model=210 * MB, resident=10 * MB, memory=memory, streamed=LAYERS, **others)
 
 
-EMBEDDING = Sizes(8 * MB, memory=MB, streamed=(), tables=((8000, 1000),))
-EXPERTS = Sizes(80 * MB, memory=1, streamed=(Streamed(10 * MB, 8, 2),) * 8)
-BOTH = Sizes(120 * MB, memory=80 * MB, streamed=(*EXPERTS.streamed, *(Streamed(10 * MB),) * 4))
+EMBEDDING = Sizes(8 * MB, resident=0, memory=MB, streamed=(), tables=((8000, 1000),))
+
+
+def mixture(memory: int, certain: int = 0) -> Sizes:
+    """Eight experts of which a token uses two, and weights that all tokens use, which have room."""
+    experts = Mixture(8, 2, 80 * MB, memory)
+    return Sizes(80 * MB + certain, 0, memory + certain, (10 * MB,) * (certain // (10 * MB)), experts)
+
+
 STEPS: list[tuple[Sizes, int, float, int]] = [
     # twice a weight and an eighth of the memory are what the others pass through: 80 - 20 - 10 leave five
     (sizes(80 * MB), 1, 150 * MB, 50 * MB), (sizes(25 * MB), 1, 200 * MB, 0), (sizes(200 * MB), 1, 0, 200 * MB),
     # an embedding costs a row for each token, until it is read as a whole
     (EMBEDDING, 16, 16_000, 0), (EMBEDDING, 2000, 2 * MB, 0), (EMBEDDING, 2001, 8 * MB, 0),
     # of experts those that a batch is likely to ask for: two of eight; each with 1 - 0.75 ** 2
-    (EXPERTS, 1, 20 * MB, 0), (EXPERTS, 2, 35 * MB, 0), (EXPERTS, 1000, 80 * MB, 0),
-    # experts stay after what all tokens use: the four, and one expert
-    (BOTH, 1, 7 * 2.5 * MB, 50 * MB),
+    (mixture(0), 1, 20 * MB, 0), (mixture(0), 2, 35 * MB, 0), (mixture(0), 1000, 80 * MB, 0),
+    # less those in memory, a quarter here: of these a quarter has to be used, and 3/4 of that read, to take a place
+    (mixture(20 * MB, 40 * MB), 1, 20 * MB * (1 - 0.25 * (1 - 0.25 * 0.75)), 40 * MB), (mixture(80 * MB), 9, 0, 0),
 ]  # fmt: skip
 
 
@@ -108,8 +115,17 @@ def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
     for cache, wanted in ((MB, (1, 1)), (5 * MB, (None, None))):
         model = sizes(80 * MB, cache=cache)
         assert best([estimate(model, rates, times, batch, 5, 5) for batch, times in computing.items()]) == wanted
-    about = {"model": "M", "layers": 1, "bytes": MB, "dtype": "float32"}
-    assert "no batch fits" in inference_text(inference_plan(about, sizes(80 * MB), rates, [], [64], 80 * MB))
+    assert "no batch fits" in inference_text(inference_plan(ABOUT, sizes(80 * MB), rates, [], [64], 80 * MB))
+
+
+def test_the_page_of_a_mixture_of_experts() -> None:
+    found = inference_plan(ABOUT, mixture(40 * MB), RATES, [], [], 40 * MB)
+    assert found["experts"] == {
+        "experts": 8, "used_per_token": 2, "bytes": 80 * MB, "memory": 40 * MB,
+        "share_of_hits": 0.4375, "bytes_per_token": 11.25 * MB,
+    }  # fmt: skip
+    line = "8 experts, 2 used per token; memory for experts 38.15 MiB, which has 44 % of those used: 10.73 MiB read"
+    assert line in inference_text(found)
 
 
 # Training

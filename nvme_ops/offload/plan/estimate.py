@@ -17,7 +17,7 @@ from typing import Any
 
 from nvme_ops.offload.order import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
-from nvme_ops.text import columns_text, rate_words, rounded, size_words
+from nvme_ops.text import columns_text, rate_words, rounded, share_words, size_words
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
 _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
@@ -42,16 +42,20 @@ def _table(columns: Mapping[str, Sequence[str]]) -> str:
 
 
 @dataclass(frozen=True)
-class Streamed:
-    """A weight that is read when it is used, or that of one of ``experts`` experts, ``used`` of which a token uses."""
+class Mixture:
+    """Experts that are all equally likely to be used, which is the worst case: fewest are in memory then."""
 
-    nbytes: int
-    experts: int = 1
-    used: int = 1
+    experts: int = 0  #: in all layers
+    used_per_token: int = 0
+    bytes: int = 0  #: of all experts
+    memory: int = 0  #: bytes for experts alone
 
-    def uses(self, tokens: int) -> float:
-        """Returns the probability that a step of ``tokens`` tokens uses it, if all experts are equally likely."""
-        return 1 - (1 - self.used / self.experts) ** tokens
+    def hits_and_read(self, tokens: int) -> tuple[float, int]:
+        """Returns the share of the experts in use that are in memory, and the bytes that a step of tokens reads."""
+        in_use = 1 - (1 - self.used_per_token / max(1, self.experts)) ** tokens
+        kept = min(1.0, self.memory / max(1, self.bytes))
+        hits = kept * (1 - in_use * (1 - kept))  # what a step reads takes the place of some before their turn
+        return hits, round(self.bytes * in_use * (1 - hits))
 
 
 @dataclass(frozen=True)
@@ -59,18 +63,14 @@ class Sizes:
     """Bytes of a model and of the memory that it computes in."""
 
     model: int  #: all weights
-    memory: int  #: for streamed weights, which stay there or pass through
-    streamed: tuple[Streamed, ...]  #: in the order of use
+    resident: int  #: weights that are not streamed
+    memory: int  #: for streamed weights, which stay there or pass through, and for experts
+    streamed: tuple[int, ...]  #: bytes of each weight that every token uses, in the order of use
+    experts: Mixture = Mixture()
     tables: tuple[tuple[int, int], ...] = ()  #: rows and bytes of a row of each embedding; a token reads one row
     cache: int = 0  #: keys and values of one token
     working: int = 0  #: other results, for each token of the prompt, while it is read
     logits: int = 0  #: for each sequence
-
-    @property
-    def resident(self) -> int:
-        """Bytes of weights that are not streamed."""
-        of_tables = sum(rows * nbytes for rows, nbytes in self.tables)
-        return max(0, self.model - of_tables - sum(each.nbytes for each in self.streamed))
 
     def beside(self, batch: int, prompt_length: int, new_tokens: int) -> int:
         """Returns about how many bytes of memory are needed beside the weights."""
@@ -122,12 +122,11 @@ class Estimate:
 
 
 def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
-    """Returns the bytes that a step of ``tokens`` tokens reads, and those of streamed weights that stay in memory."""
-    weights = [(number, each.uses(tokens), each.nbytes) for number, each in enumerate(sizes.streamed)]
-    kept = what_stays([weight for weight in weights if weight[1] > 0], sizes.memory)
-    read = sum(uses * nbytes for number, uses, nbytes in weights if number not in kept)
+    """Returns the bytes that a step of ``tokens`` tokens reads, and those of weights, but experts, that stay."""
+    weights = [(number, 1.0, nbytes) for number, nbytes in enumerate(sizes.streamed)]
+    kept = sum(sizes.streamed[number] for number in what_stays(weights, sizes.memory - sizes.experts.memory))
     from_tables = sum(nbytes * (tokens if MANY_ROWS * tokens <= rows else rows) for rows, nbytes in sizes.tables)
-    return round(read) + from_tables, sum(nbytes for number, _, nbytes in weights if number in kept)
+    return sum(sizes.streamed) - kept + from_tables + sizes.experts.hits_and_read(tokens)[1], kept
 
 
 def estimate(
@@ -202,6 +201,8 @@ def inference_plan(
     online, offline = best(estimates)
     streamed = step_bytes(sizes, estimates[0].batch)[1] if estimates else 0
     spent = {"joules_per_1000_tokens": watts, "cost_per_1000_tokens": price_per_hour and price_per_hour / 3600}
+    hits, read = sizes.experts.hits_and_read(1)
+    experts = {**asdict(sizes.experts), "share_of_hits": hits, "bytes_per_token": read}
 
     def shown(each: Estimate) -> dict[str, Any]:
         found = {name: value for name, value in asdict(each).items() if value is not None}
@@ -215,6 +216,7 @@ def inference_plan(
         **about,
         "memory": memory,
         "bytes_kept": sizes.resident + streamed,
+        "experts": experts if sizes.experts.experts else None,
         "cache_bytes_per_token": sizes.cache,
         "rates": asdict(rates),
         "online_batch": online,
@@ -232,6 +234,12 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         f"storage {rate_words(plan['rates']['storage'])}; memory for weights {size_words(plan['memory'])}, in which "
         f"{size_words(plan['bytes_kept'])} stay",
     ]
+    if experts := plan["experts"]:
+        lines.append(
+            f"{experts['experts']} experts, {experts['used_per_token']} used per token; memory for experts "
+            f"{size_words(experts['memory'])}, which has {share_words(experts['share_of_hits'])} of those used: "
+            f"{size_words(experts['bytes_per_token'])} read per token, less if some are used more than others"
+        )
     if batches := plan["batches"]:
         lines += ["", _batches(batches), "", "tokens/s with the weights in", _places(plan, batches)]
     lines.append("")

@@ -22,9 +22,11 @@ from nvme_ops.errors import FormatError
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
-from nvme_ops.offload.plan.estimate import Computing, Rates, Sizes, Streamed, TrainedModel
+from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
+from nvme_ops.offload.weights.experts import experts_of
 from nvme_ops.offload.weights.generation import decoder_config
+from nvme_ops.offload.weights.routing import groups_of
 from nvme_ops.offload.weights.stored import stored_in
 from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.session import Session
@@ -44,24 +46,28 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
     text = decoder_config(model)
     stored, sliced = places_of(model)
     others = {id(each): each for each in [*model.parameters(), *model.buffers()] if stored_in(each) is None}
+    resident = sum(each.nbytes for each in others.values())
     tables = [
         source for source, users in stored.items() if all(isinstance(each[0], torch.nn.Embedding) for each in users)
     ]
-    streamed: list[Streamed] = []
-    for source in stored:
-        if source in sliced:
-            experts = sliced[source]
-            used = min(experts, getattr(text, "num_experts_per_tok", None) or experts)
-            streamed += [Streamed(source.rows(row, row + 1).span, experts, used) for row in range(experts)]
-        elif source not in tables:
-            streamed.append(Streamed(source.span))
+    window = model._nvme_window
+    routed = experts_of([group.experts for group in groups_of(model)], window._device)
+    apart = {*tables, *sliced, *(source for group in routed for expert in group for source in expert.places)}
+    per_token = getattr(text, "num_experts_per_tok", None) or 1
     width: int = text.hidden_size
     between: int = getattr(text, "intermediate_size", None) or 4 * width
     item = model.dtype.itemsize if isinstance(model.dtype, torch.dtype) else 4
     sizes = Sizes(
-        model=sum(source.nbytes for source in stored) + sum(each.nbytes for each in others.values()),
-        memory=model._nvme_window.nbytes,
-        streamed=tuple(streamed),
+        model=sum(source.nbytes for source in stored) + resident,
+        resident=resident,
+        memory=window.nbytes,
+        streamed=tuple(source.span for source in stored if source not in apart),
+        experts=Mixture(
+            sum(len(group) for group in routed),
+            sum(min(per_token, len(group)) for group in routed),
+            sum(expert.nbytes for group in routed for expert in group),
+            0 if window.experts is None else window.experts.nbytes,
+        ),
         tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
         working=(4 * width + 3 * between) * item,
         logits=4 * text.vocab_size,
