@@ -352,11 +352,15 @@ class LoopDevice:
         self.image.unlink()
 
 
-def new_device(folder: Path, size: int, sector: int = 512) -> LoopDevice:
-    """Makes one. Skips the test where there can be none."""
+#: File systems; ext4 without a journal and a reserve: a small device is for the test's data.
+MAKE = {"ext4": "mkfs.ext4 -q -F -m 0 -b 4096 -O ^has_journal", "xfs": "mkfs.xfs -q -f -m reflink=1"}
+
+
+def new_device(folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> LoopDevice:
+    """Makes one, for a file system of this kind or none. Skips the test where there can be none."""
     if os.geteuid() != 0:
         pytest.skip("loop devices need root")
-    for tool in ("losetup", "mkfs.ext4", "mount", "umount"):
+    for tool in ("losetup", f"mkfs.{kind}", "mount", "umount"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
     try:
@@ -379,15 +383,14 @@ def make_device(folder: Path) -> Iterator[Callable[..., LoopDevice]]:
 
 
 @contextlib.contextmanager
-def mounted_ext4(folder: Path, size: int, sector: int = 512) -> Iterator[Path]:
-    """A small ext4 file system on a loop device."""
+def file_system(folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> Iterator[Path]:
+    """A small file system on a loop device."""
     with contextlib.ExitStack() as stack:
-        device = new_device(folder, size, sector)
+        device = new_device(folder, size, sector, kind)
         stack.callback(device.close)
         mounted = folder / f"mounted{device.path.name}"
         mounted.mkdir()
-        # no journal and no reserve: a small device is for the test's data
-        _command("mkfs.ext4", "-q", "-F", "-m", 0, "-b", 4096, "-O", "^has_journal", device.path)
+        _command(*MAKE[kind].split(), device.path)
         try:
             _command("mount", device.path, mounted)
         except subprocess.CalledProcessError as error:
@@ -398,9 +401,9 @@ def mounted_ext4(folder: Path, size: int, sector: int = 512) -> Iterator[Path]:
 
 @pytest.fixture
 def make_file_system(folder: Path) -> Iterator[Callable[..., Path]]:
-    """Makes and mounts small ext4 file systems: ``make_file_system(size, sector=512)``. Needs root."""
+    """Makes and mounts small file systems: ``make_file_system(size, sector=512, kind="ext4")``. Needs root."""
     with contextlib.ExitStack() as stack:
-        yield lambda size, sector=512: stack.enter_context(mounted_ext4(folder, size, sector))
+        yield lambda *given, **options: stack.enter_context(file_system(folder, *given, **options))
 
 
 @pytest.fixture

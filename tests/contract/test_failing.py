@@ -18,7 +18,7 @@ import pytest
 from torch.distributed.checkpoint import CheckpointException
 
 from nvme_ops.errors import ChecksumError, FormatError
-from tests.conftest import KIB, MIB, limited, mounted_ext4
+from tests.conftest import KIB, MIB, file_system, limited
 from tests.contract.adapters import Capability, SaveAsync, WrongResultError
 from tests.contract.faulty import Faulty, failing_calls, flip
 from tests.contract.suite import ADAPTERS, cause_of, judge
@@ -54,7 +54,7 @@ def works_again(one: Capability) -> None:
 
 @pytest.fixture(scope="module")
 def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    with mounted_ext4(tmp_path_factory.mktemp("disk"), 48 * MIB) as mounted:
+    with file_system(tmp_path_factory.mktemp("disk"), 48 * MIB) as mounted:
         yield mounted
 
 

@@ -6,7 +6,6 @@ import mmap
 import multiprocessing
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
@@ -18,29 +17,16 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_share
-from tests.conftest import KIB, MIB, HandleFactory, LoopDevice, _command, pattern, store
+from tests.conftest import KIB, MIB, HandleFactory, pattern, store
 
 SIZE, LARGE = 8 * MIB, 64 * MIB
 MODES: tuple[Any, ...] = ("auto", "direct", "buffered")
 
 
 @pytest.fixture(params=["folder", "xfs"])
-def place(request: pytest.FixtureRequest, folder: Path, make_device: Callable[..., LoopDevice]) -> Iterator[Path]:
+def place(request: pytest.FixtureRequest, folder: Path, make_file_system: Callable[..., Path]) -> Path:
     """Folders on a disk's file system, and on XFS, whose folios have been large for longest."""
-    if request.param == "folder":
-        yield folder
-        return
-    if shutil.which("mkfs.xfs") is None:
-        pytest.skip("mkfs.xfs is not installed")
-    device, mounted = make_device(512 * MIB), folder / "mounted"
-    mounted.mkdir()
-    _command("mkfs.xfs", "-q", "-f", device.path)
-    try:
-        _command("mount", device.path, mounted)
-    except Exception as error:  # the kernel may have no XFS
-        pytest.skip(f"cannot mount: {error}")
-    yield mounted
-    _command("umount", mounted)
+    return folder if request.param == "folder" else make_file_system(512 * MIB, kind="xfs")
 
 
 def read_and_drop(path: Path, stop: Event) -> None:

@@ -6,16 +6,15 @@ import contextlib
 import errno
 import os
 import shutil
-import subprocess
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 
 from nvme_ops.errors import FormatError
-from tests.conftest import MIB, LoopDevice
+from tests.conftest import MIB
 from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.offload.training import adamw, backward, equal, network, values
 
@@ -27,17 +26,9 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, begin: int, 
 
 
 @pytest.fixture
-def xfs(make_device: Callable[..., LoopDevice], folder: Path) -> Iterator[Path]:
+def xfs(make_file_system: Callable[..., Path]) -> Path:
     """A file system whose files can share blocks."""
-    if shutil.which("mkfs.xfs") is None:
-        pytest.skip("mkfs.xfs is not installed: apt install xfsprogs")
-    device, mounted = make_device(320 * MIB, 512), folder / "xfs"
-    mounted.mkdir()
-    subprocess.run(["mkfs.xfs", "-q", "-m", "reflink=1", str(device.path)], check=True, capture_output=True)
-    if subprocess.run(["mount", str(device.path), str(mounted)], check=False, capture_output=True).returncode:
-        pytest.skip("cannot mount XFS")
-    yield mounted
-    subprocess.run(["umount", str(mounted)], check=True)
+    return make_file_system(320 * MIB, kind="xfs")
 
 
 def go_on(folder: Path, path: Path, dtype: torch.dtype) -> bool:
