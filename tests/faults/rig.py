@@ -179,6 +179,8 @@ class Cells:
         if self.disk.clear() == 0 and self.outcome.how == "right" and not self.released:
             self.outcome.how = UNMET
             return False
+        if (what, do, self.outcome.how) == ("flush", "error", "right"):
+            self.outcome.wrong.append("nobody was told that it failed")
         if self.late.is_set():
             self.outcome.how += ", late"
             self.outcome.wrong += [] if what in one.waits else ["Ctrl-C waited for the device"]
