@@ -8,6 +8,7 @@ table ``largest`` doubles the batch until it no longer fits a memory limit or th
 
 from __future__ import annotations
 
+import itertools
 import os
 import statistics
 import time
@@ -15,14 +16,13 @@ import zlib
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
 from benchmarks import cgroups, command
-from benchmarks.command import Program, Run
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
@@ -47,7 +47,7 @@ _LAYERS = {"convolutional": 48, "transformer": 6, "largest": 512}
 _FIRST = 1  # steps that are not counted
 
 
-def net_table(run: Run, net: str, scratch: str) -> Table:
+def net_table(run: command.Run, net: str, scratch: str) -> Table:
     """Measures rows that all train the same net."""
     args, same = run.args, command.Alike("gradients")
     batch = args.batch if net == "convolutional" else args.batch_of_transformer
@@ -71,7 +71,7 @@ def net_table(run: Run, net: str, scratch: str) -> Table:
     return command.bounded(run, table, bound, batch, "read and written")
 
 
-def largest_table(run: Run, scratch: str) -> Table:
+def largest_table(run: command.Run, scratch: str) -> Table:
     """Searches the largest batch of each row, once; the figure is the batch."""
     args = run.args
 
@@ -117,14 +117,9 @@ def _net(job: Namespace) -> tuple[torch.nn.Sequential, tuple[int, ...]]:
                                              batch_first=True, norm_first=True) for _ in range(job.layers)
         ]  # fmt: skip
         return torch.nn.Sequential(*blocks), (_TOKENS, _WIDTH)
-    blocks = [
-        torch.nn.Sequential(
-            torch.nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, groups=_CHANNELS, bias=False),
-            torch.nn.BatchNorm2d(_CHANNELS),
-            torch.nn.ReLU(),
-        )
-        for _ in range(job.layers)
-    ]
+    blocks = [torch.nn.Sequential(
+        torch.nn.Conv2d(_CHANNELS, _CHANNELS, 3, padding=1, groups=_CHANNELS, bias=False),
+        torch.nn.BatchNorm2d(_CHANNELS), torch.nn.ReLU()) for _ in range(job.layers)]  # fmt: skip
     return torch.nn.Sequential(*blocks), (_CHANNELS, _PIXELS, _PIXELS)
 
 
@@ -132,27 +127,24 @@ class ByHand(torch.autograd.graph.saved_tensors_hooks):
     """Hooks with a file for each tensor, written immediately and read on demand."""
 
     def __init__(self, folder: str) -> None:
-        self.moved = self._count = 0
+        super().__init__(self._pack, self._unpack)
+        self.moved, self._paths = 0, (os.path.join(folder, f"{number}.npy") for number in itertools.count())
 
-        def pack(tensor: torch.Tensor) -> Any:
-            if tensor.nbytes < _MIN or isinstance(tensor, torch.nn.Parameter):
-                return tensor
-            self._count += 1
-            path = os.path.join(folder, f"{self._count}.npy")
-            np.save(path, tensor.detach().contiguous().numpy())
-            self.moved += tensor.nbytes
-            return path, tensor.nbytes
-
-        def unpack(saved: Any) -> torch.Tensor:
-            if isinstance(saved, torch.Tensor):
-                return saved
-            path, nbytes = saved
-            tensor = torch.from_numpy(np.load(path))
-            os.unlink(path)
-            self.moved += nbytes
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if tensor.nbytes < _MIN or isinstance(tensor, torch.nn.Parameter):
             return tensor
+        path = next(self._paths)
+        np.save(path, tensor.detach().contiguous().numpy())
+        self.moved += tensor.nbytes
+        return path
 
-        super().__init__(pack, unpack)
+    def _unpack(self, saved: Any) -> torch.Tensor:
+        if isinstance(saved, torch.Tensor):
+            return saved
+        tensor = torch.from_numpy(np.load(saved))
+        os.unlink(saved)
+        self.moved += tensor.nbytes
+        return tensor
 
 
 def _passes(
@@ -165,9 +157,8 @@ def _passes(
         parts = max(1, round(job.layers**0.5))
         return lambda x: checkpoint_sequential(net, parts, x, use_reentrant=False), lambda: 0
     ours = job.way in ("nvme", "auto")
-    hooks: Any = ByHand(job.folder)
-    if ours:
-        hooks = save_on_nvme(job.folder, memory_budget=job.budget, policy=cast("Any", job.way))
+    options: Any = {"memory_budget": job.budget, "policy": job.way}
+    hooks: Any = save_on_nvme(job.folder, **options) if ours else ByHand(job.folder)
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with hooks:
@@ -207,7 +198,7 @@ def work(job: Namespace) -> dict[str, Any]:
     return {**found, "peak_bytes": peak() - before}
 
 
-def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group in run.args.groups:
         yield largest_table(run, scratch) if group == "largest" else net_table(run, group, scratch)
@@ -222,4 +213,4 @@ _FLAGS = {
     "--budget-of-largest": ("for what is saved", "64M", size),
     "--most": ("no larger batches are tried", 1 << 16),
 }
-PROGRAM = Program(GROUPS, tables, 1, _FLAGS, size="16G", rounds=5)
+PROGRAM = command.Program(GROUPS, tables, 1, _FLAGS, size="16G", rounds=5)

@@ -21,7 +21,6 @@ import torch
 
 import nvme_ops
 from benchmarks import command, raw_io
-from benchmarks.command import Program, Run
 from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.measure import fio
 from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable
@@ -39,7 +38,6 @@ GROUPS = {
 ADAPTIVE, NEW = "nvme_ops adaptive, after 20", "nvme_ops adaptive, the first 20"
 TOGETHER = "nvme_ops adaptive, all at once"
 FIO, DEEP = "fio, as deep as one tensor allows", "fio, as deep as all allow"
-_FIO_BYTES = 16 * MIB  # at least: fio counts in milliseconds
 _PASS = 128 * MIB  # bytes of a pass: at least one tensor, at most _MAX
 _MAX = 256
 _FIXED: dict[str, dict[str, Any]] = {
@@ -58,7 +56,7 @@ class Work:
     """Tensors of one size, and where they are."""
 
     def __init__(self, path: str, write: bool, each: int) -> None:
-        self.path, self.write, self.each = path, write, each
+        self.path, self.write, self.each, self.cool = path, write, each, partial(make_cold, path)
         self.count = max(1, min(_MAX, _PASS // each))
         self.places, self._next = os.path.getsize(path) // each, 0
         self.tensor = filled(nvme_ops.empty(each, dtype=torch.uint8))
@@ -70,10 +68,6 @@ class Work:
         """Returns a different place for each transfer, so that nothing is read ahead for the next."""
         self._next += 7919  # a prime: every place comes up
         return self._next % self.places * self.each
-
-    def cool(self) -> None:
-        """Drops the file from the page cache."""
-        make_cold(self.path)
 
     def by(self, handle: nvme_ops.aio_handle, sync: bool = False) -> Move:
         """Returns a function that moves a tensor by a handle."""
@@ -90,10 +84,6 @@ class Work:
         """Returns a row that moves ``count`` tensors in a pass."""
         memory, times = self.tensor, count or self.count
 
-        def every() -> None:
-            for _ in range(times):
-                move(memory, self.offset())
-
         def check() -> None:
             offset = self.offset()
             if self.write:
@@ -103,7 +93,12 @@ class Work:
                 if os.pread(file.fileno(), self.each, offset) != bytes(memory.numpy().data):
                     raise WrongData(f"the tensor at {offset} differs")
 
-        return Row(name, lambda: timed(every, times * self.each), self.cool, check)
+        return Row(
+            name,
+            lambda: timed(lambda: [move(memory, self.offset()) for _ in range(times)], times * self.each),
+            self.cool,
+            check,
+        )
 
 
 def know_nothing() -> None:
@@ -201,7 +196,7 @@ def files_row(work: Work, name: str, save: OfPath, load: OfPath, tensors: int = 
 
 def fio_rows(work: Work) -> list[Row]:
     """Returns rows of the device's rate: 1 or 32 blocks of the tensors' size at a time; fio's best for larger ones."""
-    nbytes = max(_FIO_BYTES, work.count * work.each)
+    nbytes = max(16 * MIB, work.count * work.each)  # fio counts in milliseconds
     pattern = "randwrite" if work.write else "randread"
     shapes = {FIO: fio.BEST} if work.each >= fio.BLOCK else {
         name: fio.variants([f"--bs={work.each}", f"--iodepth={depth}"]) for name, depth in {FIO: 1, DEEP: 32}.items()
@@ -222,7 +217,7 @@ def summary(table: Table) -> str:
     return f"of the best fixed tool ({best.name}): {', '.join(words)}"
 
 
-def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder, measured with a dictionary of their own."""
     args = run.args
     path = command.data_file(scratch, args.size)
@@ -239,7 +234,5 @@ def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
             command.note(found, summary(table))
 
 
-_FLAGS = {
-    "--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size),
-}
-PROGRAM = Program(GROUPS, tables, 3, _FLAGS, prepare=raw_io.prepare)
+_FLAGS = {"--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size)}
+PROGRAM = command.Program(GROUPS, tables, 3, _FLAGS, prepare=raw_io.prepare)

@@ -12,8 +12,6 @@ from pathlib import Path
 from nvme_ops.measure.rows import Unavailable
 
 PREFIX = "nvme_ops-benchmark-"
-_PATIENCE = 10.0  # seconds for a process to end
-_STALE = 60.0  # seconds after which a group without processes counts as abandoned
 
 
 def join(processes: str) -> None:
@@ -45,12 +43,14 @@ def limited_memory(nbytes: int) -> Iterator[str]:
     root, limit = hierarchy(Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace"))
     for left in root.glob(f"{PREFIX}*"):  # by a run that was killed
         with contextlib.suppress(OSError):  # it is in use, or already gone
-            if time.time() - left.stat().st_mtime > _STALE:
+            if time.time() - left.stat().st_mtime > 60:  # seconds: nobody is about to join
                 left.rmdir()
     with contextlib.ExitStack() as stack:
         try:
-            if limit == "memory.max":
-                hand_down(stack, root / "cgroup.subtree_control")
+            control = root / "cgroup.subtree_control"  # enables the controller for the children of the group
+            if limit == "memory.max" and "memory" not in control.read_text(encoding="ascii").split():
+                control.write_text("+memory", encoding="ascii")
+                stack.callback(control.write_text, "-memory", encoding="ascii")
             made = Path(tempfile.mkdtemp(prefix=PREFIX, dir=root))
             stack.callback(_remove, made)
             (made / limit).write_text(str(nbytes), encoding="ascii")
@@ -59,15 +59,8 @@ def limited_memory(nbytes: int) -> Iterator[str]:
         yield str(made / "cgroup.procs")
 
 
-def hand_down(stack: contextlib.ExitStack, control: Path) -> None:
-    """Enables the controller of memory for the children of the group."""
-    if "memory" not in control.read_text(encoding="ascii").split():
-        control.write_text("+memory", encoding="ascii")
-        stack.callback(control.write_text, "-memory", encoding="ascii")
-
-
 def _remove(made: Path) -> None:
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + 10  # seconds for a process to end
     while True:
         try:
             return os.rmdir(made)

@@ -19,7 +19,6 @@ import torch
 
 import nvme_ops
 from benchmarks import command
-from benchmarks.command import Program, Run
 from benchmarks.raw_io import load_through_us, save_through_us
 from nvme_ops.measure import fio
 from nvme_ops.measure.engines import load_deepspeed
@@ -250,10 +249,8 @@ def async_rows(work: Work) -> list[Row]:
         futures.pop().result()
         return sample
 
-    def check() -> None:
-        _compare(work.tensors, nvme_ops.load(path, verify=True))
-
-    return [Row(COPY, lambda: timed(copy, work.size)), Row("nvme_ops.save_async", save, check=check)]
+    saving = Row("nvme_ops.save_async", save, check=lambda: _compare(work.tensors, nvme_ops.load(path, verify=True)))
+    return [Row(COPY, lambda: timed(copy, work.size)), saving]
 
 
 def fresh_rows(work: Work) -> list[Row]:
@@ -276,19 +273,15 @@ def fresh_rows(work: Work) -> list[Row]:
 
 def _saved(work: Work, suffix: str) -> str:
     """Returns the path of a file, or folder, with all tensors; makes it if it does not exist."""
-    path, save = work.path + suffix, _made_by(work, suffix).save
+    path, save = work.path + suffix, next(each.save for each in contenders(work) if each.suffix == suffix)
     if save is not None and not os.path.exists(path):
         save(work.tensors, path)
     return path
 
 
-def _made_by(work: Work, suffix: str) -> Contender:
-    return next(each for each in contenders(work) if each.suffix == suffix)
-
-
 def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
     """Returns the row of a load, whose files ``prepare`` gets before each pass; without ``prepare``, of a save."""
-    path, load = work.path + each.suffix, _made_by(work, each.suffix).load
+    path = work.path + each.suffix
 
     def before() -> None:
         if each.package and importlib.util.find_spec(each.package) is None:
@@ -310,8 +303,8 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
     def check() -> None:
         if prepare is not None:
             _compare(work.tensors, call())
-        elif load is not None:
-            _compare(work.tensors, load(path))
+        elif each.load is not None:
+            _compare(work.tensors, each.load(path))
 
     return Row(each.name, run, before, check)
 
@@ -377,7 +370,7 @@ _ROWS: dict[str, tuple[Callable[[Work], list[Row]], str]] = {  # and the row by 
 }
 
 
-def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each group for each state dict, whose files are removed before the next."""
     for kind in run.args.state_dict:
         command.show_progress(f"making the state dict {kind}")
@@ -397,4 +390,4 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
 
 
 _FLAGS = {"--state_dict": ("kinds of them; fresh takes large only", list(STATE_DICTS), STATE_DICTS)}
-PROGRAM = Program(GROUPS, tables, 10, _FLAGS)
+PROGRAM = command.Program(GROUPS, tables, 10, _FLAGS)

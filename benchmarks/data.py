@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from benchmarks import command
-from benchmarks.command import Program, Run
 from nvme_ops.data import AsyncLog
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
@@ -42,7 +41,6 @@ GROUPS = {
     "log": "records of 200 bytes at a rate: what each call costs, in us",
 }
 _DEPTHS = (128, 1024)  # enough to keep a device busy; and as much memory as the batches of 128 KiB samples
-_MAX_FIO_BYTES = 128 * MIB
 _BATCH, _MAX_BATCH_BYTES = 256, 64 * MIB
 RECORD_BYTES = 64  # of a sample of the index, on average
 _STORE = "benchmark"  # its identity
@@ -109,7 +107,7 @@ def random_tables(args: Namespace, scratch: Path, _: dict[str, Any]) -> Iterator
         batch = max(1, min(_BATCH, _MAX_BATCH_BYTES // each))
         data = DataSet(folder, [each] * (args.size // each), batch, workers=args.workers)
         rows = [reader_row(name, data) for name in READERS]
-        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= _MAX_FIO_BYTES]
+        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= 128 * MIB]
         title = f"random samples of {size_words(each)}, cold, batches of {batch}, {args.workers} workers"
         yield Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
 
@@ -136,16 +134,12 @@ def index_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Itera
     folder.mkdir()
     make_store(folder, args.records)
 
-    def cold() -> None:
-        for path in folder.iterdir():
-            make_cold(str(path))
-
     def run(which: int) -> Sample:
         *seconds, peak = command.in_new_process(_OPENING, str(folder))
         peaks.append(peak)
         return Sample(seconds[which], 1)
 
-    rows = [Row(name, partial(run, which), cold)
+    rows = [Row(name, partial(run, which), partial(command.forget, str(folder)))
             for which, name in enumerate(("SampleStore", "the first shuffled batch of 256"))]  # fmt: skip
     yield Table("index", f"{args.records:,} samples of varying size, cold", "s", rows)
     if peaks:
@@ -198,7 +192,7 @@ def log_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterato
         command.note(found, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
 
 
-def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"random": random_tables, "index": index_tables, "log": log_tables}.items():
         if group in run.args.groups:
@@ -218,4 +212,4 @@ _FLAGS = {
     "--log-records": ("of a pass of the log", 100_000),
     "--rate": ("of the log's records, a second", 100_000),
 }
-PROGRAM = Program(GROUPS, tables, copies, _FLAGS)
+PROGRAM = command.Program(GROUPS, tables, copies, _FLAGS)

@@ -21,7 +21,6 @@ import torch
 
 import nvme_ops
 from benchmarks import command
-from benchmarks.command import Program, Run
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops import gds
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
@@ -96,15 +95,9 @@ def gds_row(
 @contextmanager
 def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
     """Yields host memory as the reference, the bounce path, ``gds_handle`` as it chooses, and an adaptive handle."""
-    made: list[torch.Tensor] = []
     with_cufile = functools.cache(lambda: gds_handle(work, "auto"))
     without_cufile = functools.cache(lambda: gds_handle(work, "off"))
-
-    def pinned() -> torch.Tensor:
-        if not made:
-            made.append(work.pinned(with_cufile()))
-        return made[0]
-
+    pinned = functools.cache(lambda: work.pinned(with_cufile()))
     kind = nvme_ops.gds_handle if gds.is_ready() else nvme_ops.aio_handle  # with cuFile if the op is built
     options: dict[str, Any] = {"block_size": work.block_size, "intra_op_parallelism": work.threads}
     learning = functools.cache(lambda: mover(kind.adaptive(work.path, **options), work))
@@ -119,8 +112,8 @@ def nvme_ops_rows(work: GpuWork) -> Iterator[list[Row]]:
             practised(adaptive, work.path, lambda: learning()(work.buffer)),
         ]
     finally:
-        for tensor in made:
-            with_cufile().free_pinned_device_tensor(tensor)
+        if pinned.cache_info().currsize:
+            with_cufile().free_pinned_device_tensor(pinned())
 
 
 def other_rows(work: GpuWork) -> list[Row]:
@@ -222,9 +215,6 @@ def _proc_modules() -> None:
         raise Unavailable("cuFile would wait for /proc/modules, which is missing here, for ever")
 
 
-# The benchmark
-
-
 def check(args: Namespace) -> None:
     """Raises ValueError when torch cannot use the GPU that is named."""
     if args.block_size % PAGE:
@@ -269,7 +259,7 @@ def aims(measured: Table) -> Iterator[str]:
             yield f"{words}: {reached}"
 
 
-def tables(run: Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each direction. The rows' memory and processes end with it."""
     args, device = run.args, torch.device(run.args.device)
     path = command.data_file(scratch, args.size)
@@ -290,4 +280,4 @@ _FLAGS = {
     "--block-size": ("of all rows that take one", "1M", size),
     "--threads": ("of all rows that take a number", 8),
 }
-PROGRAM = Program(GROUPS, tables, 3, _FLAGS, check, prepare=prepare)
+PROGRAM = command.Program(GROUPS, tables, 3, _FLAGS, check, prepare=prepare)

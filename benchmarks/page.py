@@ -40,8 +40,6 @@ from nvme_ops.report.result import Status
 from nvme_ops.storage.device import mount_of
 from nvme_ops.text import command_line, positive, size_words
 
-_PATIENCE = 30.0  # seconds for a command to remove its files
-
 
 @dataclass(frozen=True)
 class Section:
@@ -176,7 +174,7 @@ def _execute(argv: Sequence[str]) -> tuple[int, str, str]:
         except BaseException:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(_PATIENCE)
+                process.wait(30)  # seconds, in which it removes its files
             process.kill()
             raise
     return process.returncode, output, errors
@@ -223,7 +221,6 @@ _SETTINGS = {
     "environment": ("io_uring sysctl", "seccomp", "memlock limit", "transparent huge pages"),
     "cufile": ("GPU", "NVIDIA driver", "nvidia-fs", "path of GPU tensors"),
 }
-_DIGITS = 6  # of a figure
 _HOMES = re.compile(r"/(?:home|Users)/[^/\s'\"]+|/root(?![\w.-])")
 _IMAGES = re.compile(r"/[^\s,;'\"]+\.img\b")  # behind loop devices
 _COMMON = {"root", "localhost", ""}  # names that identify nobody, and occur as other words
@@ -289,7 +286,7 @@ def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]
             return {scrub(str(key)): scrub(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [scrub(item) for item in value]
-        return float(f"{value:.{_DIGITS}g}") if isinstance(value, float) else value
+        return float(f"{value:.6g}") if isinstance(value, float) else value
 
     return scrub
 
@@ -345,7 +342,8 @@ def between_marks(text: str, parts: Mapping[str, str]) -> str:
 
 
 def _readme_block(results: Results) -> str:
-    raw_io = _document(results, "raw_io")
+    documents = (run["document"] or {} for run in results.get("raw_io", {}).get("runs", []))
+    raw_io: Json = next((document for document in documents if document.get("folders")), {})
     if not raw_io:
         return _part("section", {})
     notes = {row["note"] for found in raw_io["folders"].values() for table in found["tables"] for row in table["rows"]
@@ -354,12 +352,6 @@ def _readme_block(results: Results) -> str:
     known = results["raw_io"]["description"]["places"]
     places = "; ".join(f"{name.lower()} is {_storage(known.get(name, {}))}" for name in raw_io["folders"])
     return _part("readme", results["raw_io"], raw_io, lacks, places, _readme_rows(raw_io["folders"]))
-
-
-def _document(results: Results, section: str) -> Json:
-    """Returns the first document of a section that has folders, empty if there is none."""
-    documents = (run["document"] or {} for run in results.get(section, {}).get("runs", []))
-    return next((document for document in documents if document.get("folders")), {})
 
 
 def _storage(place: Mapping[str, str]) -> str:
@@ -412,22 +404,17 @@ def machine_rows(description: Json, number: int) -> Iterator[Cells]:
         yield {f"machine {number}": f"`{name}`", " ": "; ".join(f"{key}: {words}" for key, words in kept.items())}
 
 
-def _wrapped(text: str) -> str:
-    return textwrap.fill(" ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False)
-
-
 def _part(macro: str, *values: object) -> str:
     return str(getattr(_ENVIRONMENT.get_template("page_results.md").module, macro)(*values))
 
 
-_FILTERS = {
-    "table": table, "rows": cells, "blocks": blocks_rows, "machine": machine_rows, "size": size_words,
-    "wrapped": _wrapped,
-}  # fmt: skip
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True
 )
-_ENVIRONMENT.filters.update(_FILTERS)
+_ENVIRONMENT.filters.update(table=table, rows=cells, blocks=blocks_rows, machine=machine_rows, size=size_words)
+_ENVIRONMENT.filters["wrapped"] = lambda text: textwrap.fill(
+    " ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False
+)
 
 
 def main(argv: Sequence[str]) -> int:

@@ -18,7 +18,6 @@ import torch
 
 import nvme_ops
 from benchmarks import command
-from benchmarks.command import Program, Run
 from nvme_ops.measure import engines, fio
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
@@ -42,8 +41,6 @@ PYTHON_DIRECT = "python open(O_DIRECT) + preadv + close"
 LEARNING = 20  # transfers
 _PIECE = 64 * MIB
 _REQUESTS = 16384
-_FIO_TIMES = 4  # more of the same requests, since fio's clock counts milliseconds
-_CALLS = 500  # of one kind in one round
 _PLAIN = {"python": ("python readinto", "numpy tofile + fsync"), "torch": ("torch.load", "torch.save + fsync")}
 # prints the seconds from torch's import to the first handle
 _START = """
@@ -137,14 +134,10 @@ def cached_rows(task: Task) -> list[Row]:
     """Returns rows that read a file in the page cache, by plain Python and by a default handle."""
 
     def by_pieces(tensor: torch.Tensor) -> None:
-        descriptor = os.open(task.path, os.O_RDONLY)
-        try:
-            with tensor.numpy().data as view:
-                position = 0
-                while position < len(view):
-                    position += os.preadv(descriptor, [view[position : position + _PIECE]], position)
-        finally:
-            os.close(descriptor)
+        with open(task.path, "rb", 0) as file, tensor.numpy().data as view:
+            position = 0
+            while position < len(view):
+                position += os.preadv(file.fileno(), [view[position : position + _PIECE]], position)
 
     rows = [
         tensor_row(task, PREADV, lambda: task.pageable, by_pieces),
@@ -173,7 +166,7 @@ def random_rows(task: Task) -> list[Row]:
         return Row(name, lambda: timed(read, count), task.set_cache, check)
 
     shape: list[fio.Variant] = [(fio.RANDOM, "")]
-    size = count * PAGE * _FIO_TIMES
+    size = 4 * count * PAGE  # of the same requests, since fio's clock counts milliseconds
     return [
         fio.row(FIO_RANDOM, "randread", lambda: task.path, size, task.set_cache, shape, operations=True),
         row("nvme_ops submit_preadv, nvme_ops.empty", nvme_ops.empty(count, PAGE, dtype=torch.uint8)),
@@ -202,7 +195,7 @@ def latency_rows(task: Task) -> list[Row]:
         _compare(tensor, task.path, PAGE)
 
     def run(call: Callable[[int], None]) -> Sample:
-        places = (generator.randrange(task.size // PAGE) * PAGE for _ in range(_CALLS))
+        places = (generator.randrange(task.size // PAGE) * PAGE for _ in range(500))
         return median_latency(partial(call, place) for place in places)
 
     return [
@@ -238,7 +231,7 @@ def prepare(args: Namespace) -> dict[str, str]:
     return {}
 
 
-def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder; that of a fresh process does not depend on it, and comes once."""
     args = run.args
     path = command.data_file(scratch, args.size)
@@ -258,4 +251,4 @@ def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
             yield Table(group, title, "s", start_rows(args.rounds))
 
 
-PROGRAM = Program(GROUPS, tables, prepare=prepare)
+PROGRAM = command.Program(GROUPS, tables, prepare=prepare)

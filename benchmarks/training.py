@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from benchmarks import command
-from benchmarks.command import Program, Run
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
@@ -38,7 +37,6 @@ _STATES = 8  # bytes for each parameter: exp_avg, exp_avg_sq
 _OPTIONS: dict[str, Any] = {"lr": 1e-4, "fused": True}
 _COLUMNS = ("forward", "backward", "optimizer", "read per step", "written per step", "peak memory")
 _FIRST = 1  # steps that are not counted, since there are no states yet
-_BUFFERS = 12  # of DeepSpeed: three times the tensors of Adam
 
 
 def step_table(scratch: str, args: Namespace, stack: contextlib.ExitStack) -> Table:
@@ -113,18 +111,16 @@ _ENGINES = {
 Phases = tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], Any], Callable[[], Any]]
 
 
-class Block(torch.nn.Module):
+class Block(torch.nn.Sequential):
     """Two matrices of 16.8 million parameters, from (batch, WIDTH) to the same."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.up = torch.nn.Linear(WIDTH, INNER, bias=False)
-        self.down = torch.nn.Linear(INNER, WIDTH, bias=False)
+        up, down = torch.nn.Linear(WIDTH, INNER, bias=False), torch.nn.Linear(INNER, WIDTH, bias=False)
+        super().__init__(up, torch.nn.GELU(), down)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Returns ``x`` plus what the block computes."""
-        out: torch.Tensor = x + self.down(torch.nn.functional.gelu(self.up(x)))
-        return out
+        return x + super().forward(x)
 
 
 def _plain(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: str = "cpu") -> Phases:
@@ -133,10 +129,6 @@ def _plain(module: torch.nn.Module, optimizer: torch.optim.Optimizer, device: st
         optimizer.zero_grad()
 
     return lambda x: module(x.to(device)).square().mean(), torch.Tensor.backward, step
-
-
-def _memory(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> Phases:
-    return _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS))
 
 
 def _cpu_offload(module: torch.nn.Module, _: Namespace, __: contextlib.ExitStack) -> Phases:
@@ -175,7 +167,8 @@ def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack)
         deepspeed.install()
     initialize = command.deepspeed_alone().initialize
     place = {"device": "nvme", "nvme_path": job.folder}
-    pipelined = {"buffer_count": _BUFFERS, "pipeline_read": True, "pipeline_write": True}
+    # buffers: three times the tensors of Adam
+    pipelined = {"buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     zero: dict[str, Any] = {"stage": 3, "sub_group_size": WIDTH * INNER, "offload_optimizer": {**place, **pipelined}}
     if job.parameters:
         count = max(2, job.budget // (4 * WIDTH * INNER))
@@ -192,8 +185,8 @@ def _deepspeed(module: torch.nn.Module, job: Namespace, _: contextlib.ExitStack)
     return lambda x: engine(x).square().mean(), engine.backward, engine.step
 
 
-_PHASES = {"memory": _memory, "cpu_offload": _cpu_offload, "nvme_ops": _nvme_ops, "deepspeed": _deepspeed,
-           "deepspeed on nvme_ops": _deepspeed}  # fmt: skip
+_PHASES = {"memory": lambda module, *_: _plain(module, torch.optim.AdamW(module.parameters(), **_OPTIONS)),
+           "cpu_offload": _cpu_offload, "nvme_ops": _nvme_ops, "deepspeed": _deepspeed}  # fmt: skip
 
 
 def work(job: Namespace) -> dict[str, Any]:
@@ -205,7 +198,7 @@ def work(job: Namespace) -> dict[str, Any]:
     with torch.device("meta" if job.engine == "nvme_ops" and job.parameters else "cpu"):
         module = torch.nn.Sequential(*(Block() for _ in range(job.blocks)))
     with contextlib.ExitStack() as stack:
-        forward, backward, step = _PHASES[job.engine](module, job, stack)
+        forward, backward, step = _PHASES[job.engine.partition(" ")[0]](module, job, stack)
         for number in range(job.steps):
             x = torch.randn(job.batch, WIDTH, generator=torch.Generator().manual_seed(number))
             command.forget(job.folder)
@@ -223,7 +216,7 @@ def work(job: Namespace) -> dict[str, Any]:
         return {"losses": losses, "figures": figures, "peak_bytes": peak()}
 
 
-def tables(run: Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"step": step_table, "engines": engine_table}.items():
         if group in run.args.groups:
@@ -239,4 +232,4 @@ _FLAGS = {
     "--batch": ("samples of a step of the group engines", 64),
     "--steps": ("of each process of the group engines, after the first one", 4),
 }
-PROGRAM = Program(GROUPS, tables, 8, _FLAGS, size="848M", rounds=5)  # 222 million parameters
+PROGRAM = command.Program(GROUPS, tables, 8, _FLAGS, size="848M", rounds=5)  # 222 million parameters

@@ -52,10 +52,10 @@ COLUMNS: dict[str, _Column] = {
     FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
     "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, _ratio),
     "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, _ratio),
-    **_figures(share_words, "of the bound"),
-    **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer"),
-    **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding"),
-    **_figures(_ratio, "GB/s"),
+    **_figures(share_words, "of the bound", "hits"),
+    **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer", "LRU step"),
+    **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding", "LRU reads"),
+    **_figures(_ratio, "GB/s", "reads / LRU", "step / LRU", "guesses right", "guesses wrong"),
 }
 
 

@@ -48,6 +48,7 @@ def _in_prepared_process(program: str, *words: str, folder: str = ".", **variabl
 
 
 FILES = [each for each in checkpoint.GROUPS if each != "fresh"]
+FEEDS = {"chosen by Zipf(1.0)": (4, 6), "prompts": (16, 0)}
 SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "raw_io": ("--size 16M", list(raw_io.GROUPS)),
     "checkpoint": (f"--size 32M --state_dict large --only {' '.join(FILES)}", FILES),
@@ -58,7 +59,8 @@ SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     ),
     "adaptive": ("--size 16M --sizes 1M", list(adaptive.GROUPS)),
     "data": ("--size 4M --sizes 4K --workers 1 --records 5000 --log-records 1000", ["random", "index", "log"]),
-    "inference": ("--size 8M --budget 4M --batch 2 --steps 2", ["batch 2"]),
+    "inference": ("--size 8M --budget 4M --batch 2 --steps 2 --only nvme_ops accelerate mapped", ["batch 2"]),
+    "inference experts": ("--size 8M --only experts", [f"experts, {feed}, 3 of 5" for feed in FEEDS]),
     "training": ("--size 4M --steps 1 --budget 256M --batch 8", list(training.GROUPS)),
 }  # fmt: skip
 _QUICK = ("raw_io", "checkpoint")
@@ -71,19 +73,21 @@ _ABSENT = ("not installed", "left out", "No module named", "pip install", "no cg
 def test_a_small_run(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    if name == "inference":
+    program = name.split()[0]
+    if program == "inference":
         pytest.importorskip("transformers")
     ways = {name: way for name, way in activations._WAYS.items() if way in ("memory", "nvme", "numpy")}
     for module, attribute, smaller in (
         (command, "in_new_process", _in_prepared_process), (adaptive, "_PASS", 2 * MIB), (adaptive, "LEARNING", 5),
         (checkpoint, "_REST", 0.0), (activations, "GIB", 64 * MIB), (activations, "_WAYS", ways),
         (activations, "_LAYERS", {"convolutional": 6, "transformer": 2, "largest": 8}),
+        (inference, "_FIFTHS", (3,)), (inference, "_FEEDS", FEEDS), (inference, "_MIXED", inference._MIXED[:3:2]),
     ):  # fmt: skip
         monkeypatch.setattr(module, attribute, smaller)
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(default_root().parent))  # or the op would be compiled anew
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     words, groups = SMALL[name]
-    program, file = name.split()[0], folder / "found.json"
+    file = folder / "found.json"
     flags = ["--rounds", "1", "--folder", str(folder), "--no-deepspeed", *words.split(), "--output", str(file)]
     assert command.main([program, *flags]) == 0
     out = capfd.readouterr().out
@@ -154,8 +158,8 @@ def _inference(folder: Path) -> list[Row]:
 def test_other_results_than_in_memory_are_told(
     make: Callable[[Path], list[Row]], answers: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    phases = {name: [1.0, 1.0] for name in ("forward", "backward", "moved", "optimizer", "steps")}
-    plain = dict.fromkeys(("peak_bytes", "first token", "load", "read per step", "while decoding"), 1.0)
+    phases = {name: [1.0, 1.0, 1.0] for name in ("forward", "backward", "moved", "optimizer", "seconds", "read")}
+    plain = dict.fromkeys(("peak_bytes", "loading", "load", "while decoding"), 1.0)
     said = iter([[[1], [2]], [[1], [2]], [[1], [3]]])
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: True)
     monkeypatch.setattr(command, "bounded", lambda _, table, *__: table)
