@@ -152,11 +152,6 @@ small = transformers.Qwen3MoeConfig(
 transformers.Qwen3MoeForCausalLM(small).save_pretrained("Qwen3-30B-A3B")
 inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
 """
-T5 = """
-small = transformers.T5Config(vocab_size=99, d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2)
-small.decoder_start_token_id = 0
-model = transformers.T5ForConditionalGeneration(small)
-"""
 ACCELERATOR = """
 from tests.doubles import private_device
 private_device()
@@ -205,7 +200,6 @@ BEFORE = {
     ("offload.md", 2): ONE_RANK,
     ("offload.md", 3): LLAMA,
     ("offload.md", 4): LLAMA,
-    ("offload.md", 5): T5,
     ("training.md", 0): MODEL + BATCHES,
     ("training.md", 2): MODEL,
     ("training.md", 4): MODEL + BATCHES,
