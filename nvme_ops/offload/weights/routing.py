@@ -116,7 +116,8 @@ class RoutedExperts(Derived):
         guessed = None
         if self._nvme_next is not None and isinstance(hidden, torch.Tensor):
             guessed = _choice(self._nvme_next, hidden, len(experts.groups[group + 1]), per_token)
-            self._nvme_next = None if guessed is None else self._nvme_next
+            if guessed is None:
+                self.__dict__["_nvme_next"] = None
         experts.guess(group + 1, experts.following(group + 1, counts) if guessed is None else guessed)
 
 

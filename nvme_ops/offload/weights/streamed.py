@@ -204,7 +204,8 @@ def stream(
     foreseen = [source for source in whole if source not in set(small)]
     left = budget - total_small - expanding
     experts = None
-    if share := _share(left, foreseen, routed):
+    certain = [source for source in foreseen if any(not _is_table(module) for module, _, _ in stored[source])]
+    if share := _share(left, least_budget(foreseen), certain, routed):
         experts = Experts(share, device, routed)
         others, left = [], left - experts.nbytes
     window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
@@ -234,17 +235,23 @@ def stream(
     weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
 
 
-def _share(budget: int, foreseen: Sequence[Source], routed: Sequence[Sequence[Expert]]) -> int:
+def _is_table(module: torch.nn.Module) -> bool:
+    """Returns whether a token needs one row of the module's weight."""
+    return isinstance(module, torch.nn.Embedding)
+
+
+def _share(budget: int, least: int, certain: Sequence[Source], routed: Sequence[Sequence[Expert]]) -> int:
     """Returns the bytes of a budget for memory of experts alone; 0 if there are none, or it is too small to divide.
 
-    Weights that every token uses come first, as far as all of them can stay.
+    Weights that every token uses as a whole, the ``certain`` ones, come first, as far as all of them can stay. Others
+    have at least ``least`` bytes.
     """
     sizes = [expert.nbytes for group in routed for expert in group]
-    most = budget - least_budget(foreseen)
+    most = budget - least
     if not sizes or most < max(sizes):
         return 0
     enough = min(sum(sizes), max(2 * max(sizes), _IN_FLIGHT))
-    return max(max(sizes), min(enough, most), budget - sum(source.room for source in foreseen))
+    return max(max(sizes), min(most, max(enough, budget - sum(source.room for source in certain))))
 
 
 def _room_to_expand(tensor: StoredTensor, is_sliced: bool) -> int:
