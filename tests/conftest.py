@@ -260,23 +260,37 @@ def in_child(body: Callable[[], object]) -> None:
     assert os.waitstatus_to_exitcode(status) == 0, report or f"the child ended with status {status}"
 
 
-def killed_in(body: Callable[[], object]) -> None:
-    """Kills a forked child, with SIGKILL, once it has done ``body``."""
+@contextlib.contextmanager
+def living(body: Callable[[], object] = str) -> Iterator[tuple[int, Any]]:
+    """Forks a child that does ``body``, and is killed at the end of the block: its number, and what ``body`` returned.
+
+    What that is lives as long in the child; the parent has it as a string.
+    """
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         try:
-            body()
-            os.write(writing, b".")
+            torch.set_num_threads(1)
+            made = body()
+            os.write(writing, b"." + str(made).encode())
             signal.pause()
         finally:
             os._exit(1)
     os.close(writing)
-    with open(reading, "rb") as pipe:
-        done = pipe.read(1)
+    try:
+        with open(reading, "rb", buffering=0) as pipe:
+            told = pipe.read(4096).decode()
+        assert told, "the child did not come so far"
+        yield child, told[1:]
+    finally:
         os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    assert done == b".", "the child did not come so far"
+        os.waitpid(child, 0)
+
+
+def killed_in(body: Callable[[], object]) -> None:
+    """Kills a forked child, with SIGKILL, once it has done ``body``."""
+    with living(body):
+        pass
 
 
 @contextlib.contextmanager

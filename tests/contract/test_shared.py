@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.conftest import forked, in_child, in_threads
+from tests.conftest import forked, in_child, in_threads, killed_in
 from tests.contract.adapters import Capability
 from tests.contract.suite import files
 
@@ -100,16 +98,14 @@ def test_one_process_is_killed_beside_another(make: Make, kind: type[Capability]
     """What the dead one has left is removed by others at no cost of the living."""
     one = make("living")
     one.work()
-    child = os.fork()
-    if child == 0:
-        try:
-            torch.set_num_threads(1)
-            (folder / "living" / "dead").mkdir()
-            other = kind(folder / "living" / "dead")
-            other.work()
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
-    os.waitpid(child, 0)
+
+    def other() -> Capability:
+        (folder / "living" / "dead").mkdir()
+        made = kind(folder / "living" / "dead")
+        made.work()
+        return made
+
+    killed_in(other)
     make("another").work()
     one.work()
     one.check()

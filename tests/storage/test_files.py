@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.storage import Session, TensorStore, files
 from nvme_ops.storage.files import Lock, locked, unlink, wait_until_free
 from nvme_ops.storage.publication import Publication, ReadLease
-from tests.conftest import MIB, in_child, pattern
+from tests.conftest import MIB, in_child, living, pattern
 from tests.moments import Interrupt
 from tests.storage.conftest import failing, got
 
@@ -158,19 +157,12 @@ def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_
     manifest = folder / "manifest"
     manifest.write_bytes(b"old")
     lease = ReadLease(str(manifest))
-    child = os.fork()
-    if child == 0:
-        signal.pause()
-    try:
-        with Publication(str(manifest)) as publication:
-            publication.publish(b"new", leases=True)
-            names_in = lambda _, fd: [os.pread(fd, 9, 0).decode()]  # noqa: E731
-            assert publication.leased(names_in) == {"old"}
-            lease.end()
-            assert publication.leased(names_in) == set()
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    with living(), Publication(str(manifest)) as publication:
+        publication.publish(b"new", leases=True)
+        names_in = lambda _, fd: [os.pread(fd, 9, 0).decode()]  # noqa: E731
+        assert publication.leased(names_in) == {"old"}
+        lease.end()
+        assert publication.leased(names_in) == set()
     assert [each.name for each in folder.iterdir()] == ["manifest"]
     assert manifest.read_bytes() == b"new"
 

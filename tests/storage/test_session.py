@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from nvme_ops.storage import Session, TensorStore, files
-from tests.conftest import NOBODY, killed_in
+from tests.conftest import NOBODY, killed_in, living
 from tests.storage.conftest import kept
 
 
@@ -73,19 +73,14 @@ def test_one_that_is_dropped_or_left_by_a_crash_is_removed(folder: Path) -> None
 @contextlib.contextmanager
 def held(folder: Path, **options: Any) -> Iterator[tuple[int, Path]]:
     """Another process has a session, until it is killed: its number, and the session's folder."""
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        session = Session(folder, name="job", **options)
-        os.write(writing, session.folders[0].encode())
-        signal.pause()
-    os.close(writing)
-    try:
-        with open(reading, "rb", buffering=0) as pipe:
-            yield child, Path(pipe.read(4096).decode())
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
+    sessions: list[Session] = []
+
+    def hold() -> str:
+        sessions.append(Session(folder, name="job", **options))
+        return sessions[0].folders[0]
+
+    with living(hold) as (child, told):
+        yield child, Path(told)
 
 
 def test_one_in_use_is_not_taken_for_a_leftover(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
