@@ -88,8 +88,9 @@ class Copy:
 
     def run(self, arguments: Sequence[str], seconds: float | None, **environment: str) -> tuple[int | None, list[str]]:
         """Runs pytest; returns its status, None for one that took longer, and what it says."""
-        words = [sys.executable, "-m", "pytest", "-v", "--tb=no", "-rN", "-p", "no:cacheprovider", "-p", "no:randomly"]
-        return self.execute([*words, f"--basetemp={self._folder / 'tmp'}", *arguments], seconds, **environment)
+        options = "-v --tb=no -rN --disable-warnings -p no:cacheprovider -p no:randomly"  # ends with the last test
+        words = [sys.executable, "-m", "pytest", *options.split(), f"--basetemp={self._folder / 'tmp'}"]
+        return self.execute([*words, *arguments], seconds, **environment)
 
     def execute(
         self, command: Sequence[str], seconds: float | None, **environment: str
