@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
 import pickle
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -49,20 +49,16 @@ def _alone(one_thread: None) -> None:
 
 
 def saved(folder: Path, name: str) -> tuple[Path, Any]:
-    """Saves a model, aligned as in memory, where the last bits of a product depend on that; returns its class, too."""
+    """Saves a model and returns its class, too. In float32 the last bits depend on where weights are in memory."""
     transformers: Any = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
     kind = getattr(transformers, f"{name}ForCausalLM")
     torch.manual_seed(1)
-    model = kind(getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]}))
+    model = kind(getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})).bfloat16()
     with torch.no_grad():
         for each in model.parameters():
             each.normal_(0, 0.2)  # which routes tokens to different experts
     model.save_pretrained(folder / name)
-    content = (folder / name / "model.safetensors").read_bytes()
-    length = int.from_bytes(content[:8], "little")
-    text = content[8 : 8 + length] + b" " * (-(8 + length) % 64)
-    (folder / name / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     return folder / name, kind
 
 
@@ -86,9 +82,7 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
                 assert all(map(torch.equal, found.logits, wanted.logits))
             assert model.stats().peak_bytes <= budget
             computed = [each._nvme_computed for each in model.modules() if hasattr(each, "_nvme_computed")]
-            same = list(computed[0]._same.values())
-            assert all(same)
-            assert bool(same) == (implementation == "eager"), "computed as they arrive"
+            assert set(computed[0]._same.values()) == {True} & {implementation == "eager"}, "computed as they arrive"
             assert (model._nvme_window.experts is experts) is (implementation != "grouped_mm")
 
 
@@ -98,54 +92,44 @@ WIDTH, COUNT = 64, 8
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
 
 
-class Packed(nn.Module):
-    """Experts in two parameters."""
+def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
+    """Adds what each expert makes of its tokens, as transformers does."""
+    out = torch.zeros_like(x)
+    for number in chosen.unique().tolist():
+        tokens, places = torch.where(chosen == number)
+        out.index_add_(0, tokens, one(number, x[tokens]) * weights[tokens, places, None])
+    return out
 
-    def __init__(self) -> None:
+
+class Packed(nn.Module):
+    """Experts in two parameters, selected one by one or gathered by a tensor."""
+
+    def __init__(self, gathered: bool) -> None:
         super().__init__()
         self.up = nn.Parameter(torch.randn(COUNT, 2 * WIDTH, WIDTH) / 8)
         self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * WIDTH) / 8)
+        self.gathered = gathered
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            tokens, places = torch.where(chosen == number)
-            made = (x[tokens] @ self.up[number].T).relu() @ self.down[number].T
-            out.index_add_(0, tokens, made * weights[tokens, places, None])
-        return out
-
-
-class Gathered(Packed):
-    """The same, gathered by a tensor."""
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
-        made = torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up).relu()
-        made = torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)
-        return made.view(len(x), 2, WIDTH).sum(1)
-
-
-class Listed(nn.ModuleList):
-    """Experts in modules, of several sizes if asked for."""
-
-    def __init__(self, more: int = 0) -> None:
-        widths = [2 * WIDTH + more * number for number in range(COUNT)]
-        super().__init__(nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
+        if self.gathered:
+            up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
+            made = torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up).relu()
+            return (torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)).view(len(x), 2, WIDTH).sum(1)
+        return mixed(x, chosen, weights, lambda at, part: (part @ self.up[at].T).relu() @ self.down[at].T)
 
 
 class Router(nn.Module):
-    """Returns experts and their weights, or with ``scores`` these alone; ``strict`` has it want a second argument."""
+    """Returns experts and their weights, or their scores; a strict one takes no hidden state alone."""
 
-    def __init__(self, scores: bool = False, strict: bool = False) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.weight, self.scores, self.strict, self.calls = nn.Parameter(torch.randn(COUNT, WIDTH)), scores, strict, 0
+        self.weight, self.kind, self.calls = nn.Parameter(torch.randn(COUNT, WIDTH)), kind, 0
 
-    def forward(self, x: torch.Tensor, given: bool = False) -> Any:
+    def forward(self, x: torch.Tensor, *more: bool) -> Any:
         self.calls += 1
-        if self.strict and not given:
-            raise TypeError("one argument more")
-        scores = x @ self.weight.T
-        return scores if self.scores else best(scores)
+        if self.kind == "strict" and not more:
+            raise TypeError("one argument is missing")
+        return x @ self.weight.T if self.kind in ("scores", "sizes") else best(x @ self.weight.T)
 
 
 def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,33 +138,29 @@ def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Block(nn.Module):
-    """A layer of a mixture. ``change`` says how much it changes what the next one sees."""
+    """A layer of a mixture of some kind, which changes what the next one sees by ``change``."""
 
-    def __init__(self, kind: str, change: float = 1.0) -> None:
+    def __init__(self, kind: str, change: float) -> None:
         super().__init__()
         self.kind, self.change = kind, change
-        kinds: dict[str, Callable[[], nn.Module]] = {"sizes": lambda: Listed(32), "packed": Packed, "strict": Packed}
-        self.experts: Any = {**kinds, "gathered": Gathered}.get(kind, Listed)()
+        widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
+        lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
+        is_packed = kind in ("packed", "gathered", "strict")
+        self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
         if kind == "parameter":
             self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))
         elif kind != "none":
-            self.router = Router(kind in ("scores", "sizes"), kind == "strict")
+            self.router = Router(kind)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "none":
-            found: Any = x[:, :COUNT]
-        elif self.kind == "parameter":
-            found = x @ self.router.T
+        if self.kind == "parameter":
+            found: Any = x @ self.router.T
         else:
-            found = self.router(x, True)
+            found = x[:, :COUNT] if self.kind == "none" else self.router(x, True)
         weights, chosen = best(found) if isinstance(found, torch.Tensor) else found
-        if not isinstance(self.experts, nn.ModuleList):
+        if isinstance(self.experts, Packed):
             return x + self.change * torch.as_tensor(self.experts(x, chosen, weights))
-        out = torch.zeros_like(x)
-        for number in chosen.unique().tolist():
-            tokens, places = torch.where(chosen == number)
-            out.index_add_(0, tokens, self.experts[number](x[tokens]) * weights[tokens, places, None])
-        return x + self.change * out
+        return x + self.change * mixed(x, chosen, weights, lambda number, part: self.experts[number](part))
 
 
 def mixture(kind: str, change: float = 1.0) -> nn.Sequential:
@@ -194,20 +174,17 @@ def test_mixtures_of_any_kind_have_the_bits_in_memory_and_read_what_is_used(kind
     plain = mixture(kind)
     size = sum(each.nbytes for each in plain.parameters())
     with stream_weights(mixture(kind), folder, memory_budget=size // 2) as model:
-        for batch in (32, 1, 2, 1, 32):
+        for batch in (32, 1, 2):
             assert torch.equal(model(X[:batch]), plain(X[:batch]))
         before = model.stats()
         for number in range(12):
             assert torch.equal(model(X[number : number + 1]), plain(X[number : number + 1]))
         stats = model.stats()
         assert stats.peak_bytes <= size // 2
-        if kind == "none":
-            assert stats.experts_used == 0, "read in the order foreseen"
-            return
         used = stats.experts_used - before.experts_used
-        assert used == 12 * 3 * 2
-        read = used - (stats.expert_hits - before.expert_hits)
-        if kind != "sizes":  # neither is anything else read
+        assert used == (0 if kind == "none" else 12 * 3 * 2), "without a router all is read in the order foreseen"
+        if kind not in ("none", "sizes"):  # neither is anything else read
+            read = used - (stats.expert_hits - before.expert_hits)
             wrong = stats.bytes_guessed_wrong - before.bytes_guessed_wrong
             assert stats.bytes_read - before.bytes_read <= read * 18 * 4 * KIB + wrong
 
@@ -219,172 +196,160 @@ SIZE = 2 * HALF
 
 
 class Layers:
-    """Experts of a file, how they are used, and what a plain LRU would read."""
+    """Experts of a file, and what was used of them, in order."""
 
     def __init__(self, folder: Path, layers: int, count: int, room: int, handle: Any = None) -> None:
-        self.path, self.count = folder / "experts", count
-        self.data = pattern(layers * count * SIZE)
+        self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
         self.path.write_bytes(self.data.numpy().tobytes())
-        self.file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
-        self.sources = [[self.parts((layer * count + each) * SIZE) for each in range(count)] for layer in range(layers)]
+        file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
+        starts = range(0, layers * count * SIZE, HALF)
+        parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
+        pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
         self.experts = Experts(room * SIZE, torch.device("cpu"), experts_of(self.sources, torch.device("cpu")))
-        self.recent: OrderedDict[tuple[int, int], None] = OrderedDict()
-        self.room, self.bytes_of_lru = room, 0
+        self.used: list[tuple[int, int]] = []
 
-    def parts(self, start: int) -> list[Source]:
-        return [Source([FileExtent(self.file, at, HALF)], torch.uint8, (HALF,)) for at in (start, start + HALF)]
-
-    def use(self, layer: int, chosen: Sequence[int], tokens: int = 1) -> int:
-        """Computes with experts as they arrive; returns how many bytes that has read."""
-        before = self.experts.stats().bytes_read
-        self.experts.expect(layer, dict.fromkeys(chosen, 1), tokens)
-        for number in _as_they_arrive(self.experts, layer, chosen):
+    def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:
+        """Computes with experts as they arrive; returns how many that has read."""
+        before, numbers = self.experts.stats().bytes_read, list(chosen)
+        self.experts.expect(layer, dict.fromkeys(numbers, 1), tokens)
+        for number in _as_they_arrive(self.experts, layer, numbers):
+            self.used.append((layer, number))
             for source in self.sources[layer][number]:
                 start = source.extents[0].start
                 assert torch.equal(self.experts.fetch(source), self.data[start : start + HALF])
-            self.bytes_of_lru += SIZE * ((layer, number) not in self.recent)
-            self.recent[layer, number] = None
-            self.recent.move_to_end((layer, number))
-            if len(self.recent) > self.room:
-                self.recent.popitem(last=False)
-        return self.experts.stats().bytes_read - before
+        return (self.experts.stats().bytes_read - before) // SIZE
 
-    def held(self, layer: int = 0) -> set[int]:
-        return {number for number in range(self.count) if self.experts.in_memory(layer, number)}
+    def held(self, layer: int) -> set[int]:
+        return {number for number, _ in enumerate(self.sources[0]) if self.experts.in_memory(layer, number)}
 
 
-@pytest.fixture
-def made(folder: Path) -> Iterator[Callable[..., Layers]]:
-    """Makes experts; these are closed in the end."""
-    with contextlib.ExitStack() as end:
-
-        def make(layers: int = 2, count: int = 8, room: int = 4, handle: Any = None) -> Layers:
-            one = Layers(folder, layers, count, room, handle)
-            end.callback(one.file.close)
-            end.callback(one.experts.close)
-            return one
-
-        yield make
-
-
-def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(made: Any) -> None:
-    one = made(room=3)
+def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(folder: Path) -> None:
+    one = Layers(folder, 1, 8, 3)
     assert {len(each.reads) for each in one.experts.groups[0]} == {1}
-    assert one.use(0, range(8), 32) == 8 * SIZE
-    held = one.held()
-    assert len(held) == 3
-    assert one.use(0, range(8), 32) == 5 * SIZE
-    assert one.use(0, sorted(one.held())) == 0
+    assert one.use(0, range(8), 32) == 8
+    assert one.use(0, range(8), 32) == 5
+    assert one.use(0, one.held(0)) == 0
     stats = one.experts.stats()
     assert (stats.experts_used, stats.expert_hits, stats.bytes_hit) == (19, 6, 6 * SIZE)
     assert stats.peak_bytes == 3 * SIZE
 
 
-def test_those_used_often_stay_and_then_those_used_lately(made: Any) -> None:
-    one = made(layers=1, room=3)
-    for chosen in ([0], [0], [1], [0], [1], [2], [3], [4]):
-        one.use(0, chosen)
-    assert one.held() == {0, 1, 4}
-    for chosen in ([5], [6], [5]) * 60:  # topics change
-        one.use(0, chosen)
-    assert one.held() == {0, 5, 6}
-    for chosen in ([5], [6], [7]) * 200:
-        one.use(0, chosen)
-    assert one.held() == {5, 6, 7}
-    many = made(layers=1, room=2)
-    many.use(0, [0], 32)  # one of 32 tokens
-    many.experts.expect(0, {1: 32}, 32)
-    many.use(0, [2])
-    many.use(0, [3])
-    assert 1 in many.held()
+@pytest.mark.parametrize(
+    ("room", "steps", "held"),
+    [
+        (3, [([0], 4), ([1], 2), ([2], 1), ([3], 1), ([4], 1)], {0, 1, 4}),
+        (3, [([0], 300), ([5, 6, 7], 150), ([4], 1)], {4, 5, 6, 7}),  # topics change
+        (4, [([0], 300), ([5, 6], 500), ([7], 4), ([0], 1), ([4], 1)], {4, 5, 6, 7}),
+    ],
+)
+def test_those_used_often_stay_and_lately_counts_more(
+    room: int, steps: list[tuple[list[int], int]], held: set[int], folder: Path
+) -> None:
+    one = Layers(folder, 1, 8, room)
+    for chosen, times in steps:
+        for _ in range(times):
+            for each in chosen:
+                one.use(0, [each])
+    assert one.held(0) < held if len(held) > room else one.held(0) == held
 
 
-def test_skewed_routing_reads_less_than_an_lru_does(made: Any) -> None:
-    one = made(layers=2, count=32, room=16)
-    generator = torch.Generator().manual_seed(1)
-    skewed = 1 / torch.arange(1, 33)
-    for _ in range(300):
-        for layer in range(2):
-            one.use(layer, torch.multinomial(skewed, 2, generator=generator).tolist())
-    assert one.experts.stats().bytes_read < 0.9 * one.bytes_of_lru
+def test_in_a_batch_those_of_many_tokens_stay(folder: Path) -> None:
+    one = Layers(folder, 1, 8, 2)
+    one.experts.expect(0, {1: 31}, 32)
+    for chosen, tokens in ((1, 32), (0, 32), (2, 1), (3, 1)):
+        one.use(0, [chosen], tokens)
+    assert one.held(0) == {1, 3}
+
+
+def test_skewed_routing_reads_less_than_an_lru_does(folder: Path) -> None:
+    one, generator = Layers(folder, 2, 32, 16), torch.Generator().manual_seed(1)
+    for number in range(600):
+        one.use(number % 2, torch.multinomial(1 / torch.arange(1, 33), 2, generator=generator).tolist())
+    recent, misses = OrderedDict[tuple[int, int], None](), 0
+    for use in one.used:
+        misses += use not in recent
+        recent[use] = None
+        recent.move_to_end(use)
+        if len(recent) > 16:
+            recent.popitem(last=False)
+    assert one.experts.stats().bytes_read < 0.9 * misses * SIZE
 
 
 # Guesses
 
 
-def test_guesses_are_counted_and_reads_of_wrong_ones_are_cancelled(made: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_guesses_are_counted_and_reads_of_wrong_ones_are_cancelled(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cancelled: list[Held] = []
     monkeypatch.setattr(Held, "request_cancel", lambda held: cancelled.append(held))
     handle = Faulty("read", "hold", {3})
-    one = made(room=5, handle=handle)
+    one = Layers(folder, 2, 8, 5, handle)
     one.experts.guess(1, [5, 6, 7])
-    assert handle.under_way.wait(20)
-    assert len(cancelled) == 0
-    assert one.use(1, [5, 1]) == SIZE, "the other one is there"
+    assert not cancelled
+    assert one.use(1, [5, 1]) == 1
     assert len(cancelled) == 1
-    assert one.held(1) >= {1, 5}
     assert one.experts.groups[1][7].values is None
     handle.go.set()
     stats = one.experts.stats()
     assert (stats.guesses_right, stats.bytes_guessed_right) == (1, SIZE)
     assert (stats.guesses_wrong, stats.bytes_guessed_wrong) == (2, 2 * SIZE)
     assert (stats.experts_used, stats.expert_hits) == (2, 0)
-    assert one.use(1, [7, 6]) <= 2 * SIZE
+    handle.will("read", "fail")
+    one.experts.guess(0, [1, 2])
+    handle.will()
+    assert one.use(0, [1, 2]) == 2, "a guess that failed is read again"
 
 
-def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_for(made: Any) -> None:
-    one = made(room=3)
+def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_for(folder: Path) -> None:
+    one = Layers(folder, 2, 8, 3)
     one.experts.expect(0, {0: 1, 1: 1}, 1)
     one.experts.guess(1, range(8))
     assert one.experts.stats().bytes_read == 3 * SIZE
-    assert one.use(0, range(4)) == 2 * SIZE
+    assert one.use(0, range(4)) == 2
     assert one.use(1, [0]) == 0, "nor does what is expected take theirs"
     one.experts.guess(0, [5, 6, 7])
     assert one.experts.stats().bytes_read == 7 * SIZE, "what computes now stays"
-    assert one.use(1, range(4)) == 3 * SIZE
+    assert one.use(1, range(4)) == 3
     assert one.experts.stats().guesses_wrong > 0
 
 
-def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(made: Any) -> None:
-    one = made(room=4)
+def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
+    one = Layers(folder, 2, 8, 4)
 
-    def step(guess: int, right: int) -> int:
+    def guesses(steps: int, off: int) -> int:
         before = one.experts.stats()
-        if one.experts.may_guess(1):
-            one.experts.guess(1, [guess])
-        one.use(1, [right])
+        for number in range(steps):
+            if one.experts.may_guess(1):
+                one.experts.guess(1, [(number + off) % 8])
+            one.use(1, [number % 8])
         after = one.experts.stats()
         return after.guesses_wrong + after.guesses_right - before.guesses_wrong - before.guesses_right
 
-    assert sum(step(4 + n % 4, n % 4) for n in range(200)) < 60
-    assert sum(step(4 + n % 4, n % 4) for n in range(50)) == 0
-    assert sum(step(n % 8, n % 8) for n in range(600)) > 50
-    assert sum(step(n % 8, n % 8) for n in range(8)) > 2
+    assert 20 < guesses(200, 4) < 80
+    assert guesses(50, 4) == 0
+    assert guesses(600, 0) > 50
+    assert guesses(8, 0) > 2
 
 
+@pytest.mark.parametrize(("kind", "change"), [("packed", 1e-3), ("packed", 100.0), ("strict", 1e-3)])
 @torch.no_grad()
-def test_the_next_router_is_asked_and_where_it_is_wrong_not_any_more(folder: Path) -> None:
-    def made_in(place: str, kind: str, change: float) -> Any:
-        (folder / place).mkdir()
-        return stream_weights(mixture(kind, change), folder / place, memory_budget="500K")
-
-    with made_in("foreseen", "packed", 1e-3) as model:
-        for number in range(30):
-            model(X[number : number + 1])
+def test_the_next_router_is_asked_unless_that_is_wrong(kind: str, change: float, folder: Path) -> None:
+    with stream_weights(mixture(kind, change), folder, memory_budget="500K") as model:
+        for count in (64, 16):
+            before = model.stats()
+            for number in range(count):
+                model(X[number % 32][None])
         stats = model.stats()
+    if kind == "strict":
+        assert [block.router.calls for block in model] == [80, 81, 81], "it is asked once"
+    elif change < 1:
         assert stats.guesses_right > 10 * stats.guesses_wrong + 20
         assert stats.bytes_guessed_right == stats.guesses_right * 64 * KIB
-    with made_in("not foreseen", "packed", 100.0) as model:
-        for count in (32, 32, 16):
-            for number in range(count):
-                model(X[number : number + 1])
-            stats, before = model.stats(), stats
-        assert stats.guesses_wrong + stats.guesses_right == before.guesses_wrong + before.guesses_right > 0
+    else:
         assert stats.guesses_wrong > stats.guesses_right
-    with made_in("strict", "strict", 1e-3) as model:
-        for _ in range(3):
-            model(X[:1])
-        assert [block.router.calls for block in model] == [3, 4, 4], "asked once"
+        assert stats.guesses_wrong == before.guesses_wrong, "no more are made"
 
 
 # Bad input, and not alone
@@ -396,88 +361,58 @@ def test_the_least_budget_is_named_and_any_above_it_works(folder: Path, monkeypa
     wanted = mixture("packed")(X)
     with pytest.raises(ValueError, match="at least 32 KiB are needed"):
         stream_weights(mixture("packed"), folder, memory_budget=32 * KIB - 1)
-    for budget in (32, 72, 96, 136, 140):  # 72: memory for one expert
+    for budget in (32, 72, 96, 140):  # 72: memory for one expert
         with stream_weights(mixture("packed"), folder, memory_budget=budget * KIB) as model:
-            assert torch.equal(model(X), wanted)
             assert torch.equal(model(X), wanted)
             assert model.stats().peak_bytes <= budget * KIB
             assert (model.stats().experts_used > 0) is (budget > 64)
 
 
-def test_a_read_that_fails_is_an_error_and_the_next_one_is_right(made: Any, folder: Path) -> None:
-    handle = Faulty()
-    one = made(handle=handle)
-    for do, chosen in (("fail", range(3)), ("refuse", range(3, 6))):
-        handle.will("read", do, {2})
-        with pytest.raises(OSError, match="device 2"):
-            one.use(0, chosen)
-        handle.will()
-        assert one.use(0, chosen) > 0
-    handle.will("read", "fail")
-    one.experts.guess(1, [1, 2])
-    handle.will()
-    assert one.use(1, [1, 2]) == 2 * SIZE, "a failed guess is read again"
-    with one.path.open("r+b") as file:
-        file.write(b"other")
-    os.utime(one.path, (1, 1))
+def test_a_file_that_was_changed_is_told(folder: Path) -> None:
+    one = Layers(folder, 1, 8, 4)
+    one.use(0, [1])
+    time.sleep(0.02)  # the clock of file systems ticks that slowly
+    os.truncate(one.path, 5 * SIZE)
     with pytest.raises(FormatError, match="changed while its weights were in use"):
-        one.use(1, [3])
+        one.use(0, [3])
+
+
+def test_threads_of_one_model_and_another_model_of_the_same_file(folder: Path) -> None:
+    path, kind = saved(folder, "Qwen3Moe")
+    tokens = torch.arange(8)[None]
+    wanted = kind.from_pretrained(path, experts_implementation="eager").eval()(tokens).logits
+    with from_pretrained(path, memory_budget="300K") as one, from_pretrained(path, memory_budget="500K") as other:
+
+        def work(number: int) -> None:
+            for _ in range(2):
+                assert torch.equal((one, one, other)[number](tokens).logits, wanted)
+
+        in_threads(work, 3)
 
 
 @torch.no_grad()
-def test_threads_of_one_model_beside_another_one(folder: Path) -> None:
-    wanted = mixture("packed")(X)
-    for place, budget in (("one", "300K"), ("all", "2M")):
-        (folder / place).mkdir()
-        with stream_weights(mixture("packed"), folder / place, memory_budget=budget) as model:
-
-            def work(number: int, model: Any = model) -> None:
-                with torch.no_grad():
-                    for at in range(number, 9, 3):
-                        assert torch.allclose(model(X[at : at + 1]), wanted[at : at + 1], atol=1e-4)
-                        assert torch.equal(model(X), wanted)
-
-            in_threads(work, 3)
-
-
-@torch.no_grad()
-def test_copies_are_plain_and_in_memory_and_closed_it_is_closed(folder: Path) -> None:
+def test_copies_are_plain_and_in_memory(folder: Path) -> None:
     plain = mixture("packed")
     with stream_weights(mixture("packed"), folder, memory_budget="500K") as model:
-        wanted = model(X)
-        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(model[1])):
-            assert {type(each) for each in copied.modules()} <= {type(each) for each in plain.modules()}
-            assert torch.equal(copied(X), (wanted if len(list(copied.children())) == 3 else plain[1](X)))
-        model._nvme_window.experts.guess(2, range(8))
-    with pytest.raises(ValueError, match="closed"):
-        model(X)
-
-
-@pytest.mark.slow  # torch compiles for seconds
-@torch.no_grad()
-def test_it_may_be_compiled(folder: Path) -> None:
-    plain = mixture("gathered")
-    with stream_weights(mixture("gathered"), folder, memory_budget="500K") as model:
-        compiled: Any = torch.compile(model, backend="eager")
-        for batch in (1, 1, 32):
-            assert torch.equal(compiled(X[:batch]), plain(X[:batch]))
+        for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(*model))):
+            assert [type(each) for each in copied.modules()] == [type(each) for each in plain.modules()]
+            assert torch.equal(copied(X), plain(X))
+        model._nvme_window.experts.guess(2, range(8))  # under way when it is closed
 
 
 def test_adapters_are_trained_to_the_bits_in_memory(folder: Path) -> None:
     peft: Any = pytest.importorskip("peft")
     path, kind = saved(folder, "Qwen3Moe")
-    tokens = torch.randint(0, 256, (3, 2, 7), generator=torch.Generator().manual_seed(1))
 
     def trained(model: Any) -> list[torch.Tensor]:
         torch.manual_seed(1)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])).train()
         adapters = [each for each in model.parameters() if each.requires_grad]
-        optimizer = torch.optim.AdamW(adapters, lr=1e-2)
-        for ids in tokens:
+        optimizer, ids = torch.optim.AdamW(adapters, lr=1e-2), torch.arange(14).view(2, 7)
+        for _ in range(3):
             model(input_ids=ids, labels=ids).loss.backward()
             optimizer.step()
-            optimizer.zero_grad()
-        return [*adapters, model.eval()(ids).logits]
+        return adapters
 
     wanted = trained(kind.from_pretrained(path, experts_implementation="eager"))
     with from_pretrained(path, memory_budget="500K") as model:
