@@ -25,7 +25,7 @@ def once(kind: type[Capability], place: Path) -> None:
     one.close()
 
 
-MAKES_A_MODEL = {"Activations", "Gradients", "Pretrained", "Streamed", "StreamedOn", "SwappedAnew"}
+MAKES_A_MODEL = {"Activations", "Experts", "Gradients", "Pretrained", "Streamed", "StreamedOn", "SwappedAnew"}
 
 
 def test_torch_s_default_device_does_not_matter(one: Capability) -> None:
