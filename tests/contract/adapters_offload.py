@@ -21,6 +21,8 @@ from nvme_ops.offload import (
 )
 from nvme_ops.storage import Session, TensorStore
 from tests.contract.adapters import Capability, require, same, tensors
+from tests.offload.models import WIDTH as MIXED
+from tests.offload.models import mixture
 
 WIDTH = 290  # a layer has 340 KB, and no whole number of pages
 _SEED = threading.Lock()
@@ -117,46 +119,20 @@ class StreamedOn(Capability):
             require(torch.equal(self.streamed(batch(version)), self.expected(batch(version))), "another output")
 
 
-class Packed(torch.nn.Module):
-    """Eight experts in one parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.randn(8, WIDTH, WIDTH) / WIDTH)
-
-    def forward(self, rows: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        found = [
-            sum(row @ self.weight[number] for number in own) for row, own in zip(rows, chosen.tolist(), strict=True)
-        ]
-        return torch.stack(found)
-
-
-class Mixture(torch.nn.Module):
-    """Chooses two of eight experts for each row."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.router, self.experts = torch.nn.Linear(WIDTH, 8), Packed()
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return rows + torch.as_tensor(self.experts(rows, self.router(rows).topk(2).indices))
-
-
 class Experts(Capability):
-    """Experts of a mixture, read as a router chooses them, and guessed."""
+    """Experts of a mixture, read as routers choose them, and guessed."""
 
     main = "streamed"
 
     def start(self) -> None:
         with _SEED:
-            torch.manual_seed(1)
-            made: Any = torch.nn.Sequential(*(Mixture() for _ in range(3)))
+            made: Any = mixture("packed")
         self.expected = copy.deepcopy(made)
-        self.streamed: Any = stream_weights(made, self.folder, memory_budget="2M", handle=self.handle)
+        self.streamed: Any = stream_weights(made, self.folder, memory_budget="500K", handle=self.handle)
 
     def do(self, version: int) -> None:
         with torch.no_grad():
-            for rows in batch(version)[:3].split(1):
+            for rows in batch(version)[:6, :MIXED].split(1):
                 require(torch.equal(self.streamed(rows), self.expected(rows)), "another output")
 
 

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
+
+WIDTH, COUNT = 64, 8  # of mixtures of experts
 
 
 class Tied(nn.Module):
@@ -39,3 +44,79 @@ def layers(count: int = 8, width: int = 256) -> nn.Sequential:
 
 def nbytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters())
+
+
+def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
+    """Adds what each expert makes of its tokens, as transformers does."""
+    out = torch.zeros_like(x)
+    for number in chosen.unique().tolist():
+        tokens, places = torch.where(chosen == number)
+        out.index_add_(0, tokens, one(number, x[tokens]) * weights[tokens, places, None])
+    return out
+
+
+class Packed(nn.Module):
+    """Experts in two parameters, selected one by one or gathered by a tensor."""
+
+    def __init__(self, gathered: bool) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(COUNT, 2 * WIDTH, WIDTH) / 8)
+        self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * WIDTH) / 8)
+        self.gathered = gathered
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if self.gathered:
+            up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
+            made = torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up).relu()
+            return (torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)).view(len(x), 2, WIDTH).sum(1)
+        return mixed(x, chosen, weights, lambda at, part: (part @ self.up[at].T).relu() @ self.down[at].T)
+
+
+class Router(nn.Module):
+    """Returns experts and their weights, or their scores; a strict one takes no hidden state alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.weight, self.kind, self.calls = nn.Parameter(torch.randn(COUNT, WIDTH)), kind, 0
+
+    def forward(self, x: torch.Tensor, *more: bool) -> Any:
+        self.calls += 1
+        if self.kind == "strict" and not more:
+            raise TypeError("one argument is missing")
+        return x @ self.weight.T if self.kind in ("scores", "sizes") else best(x @ self.weight.T)
+
+
+def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    weights, chosen = scores.topk(2, -1)
+    return weights.softmax(-1), chosen
+
+
+class Block(nn.Module):
+    """A layer of a mixture of some kind, which changes what the next one sees by ``change``."""
+
+    def __init__(self, kind: str, change: float) -> None:
+        super().__init__()
+        self.kind, self.change = kind, change
+        widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
+        lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
+        is_packed = kind in ("packed", "gathered", "strict")
+        self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
+        if kind == "parameter":
+            self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))
+        elif kind != "none":
+            self.router = Router(kind)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "parameter":
+            found: Any = x @ self.router.T
+        else:
+            found = x[:, :COUNT] if self.kind == "none" else self.router(x, True)
+        weights, chosen = best(found) if isinstance(found, torch.Tensor) else found
+        if isinstance(self.experts, Packed):
+            return x + self.change * torch.as_tensor(self.experts(x, chosen, weights))
+        return x + self.change * mixed(x, chosen, weights, lambda number, part: self.experts[number](part))
+
+
+def mixture(kind: str, change: float = 1.0) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(Block(kind, change) for _ in range(3))).eval().requires_grad_(False)

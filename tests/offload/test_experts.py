@@ -7,7 +7,7 @@ import os
 import pickle
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +24,11 @@ from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.storage.publication import open_to_read
 from tests.conftest import KIB, in_threads, pattern
 from tests.contract.faulty import Faulty, Held
+from tests.offload.models import WIDTH, mixture
 
 COMMON: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "num_experts_per_tok": 2, "pad_token_id": None,
+    "num_key_value_heads": 2, "num_experts_per_tok": 3, "pad_token_id": None,
 }  # fmt: skip
 SHARED = {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0}
 LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
@@ -88,84 +89,7 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
 
 # Mixtures written by hand
 
-WIDTH, COUNT = 64, 8
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
-
-
-def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
-    """Adds what each expert makes of its tokens, as transformers does."""
-    out = torch.zeros_like(x)
-    for number in chosen.unique().tolist():
-        tokens, places = torch.where(chosen == number)
-        out.index_add_(0, tokens, one(number, x[tokens]) * weights[tokens, places, None])
-    return out
-
-
-class Packed(nn.Module):
-    """Experts in two parameters, selected one by one or gathered by a tensor."""
-
-    def __init__(self, gathered: bool) -> None:
-        super().__init__()
-        self.up = nn.Parameter(torch.randn(COUNT, 2 * WIDTH, WIDTH) / 8)
-        self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * WIDTH) / 8)
-        self.gathered = gathered
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self.gathered:
-            up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
-            made = torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up).relu()
-            return (torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)).view(len(x), 2, WIDTH).sum(1)
-        return mixed(x, chosen, weights, lambda at, part: (part @ self.up[at].T).relu() @ self.down[at].T)
-
-
-class Router(nn.Module):
-    """Returns experts and their weights, or their scores; a strict one takes no hidden state alone."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.weight, self.kind, self.calls = nn.Parameter(torch.randn(COUNT, WIDTH)), kind, 0
-
-    def forward(self, x: torch.Tensor, *more: bool) -> Any:
-        self.calls += 1
-        if self.kind == "strict" and not more:
-            raise TypeError("one argument is missing")
-        return x @ self.weight.T if self.kind in ("scores", "sizes") else best(x @ self.weight.T)
-
-
-def best(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    weights, chosen = scores.topk(2, -1)
-    return weights.softmax(-1), chosen
-
-
-class Block(nn.Module):
-    """A layer of a mixture of some kind, which changes what the next one sees by ``change``."""
-
-    def __init__(self, kind: str, change: float) -> None:
-        super().__init__()
-        self.kind, self.change = kind, change
-        widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
-        lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
-        is_packed = kind in ("packed", "gathered", "strict")
-        self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
-        if kind == "parameter":
-            self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))
-        elif kind != "none":
-            self.router = Router(kind)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "parameter":
-            found: Any = x @ self.router.T
-        else:
-            found = x[:, :COUNT] if self.kind == "none" else self.router(x, True)
-        weights, chosen = best(found) if isinstance(found, torch.Tensor) else found
-        if isinstance(self.experts, Packed):
-            return x + self.change * torch.as_tensor(self.experts(x, chosen, weights))
-        return x + self.change * mixed(x, chosen, weights, lambda number, part: self.experts[number](part))
-
-
-def mixture(kind: str, change: float = 1.0) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(*(Block(kind, change) for _ in range(3))).eval().requires_grad_(False)
 
 
 @pytest.mark.parametrize("kind", ["packed", "gathered", "scores", "sizes", "indices", "parameter", "none"])
@@ -183,6 +107,8 @@ def test_mixtures_of_any_kind_have_the_bits_in_memory_and_read_what_is_used(kind
         assert stats.peak_bytes <= size // 2
         used = stats.experts_used - before.experts_used
         assert used == (0 if kind == "none" else 12 * 3 * 2), "without a router all is read in the order foreseen"
+        if kind in ("scores", "indices"):
+            assert stats.guesses_right > stats.guesses_wrong == 0, "a list's experts are known with the scores"
         if kind not in ("none", "sizes"):  # neither is anything else read
             read = used - (stats.expert_hits - before.expert_hits)
             wrong = stats.bytes_guessed_wrong - before.bytes_guessed_wrong
@@ -235,6 +161,17 @@ def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(
     assert stats.peak_bytes == 3 * SIZE
 
 
+def test_the_next_is_read_meanwhile_and_what_is_in_use_stays(folder: Path) -> None:
+    one = Layers(folder, 1, 8, 3)
+    one.experts.expect(0, dict.fromkeys(range(8), 1), 1)
+    one.experts.fetch(one.sources[0][0][0])
+    used = one.experts.fetch(one.sources[0][1][0])
+    assert one.experts.groups[0][3].values is not None
+    one.use(0, range(2, 8))
+    assert one.use(0, [1]) == 0
+    del used
+
+
 @pytest.mark.parametrize(
     ("room", "steps", "held"),
     [
@@ -260,6 +197,9 @@ def test_in_a_batch_those_of_many_tokens_stay(folder: Path) -> None:
     for chosen, tokens in ((1, 32), (0, 32), (2, 1), (3, 1)):
         one.use(0, [chosen], tokens)
     assert one.held(0) == {1, 3}
+    for chosen, tokens in [(0, 1)] * 99 + [(1, 2048), (2, 1)]:
+        one.use(0, [chosen], tokens)
+    assert one.held(0) == {1, 2}, "a batch takes as long as its tokens do"
 
 
 def test_skewed_routing_reads_less_than_an_lru_does(folder: Path) -> None:
