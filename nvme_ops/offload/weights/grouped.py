@@ -14,11 +14,13 @@ _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts befor
 
 
 class Computed:
-    """Computes what transformers' ``experts_implementation="eager"`` does, with the same bits.
+    """Computes what transformers' ``experts_implementation`` does, with each expert as soon as it has arrived.
 
-    That loops over the experts by their number and waits for each. Here those that are in memory are first; results are
-    added by number. The attributes that a class has from transformers' ``use_experts_implementation`` say how it
-    computes; whether the bits are the same is seen the first time, for each class.
+    "eager" loops over the experts by their number and waits for each. Here those that are in memory are first; results
+    are added by number. Whether the bits are the same is seen the first time, for each class. "grouped_mm" multiplies
+    with a layer's experts at once, which would need all of them in memory. Here the products are one after the other,
+    as torch makes them on the CPU. The attributes that a class has from transformers' ``use_experts_implementation``
+    say how it computes.
     """
 
     def __init__(self) -> None:
@@ -35,6 +37,8 @@ class Computed:
         """Returns the result, or None if the module has to compute it itself."""
         if kwargs or len(args) != 3 or chosen is not args[1] or not self._is_known(module, *args):
             return None
+        if module.config._experts_implementation == "grouped_mm":
+            return _compute_grouped(module, module._nvme_experts, module._nvme_group, *args)
         key = type(module), len(chosen) == 1
         same = self._same.get(key)
         if same is False:
@@ -53,7 +57,7 @@ class Computed:
     def _is_known(self, module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> bool:
         config = getattr(module, "config", None)
         return (
-            getattr(config, "_experts_implementation", None) == "eager"
+            getattr(config, "_experts_implementation", None) in ("eager", "grouped_mm")
             and hasattr(module, "is_transposed")
             and hasattr(module, "_apply_gate")
             and type(hidden) is type(weights) is torch.Tensor
@@ -107,6 +111,30 @@ def _compute_one(
     for number in sorted(chosen):
         result += made[number]
     return result
+
+
+def _compute_grouped(
+    module: Any,
+    experts: Experts,
+    group: int,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Computes with the tokens of an expert side by side, and adds what the experts of a token have made."""
+    by_expert, order = torch.sort(chosen.reshape(-1))
+    inputs = hidden[order // chosen.shape[1]]
+    outputs = torch.empty_like(inputs)
+    numbers, counts = torch.unique_consecutive(by_expert, return_counts=True)
+    ends = dict(zip(numbers.tolist(), counts.cumsum(0).tolist(), strict=True))
+    begins = dict(zip(ends, [0, *ends.values()], strict=False))
+    for number in _as_they_arrive(experts, group, list(ends)):
+        part = slice(begins[number], ends[number])
+        outputs[part] = _one(module, number, inputs[part])
+    outputs = outputs * weights.reshape(-1)[order].unsqueeze(-1)
+    found = torch.empty_like(outputs)
+    found[order] = outputs
+    return found.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _as_they_arrive(experts: Experts, group: int, numbers: Sequence[int]) -> Iterator[int]:

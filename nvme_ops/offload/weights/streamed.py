@@ -201,13 +201,15 @@ def stream(
         )
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)
-    foreseen = [source for source in whole if source not in set(small)]
+    alone = [source for source in whole if source not in set(small)]
+    tables = [source for source in alone if all(_is_table(module) for module, _, _ in stored[source])]
+    foreseen = [source for source in alone if source not in tables]
+    others += tables
     left = budget - total_small - expanding
     experts = None
-    certain = [source for source in foreseen if any(not _is_table(module) for module, _, _ in stored[source])]
-    if share := _share(left, least_budget(foreseen), certain, routed):
+    if share := _share(left, least_budget(alone), foreseen, routed):
         experts = Experts(share, device, routed)
-        others, left = [], left - experts.nbytes
+        others, left = tables, left - experts.nbytes
     window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
     try:
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
