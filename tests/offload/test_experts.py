@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import os
 import pickle
-import time
-from collections import OrderedDict
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -42,11 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 #: How many reads an expert takes, where its matrices are no neighbours in the file.
 READS = {"GptOss": 2, "Mixtral": 3}
-
-
-@pytest.fixture(autouse=True)
-def _alone(one_thread: None) -> None:
-    """The bits of a product depend on the number of threads."""
+pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
 
 
 def saved(folder: Path, name: str) -> tuple[Path, Any]:
@@ -70,8 +65,7 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
     plain = kind.from_pretrained(path, experts_implementation=implementation).eval()
     budget = sum(each.nbytes for each in plain.parameters()) // 2
     options: Any = {} if implementation == "eager" else {"experts_implementation": implementation}
-    usual: Any = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False}
-    usual |= {"return_dict_in_generate": True, "output_logits": True}
+    usual: Any = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for batch, mode in ((1, torch.no_grad), (32, torch.inference_mode)):
         tokens = torch.randint(0, 256, (batch, 7), generator=torch.Generator().manual_seed(batch))
         wanted = plain.generate(tokens, **usual)
@@ -180,9 +174,7 @@ def test_the_next_is_read_meanwhile_and_what_is_in_use_stays(folder: Path) -> No
         (4, [([0], 300), ([5, 6], 500), ([7], 4), ([0], 1), ([4], 1)], {4, 5, 6, 7}),
     ],
 )
-def test_those_used_often_stay_and_lately_counts_more(
-    room: int, steps: list[tuple[list[int], int]], held: set[int], folder: Path
-) -> None:
+def test_those_used_often_stay_and_lately_counts_more(room: int, steps: Any, held: set[int], folder: Path) -> None:
     one = Layers(folder, 1, 8, room)
     for chosen, times in steps:
         for _ in range(times):
@@ -206,28 +198,21 @@ def test_skewed_routing_reads_less_than_an_lru_does(folder: Path) -> None:
     one, generator = Layers(folder, 2, 32, 16), torch.Generator().manual_seed(1)
     for number in range(600):
         one.use(number % 2, torch.multinomial(1 / torch.arange(1, 33), 2, generator=generator).tolist())
-    recent, misses = OrderedDict[tuple[int, int], None](), 0
+    lru: Any = functools.lru_cache(16)(lambda *use: use)
     for use in one.used:
-        misses += use not in recent
-        recent[use] = None
-        recent.move_to_end(use)
-        if len(recent) > 16:
-            recent.popitem(last=False)
-    assert one.experts.stats().bytes_read < 0.9 * misses * SIZE
+        lru(*use)
+    assert one.experts.stats().bytes_read < 0.9 * lru.cache_info().misses * SIZE
 
 
 # Guesses
 
 
-def test_guesses_are_counted_and_reads_of_wrong_ones_are_cancelled(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_guesses_are_counted_and_wrong_ones_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cancelled: list[Held] = []
     monkeypatch.setattr(Held, "request_cancel", lambda held: cancelled.append(held))
     handle = Faulty("read", "hold", {3})
     one = Layers(folder, 2, 8, 5, handle)
     one.experts.guess(1, [5, 6, 7])
-    assert not cancelled
     assert one.use(1, [5, 1]) == 1
     assert len(cancelled) == 1
     assert one.experts.groups[1][7].values is None
@@ -251,8 +236,11 @@ def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_fo
     assert one.use(1, [0]) == 0, "nor does what is expected take theirs"
     one.experts.guess(0, [5, 6, 7])
     assert one.experts.stats().bytes_read == 7 * SIZE, "what computes now stays"
-    assert one.use(1, range(4)) == 3
-    assert one.experts.stats().guesses_wrong > 0
+    assert one.use(1, [1, 2]) == 2
+    one.experts.expect(1, {0: 1, 1: 1, 2: 1}, 1)
+    one.experts.fetch(one.sources[1][0][0])
+    assert one.held(1) == {0, 1, 2}, "a guess leaves before what is expected"
+    assert one.experts.stats().guesses_wrong == 2
 
 
 def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
@@ -271,6 +259,16 @@ def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(fo
     assert guesses(50, 4) == 0
     assert guesses(600, 0) > 50
     assert guesses(8, 0) > 2
+
+
+def test_those_that_most_often_followed_are_known_once_they_were_asked_for(folder: Path) -> None:
+    one = Layers(folder, 2, 8, 4)
+    assert one.experts.following(1, [1, 2]) == []
+    for before, after in ((1, 4), (1, 6), (2, 5), (1, 4), (2, 5)):
+        one.use(0, [before])
+        one.use(1, [after])
+        one.use(1, [7])  # follows none of the layer before
+    assert one.experts.following(1, [1, 2]) == [4, 5]
 
 
 @pytest.mark.parametrize(("kind", "change"), [("packed", 1e-3), ("packed", 100.0), ("strict", 1e-3)])
@@ -292,9 +290,6 @@ def test_the_next_router_is_asked_unless_that_is_wrong(kind: str, change: float,
         assert stats.guesses_wrong == before.guesses_wrong, "no more are made"
 
 
-# Bad input, and not alone
-
-
 @torch.no_grad()
 def test_the_least_budget_is_named_and_any_above_it_works(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Experts, "patience", 1.0)
@@ -308,16 +303,7 @@ def test_the_least_budget_is_named_and_any_above_it_works(folder: Path, monkeypa
             assert (model.stats().experts_used > 0) is (budget > 64)
 
 
-def test_a_file_that_was_changed_is_told(folder: Path) -> None:
-    one = Layers(folder, 1, 8, 4)
-    one.use(0, [1])
-    time.sleep(0.02)  # the clock of file systems ticks that slowly
-    os.truncate(one.path, 5 * SIZE)
-    with pytest.raises(FormatError, match="changed while its weights were in use"):
-        one.use(0, [3])
-
-
-def test_threads_of_one_model_and_another_model_of_the_same_file(folder: Path) -> None:
+def test_threads_of_a_model_and_another_of_the_same_file_until_that_is_changed(folder: Path) -> None:
     path, kind = saved(folder, "Qwen3Moe")
     tokens = torch.arange(8)[None]
     wanted = kind.from_pretrained(path, experts_implementation="eager").eval()(tokens).logits
@@ -328,6 +314,9 @@ def test_threads_of_one_model_and_another_model_of_the_same_file(folder: Path) -
                 assert torch.equal((one, one, other)[number](tokens).logits, wanted)
 
         in_threads(work, 3)
+        os.truncate(path / "model.safetensors", 100 * KIB)
+        with pytest.raises(FormatError, match="changed while its weights were in use"):
+            one(tokens)
 
 
 @torch.no_grad()
