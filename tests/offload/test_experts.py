@@ -6,6 +6,7 @@ import copy
 import functools
 import os
 import pickle
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,8 @@ def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_fo
     assert one.use(1, [0]) == 0, "nor does what is expected take theirs"
     one.experts.guess(0, [5, 6, 7])
     assert one.experts.stats().bytes_read == 7 * SIZE, "what computes now stays"
+    while len(one.held(0)) < 2:  # what arrives has its memory until it is there
+        time.sleep(0.001)
     assert one.use(1, [1, 2]) == 2
     one.experts.expect(1, {0: 1, 1: 1, 2: 1}, 1)
     one.experts.fetch(one.sources[1][0][0])
@@ -244,19 +247,19 @@ def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_fo
 
 
 def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
-    one = Layers(folder, 2, 8, 4)
+    one = Layers(folder, 2, 64, 4)
 
     def guesses(steps: int, off: int) -> int:
         before = one.experts.stats()
         for number in range(steps):
             if one.experts.may_guess(1):
-                one.experts.guess(1, [(number + off) % 8])
-            one.use(1, [number % 8])
+                one.experts.guess(1, [(number + off) % 64])
+            one.use(1, [number % 64])
         after = one.experts.stats()
         return after.guesses_wrong + after.guesses_right - before.guesses_wrong - before.guesses_right
 
-    assert 20 < guesses(200, 4) < 80
-    assert guesses(50, 4) == 0
+    assert 20 < guesses(200, 32) < 80
+    assert guesses(50, 32) == 0
     assert guesses(600, 0) > 50
     assert guesses(8, 0) > 2
 

@@ -191,7 +191,7 @@ class NvmeCache(Closing, DynamicCache):
         self._pager.close()
 
     def __del__(self) -> None:
-        if hasattr(self, "_pager"):
+        if hasattr(self, "_pager") and contextlib is not None:  # at Python's end its modules may be gone
             with contextlib.suppress(Exception):
                 self.close()
 
