@@ -14,7 +14,7 @@ from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 
 
-class Group(NamedTuple):
+class ExpertGroup(NamedTuple):
     """The experts of one layer: packed in the parameters of a module, or a list of modules."""
 
     module: torch.nn.Module
@@ -22,19 +22,19 @@ class Group(NamedTuple):
     router: torch.nn.Module | None
 
 
-def groups_of(model: torch.nn.Module) -> list[Group]:
+def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
     """Returns the groups of a model whose parameters are stored tensors, in the order of its modules."""
-    found: list[Group] = []
+    found: list[ExpertGroup] = []
     parents: dict[torch.nn.Module, torch.nn.Module] = {}
     seen = set[Source]()
     for module in model.modules():
         parents.update(dict.fromkeys(module.children(), module))
         for experts in _packed_in(module, seen):
-            found.append(Group(module, experts, _router_in(parents.get(module), len(experts))))
+            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
         experts = _list_in(module, parents.get(module))
         if experts and seen.isdisjoint(source for sources in experts for source in sources):
             seen.update(source for sources in experts for source in sources)
-            found.append(Group(module, experts, _router_in(parents.get(module), len(experts))))
+            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
     return found
 
 
@@ -184,7 +184,7 @@ def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
     return None
 
 
-def route(groups: Sequence[Group], experts: Experts) -> None:
+def route(groups: Sequence[ExpertGroup], experts: Experts) -> None:
     """Changes the classes of the modules that choose, or use, the experts of these groups."""
     computed = Computed()
     for number, group in enumerate(groups):
