@@ -110,6 +110,35 @@ def test_mixtures_of_any_kind_have_the_bits_in_memory_and_read_what_is_used(kind
             assert stats.bytes_read - before.bytes_read <= read * 18 * 4 * KIB + wrong
 
 
+class Classifier(nn.Module):
+    """As many layers as classes, so that the head looks like a router of the layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.head = nn.Linear(WIDTH, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for each in self.layers:
+            x = each(x)
+        return torch.as_tensor(self.head(x))
+
+
+@torch.no_grad()
+def test_modules_that_are_all_used_in_each_pass_are_read_ahead_after_some(folder: Path) -> None:
+    plain = Classifier()
+    size = sum(each.nbytes for each in plain.parameters())
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=size // 2) as model:
+        for _ in range(12):
+            assert torch.equal(model(X), plain(X))
+        assert model._nvme_window.experts is None
+        before = model.stats()
+        assert before.experts_used == 8 * 8
+        assert torch.equal(model(X), plain(X))
+        assert model.stats().bytes_on_demand - before.bytes_on_demand <= size // 4
+        assert model.stats().peak_bytes <= size // 2
+
+
 # The policy, on experts of two parts that are neighbours in a file
 
 HALF = 8 * KIB

@@ -31,6 +31,7 @@ _HALF_LIFE = 128
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
 _WORTH_IT = 0.5  # share of guesses that must be right: below, they cost more reading than they save waiting
 _MEMORY = 0.98  # factor by which older guesses count less
+_ALL_USED = 8  # passes that use all experts, one after the other, until a list of modules is taken for no mixture
 _PROBE = 8  # while a layer makes no guesses, every so many tokens it is seen whether they would be right
 
 
@@ -94,6 +95,7 @@ class _Layer:
         self.right = 1.0  # share of the guesses that were right
         self.used = 0  # experts used since its router has computed
         self.tokens = 0  # for which it has computed
+        self.full = 0  # passes, the latest ones, that used all experts
         self.per_token = 0  # experts that one token uses, where only the router's scores are seen
         #: How often experts followed each of the layer before; None while nobody asks.
         self.after: dict[int, Counter[int]] | None = None
@@ -123,6 +125,7 @@ class Experts(Residency[Expert]):
         self._memory = memory_on(device, min(budget // PAGE * PAGE, total))
         self._layers = [_Layer() for _ in groups]
         self.guessing = True
+        self.all_used = False  #: in so many passes that these are no experts
         self._threads: dict[int, _Uses] = {}
         self._by_worth: list[tuple[float, int, Expert]] = []  # a heap; those whose worth has changed since are stale
         self._pushed = 0
@@ -208,6 +211,8 @@ class Experts(Residency[Expert]):
             layer = self._layers[group]
             if layer.tokens == 1:
                 layer.per_token = layer.used
+            layer.full = layer.full + 1 if layer.used == len(self.groups[group]) else 0
+            self.all_used = all(each.full >= _ALL_USED for each in self._layers)
             layer.tokens, layer.used = tokens, 0
             self._settle(group)
             return layer.per_token

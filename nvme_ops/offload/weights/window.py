@@ -100,10 +100,16 @@ class Window(Residency[_Weight]):
             ValueError: the window was closed.
         """
         if (experts := self.experts) is not None:
-            if source in experts:
-                return experts.fetch(source)
-            if source in self._packed:
-                self._note_whole(experts, source)
+            if experts.all_used:
+                self._absorb()
+            elif source in experts:
+                try:
+                    return experts.fetch(source)
+                except ValueError:
+                    if self.experts is experts:
+                        raise
+            elif source in self._packed:
+                self._note_whole(source)
         weight = self._weight(source)
         return self._fetch(weight, weight)
 
@@ -119,11 +125,17 @@ class Window(Residency[_Weight]):
                 return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
             return self._memory_beside(_Weight(source, nbytes), -1 if nbytes <= self._memory.nbytes else 0)
 
-    def _note_whole(self, experts: Experts, source: Source) -> None:
-        """Has experts streamed as other weights are, in the same memory, if the model uses them all at once."""
+    def _note_whole(self, source: Source) -> None:
+        """Records that packed experts are used all at once."""
+        if 2 * source.room <= self._memory.nbytes and source not in self._whole:
+            self._whole.add(source)  # it may have been looked at, no more
+        else:
+            self._absorb()
+
+    def _absorb(self) -> None:
+        """Has experts streamed as other weights are, in the same memory: the model uses them all in each pass."""
         with self._lock:
-            if self.experts is None or (2 * source.room <= self._memory.nbytes and source not in self._whole):
-                self._whole.add(source)  # it may have been looked at, no more
+            if (experts := self.experts) is None:
                 return
             nbytes, self.experts = self.nbytes, None
             for each in list(self._in_memory):
