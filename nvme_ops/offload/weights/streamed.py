@@ -202,10 +202,11 @@ def stream(
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)
     alone = [source for source in whole if source not in set(small)]
-    tables = [source for source in alone if all(_is_table(module) for module, _, _ in stored[source])]
+    left = budget - total_small - expanding
+    fits = left >= sum(source.room for source in [*alone, *others])  # tables, too, whose rows are then read once
+    tables = [source for source in alone if not fits and all(_is_table(module) for module, _, _ in stored[source])]
     foreseen = [source for source in alone if source not in tables]
     others += tables
-    left = budget - total_small - expanding
     experts = None
     if share := _share(left, least_budget(alone), foreseen, routed):
         experts = Experts(share, device, routed)
