@@ -7,8 +7,8 @@ libraries. The bound of a step is the step in memory, or its reads at fio's best
 whichever is longer.
 
 The group ``experts`` feeds a mixture random tokens one by one; its means are of the second half of the steps, or of
-three equal prompts. Rows but that in memory are in a memory cgroup with the budget and 128 MiB, and nothing is dropped
-from the page cache once the model is loaded. Beside them is a plain LRU of experts, computed for the same choices, with
+three equal prompts. Rows but that in memory have a cgroup with the budget and 128 MiB (256 for prompts); none drops
+the page cache once the model is loaded. Beside them is a plain LRU of experts, computed for the same choices, with
 the memory that the budget leaves it: a step in memory, and then the reads of the LRU at fio's best rate.
 """
 
@@ -98,14 +98,14 @@ class Contender(NamedTuple):
 
 
 def work_of(
-    each: Contender, run: command.Run, scratch: str, same: command.Alike, is_limited: bool, **job: Any
+    each: Contender, run: command.Run, scratch: str, same: command.Alike, spares: int, **job: Any
 ) -> dict[str, Any]:
     """Returns what a contender's process has found."""
     for package in ("transformers", *(name.partition(".")[0] for name in each.imports)):
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"not installed: pip install {package}")
     job = {"budget": run.args.budget, "feed": "", "load": each.load.__name__, **job}
-    with cgroups.limited_memory(job["budget"] + _SPARE) if is_limited else contextlib.nullcontext("") as group:
+    with cgroups.limited_memory(job["budget"] + spares * _SPARE) if spares else contextlib.nullcontext("") as group:
         found = command.work("inference", scratch, run.args, group=group, **job)
     same.require(found["tokens"], each.name == MEMORY)
     return found
@@ -150,7 +150,7 @@ def experts_table(run: command.Run, scratch: str, model: str, feed: str, fifths:
 
     def decode(each: Contender) -> Sample:
         more = {"model": model, "budget": budget, "feed": feed, "batch": 1, "prompt": prompt, "steps": steps}
-        found = work_of(each, run, scratch, same, each.name != MEMORY, **more)
+        found = work_of(each, run, scratch, same, (each.name != MEMORY) * (1 if steps else 2), **more)
         choices[:], count = found["chosen"], len(found["seconds"]) - first
         step, read = (statistics.fmean(found[name][first:]) for name in ("seconds", "read"))
         figures = {"step": step, "read per step": read, "while decoding": found["while decoding"]}
