@@ -82,6 +82,21 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
             assert model._nvme_window.experts is experts, "none is used as a whole"
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 4])
+def test_weights_that_are_assigned_take_the_place_of_the_stored_ones(batch: int, folder: Path) -> None:
+    path, kind = saved(folder, "Qwen3Moe")
+    plain = kind.from_pretrained(path, experts_implementation="eager").eval()
+    tokens = torch.arange(batch).view(batch, 1)
+    with from_pretrained(path, memory_budget=sum(each.nbytes for each in plain.parameters()) // 2) as model:
+        for _ in range(2):
+            assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        for each in (model, plain):
+            experts = each.model.layers[0].mlp.experts
+            experts.down_proj = nn.Parameter(torch.ones_like(plain.model.layers[0].mlp.experts.down_proj) / 8, False)
+        assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
 # Mixtures written by hand
 
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))

@@ -38,16 +38,16 @@ class Computed:
         if kwargs or len(args) != 3 or chosen is not args[1] or not self._is_known(module, *args):
             return None
         if module.config._experts_implementation == "grouped_mm":
-            return _compute_grouped(module, module._nvme_experts, module._nvme_group, *args)
+            return _compute_grouped(module, *args)
         key = type(module), len(chosen) == 1
         same = self._same.get(key)
         if same is False:
             return None
         numbers = chosen[0].tolist() if len(chosen) == 1 else []
         if numbers and len(set(numbers)) == len(numbers):
-            found = _compute_one(module, module._nvme_experts, module._nvme_group, args[0], numbers, args[2])
+            found = _compute_one(module, args[0], numbers, args[2])
         else:
-            found = _compute(module, module._nvme_experts, module._nvme_group, *args)
+            found = _compute(module, *args)
         if same is None:
             expected = forward(*args)
             self._same[key] = same = torch.equal(found, expected)
@@ -60,6 +60,7 @@ class Computed:
             getattr(config, "_experts_implementation", None) in ("eager", "grouped_mm")
             and hasattr(module, "is_transposed")
             and hasattr(module, "_apply_gate")
+            and all(_is_stored(getattr(module, name, None)) for name in (_up(module), "down_proj"))
             and type(hidden) is type(weights) is torch.Tensor
             and hidden.dim() == 2
             and chosen.dim() == 2
@@ -70,21 +71,14 @@ class Computed:
         )
 
 
-def _compute(
-    module: Any,
-    experts: Experts,
-    group: int,
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def _compute(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     result = torch.zeros_like(hidden)
     numbers = sorted(set(chosen.flatten().tolist()))
     waiting: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     left = iter(numbers)
     following = next(left)
     reordered = chosen.numel() * hidden.shape[1] * hidden.itemsize <= _AT_ONCE
-    for number in _as_they_arrive(experts, group, numbers) if reordered else numbers:
+    for number in _as_they_arrive(module._nvme_experts, module._nvme_group, numbers) if reordered else numbers:
         places, tokens = torch.where(chosen.T.eq(number))
         values = _one(module, number, hidden[tokens]) * weights[tokens, places, None]
         waiting[number] = tokens, values.to(result.dtype)
@@ -94,18 +88,11 @@ def _compute(
     return result
 
 
-def _compute_one(
-    module: Any,
-    experts: Experts,
-    group: int,
-    hidden: torch.Tensor,
-    chosen: Sequence[int],
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def _compute_one(module: Any, hidden: torch.Tensor, chosen: Sequence[int], weights: torch.Tensor) -> torch.Tensor:
     """Computes with one token, which takes half the operations."""
     made = {
         number: (_one(module, number, hidden) * weights[:, chosen.index(number), None]).to(hidden.dtype)
-        for number in _as_they_arrive(experts, group, sorted(chosen))
+        for number in _as_they_arrive(module._nvme_experts, module._nvme_group, sorted(chosen))
     }
     result = torch.zeros_like(hidden)
     for number in sorted(chosen):
@@ -113,14 +100,7 @@ def _compute_one(
     return result
 
 
-def _compute_grouped(
-    module: Any,
-    experts: Experts,
-    group: int,
-    hidden: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
+def _compute_grouped(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """Computes with the tokens of an expert side by side, and adds what the experts of a token have made."""
     by_expert, order = torch.sort(chosen.reshape(-1))
     inputs = hidden[order // chosen.shape[1]]
@@ -128,7 +108,7 @@ def _compute_grouped(
     numbers, counts = torch.unique_consecutive(by_expert, return_counts=True)
     ends = dict(zip(numbers.tolist(), counts.cumsum(0).tolist(), strict=True))
     begins = dict(zip(ends, [0, *ends.values()], strict=False))
-    for number in _as_they_arrive(experts, group, list(ends)):
+    for number in _as_they_arrive(module._nvme_experts, module._nvme_group, list(ends)):
         part = slice(begins[number], ends[number])
         outputs[part] = _one(module, number, inputs[part])
     outputs = outputs * weights.reshape(-1)[order].unsqueeze(-1)
@@ -145,13 +125,25 @@ def _as_they_arrive(experts: Experts, group: int, numbers: Sequence[int]) -> Ite
         yield left.pop(at)
 
 
+def _is_stored(weight: Any) -> bool:
+    """Returns whether a weight is still the packed one in the file: any can be replaced by assignment."""
+    return isinstance(weight, StoredTensor) and not weight._steps
+
+
+def _up(module: Any) -> str:
+    return "gate_up_proj" if _gates(module) else "up_proj"
+
+
+def _gates(module: Any) -> bool:
+    return bool(getattr(module, "has_gate", True))  # versions of transformers without it know no others
+
+
 def _one(module: Any, number: int, values: torch.Tensor) -> torch.Tensor:
     """Returns what one expert makes of its tokens."""
-    up = "gate_up_proj" if module.has_gate else "up_proj"
-    values = _multiplied(module, values, number, up)
-    values = module._apply_gate(values) if module.has_gate else module.act_fn(values)
+    values = _multiplied(module, values, number, _up(module))
+    values = module._apply_gate(values) if _gates(module) else module.act_fn(values)
     values = _multiplied(module, values, number, "down_proj")
-    return module.post_expert_norm(values) if module.has_post_expert_norm else values
+    return module.post_expert_norm(values) if getattr(module, "has_post_expert_norm", False) else values
 
 
 def _multiplied(module: Any, values: torch.Tensor, number: int, name: str) -> torch.Tensor:
@@ -161,8 +153,10 @@ def _multiplied(module: Any, values: torch.Tensor, number: int, name: str) -> to
 
 
 def _part(module: Any, name: str, number: int) -> StoredTensor:
-    parts: dict[tuple[str, int], StoredTensor] = module.__dict__.setdefault("_nvme_parts", {})
-    if (name, number) not in parts:
+    weight = getattr(module, name)
+    parts: dict[Any, StoredTensor] = module.__dict__.setdefault("_nvme_parts", {})
+    key = name, number, weight.source, weight.dtype  # these change where other weights are assigned
+    if key not in parts:
         with torch.inference_mode(False):
-            parts[name, number] = select(getattr(module, name), 0, number)
-    return parts[name, number]
+            parts[key] = select(weight, 0, number)
+    return parts[key]

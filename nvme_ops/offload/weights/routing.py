@@ -13,6 +13,8 @@ from nvme_ops.offload.weights.grouped import Computed
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 
+_LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
+
 
 class ExpertGroup(NamedTuple):
     """The experts of one layer: packed in the parameters of a module, or a list of modules."""
@@ -57,7 +59,7 @@ def _packed_in(module: torch.nn.Module, seen: set[Source]) -> Iterator[list[list
 
 def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[list[Source]]:
     """Returns the experts that are the modules of a list beside a router; an empty list if it is none."""
-    if not isinstance(module, torch.nn.ModuleList | torch.nn.ModuleDict) or parent is None or len(module) < 2:
+    if not isinstance(module, _LISTS) or parent is None or len(module) < 2:
         return []
     children = list(module.children())
     names = [[name for name, _ in child.named_parameters()] for child in children]
@@ -189,9 +191,9 @@ def route(groups: Sequence[ExpertGroup], experts: Experts) -> None:
     computed = Computed()
     for number, group in enumerate(groups):
         common = {"_nvme_experts": experts, "_nvme_group": number}
-        if not isinstance(group.module, torch.nn.ModuleList | torch.nn.ModuleDict):
+        if not isinstance(group.module, _LISTS):
             following = groups[number + 1] if number + 1 < len(groups) else None
-            is_list = following is None or isinstance(following.module, torch.nn.ModuleList | torch.nn.ModuleDict)
+            is_list = following is None or isinstance(following.module, _LISTS)
             router = None if following is None or is_list else following.router
             derive(group.module, RoutedExperts, **common, _nvme_next=router, _nvme_computed=computed)
         elif group.router is not None:
