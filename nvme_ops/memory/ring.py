@@ -118,6 +118,18 @@ class Ring:
             transfer.request_cancel()
         self._uses, self._buffers = {}, []
 
+    def _begun(
+        self, move: Callable[[_Item, torch.Tensor], IoFuture | None], item: _Item, buffer: torch.Tensor
+    ) -> IoFuture | None:
+        """Calls ``move``. After Ctrl-C the ring is without the buffer: a transfer that nobody knows of may use it."""
+        try:
+            return move(item, buffer)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                self._leases = [lease for lease in self._leases if lease.tensor is not buffer]
+                self._buffers = [each for each in self._buffers if each is not buffer]
+            raise
+
     def _new_buffer(self) -> torch.Tensor:
         if self._pinned:
             return torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True)
@@ -125,9 +137,10 @@ class Ring:
 
     def _prepare(self) -> None:
         """Waits for one buffer of the pool, then takes as many more as are free."""
-        if self._pool is None or self._buffers:
+        if self._pool is None or len(self._buffers) == self._depth:
             return
-        self._leases.append(self._pool.lease(self._size))
+        if not self._leases:
+            self._leases.append(self._pool.lease(self._size))
         with suppress(TimeoutError, MemoryError):
             while len(self._leases) < self._depth:
                 self._leases.append(self._pool.lease(self._size, timeout=0))
@@ -262,7 +275,7 @@ class Ring:
             reading.popleft()
             try:
                 yield item, buffer
-                writing.append((item, buffer, write(item, buffer)))
+                writing.append((item, buffer, self._begun(write, item, buffer)))
             except BaseException as error:
                 if not writing or writing[-1][1] is not buffer:
                     ended(item, buffer, error)
@@ -280,7 +293,7 @@ class Ring:
                     else:
                         yield from use_oldest()
                 buffer = self.take()
-                reading.append((item, buffer, read(item, buffer)))
+                reading.append((item, buffer, self._begun(read, item, buffer)))
             while reading:
                 yield from use_oldest()
             while writing:

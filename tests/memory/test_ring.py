@@ -297,6 +297,35 @@ def test_a_failure_is_raised_and_its_item_told(folder: Path, what: str, do: str,
     assert torch.equal(file.found()[good], file.data[good] + 1)
 
 
+@pytest.mark.parametrize("pooled", [True, False])
+@pytest.mark.parametrize("what", ["read", "write"])
+def test_a_transfer_that_ctrl_c_has_hidden_keeps_its_buffer(folder: Path, what: str, pooled: bool) -> None:
+    """Ctrl-C comes when the transfer was submitted, and before anything knows of it."""
+    handle, hidden = Faulty(what, "hold", {3}), list[tuple[IoFuture | None, int]]()
+    file = File(folder, handle)
+    known = getattr(file, what)
+
+    def interrupted(item: int, buffer: torch.Tensor) -> IoFuture | None:
+        transfer: IoFuture | None = known(item, buffer)
+        if handle.met and not hidden:
+            hidden.append((transfer, buffer.data_ptr()))
+            raise KeyboardInterrupt
+        return transfer
+
+    setattr(file, what, interrupted)
+    ring = Ring(Pool(4 * SMALL) if pooled else None, buffer=SMALL, depth=3)
+    with pytest.raises(KeyboardInterrupt):
+        file.update(ring)
+    nothing: list[Any] = [lambda *_: None] * 3
+    places = {buffer.data_ptr() for _, buffer in ring.update(range(COUNT), *nothing)}
+    assert len(places) == 3
+    transfer, place = hidden[0]
+    assert place not in places
+    handle.go.set()
+    assert transfer is not None
+    assert transfer.result() == SMALL
+
+
 def test_items_that_fail_to_come(folder: Path) -> None:
     file = File(folder)
     with pytest.raises(ZeroDivisionError):

@@ -11,11 +11,13 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from nvme_ops.errors import ChecksumError
+from nvme_ops.future import IoFuture
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.store import Claims
@@ -236,6 +238,32 @@ def test_a_get_waits_for_the_put_of_its_key_which_ctrl_c_leaves_to_go_on(session
     assert torch.equal(got(store, "a"), pattern(MIB))
     assert future.result() == MIB
     timer.join()
+
+
+@pytest.mark.parametrize("again", ["b", "a"])
+def test_a_write_that_ctrl_c_has_hidden_writes_over_nothing(session: Session, again: str) -> None:
+    """Ctrl-C comes when it was submitted, and before anything knows of it."""
+
+    class Hiding(Faulty):
+        def submit_pwrite(self, *arguments: Any, **options: Any) -> IoFuture:
+            transfer = super().submit_pwrite(*arguments, **options)
+            if self.met:
+                self.met, hidden[:] = 0, [transfer]
+                raise KeyboardInterrupt
+            return transfer
+
+    hidden: list[IoFuture] = []
+    handle = Hiding()
+    store = TensorStore(session, handle=handle)
+    store.put("a", pattern(MIB)).result()
+    handle.will("write", "hold", {1})
+    with pytest.raises(KeyboardInterrupt):
+        store.put("a", pattern(MIB, 1))
+    handle.will()
+    store.put(again, pattern(MIB, 2)).result()
+    handle.go.set()
+    hidden[0].result()
+    assert torch.equal(got(store, again), pattern(MIB, 2))
 
 
 # Claims: who is waited for
