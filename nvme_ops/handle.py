@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nvme_ops.file import File
-    from nvme_ops.ops.async_io import Engine, OpenFile, Pending
+    from nvme_ops.ops.async_io import Engine, OpenFile, Operation, Pending
     from nvme_ops.tuning.dictionary import Dictionary, Learned
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
@@ -363,7 +363,13 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
     # Futures
 
     def submit_pread(
-        self, tensor: Target, file: FileName, file_offset: int | None = None, *, priority: Priority = Priority.DEMAND
+        self,
+        tensor: Target,
+        file: FileName,
+        file_offset: int | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
+        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
@@ -376,13 +382,20 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offset: in bytes.
             priority: ``nvme_ops.Priority``. More urgent transfers of this process overtake less urgent ones.
         """
-        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
+        # the native code adds the transfer to ``_begun`` before it begins: the result may be lost to Ctrl-C
+        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority, _begun))
 
     def submit_pwrite(
-        self, tensor: Source, file: FileName, file_offset: int | None = None, *, priority: Priority = Priority.DEMAND
+        self,
+        tensor: Source,
+        file: FileName,
+        file_offset: int | None = None,
+        *,
+        priority: Priority = Priority.DEMAND,
+        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
-        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority))
+        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority, _begun))
 
     def submit_preadv(
         self,

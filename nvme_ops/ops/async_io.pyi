@@ -99,7 +99,7 @@ class Engine:
         validate: bool,
         all_lanes: bool = False,
         priority: int = 0,
-        pending: Pending | None = None,
+        pending: Pending | set[Operation] | None = None,
         /,
     ) -> Operation:
         """Starts the transfer on the lanes' threads. It is in ``pending`` before it starts."""

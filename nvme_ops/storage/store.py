@@ -244,9 +244,7 @@ class TensorStore(Closing):
             operation = JoinedOperation(transfers, self._finish_put, key, value, old, in_place)
             try:
                 self._slabs.write(value, source, transfers, priority, self._checksums)
-            except BaseException as error:  # some transfers may be in flight
-                if not isinstance(error, Exception) and len(transfers) < len(pieces):
-                    value.released = True  # Ctrl-C: one that is in no list may write, so the extents are not used again
+            except BaseException:  # some transfers may be in flight
                 operation.retrieved = True
                 operation.trouble = RuntimeError("put() failed")  # the exception itself would keep its callers' frames
                 raise

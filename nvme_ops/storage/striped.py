@@ -25,7 +25,7 @@ from nvme_ops.storage.slab import NO_ROOM, Extent, Slab, share
 from nvme_ops.tensors import dense_bytes, empty
 
 if TYPE_CHECKING:
-    from nvme_ops.ops.async_io import OpenFile
+    from nvme_ops.ops.async_io import OpenFile, Operation
 
 
 _SECONDS = 0.2  # for which one device is measured
@@ -199,7 +199,13 @@ class StripedSlabs:
             handle = self.handles[folder]
             submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
             part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
-            transfers.append(submit(part, self._files[folder], extent.start, priority=priority))
+            begun: set[Operation] = set()
+            try:
+                transfers.append(submit(part, self._files[folder], extent.start, priority=priority, _begun=begun))
+            except BaseException:  # Ctrl-C may have come before the list had it
+                known = {id(each._operation) for each in transfers}
+                transfers += [IoFuture(each) for each in begun if id(each) not in known]
+                raise
 
     def write(
         self, stored: StoredBytes, memory: torch.Tensor, transfers: list[IoFuture], priority: Priority, checksum: bool

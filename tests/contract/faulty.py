@@ -106,9 +106,10 @@ class _Engine:
         return moved
 
     def submit(self, op: int, memory: Any, *others: Any) -> Any:
-        if self._handle.do in ("fail", "hold") and len(others) > 5:  # the native module waits for it by itself
-            return self._engine.submit(op, memory, *others)
-        return self._begin(op, [memory], lambda parts: self._engine.submit(op, parts[0], *others))
+        begun = others[5] if len(others) > 5 else None
+        if self._handle.do in ("fail", "hold") and not isinstance(begun, set | None):
+            return self._engine.submit(op, memory, *others)  # the native module waits for it by itself
+        return self._begin(op, [memory], lambda parts: self._engine.submit(op, parts[0], *others), begun)
 
     def submit_many(self, op: int, memories: Any, *others: Any) -> Any:
         return self._begin(op, memories, lambda parts: self._engine.submit_many(op, parts, *others))
@@ -121,11 +122,14 @@ class _Engine:
             time.sleep(self._handle.seconds)
         return number
 
-    def _begin(self, op: int, memories: Any, begin: Callable[[Any], Any]) -> Any:
+    def _begin(self, op: int, memories: Any, begin: Callable[[Any], Any], begun: Any = None) -> Any:
         number, do = self._before(op), self._handle.do
         if number and do == "hold" and not self._handle.go.is_set():
+            held = Held(self._handle.go, lambda: begin(memories))
+            if isinstance(begun, set):
+                begun.add(held)
             self._handle.under_way.set()
-            return Held(self._handle.go, lambda: begin(memories))
+            return held
         if number and do == "fail":
             half = [_half(each) for each in memories] if op == Op.WRITE else memories
             return _Failed(begin(half), self._handle.error(number))

@@ -27,7 +27,7 @@ def signature(name: str, function: Any) -> str:
     bare = [
         each.replace(annotation=each.empty, default=each.default if is_plain(each.default) else ...)
         for each in parameters
-        if each.name not in ("self", "cls")
+        if each.name not in ("self", "cls") and not each.name.startswith("_")
     ]
     return f"{name}{inspect.Signature(bare)}"
 
