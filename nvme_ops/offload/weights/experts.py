@@ -7,6 +7,7 @@ are missing are read together.
 
 from __future__ import annotations
 
+import functools
 import heapq
 import math
 import threading
@@ -18,6 +19,7 @@ import torch
 
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.residency import Entry, Residency, Stats, tensors_over
 from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
@@ -32,6 +34,9 @@ _DECAY = 0.5 ** (1 / _HALF_LIFE)
 _WORTH_IT = 0.5  # share of guesses that must be right: below, they cost more reading than they save waiting
 _MEMORY = 0.98  # factor by which older guesses count less
 _ALL_USED = 8  # passes that use all experts, one after the other, until a list of modules is taken for no mixture
+#: Blocks in flight, of 1 MiB. A device serves all that are in flight together, and those of the last expert would keep
+#: back the first; four reach its rate.
+_IN_FLIGHT = 4
 _PROBE = 8  # while a layer makes no guesses, every so many tokens it is seen whether they would be right
 
 
@@ -141,10 +146,15 @@ class Experts(Residency[Expert]):
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed. Raises what ``Window.fetch`` does."""
-        expert = self._of[source]
-        at = expert.places[source]
-        found = self._fetch(expert, expert)[at : at + source.nbytes]
-        return found.view(source.dtype).view(source.shape)
+        return self.fetch_together([source])[0]
+
+    def fetch_together(self, sources: Sequence[Source]) -> list[torch.Tensor]:
+        """Returns several weights of one expert."""
+        expert = self._of[sources[0]]
+        memory = self._fetch(expert, expert)
+        return [
+            memory[(at := expert.places[each]) : at + each.nbytes].view(each.dtype).view(each.shape) for each in sources
+        ]
 
     def expect(self, group: int, tokens: Mapping[int, int], among: int) -> None:
         """Begins to read what is missing of the experts that the calling thread uses next.
@@ -355,6 +365,12 @@ class Experts(Residency[Expert]):
             f"no memory for an expert of {size_words(entry.nbytes)}: others that are in use have "
             f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
         )
+
+
+@functools.cache
+def handle_in_order() -> aio_handle:
+    """Returns a handle, one for the whole process, by which what was requested first arrives first."""
+    return aio_handle(queue_depth=_IN_FLIGHT)
 
 
 def experts_of(groups: Sequence[Sequence[Sequence[Source]]], device: torch.device) -> list[list[Expert]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nvme_ops.offload.weights.experts import Experts
-from nvme_ops.offload.weights.stored import StoredTensor, select
+from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select
 
 _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts before them
 
@@ -140,23 +140,24 @@ def _gates(module: Any) -> bool:
 
 def _one(module: Any, number: int, values: torch.Tensor) -> torch.Tensor:
     """Returns what one expert makes of its tokens."""
-    values = _multiplied(module, values, number, _up(module))
+    weights = in_window_together(_parts(module, number))
+    values = _multiplied(module, values, next(weights), number, _up(module))
     values = module._apply_gate(values) if _gates(module) else module.act_fn(values)
-    values = _multiplied(module, values, number, "down_proj")
+    values = _multiplied(module, values, next(weights), number, "down_proj")
     return module.post_expert_norm(values) if getattr(module, "has_post_expert_norm", False) else values
 
 
-def _multiplied(module: Any, values: torch.Tensor, number: int, name: str) -> torch.Tensor:
-    weight = _part(module, name, number).in_window()
+def _multiplied(module: Any, values: torch.Tensor, weight: torch.Tensor, number: int, name: str) -> torch.Tensor:
     values = values @ weight if module.is_transposed else torch.nn.functional.linear(values, weight)
     return values + getattr(module, f"{name}_bias")[number] if module.has_bias else values
 
 
-def _part(module: Any, name: str, number: int) -> StoredTensor:
-    weight = getattr(module, name)
-    parts: dict[Any, StoredTensor] = module.__dict__.setdefault("_nvme_parts", {})
-    key = name, number, weight.source, weight.dtype  # these change where other weights are assigned
+def _parts(module: Any, number: int) -> list[StoredTensor]:
+    """Returns the weights of one expert."""
+    weights = getattr(module, _up(module)), module.down_proj
+    parts: dict[Any, list[StoredTensor]] = module.__dict__.setdefault("_nvme_parts", {})
+    key = number, *((each._source, each._converted) for each in weights)  # which change where others are assigned
     if key not in parts:
         with torch.inference_mode(False):
-            parts[key] = select(weight, 0, number)
+            parts[key] = [select(each, 0, number) for each in weights]
     return parts[key]

@@ -188,6 +188,10 @@ class StoredTensor(OffloadedTensor):
         gradient in memory, once per batch (``should_fold`` in ATen's LinearAlgebra.cpp). With the contiguous input it
         does not, and the last bits may differ.
         """
+        if func is _linear and not kwargs and _is_simple(*args):
+            inputs, weight, *bias = args
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(inputs if inputs.dim() < 3 else inputs.contiguous(), weight.in_window(), *bias)
         if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
             made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
             args = tuple(made.get(id(each), each) for each in args)  # attention checks whether inputs are one tensor
@@ -207,10 +211,30 @@ def stored_tensors(
         yield name, StoredTensor(weights, source, device=device)
 
 
+_linear = torch.nn.functional.linear
 _MULTIPLYING = (
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__,
-    torch.nn.functional.linear, torch.nn.functional.multi_head_attention_forward,
+    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, _linear,
+    torch.nn.functional.multi_head_attention_forward,
 )  # fmt: skip
+
+
+def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
+    """Returns whether a layer computes with plain values, of which nothing is kept: not for a gradient, say."""
+    others = [inputs] if bias is None else [inputs, bias]
+    return (
+        isinstance(weight, StoredTensor)
+        and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in others))
+        and not torch.is_autocast_enabled(weight._device.type)
+        and not torch.compiler.is_compiling()
+    )
+
+
+def in_window_together(tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+    """Yields the values of tensors of one model that are used one after the other, in memory of the budget."""
+    if any(each._format is not None or each._steps for each in tensors):
+        return (each.in_window() for each in tensors)  # expanded one after the other, too
+    return iter(tensors[0]._weights.open().fetch_together([each._source for each in tensors]))
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nvme_ops.closing import Closing
+from nvme_ops.file import shared_handle
 from nvme_ops.offload.weights.derived import Derived, derive
-from nvme_ops.offload.weights.experts import Expert, Experts, experts_of
+from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.routing import groups_of, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
@@ -211,6 +212,9 @@ def stream(
     if share := _share(left, least_budget(alone), foreseen, routed):
         experts = Experts(share, device, routed)
         others, left = tables, left - experts.nbytes
+        for file in files:
+            if file.handle is shared_handle():
+                file.handle = handle_in_order()
     window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
     try:
         made: dict[int, torch.Tensor] = {}  # tied ones stay tied
