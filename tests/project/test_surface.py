@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import re
 from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
@@ -27,7 +28,7 @@ def signature(name: str, function: Any) -> str:
     bare = [
         each.replace(annotation=each.empty, default=each.default if is_plain(each.default) else ...)
         for each in parameters
-        if each.name not in ("self", "cls") and not each.name.startswith("_")
+        if each.name not in ("self", "cls") and not re.match("_.", each.name)
     ]
     return f"{name}{inspect.Signature(bare)}"
 
