@@ -18,7 +18,8 @@ from torch import nn
 from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
-from nvme_ops.offload.weights.experts import Experts, experts_of
+from nvme_ops.offload.weights import streamed
+from nvme_ops.offload.weights.experts import Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.storage.publication import open_to_read
@@ -198,6 +199,19 @@ def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(
     stats = one.experts.stats()
     assert (stats.experts_used, stats.expert_hits, stats.bytes_hit) == (19, 6, 6 * SIZE)
     assert stats.peak_bytes == 3 * SIZE
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_few_requests_are_in_flight_so_that_the_first_arrives_first_unless_a_handle_is_given(
+    given: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    few, many = (aio_handle(4 * KIB, depth, cache="direct") for depth in (handle_in_order().get_queue_depth(), 128))
+    monkeypatch.setattr(streamed, "handle_in_order", lambda: few)
+    path, _ = saved(folder, "Qwen3Moe")
+    with torch.no_grad(), from_pretrained(path, memory_budget="250K", handle=many if given else None) as model:
+        model(torch.arange(8)[None])
+    assert many.statistics().max_in_flight > 4 if given else few.statistics().max_in_flight in (2, 3, 4)
+    assert (few.statistics().read_bytes == 0) is given
 
 
 def test_the_next_is_read_meanwhile_and_what_is_in_use_stays(folder: Path) -> None:

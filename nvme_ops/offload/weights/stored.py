@@ -188,14 +188,13 @@ class StoredTensor(OffloadedTensor):
         gradient in memory, once per batch (``should_fold`` in ATen's LinearAlgebra.cpp). With the contiguous input it
         does not, and the last bits may differ.
         """
-        if func is _linear and not kwargs and _is_simple(*args):
-            inputs, weight, *bias = args
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(inputs if inputs.dim() < 3 else inputs.contiguous(), weight.in_window(), *bias)
         if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
             made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
             args = tuple(made.get(id(each), each) for each in args)  # attention checks whether inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
+            if func is _linear and not kwargs and _is_simple(*args):
+                inputs, weight, *bias = args
+                return func(inputs, weight.in_window(), *bias)
             return func(*args, **(kwargs or {}))
 
 
@@ -225,7 +224,6 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
         isinstance(weight, StoredTensor)
         and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in others))
-        and not torch.is_autocast_enabled(weight._device.type)
         and not torch.compiler.is_compiling()
     )
 
