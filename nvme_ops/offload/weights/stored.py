@@ -232,7 +232,7 @@ def in_window_together(tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor
     """Yields the values of tensors of one model that are used one after the other, in memory of the budget."""
     if any(each._format is not None or each._steps for each in tensors):
         return (each.in_window() for each in tensors)  # expanded one after the other, too
-    return iter(tensors[0]._weights.open().fetch_together([each._source for each in tensors]))
+    return tensors[0]._weights.open().fetch_together([each._source for each in tensors])
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -99,22 +99,22 @@ class Window(Residency[_Weight]):
             MemoryError: tensors that the program holds over other weights leave no memory for it.
             ValueError: the window was closed.
         """
-        return self.fetch_together([source])[0]
+        return next(self.fetch_together([source]))
 
-    def fetch_together(self, sources: Sequence[Source]) -> list[torch.Tensor]:
-        """Returns weights that are used together, such as those of one expert."""
+    def fetch_together(self, sources: Sequence[Source]) -> Iterator[torch.Tensor]:
+        """Yields weights that are used one after the other; those of one expert are fetched at once."""
         if (experts := self.experts) is not None:
             if experts.all_used:
                 self._absorb()
             elif sources[0] in experts:
                 try:
-                    return experts.fetch_together(sources)
+                    return iter(experts.fetch_together(sources))
                 except ValueError:
                     if self.experts is experts:
                         raise
             elif sources[0] in self._packed:
                 self._note_whole(sources[0])
-        return [self._fetch(weight, weight) for weight in map(self._weight, sources)]
+        return (self._fetch(weight, weight) for weight in map(self._weight, sources))
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
         """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
