@@ -404,6 +404,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
+        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many reads in one call; the future's result is the total number of bytes moved.
 
@@ -414,7 +415,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offsets: one for each read, in bytes. None: offset 0 of each file.
             priority: as in ``submit_pread``.
         """
-        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority))
+        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority, _begun))
 
     def submit_pwritev(
         self,
@@ -423,9 +424,10 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
+        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many writes in one call; like ``submit_preadv``. Without offsets each tensor is its whole file."""
-        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority))
+        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority, _begun))
 
     def statistics(self) -> Statistics:
         """Returns what this handle has moved, and how, since it was made. Costs a few nanoseconds for each request.

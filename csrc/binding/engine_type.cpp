@@ -101,8 +101,10 @@ PyObject* submit(PyObject* self, PyObject* arguments) {
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
   return guarded([&]() -> PyObject* {
     int write;
-    PyObject *objects, *files, *offsets, *urgency = nullptr;
-    if (!PyArg_ParseTuple(arguments, "pOOO|O", &write, &objects, &files, &offsets, &urgency)) throw PythonError();
+    PyObject *objects, *files, *offsets, *urgency = nullptr, *pending = Py_None;
+    if (!PyArg_ParseTuple(arguments, "pOOO|OO", &write, &objects, &files, &offsets, &urgency, &pending)) {
+      throw PythonError();
+    }
     const Priority priority = priority_of(urgency);
     const Op op = write ? Op::Write : Op::Read;
     std::vector<Memory> memories = memories_of(objects, op, "tensors");
@@ -110,7 +112,7 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
     Sample sample =
         engine.sample(op, priority, memories.data(), memories.size(), false, priority != Priority::Background);
     Transfer transfer = build_transfer({op, priority, engine.tool(sample), false}, memories, files, offsets);
-    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), Py_None);
+    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), pending);
   });
 }
 
@@ -198,7 +200,7 @@ PyMethodDef engine_methods[] = {
     {"submit", submit, METH_VARARGS,
      "submit(op, memory, file, offset, validate, True, priority=0, pending=None) -> Operation. On all lanes."},
     {"submit_many", submit_many, METH_VARARGS,
-     "submit_many(op, memories, files, offsets, priority=0) -> Operation. On all lanes."},
+     "submit_many(op, memories, files, offsets, priority=0, pending=None) -> Operation. On all lanes."},
     {"backend", backend, METH_NOARGS, "backend() -> str. The backend in use."},
     {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
     {"paths", paths, METH_NOARGS, "paths() -> dict. The paths that tensors on accelerators took, and why."},

@@ -118,7 +118,7 @@ class Ring:
             transfer.request_cancel()
         self._uses, self._buffers = {}, []
 
-    def _begun(
+    def _submit(
         self, move: Callable[[_Item, torch.Tensor], IoFuture | None], item: _Item, buffer: torch.Tensor
     ) -> IoFuture | None:
         """Calls ``move``. After Ctrl-C the ring is without the buffer: a transfer that nobody knows of may use it."""
@@ -275,7 +275,7 @@ class Ring:
             reading.popleft()
             try:
                 yield item, buffer
-                writing.append((item, buffer, self._begun(write, item, buffer)))
+                writing.append((item, buffer, self._submit(write, item, buffer)))
             except BaseException as error:
                 if not writing or writing[-1][1] is not buffer:
                     ended(item, buffer, error)
@@ -293,7 +293,7 @@ class Ring:
                     else:
                         yield from use_oldest()
                 buffer = self.take()
-                reading.append((item, buffer, self._begun(read, item, buffer)))
+                reading.append((item, buffer, self._submit(read, item, buffer)))
             while reading:
                 yield from use_oldest()
             while writing:

@@ -111,9 +111,10 @@ class Engine:
         files: _File | Sequence[_File],
         offsets: Sequence[int] | None,
         priority: int = 0,
+        pending: set[Operation] | None = None,
         /,
     ) -> Operation:
-        """Starts many transfers as one operation."""
+        """Starts many transfers as one operation; like ``submit``."""
 
     def backend(self) -> str:
         """Returns the backend's name: ``io_uring``, ``libaio`` or ``threads``."""

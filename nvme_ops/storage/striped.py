@@ -8,6 +8,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -110,6 +111,17 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
         slab.free(extent)
 
 
+def _add(transfers: list[IoFuture], submit: Callable[..., IoFuture]) -> None:
+    """Adds a transfer that ``submit`` begins, also if Ctrl-C comes between the two."""
+    begun: set[Operation] = set()
+    try:
+        transfers.append(submit(_begun=begun))
+    except BaseException:
+        known = {id(each._operation) for each in transfers}
+        transfers += [IoFuture(each) for each in begun if id(each) not in known]
+        raise
+
+
 class Piece(NamedTuple):
     """``nbytes`` of a tensor from byte ``begin`` on, and the extent with them in the slab of this folder."""
 
@@ -199,13 +211,7 @@ class StripedSlabs:
             handle = self.handles[folder]
             submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
             part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
-            begun: set[Operation] = set()
-            try:
-                transfers.append(submit(part, self._files[folder], extent.start, priority=priority, _begun=begun))
-            except BaseException:  # Ctrl-C may have come before the list had it
-                known = {id(each._operation) for each in transfers}
-                transfers += [IoFuture(each) for each in begun if id(each) not in known]
-                raise
+            _add(transfers, partial(submit, part, self._files[folder], extent.start, priority=priority))
 
     def write(
         self, stored: StoredBytes, memory: torch.Tensor, transfers: list[IoFuture], priority: Priority, checksum: bool
@@ -234,7 +240,7 @@ class StripedSlabs:
         for folder, (tensors, starts) in found.items():
             handle = self.handles[folder]
             submit: Callable[..., IoFuture] = handle.submit_pwritev if write else handle.submit_preadv
-            transfers.append(submit(tensors, self._files[folder], starts, priority=priority))
+            _add(transfers, partial(submit, tensors, self._files[folder], starts, priority=priority))
 
     def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:
         """Makes an open file share a tensor's bytes from byte ``place`` on; returns False if that is impossible."""

@@ -112,7 +112,8 @@ class _Engine:
         return self._begin(op, [memory], lambda parts: self._engine.submit(op, parts[0], *others), begun)
 
     def submit_many(self, op: int, memories: Any, *others: Any) -> Any:
-        return self._begin(op, memories, lambda parts: self._engine.submit_many(op, parts, *others))
+        begun = others[3] if len(others) > 3 else None
+        return self._begin(op, memories, lambda parts: self._engine.submit_many(op, parts, *others), begun)
 
     def _before(self, op: int) -> int:
         number = self._handle.meets(op)

@@ -16,11 +16,14 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
 from nvme_ops.future import IoFuture
+from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.store import Claims
+from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import MIB, in_child, in_threads, pattern
 from tests.contract.faulty import Faulty, flip
 from tests.crashing_save import interrupted_by
@@ -264,6 +267,27 @@ def test_a_write_that_ctrl_c_has_hidden_writes_over_nothing(session: Session, ag
     handle.go.set()
     hidden[0].result()
     assert torch.equal(got(store, again), pattern(MIB, 2))
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_transfers_that_ctrl_c_has_hidden_are_known(write: bool, session: Session) -> None:
+    def hiding(submit: Callable[..., IoFuture]) -> Callable[..., None]:
+        def begin(*arguments: Any, **options: Any) -> None:
+            submit(*arguments, **options)
+            raise KeyboardInterrupt
+
+        return begin
+
+    handle: Any = aio_handle()
+    for name in ("submit_pread", "submit_pwrite", "submit_preadv", "submit_pwritev"):
+        setattr(handle, name, hiding(getattr(handle, name)))
+    with contextlib.closing(StripedSlabs(session, "slab", handle, None)) as slabs:
+        pieces, transfers, memory = slabs.allocate(MIB), list[IoFuture](), pattern(MIB)
+        with pytest.raises(KeyboardInterrupt):
+            slabs.move(pieces, memory, transfers, write, Priority.DEMAND)
+        with pytest.raises(KeyboardInterrupt):
+            slabs.move_all([(each, memory) for each in pieces], transfers, write, Priority.DEMAND)
+        assert [each.result() for each in transfers] == [MIB, MIB]
 
 
 # Claims: who is waited for

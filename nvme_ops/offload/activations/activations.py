@@ -346,10 +346,9 @@ class Activations(Residency[Unit]):
             for each in transfers:
                 each.request_cancel()  # nobody will ask how it ended
             unit.writing = None
-            if not isinstance(error, OSError):
-                unit.stored = None  # not to be used again: Ctrl-C may come just as a transfer begins
-                raise
             self._leave(unit)
+            if not isinstance(error, OSError):
+                raise
             return _without_frames(error)
         self._writing[unit] = None
         return None
