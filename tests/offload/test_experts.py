@@ -304,6 +304,40 @@ def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_fo
     assert one.experts.stats().guesses_wrong == 2
 
 
+def test_guesses_are_read_as_memory_becomes_free_and_those_in_memory_stay(folder: Path) -> None:
+    one = Layers(folder, 2, 8, 4)
+    one.experts.expect(0, dict.fromkeys(range(4), 1), 1)
+    one.experts.guess(1, [4, 7, 5, 6])
+    assert one.held(1) == set(), "what is expected comes first"
+    for number in range(3):
+        one.experts.fetch(one.sources[0][number][0])
+    assert [each.guessed for each in one.experts.groups[1]] == [None, None, None, None, 0, None, None, 1]
+    assert one.use(1, [4, 5, 6, 7]) == 2
+    assert one.experts.stats().guesses_right == 2
+    for number in (4, 5, 6):
+        one.use(1, [number])
+    one.experts.guess(1, [7, 2])
+    assert one.use(1, [7]) == 0, "the guess took other memory"
+
+
+def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, seconds = Layers(folder, 2, 8, 4), 0.0
+    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
+    guesses = []
+    for number in range(400):
+        one.use(0, [number % 8])
+        guesses.append(one.experts.may_guess(1))
+        seconds += 1 + guesses[-1]
+        if number == 300:
+            one.use(0, range(8), 8)  # another prompt
+    assert all(guesses[:100])
+    assert not any(guesses[200:])
+    one = Layers(folder, 1, 8, 8)
+    assert one.experts.may_guess(0)
+    one.use(0, range(8))
+    assert not one.experts.may_guess(0), "all are in memory"
+
+
 def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
     one = Layers(folder, 2, 64, 4)
 
@@ -316,7 +350,7 @@ def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(fo
         after = one.experts.stats()
         return after.guesses_wrong + after.guesses_right - before.guesses_wrong - before.guesses_right
 
-    assert 20 < guesses(200, 32) < 80
+    assert 0 < guesses(200, 32) < 10, "when it is seen that they are not sure, few more wrong ones may be read"
     assert guesses(50, 32) == 0
     assert guesses(600, 0) > 50
     assert guesses(8, 0) > 2
@@ -336,13 +370,13 @@ def test_those_that_most_often_followed_are_known_once_they_were_asked_for(folde
 @torch.no_grad()
 def test_the_next_router_is_asked_unless_that_is_wrong(kind: str, change: float, folder: Path) -> None:
     with stream_weights(mixture(kind, change), folder, memory_budget="500K") as model:
-        for count in (64, 16):
+        for count in (128, 16):
             before = model.stats()
             for number in range(count):
                 model(X[number % 32][None])
         stats = model.stats()
     if kind == "strict":
-        assert [block.router.calls for block in model] == [80, 81, 81], "it is asked once"
+        assert [block.router.calls for block in model] == [144, 145, 145], "it is asked once"
     elif change < 1:
         assert stats.guesses_right > 10 * stats.guesses_wrong + 20
         assert stats.bytes_guessed_right == stats.guesses_right * 64 * KIB

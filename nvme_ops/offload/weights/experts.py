@@ -11,6 +11,7 @@ import functools
 import heapq
 import math
 import threading
+import time
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.residency import Entry, Residency, Stats, tensors_over
+from nvme_ops.offload.weights.guesses import LayerGuesses, Trial
 from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.joined import joined
@@ -31,13 +33,10 @@ from nvme_ops.text import size_words
 #: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
 _HALF_LIFE = 128
 _DECAY = 0.5 ** (1 / _HALF_LIFE)
-_WORTH_IT = 0.5  # share of guesses that must be right: below, they cost more reading than they save waiting
-_MEMORY = 0.98  # factor by which older guesses count less
 _ALL_USED = 8  # passes that use all experts, one after the other, until a list of modules is taken for no mixture
 #: Blocks in flight, of 1 MiB. A device serves all that are in flight together, and those of the last expert would keep
 #: back the first; four reach its rate.
 _IN_FLIGHT = 4
-_PROBE = 8  # while a layer makes no guesses, every so many tokens it is seen whether they would be right
 
 
 @dataclass
@@ -62,10 +61,11 @@ class Expert(Entry):
         device: where they are used.
     """
 
-    guessed = False  #: read by a guess that is not settled
+    guessed: int | None = None  #: the quarter of the guess by which it was read, until that is settled
     _count = 0.0  # of uses; older ones count less
     _at = 0.0  # the time of the group when they were counted
     worth = -math.inf  #: orders experts by their uses; the order stays the same while time passes
+    offered = 0  #: the number under which the expert may leave memory, 0 if it may not
 
     def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
         self.group = group
@@ -89,15 +89,22 @@ class _Uses:
         self.expected: dict[Expert, None] = {}  # in the order of their use
         self.counted = set[Expert]()  # of the layer, whose use is counted already
         self.layer, self.chosen = -1, list[int]()  # used last, and its experts
+        self.likely: dict[Expert, int] = {}  # guessed for the next layer, with their quarters
+        self.unread = list[Expert]()  # of these, the most likely one last
+        self.step = 0, 0.0  # the latest one: its tokens, and when it began
+
+    def spares(self, expert: Expert) -> bool:
+        """Returns whether an expert is to stay: it is in use, or soon to be."""
+        return expert is self.current or expert in self.expected or expert in self.likely
 
 
 class _Layer:
-    """How one layer's experts are used, and guessed."""
+    """How one layer's experts are used."""
 
     def __init__(self) -> None:
         self.now = 0.0  # tokens computed
-        self.tried: dict[Expert, None] = {}  # guesses that were not read, to see whether they are right
-        self.right = 1.0  # share of the guesses that were right
+        self.guesses = LayerGuesses()
+        self.tried: dict[Expert, int] = {}  # guesses that were not read, to see whether they are right
         self.used = 0  # experts used since its router has computed
         self.tokens = 0  # for which it has computed
         self.full = 0  # passes, the latest ones, that used all experts
@@ -130,10 +137,11 @@ class Experts(Residency[Expert]):
         self._memory = memory_on(device, min(budget // PAGE * PAGE, total))
         self._layers = [_Layer() for _ in groups]
         self.guessing = True
+        self._trial = Trial()
         self.all_used = False  #: in so many passes that these are no experts
         self._threads: dict[int, _Uses] = {}
-        self._by_worth: list[tuple[float, int, Expert]] = []  # a heap; those whose worth has changed since are stale
-        self._pushed = 0
+        self._offered: list[tuple[float, int, Expert]] = []  # a heap, by worth; those with another number are stale
+        self._offers = 0
 
     @property
     def nbytes(self) -> int:
@@ -168,12 +176,15 @@ class Experts(Residency[Expert]):
             if self._closed:
                 return
             uses = self._uses()
+            released = self._release(uses)
             uses.expected = {self.groups[group][index]: None for index in tokens}
-            uses.counted, uses.current = set(uses.expected), None
+            uses.counted = set(uses.expected)
+            self._begin_layer(uses, group, among)
             self._layers[group].now += among
             for index, count in tokens.items():
                 self._note(self.groups[group][index], count, among)
             self._settle(group)
+            self._offer(released)
             after = self._layers[group].after
             if after is not None and among == 1 and uses.layer == group - 1:
                 for before in uses.chosen:
@@ -184,25 +195,34 @@ class Experts(Residency[Expert]):
     def may_guess(self, group: int) -> bool:
         """Returns whether a guess of a layer's experts is worth the time to make it."""
         layer = self._layers[group]
-        return self.guessing and (layer.right >= _WORTH_IT or layer.now % _PROBE < 1)
+        return (
+            self.guessing
+            and self._trial.guessing
+            and layer.guesses.is_due(layer.now)
+            and any(each.values is None for each in self.groups[group])
+        )
 
-    def guess(self, group: int, indices: Iterable[int]) -> None:
+    def guess(self, group: int, indices: Collection[int]) -> None:
         """Begins to read experts that will perhaps be used soon, with bandwidth that nothing else needs.
 
-        Once it is known which are used, reads of the others end. A layer of whose guesses too few are right makes none.
+        Once it is known which are used, reads of the others end.
+
+        Args:
+            group: the layer.
+            indices: the experts, the most likely ones first.
         """
         with self._lock:
             if self._closed:
                 return
-            layer = self._layers[group]
-            missing = [expert for expert in map(self.groups[group].__getitem__, indices) if expert.values is None]
-            if layer.right < _WORTH_IT:
-                layer.tried = dict.fromkeys(missing)
-                return
-            for expert in missing:
-                if not self._begin(expert, Priority.PREFETCH, 0):
-                    return
-                expert.guessed = True
+            layer, uses = self._layers[group], self._uses()
+            quarters = [LayerGuesses.quarter(place, len(indices)) for place, _ in enumerate(indices)]
+            found = dict(zip(map(self.groups[group].__getitem__, indices), quarters, strict=True))
+            missing = {expert: quarter for expert, quarter in found.items() if expert.values is None}
+            layer.tried = {each: quarter for each, quarter in missing.items() if not layer.guesses.is_worth_it(quarter)}
+            self._offer([*uses.likely])
+            uses.likely = found
+            uses.unread = [expert for expert in missing if expert not in layer.tried][::-1]
+            self._read_expected(uses)
 
     def following(self, group: int, indices: Collection[int]) -> list[int]:
         """Returns the experts of a layer that most often followed these of the layer before, as many as these."""
@@ -224,6 +244,7 @@ class Experts(Residency[Expert]):
             layer.full = layer.full + 1 if layer.used == len(self.groups[group]) else 0
             self.all_used = all(each.full >= _ALL_USED for each in self._layers)
             layer.tokens, layer.used = tokens, 0
+            self._begin_layer(self._uses(), group, tokens)
             self._settle(group)
             return layer.per_token
 
@@ -244,12 +265,15 @@ class Experts(Residency[Expert]):
         uses = self._uses()
         if uses.current is use:  # another weight of the same expert
             return
-        uses.current = use
+        before, uses.current = uses.current, use
+        uses.likely.pop(use, None)
         if use in uses.expected:
             del uses.expected[use]
         elif use not in uses.counted:  # another weight of each expert, after the first of each
             self._layers[use.group].now += 1
             self._note(use, 1, 1)
+        if before is not None:
+            self._offer([before])
         self._read_expected(uses)
 
     def _note(self, expert: Expert, tokens: int, among: int) -> None:
@@ -257,54 +281,71 @@ class Experts(Residency[Expert]):
         layer = self._layers[expert.group]
         layer.used += 1
         self._stats.experts_used += 1
-        if expert.guessed:
-            expert.guessed = False
+        if expert.guessed is not None:
+            layer.guesses.judge(expert.guessed, True)
+            layer.guesses.note_read(needed=True)
+            expert.guessed = None
             self._stats.guesses_right += 1
             self._stats.bytes_guessed_right += expert.nbytes
-            self._judge(layer, True)
         elif expert.values is not None and not (expert.demanded and expert.arriving is not None):  # begun for this use
             self._stats.expert_hits += 1
             self._stats.bytes_hit += expert.nbytes
-        elif expert in layer.tried:
-            del layer.tried[expert]
-            self._judge(layer, True)
+        else:
+            layer.guesses.note_read(needed=True)
+            if expert in layer.tried:
+                layer.guesses.judge(layer.tried.pop(expert), True)
         expert.note_use(tokens, among, layer.now)
-        if expert.values is not None:
-            self._push(expert)
 
     def _read_expected(self, uses: _Uses) -> None:
         """Fetches, as far as memory allows, what the thread uses next: the first read is the first needed."""
         for expert in uses.expected:
             if expert.values is None and not self._begin(expert, Priority.DEMAND, 0):
                 return
+        while uses.unread:
+            expert = uses.unread[-1]
+            quarter = uses.likely.get(expert)
+            if expert.values is None and quarter is not None:
+                if not self._begin(expert, Priority.PREFETCH, 0):
+                    return
+                expert.guessed = quarter
+            uses.unread.pop()
+
+    def _begin_layer(self, uses: _Uses, group: int, tokens: int) -> None:
+        """Notes how long the step before took, if it had as many tokens."""
+        if group == 0:
+            now, (before, began) = time.perf_counter(), uses.step
+            uses.step = tokens, now
+            if tokens == before:
+                self._trial.note_step(tokens, now - began)
 
     def _settle(self, group: int) -> None:
         """Counts the guesses for a layer that were wrong, and ends their reads."""
         layer = self._layers[group]
-        for _ in layer.tried:
-            self._judge(layer, False)
+        for quarter in layer.tried.values():
+            layer.guesses.judge(quarter, False)
         layer.tried = {}
         for expert in self.groups[group]:
-            if expert.guessed:
+            if expert.guessed is not None:
                 self._refute(expert)
                 if expert.arriving is not None and not expert.arriving.done():
                     self._discard(expert)
 
     def _refute(self, expert: Expert) -> None:
-        expert.guessed = False
-        self._stats.guesses_wrong += 1
-        self._stats.bytes_guessed_wrong += expert.nbytes
-        self._judge(self._layers[expert.group], False)
-
-    def _judge(self, layer: _Layer, right: bool) -> None:
-        layer.right = _MEMORY * layer.right + (1 - _MEMORY) * right
+        if expert.guessed is not None:
+            guesses = self._layers[expert.group].guesses
+            guesses.judge(expert.guessed, False)
+            guesses.note_read(needed=False)
+            expert.guessed = None
+            self._stats.guesses_wrong += 1
+            self._stats.bytes_guessed_wrong += expert.nbytes
 
     def _uses(self) -> _Uses:
         """Returns the uses of the calling thread, and forgets those of threads that have ended."""
         thread = threading.get_ident()
         if thread not in self._threads:
             alive = {each.ident for each in threading.enumerate()}
-            self._threads = {ident: uses for ident, uses in self._threads.items() if ident in alive}
+            for ended in self._threads.keys() - alive:
+                self._offer(self._release(self._threads.pop(ended)))
             self._threads[thread] = _Uses()
         return self._threads[thread]
 
@@ -314,49 +355,60 @@ class Experts(Residency[Expert]):
         values = memory.detach()
         entry.own_tensors = tensors_over(values)  # before those of the transfer, which go with it
         transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
-        self._push(entry)
         arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, arriving, sum(extent.nbytes for extent, _ in entry.reads)
 
-    def _push(self, expert: Expert) -> None:
-        if len(self._by_worth) > 4 * len(self._in_memory) + 64:
-            kept = {expert, *self._in_memory}
-            self._by_worth = [each for each in self._by_worth if each[2] in kept and each[0] == each[2].worth]
-            heapq.heapify(self._by_worth)
-        self._pushed += 1
-        heapq.heappush(self._by_worth, (expert.worth, self._pushed, expert))
+    def _release(self, uses: _Uses) -> list[Expert]:
+        """Forgets what a thread was about to use, and returns it."""
+        before = [*uses.expected, *uses.likely]
+        if uses.current is not None:
+            before.append(uses.current)
+        uses.expected, uses.likely, uses.unread, uses.current = {}, {}, [], None
+        return before
+
+    def _offer(self, experts: Iterable[Expert]) -> None:
+        """Lets experts leave memory when another needs it."""
+        for each in experts:
+            if each.values is not None:
+                self._offers += 1
+                each.offered = self._offers
+                heapq.heappush(self._offered, (each.worth, each.offered, each))
+        if len(self._offered) > 4 * len(self._in_memory) + 64:
+            self._offered = [
+                item for item in self._offered if item[2].values is not None and item[1] == item[2].offered
+            ]
+            heapq.heapify(self._offered)
 
     def _victims(self, after: int) -> Iterator[Expert]:
         """Yields the experts that are worth least, but none that a thread is about to use unless this one must wait."""
-        spared = {each: None for uses in self._threads.values() for each in uses.expected}
-        current = {uses.current for uses in self._threads.values()}
-        passed, seen = [], set[Expert]()
+        stayed = []
         try:
-            while self._by_worth:
-                item = heapq.heappop(self._by_worth)
-                worth, _, expert = item
-                if expert.values is None or worth != expert.worth or expert in seen:
+            while self._offered:
+                item = heapq.heappop(self._offered)
+                _, number, expert = item
+                if expert.values is None or number != expert.offered:
                     continue
-                passed.append(item)
-                seen.add(expert)
-                if expert not in spared and expert not in current and not expert.guessed:
-                    yield expert
+                if expert.guessed is not None or any(uses.spares(expert) for uses in self._threads.values()):
+                    expert.offered = 0  # until whoever uses it offers it again
+                    continue
+                stayed.append(item)
+                yield expert
         finally:
-            for item in passed:
+            for item in stayed:
                 if item[2].values is not None:
-                    heapq.heappush(self._by_worth, item)
+                    heapq.heappush(self._offered, item)
         if after < 0:
-            guessed = [each for each in self._in_memory if each.guessed]
+            guessed = [each for each in self._in_memory if each.guessed is not None]
+            expected = [each for uses in self._threads.values() for each in [*uses.expected, *uses.likely]]
             last = dict.fromkeys(
-                [*guessed, *reversed(spared), *self._in_memory]
+                [*guessed, *reversed(expected), *self._in_memory]
             )  # Ctrl-C may have lost parts of the heap
             yield from [each for each in last if each.values is not None]
 
     def _evict(self, entry: Expert) -> bool:
         if entry.is_used():
             return False
-        if entry.guessed:
-            self._refute(entry)
+        self._refute(entry)
         self._discard(entry)
         return True
 

@@ -11,6 +11,7 @@ from nvme_ops.offload.weights.experts import Experts
 from nvme_ops.offload.weights.stored import StoredTensor, in_window_together, select
 
 _AT_ONCE = 16 << 20  # bytes of results that may wait for those of experts before them
+_AHEAD = 8  # experts of which any may arrive next
 
 
 class Computed:
@@ -118,10 +119,10 @@ def _compute_grouped(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, we
 
 
 def _as_they_arrive(experts: Experts, group: int, numbers: Sequence[int]) -> Iterator[int]:
-    """Yields the experts that are in memory first, each time one is asked for."""
-    left = list(numbers)
+    """Yields the experts that are in memory first, each time one is asked for; others arrive about in order."""
+    left = sorted(numbers, key=lambda number: not experts.in_memory(group, number))
     while left:
-        at = next((at for at, number in enumerate(left) if experts.in_memory(group, number)), 0)
+        at = next((at for at, number in enumerate(left[:_AHEAD]) if experts.in_memory(group, number)), 0)
         yield left.pop(at)
 
 

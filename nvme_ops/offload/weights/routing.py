@@ -138,7 +138,7 @@ class ListRouter(Derived):
             per_token = experts.begin_pass(group, tokens)
             chosen = _chosen(result, len(experts.groups[group]), per_token)
             if chosen is not None and experts.may_guess(group):
-                experts.guess(group, torch.unique(chosen).tolist())
+                experts.guess(group, _most_likely_first(chosen))
         return result
 
 
@@ -149,7 +149,15 @@ def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token
         chosen = _chosen(router.forward(hidden), count, per_token)
     except Exception:  # it wants other arguments: a guess is worth no error
         return None
-    return None if chosen is None else torch.unique(chosen).tolist()
+    return None if chosen is None else _most_likely_first(chosen)
+
+
+def _most_likely_first(chosen: torch.Tensor) -> list[int]:
+    """Returns the experts of all tokens: the first choices of tokens, by number, then their second ones."""
+    found: dict[int, None] = {}
+    for choices in zip(*chosen.reshape(-1, chosen.shape[-1]).tolist(), strict=True):
+        found.update(dict.fromkeys(sorted(set(choices))))
+    return list(found)
 
 
 def _chosen(result: Any, count: int, per_token: int) -> torch.Tensor | None:
