@@ -21,6 +21,8 @@ from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
 from nvme_ops.offload.weights import streamed
 from nvme_ops.offload.weights.experts import Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.grouped import _as_they_arrive
+from nvme_ops.offload.weights.guesses import LayerGuesses
+from nvme_ops.offload.weights.routing import _most_likely_first
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.storage.publication import open_to_read
 from tests.conftest import KIB, in_threads, pattern
@@ -320,6 +322,60 @@ def test_guesses_are_read_as_memory_becomes_free_and_those_in_memory_stay(folder
     assert one.use(1, [7]) == 0, "the guess took other memory"
 
 
+def test_what_nobody_is_about_to_use_any_more_leaves_for_others(folder: Path) -> None:
+    def held() -> set[int]:
+        return {number for number, each in enumerate(one.experts.groups[0]) if each.values is not None}
+
+    one = Layers(folder, 2, 16, 3)
+    in_threads(lambda _: one.experts.expect(0, dict.fromkeys(range(3), 1), 1), 1)
+    one.experts.expect(0, dict.fromkeys((5, 6, 7), 1), 1)
+    assert held() == {5, 6, 7}, "the thread has ended"
+    one.use(0, [5, 6, 7])
+    one.experts.guess(0, [5, 6, 8])
+    assert held() == {5, 6, 7}
+    one.experts.guess(0, [9, 10])
+    assert held() == {7, 9, 10}, "others are likely now, and 7 was used last"
+    one.experts.guess(0, [9, 10, 11, 12])
+    one.experts.fetch(one.sources[0][9][0])
+    one.experts.fetch(one.sources[0][10][0])
+    assert held() == {10, 11, 12}, "each leaves after its use"
+    one.use(1, [7])
+    one.experts.expect(0, {0: 1, 1: 1}, 1)
+    one.experts.guess(1, [7])
+    one.experts.fetch(one.sources[0][2][0])
+    assert held() == {0, 1, 2}, "what is likely leaves before what is expected"
+    for number in range(999):
+        one.use(0, [number % 16])
+    assert len(one.experts._offered) < 100
+
+
+def test_experts_are_computed_as_they_arrive(folder: Path) -> None:
+    handle = Faulty("read", "hold", {2})
+    one = Layers(folder, 1, 16, 12, handle)
+    one.use(0, [11])
+    assert next(_as_they_arrive(one.experts, 0, range(12))) == 11
+    one.experts.expect(0, {0: 1, 1: 1}, 1)
+    order = _as_they_arrive(one.experts, 0, [0, 1])
+    while not one.experts.in_memory(0, 1):
+        time.sleep(0.001)
+    assert next(order) == 1
+    handle.go.set()
+    assert next(order) == 0
+    assert _most_likely_first(torch.tensor([[3, 1], [2, 4], [3, 2]])) == [2, 3, 1, 4]
+    assert _most_likely_first(torch.tensor([2, 0])) == [2, 0]
+
+
+def test_reads_are_noted_as_needed_or_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[bool] = []
+    monkeypatch.setattr(LayerGuesses, "note_read", lambda _, needed: noted.append(needed))
+    one = Layers(folder, 1, 8, 4)
+    one.experts.guess(0, [5, 6])
+    one.use(0, [5, 7])
+    assert sorted(noted) == [False, True, True]
+    one.use(0, [5])
+    assert len(noted) == 3, "a hit is no read"
+
+
 def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, seconds = Layers(folder, 2, 8, 4), 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
@@ -328,10 +384,15 @@ def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monke
         one.use(0, [number % 8])
         guesses.append(one.experts.may_guess(1))
         seconds += 1 + guesses[-1]
-        if number == 300:
+        if number == 60:
             one.use(0, range(8), 8)  # another prompt
     assert all(guesses[:100])
     assert not any(guesses[200:])
+    one, number = Layers(folder, 1, 8, 4), 0
+    while one.experts.may_guess(0):  # of a list, whose router begins a pass
+        one.experts.begin_pass(0, 1)
+        seconds, number = seconds + 1, number + 1
+    assert number < 200
     one = Layers(folder, 1, 8, 8)
     assert one.experts.may_guess(0)
     one.use(0, range(8))

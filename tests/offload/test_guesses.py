@@ -68,6 +68,24 @@ def test_wrong_guesses_of_those_less_sure_add_a_tenth_at_most(right: float) -> N
     assert read > 1500 or right < 0.5, "as many as a tenth allows are read"
 
 
+def test_few_wrong_guesses_follow_each_other_whatever_was_right_before() -> None:
+    guesses = LayerGuesses()
+    for _ in range(10):
+        guesses.judge(0, False)
+    for _ in range(1000):
+        guesses.note_read(needed=True)
+    wrong = 0
+    while guesses.is_worth_it(0):
+        guesses.note_read(needed=False)
+        wrong += 1
+    assert 3 < wrong < 7
+    for _ in range(100):
+        guesses.note_read(needed=False)
+    for _ in range(50):
+        guesses.note_read(needed=True)
+    assert guesses.is_worth_it(0)
+
+
 def test_a_layer_of_wrong_guesses_is_asked_now_and_then() -> None:
     guesses = LayerGuesses()
     for _ in range(100):

@@ -65,7 +65,7 @@ class Expert(Entry):
     _count = 0.0  # of uses; older ones count less
     _at = 0.0  # the time of the group when they were counted
     worth = -math.inf  #: orders experts by their uses; the order stays the same while time passes
-    offered = 0  #: the number under which the expert may leave memory, 0 if it may not
+    offered = 0  #: the number under which it was last offered to leave memory
 
     def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
         self.group = group
@@ -329,6 +329,7 @@ class Experts(Residency[Expert]):
                 self._refute(expert)
                 if expert.arriving is not None and not expert.arriving.done():
                     self._discard(expert)
+                self._offer([expert])
 
     def _refute(self, expert: Expert) -> None:
         if expert.guessed is not None:
@@ -389,8 +390,7 @@ class Experts(Residency[Expert]):
                 if expert.values is None or number != expert.offered:
                     continue
                 if expert.guessed is not None or any(uses.spares(expert) for uses in self._threads.values()):
-                    expert.offered = 0  # until whoever uses it offers it again
-                    continue
+                    continue  # who uses it offers it again
                 stayed.append(item)
                 yield expert
         finally:
