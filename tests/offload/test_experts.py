@@ -392,7 +392,7 @@ def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monke
         if number == 60:
             one.use(0, range(8), 8)  # another prompt
     assert all(guesses[:100])
-    assert not any(guesses[200:])
+    assert not any(guesses[150:])
     one, number = Layers(folder, 1, 8, 4), 0
     while one.experts.may_guess(0) and number < 999:  # of a list, whose router begins a pass
         one.experts.begin_pass(0, 1)
