@@ -179,7 +179,7 @@ class Experts(Residency[Expert]):
             released = self._release(uses)
             uses.expected = {self.groups[group][index]: None for index in tokens}
             uses.counted = set(uses.expected)
-            self._begin_layer(uses, group, among)
+            self._note_pass(uses, group, among)
             self._layers[group].now += among
             for index, count in tokens.items():
                 self._note(self.groups[group][index], count, among)
@@ -215,11 +215,13 @@ class Experts(Residency[Expert]):
             if self._closed:
                 return
             layer, uses = self._layers[group], self._uses()
-            quarters = [LayerGuesses.quarter(place, len(indices)) for place, _ in enumerate(indices)]
-            found = dict(zip(map(self.groups[group].__getitem__, indices), quarters, strict=True))
+            found = {
+                self.groups[group][index]: LayerGuesses.quarter(place, len(indices))
+                for place, index in enumerate(indices)
+            }
             missing = {expert: quarter for expert, quarter in found.items() if expert.values is None}
             layer.tried = {each: quarter for each, quarter in missing.items() if not layer.guesses.is_worth_it(quarter)}
-            self._offer([*uses.likely])
+            self._offer(uses.likely)
             uses.likely = found
             uses.unread = [expert for expert in missing if expert not in layer.tried][::-1]
             self._read_expected(uses)
@@ -244,7 +246,7 @@ class Experts(Residency[Expert]):
             layer.full = layer.full + 1 if layer.used == len(self.groups[group]) else 0
             self.all_used = all(each.full >= _ALL_USED for each in self._layers)
             layer.tokens, layer.used = tokens, 0
-            self._begin_layer(self._uses(), group, tokens)
+            self._note_pass(self._uses(), group, tokens)
             self._settle(group)
             return layer.per_token
 
@@ -310,8 +312,8 @@ class Experts(Residency[Expert]):
                 expert.guessed = quarter
             uses.unread.pop()
 
-    def _begin_layer(self, uses: _Uses, group: int, tokens: int) -> None:
-        """Notes how long the step before took, if it had as many tokens."""
+    def _note_pass(self, uses: _Uses, group: int, tokens: int) -> None:
+        """Counts, at its first layer, how long the step before took, if it had as many tokens."""
         if group == 0:
             now, (before, began) = time.perf_counter(), uses.step
             uses.step = tokens, now
@@ -400,9 +402,8 @@ class Experts(Residency[Expert]):
         if after < 0:
             guessed = [each for each in self._in_memory if each.guessed is not None]
             expected = [each for uses in self._threads.values() for each in [*uses.expected, *uses.likely]]
-            last = dict.fromkeys(
-                [*guessed, *reversed(expected), *self._in_memory]
-            )  # Ctrl-C may have lost parts of the heap
+            # all in memory at last: Ctrl-C may have come before something was offered
+            last = dict.fromkeys([*guessed, *reversed(expected), *self._in_memory])
             yield from [each for each in last if each.values is not None]
 
     def _evict(self, entry: Expert) -> bool:
