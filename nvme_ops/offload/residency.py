@@ -205,16 +205,17 @@ class Residency(Usable, Generic[E]):
             seen = native().endings()
             with self._lock:
                 self.require_open()
-                if entry.values is None and not self._begin(entry, Priority.DEMAND):
+                begun = entry.values is None
+                if begun and not self._begin(entry, Priority.DEMAND):
                     values = None
                 else:
                     values = None if entry.values is None else entry.values.detach()
-                    arriving, demanded = entry.arriving, entry.demanded
+                    arriving = entry.arriving
                     self._note_use(use)
             try:
                 if values is None:
                     self._wait_for_memory(entry, patience, seen)
-                elif (arriving is None or self._await_arrival(entry, arriving, demanded)) and (
+                elif (arriving is None or self._await_arrival(entry, arriving, begun)) and (
                     not change or self._changes(entry, values)
                 ):
                     if (arrival := entry.arrival) is not None:
@@ -275,8 +276,11 @@ class Residency(Usable, Generic[E]):
                     return memory
         return None
 
-    def _await_arrival(self, entry: E, arriving: IoFuture, demanded: bool) -> bool:
-        """Waits for an entry to arrive. Returns False if a prefetch has failed: it is retried on demand."""
+    def _await_arrival(self, entry: E, arriving: IoFuture, begun: bool) -> bool:
+        """Waits for an entry to arrive. Raises why it failed if it was ``begun`` for this wait.
+
+        Returns False if one begun earlier has failed: it is to be read again, for storage may be well by now.
+        """
         begin = time.perf_counter()
         failure = arriving.exception()
         if failure is not None:
@@ -286,7 +290,7 @@ class Residency(Usable, Generic[E]):
             del arriving
             free_frames(failure)
             try:
-                if demanded:
+                if begun:
                     raise failure
                 return False
             finally:

@@ -227,6 +227,16 @@ def test_the_next_is_read_meanwhile_and_what_is_in_use_stays(folder: Path) -> No
     del used
 
 
+def test_what_has_failed_before_it_was_needed_is_read_again(folder: Path) -> None:
+    handle = Faulty("read", "fail")
+    one = Layers(folder, 1, 8, 5, handle)
+    one.experts.expect(0, dict.fromkeys(range(3), 1), 1)
+    with pytest.raises(OSError, match="device 4"):
+        one.experts.fetch(one.sources[0][0][0])
+    handle.will()
+    assert one.use(0, range(3)) == 3
+
+
 @pytest.mark.parametrize(
     ("room", "steps", "held"),
     [

@@ -145,9 +145,9 @@ class Activations(Residency[Unit]):
         unit = ticket.unit
         while True:
             with self._lock:
-                memory, arriving, demanded = self._take(unit)
+                memory, arriving, begun = self._take(unit)
             try:
-                if arriving is None or self._await_arrival(unit, arriving, demanded):
+                if arriving is None or self._await_arrival(unit, arriving, begun):
                     break
             except Exception as error:
                 del memory
@@ -400,7 +400,7 @@ class Activations(Residency[Unit]):
             raise _named(failure, unit, "to be saved for the backward pass, could not be written")
 
     def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
-        """Returns a unit's memory, the read that fills it, and whether that began on demand; reads others ahead."""
+        """Returns a unit's memory, the read that fills it, and whether that began now; reads others ahead."""
         if unit.memory is not None and unit.original:
             if unit.is_modified():
                 raise modified(unit.dtype, unit.shape)
@@ -419,8 +419,8 @@ class Activations(Residency[Unit]):
         self._collect()
         if unit.modified:
             raise modified(unit.dtype, unit.shape)
-        demanded = unit.memory is None
-        if demanded:
+        begun = unit.memory is None
+        if begun:
             self._has_room_for(unit)
             try:
                 self._begin(unit, Priority.DEMAND)
@@ -430,7 +430,7 @@ class Activations(Residency[Unit]):
         memory: Any = unit.memory
         if self._away:
             self._read_ahead(unit)
-        return memory, unit.arriving, demanded
+        return memory, unit.arriving, begun
 
     def _allocate(self, entry: Unit) -> torch.Tensor:
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``

@@ -156,8 +156,8 @@ class Window(Residency[_Weight]):
             return None
         weight = self._weight(source)
         while (found := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
-            values, arriving, demanded = found
-            if arriving is None or self._await_arrival(weight, arriving, demanded):
+            values, arriving = found
+            if arriving is None or self._await_arrival(weight, arriving, begun=False):
                 return values[list(indices)]
         row = source.nbytes // source.shape[0]
         memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self._device)
@@ -278,10 +278,10 @@ class Window(Residency[_Weight]):
         arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, arriving, sum(extent.nbytes for extent, _ in pieces)
 
-    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None, bool] | None:
+    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None] | None:
         with self._lock:
             self.require_open()
-            return None if weight.values is None else (weight.values.detach(), weight.arriving, weight.demanded)
+            return None if weight.values is None else (weight.values.detach(), weight.arriving)
 
 
 def _add(stats: WindowStats, others: ExpertStats) -> None:
