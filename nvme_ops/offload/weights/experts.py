@@ -300,6 +300,8 @@ class Experts(Residency[Expert]):
 
     def _read_expected(self, uses: _Uses) -> None:
         """Fetches, as far as memory allows, what the thread uses next: the first read is the first needed."""
+        # each by a call of its own: one for all, once there is memory for the last, is no faster for experts of 3 MiB
+        # and a tenth slower for small ones
         for expert in uses.expected:
             if expert.values is None and not self._begin(expert, Priority.DEMAND, 0):
                 return
