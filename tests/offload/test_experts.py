@@ -1,4 +1,4 @@
-"""Mixtures of experts: bits as in memory, each expert read once, those used often stay, and guesses are accounted."""
+"""Mixtures of experts: bits as in memory, each expert read once, and those used often stay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import functools
 import os
 import pickle
 import time
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +18,12 @@ from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
 from nvme_ops.offload.weights import streamed
-from nvme_ops.offload.weights.experts import Experts, experts_of, handle_in_order
+from nvme_ops.offload.weights.experts import Experts, handle_in_order
 from nvme_ops.offload.weights.grouped import _as_they_arrive
-from nvme_ops.offload.weights.guesses import LayerGuesses
 from nvme_ops.offload.weights.routing import _most_likely_first
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
-from nvme_ops.storage.publication import open_to_read
-from tests.conftest import KIB, in_threads, pattern
-from tests.contract.faulty import Faulty, Held
+from tests.conftest import KIB, in_threads
+from tests.contract.faulty import Faulty
+from tests.offload.layers import SIZE, Layers
 from tests.offload.models import WIDTH, mixture
 
 COMMON: dict[str, Any] = {
@@ -157,39 +154,7 @@ def test_modules_that_are_all_used_in_each_pass_are_read_ahead_after_some(folder
         assert model.stats().peak_bytes <= size // 2
 
 
-# The policy, on experts of two parts that are neighbours in a file
-
-HALF = 8 * KIB
-SIZE = 2 * HALF
-
-
-class Layers:
-    """Experts of a file, and what was used of them, in order."""
-
-    def __init__(self, folder: Path, layers: int, count: int, room: int, handle: Any = None) -> None:
-        self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
-        self.path.write_bytes(self.data.numpy().tobytes())
-        file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
-        starts = range(0, layers * count * SIZE, HALF)
-        parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
-        pairs = list(zip(parts[::2], parts[1::2], strict=True))
-        self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
-        self.experts = Experts(room * SIZE, torch.device("cpu"), experts_of(self.sources, torch.device("cpu")))
-        self.used: list[tuple[int, int]] = []
-
-    def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:
-        """Computes with experts as they arrive; returns how many that has read."""
-        before, numbers = self.experts.stats().bytes_read, list(chosen)
-        self.experts.expect(layer, dict.fromkeys(numbers, 1), tokens)
-        for number in _as_they_arrive(self.experts, layer, numbers):
-            self.used.append((layer, number))
-            for source in self.sources[layer][number]:
-                start = source.extents[0].start
-                assert torch.equal(self.experts.fetch(source), self.data[start : start + HALF])
-        return (self.experts.stats().bytes_read - before) // SIZE
-
-    def held(self, layer: int) -> set[int]:
-        return {number for number, _ in enumerate(self.sources[0]) if self.experts.in_memory(layer, number)}
+# The policy
 
 
 def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(folder: Path) -> None:
@@ -275,63 +240,6 @@ def test_skewed_routing_reads_less_than_an_lru_does(folder: Path) -> None:
     assert one.experts.stats().bytes_read < 0.9 * lru.cache_info().misses * SIZE
 
 
-# Guesses
-
-
-def test_guesses_are_counted_and_wrong_ones_cancelled(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    cancelled: list[Held] = []
-    monkeypatch.setattr(Held, "request_cancel", lambda held: cancelled.append(held))
-    handle = Faulty("read", "hold", {3})
-    one = Layers(folder, 2, 8, 5, handle)
-    one.experts.guess(1, [5, 6, 7])
-    assert one.use(1, [5, 1]) == 1
-    assert len(cancelled) == 1
-    assert one.experts.groups[1][7].values is None
-    handle.go.set()
-    stats = one.experts.stats()
-    assert (stats.guesses_right, stats.bytes_guessed_right) == (1, SIZE)
-    assert (stats.guesses_wrong, stats.bytes_guessed_wrong) == (2, 2 * SIZE)
-    assert (stats.experts_used, stats.expert_hits) == (2, 0)
-    handle.will("read", "fail")
-    one.experts.guess(0, [1, 2])
-    handle.will()
-    assert one.use(0, [1, 2]) == 2, "a guess that failed is read again"
-
-
-def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_for(folder: Path) -> None:
-    one = Layers(folder, 2, 8, 3)
-    one.experts.expect(0, {0: 1, 1: 1}, 1)
-    one.experts.guess(1, range(8))
-    assert one.experts.stats().bytes_read == 3 * SIZE
-    assert one.use(0, range(4)) == 2
-    assert one.use(1, [0]) == 0, "nor does what is expected take theirs"
-    one.experts.guess(0, [5, 6, 7])
-    assert one.experts.stats().bytes_read == 7 * SIZE, "what computes now stays"
-    while len(one.held(0)) < 2:  # what arrives has its memory until it is there
-        time.sleep(0.001)
-    assert one.use(1, [1, 2]) == 2
-    one.experts.expect(1, {0: 1, 1: 1, 2: 1}, 1)
-    one.experts.fetch(one.sources[1][0][0])
-    assert one.held(1) == {0, 1, 2}, "a guess leaves before what is expected"
-    assert one.experts.stats().guesses_wrong == 2
-
-
-def test_guesses_are_read_as_memory_becomes_free_and_those_in_memory_stay(folder: Path) -> None:
-    one = Layers(folder, 2, 8, 4)
-    one.experts.expect(0, dict.fromkeys(range(4), 1), 1)
-    one.experts.guess(1, [4, 7, 5, 6])
-    assert one.held(1) == set(), "what is expected comes first"
-    for number in range(3):
-        one.experts.fetch(one.sources[0][number][0])
-    assert [each.guessed for each in one.experts.groups[1]] == [None, None, None, None, 0, None, None, 1]
-    assert one.use(1, [4, 5, 6, 7]) == 2
-    assert one.experts.stats().guesses_right == 2
-    for number in (4, 5, 6):
-        one.use(1, [number])
-    one.experts.guess(1, [7, 2])
-    assert one.use(1, [7]) == 0, "the guess took other memory"
-
-
 def test_what_nobody_is_about_to_use_any_more_leaves_for_others(folder: Path) -> None:
     def held() -> set[int]:
         found = {number for number, each in enumerate(one.experts.groups[0]) if each.values is not None}
@@ -378,87 +286,6 @@ def test_experts_are_computed_as_they_arrive(folder: Path) -> None:
     handle.go.set()
     assert _most_likely_first(torch.tensor([[3, 1], [2, 4], [3, 2]])) == [2, 3, 1, 4]
     assert _most_likely_first(torch.tensor([2, 0])) == [2, 0]
-
-
-def test_reads_are_noted_as_needed_or_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    noted: list[bool] = []
-    monkeypatch.setattr(LayerGuesses, "note_read", lambda _, needed: noted.append(needed))
-    one = Layers(folder, 1, 8, 4)
-    one.experts.guess(0, [5, 6])
-    one.use(0, [5, 7])
-    assert sorted(noted) == [False, True, True]
-    one.use(0, [5])
-    assert len(noted) == 3, "a hit is no read"
-
-
-def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, seconds = Layers(folder, 2, 8, 4), 0.0
-    monkeypatch.setattr(time, "perf_counter", lambda: seconds)
-    guesses = []
-    for number in range(400):
-        one.use(0, [number % 8])
-        guesses.append(one.experts.may_guess(1))
-        seconds += 1 + guesses[-1]
-        if number == 60:
-            one.use(0, range(8), 8)  # another prompt
-    assert all(guesses[:100])
-    assert not any(guesses[150:])
-    one, number = Layers(folder, 1, 8, 4), 0
-    while one.experts.may_guess(0) and number < 999:  # of a list, whose router begins a pass
-        one.experts.begin_pass(0, 1)
-        seconds, number = seconds + 1, number + 1
-    assert number < 200
-    one = Layers(folder, 1, 8, 8)
-    assert one.experts.may_guess(0)
-    one.use(0, range(8))
-    assert not one.experts.may_guess(0), "all are in memory"
-
-
-def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
-    one = Layers(folder, 2, 64, 4)
-
-    def guesses(steps: int, off: int) -> int:
-        before = one.experts.stats()
-        for number in range(steps):
-            if one.experts.may_guess(1):
-                one.experts.guess(1, [(number + off) % 64])
-            one.use(1, [number % 64])
-        after = one.experts.stats()
-        return after.guesses_wrong + after.guesses_right - before.guesses_wrong - before.guesses_right
-
-    assert 0 < guesses(200, 32) < 10, "when it is seen that they are not sure, few more wrong ones may be read"
-    assert guesses(50, 32) == 0
-    assert guesses(600, 0) > 50
-    assert guesses(8, 0) > 2
-
-
-def test_those_that_most_often_followed_are_known_once_they_were_asked_for(folder: Path) -> None:
-    one = Layers(folder, 2, 8, 4)
-    assert one.experts.following(1, [1, 2]) == []
-    for before, after in ((1, 4), (1, 6), (2, 5), (1, 4), (2, 5)):
-        one.use(0, [before])
-        one.use(1, [after])
-        one.use(1, [7])  # follows none of the layer before
-    assert one.experts.following(1, [1, 2]) == [4, 5]
-
-
-@pytest.mark.parametrize(("kind", "change"), [("packed", 1e-3), ("packed", 100.0), ("strict", 1e-3)])
-@torch.no_grad()
-def test_the_next_router_is_asked_unless_that_is_wrong(kind: str, change: float, folder: Path) -> None:
-    with stream_weights(mixture(kind, change), folder, memory_budget="500K") as model:
-        for count in (128, 16):
-            before = model.stats()
-            for number in range(count):
-                model(X[number % 32][None])
-        stats = model.stats()
-    if kind == "strict":
-        assert [block.router.calls for block in model] == [144, 145, 145], "it is asked once"
-    elif change < 1:
-        assert stats.guesses_right > 10 * stats.guesses_wrong + 20
-        assert stats.bytes_guessed_right == stats.guesses_right * 64 * KIB
-    else:
-        assert stats.guesses_wrong > stats.guesses_right
-        assert stats.guesses_wrong == before.guesses_wrong, "no more are made"
 
 
 @torch.no_grad()

@@ -1,0 +1,48 @@
+"""Experts of a file, and what was used of them: for tests of which ones are in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops.offload.weights.experts import Experts, experts_of
+from nvme_ops.offload.weights.grouped import _as_they_arrive
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.storage.publication import open_to_read
+from tests.conftest import KIB, pattern
+
+HALF = 8 * KIB
+SIZE = 2 * HALF
+
+
+class Layers:
+    """Layers of experts of two parts, neighbours in a file, and what was used of them, in order."""
+
+    def __init__(self, folder: Path, layers: int, count: int, room: int, handle: Any = None) -> None:
+        self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
+        self.path.write_bytes(self.data.numpy().tobytes())
+        file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
+        starts = range(0, layers * count * SIZE, HALF)
+        parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
+        pairs = list(zip(parts[::2], parts[1::2], strict=True))
+        self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
+        self.experts = Experts(room * SIZE, torch.device("cpu"), experts_of(self.sources, torch.device("cpu")))
+        self.used: list[tuple[int, int]] = []
+
+    def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:
+        """Computes with experts as they arrive; returns how many that has read."""
+        before, numbers = self.experts.stats().bytes_read, list(chosen)
+        self.experts.expect(layer, dict.fromkeys(numbers, 1), tokens)
+        for number in _as_they_arrive(self.experts, layer, numbers):
+            self.used.append((layer, number))
+            for source in self.sources[layer][number]:
+                start = source.extents[0].start
+                assert torch.equal(self.experts.fetch(source), self.data[start : start + HALF])
+        return (self.experts.stats().bytes_read - before) // SIZE
+
+    def held(self, layer: int) -> set[int]:
+        return {number for number, _ in enumerate(self.sources[0]) if self.experts.in_memory(layer, number)}
