@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import json
+import math
 import os
 import pickle
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import pytest
 import torch
 from torch import nn
 
+import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
@@ -95,6 +99,47 @@ def test_weights_that_are_assigned_take_the_place_of_the_stored_ones(batch: int,
             experts = each.model.layers[0].mlp.experts
             experts.down_proj = nn.Parameter(torch.ones_like(plain.model.layers[0].mlp.experts.down_proj) / 8, False)
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
+
+
+def in_8_bits(path: Path, blocks: tuple[int, int]) -> Path:
+    """Rewrites the matrices of a model as FP8, a scale for each block; returns a folder with what they stand for."""
+    plain = path.with_name("plain")
+    shutil.copytree(path, plain)
+    written, meant = dict(nvme_ops.load(path / "model.safetensors")), nvme_ops.load(path / "model.safetensors")
+    for name, value in meant.items():
+        if not name.endswith("proj.weight") and not name.endswith("_proj_with_mqa.weight"):
+            continue
+        rows, columns = (torch.arange(size) // block for size, block in zip(value.shape, blocks, strict=True))
+        scale = torch.rand(int(rows[-1]) + 1, int(columns[-1]) + 1) + 0.5
+        wide = scale[rows][:, columns]
+        written[name] = (value / wide).to(torch.float8_e4m3fn)
+        written[f"{name}_scale_inv"] = scale
+        meant[name] = (written[name].float() * wide).bfloat16()
+    nvme_ops.save(written, path / "model.safetensors", metadata={"format": "pt"})
+    nvme_ops.save(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((path / "config.json").read_text())
+    document["quantization_config"] = {"quant_method": "fp8", "weight_block_size": blocks}
+    (path / "config.json").write_text(json.dumps(document))
+    return plain
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe", "Qwen3Moe"])
+def test_experts_in_8_bits_are_read_so_and_have_the_bits_of_their_values(
+    name: str, implementation: str, folder: Path
+) -> None:
+    path, kind = saved(folder, name)
+    plain = kind.from_pretrained(in_8_bits(path, (48, 40)), experts_implementation=implementation).eval()
+    nbytes = (path / "model.safetensors").stat().st_size
+    with from_pretrained(path, memory_budget=nbytes * 3 // 4, experts_implementation=implementation) as model:
+        for shape in ((1, 7), (32, 7), (1, 1), (1, 1)):
+            tokens = torch.arange(7 * 32).roll(5)[: math.prod(shape)].view(shape)
+            assert torch.equal(model(tokens).logits, plain(tokens).logits)
+        experts = model._nvme_window.experts
+        assert {sum(source.nbytes for source in each.places) for each in experts.groups[0]} == {3 * 64 * 64}
+        assert model.stats().expert_hits > 0
+        assert model.stats().peak_bytes <= nbytes * 3 // 4
 
 
 # Mixtures written by hand

@@ -16,7 +16,7 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops.engine import Priority
-from nvme_ops.formats.quantized import expand, quantize
+from nvme_ops.formats.quantized import expand, joined_scales, quantize, read_scale
 from nvme_ops.offload import from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
@@ -284,16 +284,39 @@ def test_each_value_is_off_by_half_a_step_at_most(shape: tuple[int, ...], dtype:
         quantize(torch.tensor([[1.0, float("nan")]]))
 
 
-def test_scales_of_blocks_rows_and_all() -> None:
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize(("shape", "blocks"), [((5, 6), (3, 2)), ((576, 64), (128, 64)), ((2, 7, 5), (4, 4))])
+def test_scales_of_blocks(shape: tuple[int, ...], blocks: tuple[int, ...], named: bool) -> None:
     torch.manual_seed(1)
-    values = torch.randn(5, 6).to(torch.float8_e4m3fn)
-    plain = values.float()
-    assert torch.equal(expand(values, torch.tensor(2.0), torch.float32), plain * 2)
-    rows = torch.arange(1.0, 6)
-    assert torch.equal(expand(values, rows, torch.float32), plain * rows[:, None])
-    blocks = torch.tensor([[1.0, 2, 3], [4, 5, 6]])  # of 3 rows, the last one short, and 2 columns
-    wanted = plain * blocks.repeat_interleave(3, 0)[:5].repeat_interleave(2, 1)
-    assert torch.equal(expand(values, blocks, torch.float32), wanted)
+    values, sizes = torch.randn(shape).to(torch.float8_e4m3fn), (1, *blocks)[-len(shape) :]
+    places = [torch.arange(size) // block for size, block in zip(shape, sizes, strict=True)]
+    stored = torch.randint(100, 150, [int(place[-1]) + 1 for place in places], dtype=torch.uint8)
+    wide = torch.exp2(stored.float() - 127)
+    for dim, place in enumerate(places):
+        wide = wide.index_select(dim, place)
+    if not named and blocks == (3, 2):
+        blocks = (4, 2)  # it might as well be of these
+        wide = torch.exp2(stored.float() - 127)[torch.arange(5) // 4][:, torch.arange(6) // 2]
+    scale = read_scale("name_scale", stored, shape, blocks if named else ())
+    assert torch.equal(expand(values, scale, torch.float32), values.float() * wide)
+    others = torch.stack([values, values]), torch.stack([scale, scale / 2])
+    assert torch.equal(expand(*others, torch.float32)[1], values.float() * wide / 2)
+    with pytest.raises(ValueError, match="fits no weight"):
+        read_scale("name_scale", torch.ones(3, 5), (4, 8))
+
+
+def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
+    torch.manual_seed(1)
+    values = torch.randn(6, 4).to(torch.float8_e4m3fn)
+    of_all, rows = torch.tensor(2.0), torch.arange(1.0, 7)
+    read = [read_scale("scale", each, (6, 4)) for each in (of_all, rows, rows[:, None], torch.ones(3, 2))]
+    wanted = [values.float() * wide for wide in (of_all, rows[:, None], rows[:, None], torch.ones(()))]
+    for scale, each in zip(read, wanted, strict=True):
+        assert torch.equal(expand(values, scale, torch.float32), each)
+    for dim in (0, 1):
+        scale = joined_scales(read, [(6, 4)] * 4, dim)
+        assert torch.equal(expand(torch.cat([values] * 4, dim), scale, torch.float32), torch.cat(wanted, dim))
+    assert joined_scales([of_all.view(1, 1)] * 2, [(6, 4)] * 2, 0).shape == (2, 1)
 
 
 @torch.no_grad()

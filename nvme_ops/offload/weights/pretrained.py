@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from nvme_ops.errors import naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
-from nvme_ops.formats.quantized import KINDS, SCALES
+from nvme_ops.formats.quantized import KINDS, read_scale, weight_of
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.source import WeightFile
@@ -103,11 +103,14 @@ def from_pretrained(
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
         dtypes = (dtype, getattr(config, "dtype", None), torch.bfloat16)
-        state = _with_scales(state, next(each for each in dtypes if isinstance(each, torch.dtype)))
-        if any(each._scale is not None for each in state.values()):
+        quantization = getattr(config, "quantization_config", None) or {}
+        if not isinstance(quantization, dict):
+            quantization = quantization.to_dict()
+        blocks = quantization.get("weight_block_size") or ()
+        state = _with_scales(state, next(each for each in dtypes if isinstance(each, torch.dtype)), blocks)
+        if any(each._scale is not None for each in state.values()) and quantization:
             config = copy.deepcopy(config)
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config  # else transformers would look for kernels of its own
+            del config.quantization_config  # else transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
             kwargs["experts_implementation"] = "eager"  # it computes with the selected experts alone
         # Transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it.
@@ -195,19 +198,22 @@ def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
     return os.path.dirname(weights)
 
 
-def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """Joins weights of 8 bits with their scales, which are read; ``dtype`` is that of the expanded weights."""
-    scales: dict[str, tuple[str, float]] = {}
-    for name, each in state.items():
-        module, _, last = name.rpartition(".")
-        weight = f"{module}.weight"
-        if last in SCALES and weight in state and state[weight].dtype in KINDS and each is not state[weight]:
-            scales[weight] = name, SCALES[last]
-    values = read_now([state[name].source for name, _ in scales.values()])
-    found = {name: each for name, each in state.items() if name not in {scale for scale, _ in scales.values()}}
-    for (weight, (_, factor)), scale in zip(scales.items(), values, strict=True):
+def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
+    """Joins weights of 8 bits with their scales, which are read.
+
+    Args:
+        state: weights by name.
+        dtype: that of the expanded weights.
+        blocks: sizes of the blocks that have a factor each, if the configuration says so.
+    """
+    weights = {name: weight_of(name) for name in state}
+    scales = {name: weight for name, weight in weights.items() if weight in state and state[weight].dtype in KINDS}
+    found = {name: each for name, each in state.items() if name not in scales}
+    read = read_now([state[name].source for name in scales])
+    for (name, weight), values in zip(scales.items(), read, strict=True):
         stored = state[weight]
-        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale=scale.float() * factor)
+        scale = read_scale(name, values, stored.shape, blocks)
+        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale=scale)
     return found
 
 

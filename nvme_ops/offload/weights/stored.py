@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.errors import FormatError
-from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
+from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat, joined_scales
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
@@ -349,27 +349,39 @@ def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
     return tensor.like(tensor.source.view(tuple(outline.shape), dtype), dtype, outline=outline)
 
 
-@_lazily(aten.unsqueeze.default)
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
-    return _reshaped(tensor, tensor._outline.unsqueeze(dim))
+    if tensor._steps:
+        return NotImplemented
+    outline = tensor._outline.unsqueeze(dim)
+    scale = None if tensor._scale is None else tensor._scale.unsqueeze(dim)
+    return tensor.like(tensor.source.view(tuple(outline.shape)), None, scale, outline)
+
+
+StoredTensor.lazy[aten.unsqueeze.default] = _unsqueeze
 
 
 def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
     return tensor.like(tensor.source.view(tuple(outline.shape)), outline=outline)
 
 
-@_lazily(aten.stack.default)
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
     if not all(isinstance(each, StoredTensor) and each.shape == tensors[0].shape for each in tensors):
         return NotImplemented
-    return _cat([_unsqueeze(each, dim) for each in tensors], dim)
+    return _cat([torch.unsqueeze(each, dim) for each in tensors], dim)
+
+
+StoredTensor.lazy[aten.stack.default] = _stack
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    found = None
-    if all(isinstance(each, StoredTensor) and each.is_plain() and each.dtype == tensors[0].dtype for each in tensors):
-        found = concatenated([each.source for each in tensors], dim)
-    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found)
+    found = scale = None
+    if all(isinstance(each, StoredTensor) and not each._steps and each.dtype == tensors[0].dtype for each in tensors):
+        scales = [each._scale for each in tensors if each._scale is not None]
+        if len(scales) == len(tensors):
+            scale = joined_scales(scales, [each.shape for each in tensors], dim % tensors[0].dim())
+        if len(scales) in (0, len(tensors)):
+            found = concatenated([each.source for each in tensors], dim)
+    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found, None, scale)
 
 
 StoredTensor.lazy[aten.cat.default] = _cat
