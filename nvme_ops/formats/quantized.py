@@ -1,4 +1,4 @@
-"""Converts between tensors and what is stored of them: another dtype, or values of 8 bits with a scale."""
+"""Converts between tensors and what is stored of them: another dtype, or values of 8 or 4 bits with a scale."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ import torch
 
 KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX = 127  # the values are within -127 and 127
+_E2M1 = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+_MX = 32  # numbers of a scale
+_E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32
 
 #: How names of a scale end, after the name of its weight: in compressed-tensors and static FP8; in FP8 in blocks as in
@@ -35,16 +38,117 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class WeightFormat(Protocol):
     """Computes the values of a tensor from what is stored of it."""
 
-    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fills ``out``, which has the tensor's shape and dtype, from its stored ``parts``."""
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the values, given that of what is stored."""
+
+    def select(self, index: int) -> WeightFormat | None:
+        """Returns the format of an index of the first of three dimensions, which is stored alike; None if none is."""
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
 
 
 class Cast(WeightFormat):
     """Stored as values in another dtype."""
 
-    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fills ``out`` from one part, the values."""
-        out.copy_(parts[0])
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the same shape."""
+        return tuple(stored)
+
+    def select(self, index: int) -> Cast:
+        """Returns the same."""
+        del index
+        return self
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        out.copy_(stored)
+
+
+class Scaled(WeightFormat):
+    """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the same shape."""
+        return tuple(stored)
+
+    def select(self, index: int) -> Scaled | None:
+        """Returns the part of the scale for an index of packed matrices."""
+        if self.scale.dim() < 3:
+            return None
+        return Scaled(self.scale[index if self.scale.shape[0] > 1 else 0])
+
+    def unsqueeze(self, dim: int) -> Scaled:
+        """Returns the format of the same values with one more dimension."""
+        return Scaled(self.scale.unsqueeze(dim))
+
+    @staticmethod
+    def concatenated(formats: Sequence[Scaled], shapes: Sequence[Sequence[int]], dim: int) -> Scaled:
+        """Returns the format of weights of these shapes when they are concatenated."""
+        steps = [shape[dim] // each.scale.shape[dim] for each, shape in zip(formats, shapes, strict=True)]
+        found = []
+        for each, step in zip(formats, steps, strict=True):
+            scale = each.scale.repeat_interleave(step // math.gcd(*steps), dim)
+            for other in range(scale.dim()):
+                if other != dim:
+                    count = math.lcm(*(one.scale.shape[other] for one in formats))
+                    scale = scale.repeat_interleave(count // scale.shape[other], other)
+            found.append(scale)
+        return Scaled(torch.cat(found, dim))
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        scale = self.scale.to(out.device)
+        for dim in range(1, scale.dim()):
+            if scale.shape[dim] > 1:
+                scale = scale.repeat_interleave(stored.shape[dim] // scale.shape[dim], dim)
+        rows = stored.shape[0] // scale.shape[0] if scale.dim() else 1
+        for part in _parts(stored):
+            of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows] if scale.dim() else scale
+            out[part] = stored[part].float().mul_(of_part)
+
+
+class Mxfp4(WeightFormat):
+    """Stored as MXFP4: numbers of 4 bits (E2M1), each 32 of a row with a scale (E8M0), as in the files of gpt-oss.
+
+    Stored of a matrix are, as uint8, all numbers, two in a byte, the first in its lower half; then all scales. The
+    values are those of the transposed matrix, by which transformers multiplies. (OCP Microscaling Formats 1.0.)
+
+    Args:
+        rows: of the stored matrix.
+        columns: of it; a multiple of 32.
+    """
+
+    def __init__(self, rows: int, columns: int) -> None:
+        self._rows, self._columns = rows, columns
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the transposed matrices."""
+        return (*stored[:-1], self._columns, self._rows)
+
+    def select(self, index: int) -> Mxfp4:
+        """Returns the same."""
+        del index
+        return self
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        groups = self._columns // _MX
+        numbers = torch.tensor(_E2M1, dtype=out.dtype, device=out.device)
+        pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], 1)  # by the byte that holds them
+        pairs = pairs.view(torch.int32 if out.itemsize == 2 else torch.int64).flatten()
+        for matrix, values in zip(
+            stored.reshape(-1, stored.shape[-1]), out.view(-1, self._columns, self._rows), strict=True
+        ):
+            bytes_, scales = matrix.split([self._rows * self._columns // 2, self._rows * groups])
+            bytes_, scales = bytes_.view(self._rows, -1), scales.view(self._rows, groups, 1)
+            for rows in _parts(bytes_):
+                made = pairs[bytes_[rows].int()].view(out.dtype).view(-1, groups, _MX)
+                made *= torch.exp2(scales[rows].float() - _E8M0).to(out.dtype)
+                values[:, rows] = made.view(-1, self._columns).T
 
 
 def weight_of(scale: str) -> str | None:
@@ -69,7 +173,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     Raises:
         ValueError: there are no such blocks.
     """
-    scale = torch.exp2(stored.float() - 127) if stored.dtype == torch.uint8 else stored.float()
+    scale = torch.exp2(stored.float() - _E8M0) if stored.dtype == torch.uint8 else stored.float()
     if name.endswith("SCB"):
         scale = scale / _MAX
     if scale.numel() == 1:
@@ -92,38 +196,10 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     return scale
 
 
-def joined_scales(scales: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], dim: int) -> torch.Tensor:
-    """Returns the scale of the weights of these shapes when they are concatenated."""
-    steps = [shape[dim] // scale.shape[dim] for scale, shape in zip(scales, shapes, strict=True)]
-    found = []
-    for scale, step in zip(scales, steps, strict=True):
-        scale = scale.repeat_interleave(step // math.gcd(*steps), dim)
-        for other in range(scale.dim()):
-            if other != dim:
-                count = math.lcm(*(each.shape[other] for each in scales))
-                scale = scale.repeat_interleave(count // scale.shape[other], other)
-        found.append(scale)
-    return torch.cat(found, dim)
-
-
-class Scaled(WeightFormat):
-    """Stored as values of 8 bits and their scale, as ``read_scale`` returns it; they are multiplied in float32."""
-
-    def expand(self, parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-        """Fills ``out`` from two parts, the values and the scale."""
-        values, scale = parts[0], parts[1].to(out.device)
-        for dim in range(scale.dim()):
-            if scale.shape[dim] > 1:
-                scale = scale.repeat_interleave(values.shape[dim] // scale.shape[dim], dim)
-        scale = scale.expand(values.shape)
-        for rows in _parts(values):
-            out[rows] = values[rows].float().mul_(scale[rows])
-
-
 def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Returns ``values`` times ``scale``, as ``Scaled`` does, in new memory."""
     made = torch.empty(values.shape, dtype=dtype, device=values.device)
-    Scaled().expand((values, scale), made)
+    Scaled(scale).expand(values, made)
     return made
 
 

@@ -142,6 +142,38 @@ def test_experts_in_8_bits_are_read_so_and_have_the_bits_of_their_values(
         assert model.stats().peak_bytes <= nbytes * 3 // 4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(implementation: str, folder: Path) -> None:
+    path, kind = saved(folder, "GptOss")
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    plain = path.with_name("plain")
+    shutil.copytree(path, plain)
+    written, meant = dict(nvme_ops.load(path / "model.safetensors")), nvme_ops.load(path / "model.safetensors")
+    for name, value in meant.items():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            count, columns, rows = value.shape
+            del written[name]
+            numbers = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+            exponents = torch.randint(120, 128, (count, rows, columns // 32), dtype=torch.uint8)
+            written |= {f"{name}_blocks": numbers, f"{name}_scales": exponents}
+            meant[name] = mxfp4.convert_moe_packed_tensors(numbers, exponents)
+    nvme_ops.save(written, path / "model.safetensors", metadata={"format": "pt"})
+    nvme_ops.save(meant, plain / "model.safetensors", metadata={"format": "pt"})
+    document = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**document, "quantization_config": {"quant_method": "mxfp4"}}))
+    wanted = kind.from_pretrained(plain, experts_implementation=implementation).eval()
+    with from_pretrained(path, memory_budget="250K", experts_implementation=implementation) as model:
+        for shape in ((1, 7), (32, 7), (1, 1), (1, 1)):
+            tokens = torch.arange(7 * 32).roll(5)[: math.prod(shape)].view(shape)
+            assert torch.equal(model(tokens).logits, wanted(tokens).logits)
+        experts = model._nvme_window.experts
+        nbytes = 3 * 64 * 64 * 17 // 32  # 4 bits of each number, and 8 for every 32
+        assert {sum(source.nbytes for source in each.places) for each in experts.groups[0]} == {nbytes}
+        assert model.stats().expert_hits > 0
+        assert model.stats().peak_bytes <= 250 * KIB
+
+
 # Mixtures written by hand
 
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))

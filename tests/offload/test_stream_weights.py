@@ -16,7 +16,7 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops.engine import Priority
-from nvme_ops.formats.quantized import expand, joined_scales, quantize, read_scale
+from nvme_ops.formats.quantized import Scaled, expand, quantize, read_scale
 from nvme_ops.offload import from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
@@ -314,9 +314,9 @@ def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
     for scale, each in zip(read, wanted, strict=True):
         assert torch.equal(expand(values, scale, torch.float32), each)
     for dim in (0, 1):
-        scale = joined_scales(read, [(6, 4)] * 4, dim)
-        assert torch.equal(expand(torch.cat([values] * 4, dim), scale, torch.float32), torch.cat(wanted, dim))
-    assert joined_scales([of_all.view(1, 1)] * 2, [(6, 4)] * 2, 0).shape == (2, 1)
+        joined = Scaled.concatenated([Scaled(scale) for scale in read], [(6, 4)] * 4, dim)
+        assert torch.equal(expand(torch.cat([values] * 4, dim), joined.scale, torch.float32), torch.cat(wanted, dim))
+    assert Scaled.concatenated([Scaled(of_all.view(1, 1))] * 2, [(6, 4)] * 2, 0).scale.shape == (2, 1)
 
 
 @torch.no_grad()

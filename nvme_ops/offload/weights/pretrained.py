@@ -15,10 +15,10 @@ from torch.overrides import TorchFunctionMode
 from nvme_ops.errors import naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
-from nvme_ops.formats.quantized import KINDS, read_scale, weight_of
+from nvme_ops.formats.quantized import KINDS, Mxfp4, Scaled, read_scale, weight_of
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.source import WeightFile
+from nvme_ops.offload.weights.source import WeightFile, concatenated
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.streamed import stream
@@ -107,8 +107,8 @@ def from_pretrained(
         if not isinstance(quantization, dict):
             quantization = quantization.to_dict()
         blocks = quantization.get("weight_block_size") or ()
-        state = _with_scales(state, next(each for each in dtypes if isinstance(each, torch.dtype)), blocks)
-        if any(each._scale is not None for each in state.values()) and quantization:
+        state = _joined(state, next(each for each in dtypes if isinstance(each, torch.dtype)), blocks)
+        if any(each._stored_as is not None for each in state.values()) and quantization:
             config = copy.deepcopy(config)
             del config.quantization_config  # else transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
@@ -198,11 +198,11 @@ def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
     return os.path.dirname(weights)
 
 
-def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
-    """Joins weights of 8 bits with their scales, which are read.
+def _joined(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
+    """Joins what is stored of weights of 8 bits, whose scales are read, and of 4 bits.
 
     Args:
-        state: weights by name.
+        state: what is stored, by name.
         dtype: that of the expanded weights.
         blocks: sizes of the blocks that have a factor each, if the configuration says so.
     """
@@ -212,8 +212,17 @@ def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Seq
     read = read_now([state[name].source for name in scales])
     for (name, weight), values in zip(scales.items(), read, strict=True):
         stored = state[weight]
-        scale = read_scale(name, values, stored.shape, blocks)
-        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale=scale)
+        scale = Scaled(read_scale(name, values, stored.shape, blocks))
+        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale)
+    for name in [each.removesuffix("_blocks") for each in state if each.endswith("_blocks")]:
+        numbers, exponents = state[f"{name}_blocks"], state.get(f"{name}_scales")
+        if exponents is None or (*exponents.shape, 16) != numbers.shape or numbers.dtype != torch.uint8:
+            continue
+        count, rows, groups = exponents.shape
+        source = concatenated([each.source.view((count, each.numel() // count)) for each in (numbers, exponents)], 1)
+        if source is not None:
+            del found[f"{name}_blocks"], found[f"{name}_scales"]
+            found[name] = StoredTensor(numbers._weights, source, dtype, numbers.device, Mxfp4(rows, 32 * groups))
     return found
 
 

@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from nvme_ops.errors import FormatError
-from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat, joined_scales
+from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
@@ -50,8 +50,8 @@ class StoredTensor(OffloadedTensor):
         source: where the stored values are.
         dtype: that of the values after conversion; the stored one when None.
         device: where the weight is used.
-        scale: factors for stored values of 8 bits.
-        outline: has shape and dtype of this tensor; those of ``source`` when None.
+        stored_as: how values are made of what is stored; None: they are the same, in ``dtype``.
+        outline: has shape and dtype of this tensor; those of the values when None.
         steps: views that lead from the converted values to this tensor.
     """
 
@@ -59,7 +59,7 @@ class StoredTensor(OffloadedTensor):
     _source: Source
     _device: torch.device
     _converted: torch.dtype  # of the values after conversion, before the steps
-    _scale: torch.Tensor | None
+    _stored_as: WeightFormat | None  # None: as they are, or in another dtype
     _is_part: bool  # whether it is a part of a weight, whose rest is not read
 
     writable = False
@@ -73,16 +73,17 @@ class StoredTensor(OffloadedTensor):
         source: Source,
         dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        scale: torch.Tensor | None = None,
+        stored_as: WeightFormat | None = None,
         outline: torch.Tensor | None = None,
         steps: tuple[Step, ...] = (),
     ) -> StoredTensor:
         """Makes a tensor without reading anything."""
         device, converted = device or torch.device("cpu"), dtype or source.dtype
         if outline is None:
-            outline = torch.empty(source.shape, dtype=converted, device="meta")
+            shape = source.shape if stored_as is None else stored_as.shape(source.shape)
+            outline = torch.empty(shape, dtype=converted, device="meta")
         made = cls._outlined(outline, steps, device)
-        made._weights, made._source, made._device, made._scale = weights, source, device, scale
+        made._weights, made._source, made._device, made._stored_as = weights, source, device, stored_as
         made._converted, made._is_part = converted, False
         return made
 
@@ -111,42 +112,44 @@ class StoredTensor(OffloadedTensor):
         if self._format is not None:
             size = self.nbytes_expanded
             memory = torch.empty(size, dtype=torch.uint8, device=values.device) if room is None else room(size)
-            out = memory.view(self._converted).view(self._source.shape)
-            self._format.expand((values,) if self._scale is None else (values, self._scale), out)
+            out = memory.view(self._converted).view(self._format.shape(self._source.shape))
+            self._format.expand(values, out)
             values = out
         return apply_steps(self._steps, values)
 
     @property
     def _format(self) -> WeightFormat | None:
         """How stored values are expanded to those computed with; None if they are the same."""
-        if self._scale is not None:
-            return Scaled()
+        if self._stored_as is not None:
+            return self._stored_as
         return Cast() if self._converted != self._source.dtype else None
 
     @property
     def nbytes_expanded(self) -> int:
         """Bytes of memory taken beside the stored values while it is computed with."""
-        return 0 if self._format is None else math.prod(self._source.shape) * self._converted.itemsize
+        if self._format is None:
+            return 0
+        return math.prod(self._format.shape(self._source.shape)) * self._converted.itemsize
 
     def is_plain(self) -> bool:
         """Returns whether its elements are the stored ones, in their order, but for a conversion of the dtype."""
-        return not self._steps and self._scale is None
+        return not self._steps and self._stored_as is None
 
     def like(
         self,
         source: Source,
         dtype: torch.dtype | None = None,
-        scale: torch.Tensor | None = None,
+        stored_as: WeightFormat | None = None,
         outline: torch.Tensor | None = None,
         is_part: bool = False,
     ) -> StoredTensor:
         """Returns a tensor of the same model, device and dtype from another ``source``, without steps."""
-        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, scale, outline)
+        made = StoredTensor(self._weights, source, dtype or self._converted, self._device, stored_as, outline)
         made._is_part = self._is_part or is_part
         return made
 
     def _derived(self, outline: torch.Tensor, *steps: Step) -> StoredTensor:
-        same = (self._weights, self._source, self._converted, self._device, self._scale)
+        same = (self._weights, self._source, self._converted, self._device, self._stored_as)
         made = StoredTensor(*same, outline, (*self._steps, *steps))
         made._is_part = self._is_part
         return made
@@ -161,7 +164,7 @@ class StoredTensor(OffloadedTensor):
         return self.in_window()
 
     def _whole(self) -> StoredTensor:
-        return self if not self._steps else self.like(self._source, self._converted, self._scale)
+        return self if not self._steps else self.like(self._source, self._converted, self._stored_as)
 
     def _copies(self) -> tuple[dict[Any, StorageWeakRef], Any]:
         return self._source.copies, self._converted
@@ -274,7 +277,7 @@ def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **option
 
 
 def select(tensor: StoredTensor, dim: int, index: int) -> Any:
-    """Selects an index of the first dimension, such as one of packed experts, with its part of the scale."""
+    """Selects an index of the first dimension, such as one of packed experts, with its part of a scale."""
     if (
         tensor._steps
         or not tensor.numel()
@@ -283,12 +286,11 @@ def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     ):
         return NotImplemented
     index %= tensor.shape[0]
-    part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
-    scale = tensor._scale
-    if scale is not None and (scale.dim() != tensor.dim() or tensor.dim() < 3):
+    stored_as = None if tensor._stored_as is None else tensor._stored_as.select(index)
+    if tensor._stored_as is not None and stored_as is None:
         return NotImplemented
-    scale = None if scale is None else scale[index if scale.shape[0] > 1 else 0]
-    return tensor.like(part, None, scale, tensor._outline.select(dim, index), is_part=True)
+    part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
+    return tensor.like(part, None, stored_as, tensor._outline.select(dim, index), is_part=True)
 
 
 StoredTensor.lazy[aten.select.int] = select
@@ -350,11 +352,11 @@ def _view_dtype(tensor: StoredTensor, dtype: torch.dtype) -> Any:
 
 
 def _unsqueeze(tensor: StoredTensor, dim: int) -> Any:
-    if tensor._steps:
+    if tensor._steps or not isinstance(tensor._stored_as, Scaled | None):
         return NotImplemented
     outline = tensor._outline.unsqueeze(dim)
-    scale = None if tensor._scale is None else tensor._scale.unsqueeze(dim)
-    return tensor.like(tensor.source.view(tuple(outline.shape)), None, scale, outline)
+    stored_as = None if tensor._stored_as is None else tensor._stored_as.unsqueeze(dim)
+    return tensor.like(tensor.source.view(tuple(outline.shape)), None, stored_as, outline)
 
 
 StoredTensor.lazy[aten.unsqueeze.default] = _unsqueeze
@@ -374,14 +376,14 @@ StoredTensor.lazy[aten.stack.default] = _stack
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    found = scale = None
+    found = stored_as = None
     if all(isinstance(each, StoredTensor) and not each._steps and each.dtype == tensors[0].dtype for each in tensors):
-        scales = [each._scale for each in tensors if each._scale is not None]
-        if len(scales) == len(tensors):
-            scale = joined_scales(scales, [each.shape for each in tensors], dim % tensors[0].dim())
-        if len(scales) in (0, len(tensors)):
+        formats = [each._stored_as for each in tensors if isinstance(each._stored_as, Scaled)]
+        if len(formats) == len(tensors):
+            stored_as = Scaled.concatenated(formats, [each.shape for each in tensors], dim % tensors[0].dim())
+        if stored_as is not None or all(each._stored_as is None for each in tensors):
             found = concatenated([each.source for each in tensors], dim)
-    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found, None, scale)
+    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found, None, stored_as)
 
 
 StoredTensor.lazy[aten.cat.default] = _cat

@@ -233,12 +233,12 @@ def _write(
     squared_error = squares = 0.0
     with InFlight(_WRITES, abandon=True) as in_flight:
         for key, tensor in tensors.items():
-            dtype, scale = tensor.dtype, None
+            dtype, stored_as = tensor.dtype, None
             if key in matrices:
                 values, scale = quantized.quantize(tensor)
                 squared_error += float((quantized.expand(values, scale, torch.float32) - tensor.detach()).pow_(2).sum())
                 squares += float(tensor.detach().float().pow(2).sum())
-                tensor = values
+                tensor, stored_as = values, quantized.Scaled(scale)
             pieces = slabs.allocate(tensor.nbytes)
             transfers: list[IoFuture] = []
             slabs.move(pieces, to_store(tensor), transfers, write=True, priority=Priority.WRITEBACK)
@@ -247,12 +247,12 @@ def _write(
             extents = [FileExtent(files[piece.folder], piece.extent.start, piece.nbytes) for piece in pieces]
             if tensor.is_contiguous() or not is_dense(tensor):
                 source = Source(extents, tensor.dtype, tensor.shape)
-                stored[key] = StoredTensor(weights, source, dtype, device, scale)
+                stored[key] = StoredTensor(weights, source, dtype, device, stored_as)
             else:  # stored in the order of its memory
                 outline = outline_of(tensor.shape, tensor.stride(), dtype)
                 step = Step(torch.ops.aten.as_strided.default, (outline.shape, outline.stride()), {})
                 source = Source(extents, tensor.dtype, (tensor.numel(),))
-                stored[key] = StoredTensor(weights, source, dtype, device, scale, outline, (step,))
+                stored[key] = StoredTensor(weights, source, dtype, device, stored_as, outline, (step,))
     for file in files:
         file.note_size()
     return stored, (squared_error / squares) ** 0.5 if squares else 0.0

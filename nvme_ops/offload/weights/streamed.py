@@ -114,7 +114,7 @@ class _Entry(StoredTensor):
     @staticmethod
     def of(tensor: StoredTensor) -> _Entry:
         """Returns an entry for a weight."""
-        same = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._scale)
+        same = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._stored_as)
         return _Entry(*same, tensor._outline, tensor._steps)
 
     def to_memory(self) -> torch.Tensor:
