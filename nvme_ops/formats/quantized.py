@@ -183,8 +183,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     fits = scale.dim() == len(shape)
     for dim, size in enumerate(shape if fits else ()):
         count = scale.shape[dim]
-        named = blocks[dim - len(shape) :][:1] if len(shape) - dim <= len(blocks) else ()
-        likely = [*named, max(1, size // max(1, count)), *(1 << power for power in range(16))]
+        likely = [*blocks[dim - len(shape) :][:1], max(1, size // max(1, count)), *(1 << power for power in range(16))]
         block = next((each for each in likely if -(-size // each) == count), 0)
         if block == 0:
             fits = False

@@ -154,10 +154,10 @@ def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(impleme
         if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
             count, columns, rows = value.shape
             del written[name]
-            numbers = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
-            exponents = torch.randint(120, 128, (count, rows, columns // 32), dtype=torch.uint8)
-            written |= {f"{name}_blocks": numbers, f"{name}_scales": exponents}
-            meant[name] = mxfp4.convert_moe_packed_tensors(numbers, exponents)
+            blocks = torch.randint(256, (count, rows, columns // 32, 16), dtype=torch.uint8)
+            scales = torch.randint(120, 128, (count, rows, columns // 32), dtype=torch.uint8)
+            written |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+            meant[name] = mxfp4.convert_moe_packed_tensors(blocks, scales)
     nvme_ops.save(written, path / "model.safetensors", metadata={"format": "pt"})
     nvme_ops.save(meant, plain / "model.safetensors", metadata={"format": "pt"})
     document = json.loads((path / "config.json").read_text())
@@ -172,6 +172,14 @@ def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(impleme
         assert {sum(source.nbytes for source in each.places) for each in experts.groups[0]} == {nbytes}
         assert model.stats().expert_hits > 0
         assert model.stats().peak_bytes <= 250 * KIB
+        weights = [each.model.layers[0].mlp.experts.down_proj for each in (model, wanted)]
+        assert torch.equal(weights[0].unsqueeze(0)[0, 3], weights[1][3])
+    name, numbers = "model.layers.0.mlp.experts.down_proj_scales", "model.layers.0.mlp.experts.down_proj_blocks"
+    scales = written.pop(name)
+    for wrong in ({}, {name: scales[:, 1:].clone()}, {name: scales.float(), numbers: written[numbers].float()}):
+        nvme_ops.save({**written, **wrong}, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="weights are missing"):
+            from_pretrained(path, memory_budget="250K")
 
 
 # Mixtures written by hand

@@ -16,7 +16,7 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops.engine import Priority
-from nvme_ops.formats.quantized import Scaled, expand, quantize, read_scale
+from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_scale
 from nvme_ops.offload import from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
@@ -299,24 +299,63 @@ def test_scales_of_blocks(shape: tuple[int, ...], blocks: tuple[int, ...], named
         wide = torch.exp2(stored.float() - 127)[torch.arange(5) // 4][:, torch.arange(6) // 2]
     scale = read_scale("name_scale", stored, shape, blocks if named else ())
     assert torch.equal(expand(values, scale, torch.float32), values.float() * wide)
+    assert named or shape != (576, 64) or scale.shape == (9, 1), "no larger than it needs to be"
     others = torch.stack([values, values]), torch.stack([scale, scale / 2])
     assert torch.equal(expand(*others, torch.float32)[1], values.float() * wide / 2)
     with pytest.raises(ValueError, match="fits no weight"):
         read_scale("name_scale", torch.ones(3, 5), (4, 8))
+    with pytest.raises(ValueError, match="fits no weight"):
+        read_scale("name_scale", torch.ones(5), (4, 8))
 
 
 def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
     torch.manual_seed(1)
     values = torch.randn(6, 4).to(torch.float8_e4m3fn)
-    of_all, rows = torch.tensor(2.0), torch.arange(1.0, 7)
-    read = [read_scale("scale", each, (6, 4)) for each in (of_all, rows, rows[:, None], torch.ones(3, 2))]
-    wanted = [values.float() * wide for wide in (of_all, rows[:, None], rows[:, None], torch.ones(()))]
+    of_all, rows, two, three = torch.tensor([2.0]), torch.arange(1.0, 7), torch.ones(2, 2) * 3, torch.ones(3, 1) * 5
+    read = [read_scale("scale", each, (6, 4)) for each in (of_all, rows, rows[:, None], two, three)]
+    wanted = [values.float() * wide for wide in (2, rows[:, None], rows[:, None], 3, 5)]
     for scale, each in zip(read, wanted, strict=True):
         assert torch.equal(expand(values, scale, torch.float32), each)
     for dim in (0, 1):
-        joined = Scaled.concatenated([Scaled(scale) for scale in read], [(6, 4)] * 4, dim)
-        assert torch.equal(expand(torch.cat([values] * 4, dim), joined.scale, torch.float32), torch.cat(wanted, dim))
-    assert Scaled.concatenated([Scaled(of_all.view(1, 1))] * 2, [(6, 4)] * 2, 0).scale.shape == (2, 1)
+        for some in (range(5), (3, 4), (0, 3)):
+            joined = Scaled.concatenated([Scaled(read[number]) for number in some], [(6, 4)] * len(some), dim)
+            found = expand(torch.cat([values] * len(some), dim), joined.scale, torch.float32)
+            assert torch.equal(found, torch.cat([wanted[number] for number in some], dim))
+    joined = Scaled.concatenated([Scaled(two), Scaled(of_all.view(1, 1))], [(8, 4), (6, 4)], 0)
+    assert joined.scale[:, 0].tolist() == [3, 3, 3, 3, 2, 2, 2]
+    packed = Scaled(of_all.view(1, 1, 1)).select(3)
+    assert packed is not None
+    assert packed.scale.tolist() == [[2]]
+    assert Scaled(two).select(1) is None, "of a matrix"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_numbers_of_4_bits(dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+    codes, exponents = torch.randint(16, (2, 3, 64), dtype=torch.uint8), torch.randint(120, 130, (2, 3, 2))
+    bytes_ = codes[..., ::2] + 16 * codes[..., 1::2]
+    stored = torch.cat([bytes_.flatten(1), exponents.to(torch.uint8).flatten(1)], 1)
+    out = torch.empty(Mxfp4(3, 64).shape(stored.shape), dtype=dtype)
+    Mxfp4(3, 64).expand(stored, out)
+    wanted = numbers[codes.int()] * torch.exp2(exponents.float() - 127).repeat_interleave(32, 2)
+    assert torch.equal(out, wanted.mT.to(dtype))
+
+
+@torch.no_grad()
+def test_views_and_joins_of_weights_of_8_bits_have_their_values(folder: Path) -> None:
+    torch.manual_seed(1)
+    model = nn.ModuleList([nn.Linear(1024, 2048), nn.Embedding(2000, 1024)])
+    with stream_weights(model, folder, memory_budget="64M", quantize="int8") as found:
+        weight, table = found[0].weight, found[1].weight
+        values, others = weight.to_memory(), table.to_memory()
+        assert torch.equal(weight[3], values[3])
+        assert torch.equal(weight.t().unsqueeze(0), values.t().unsqueeze(0))
+        assert torch.equal(torch.stack([weight, weight], 1), torch.stack([values, values], 1))
+        assert torch.equal(torch.cat([weight, table]), torch.cat([values, others]))
+        bare = weight.like(weight.source)
+        assert torch.equal(torch.cat([weight, bare]), torch.cat([values, bare.to_memory()]))
+        assert torch.equal(torch.cat([table, table.double()]), torch.cat([others, others.double()]))
 
 
 @torch.no_grad()
@@ -383,9 +422,11 @@ def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
             written[name] = (value / wide).to(torch.float8_e4m3fn)
         written |= scale
         state[name] = written[name].float() * wide
+    written["model.norm.weight_scale"] = torch.tensor(7.0)  # of a weight that needs none
     nvme_ops.save(written, folder / "model.safetensors", metadata={"format": "pt"})
     document = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
+    if kind != "int8":
+        (folder / "config.json").write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
     plain.load_state_dict(state)
     ids = torch.tensor([[1, 2, 3]])
     with from_pretrained(folder, memory_budget="1100K") as model:
