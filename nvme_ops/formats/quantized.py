@@ -13,7 +13,8 @@ _MAX = 127  # the values are within -127 and 127
 _E2M1 = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _MX = 32  # numbers of a scale
 _E8M0 = 127  # the exponent that stands for 1
-_CHUNK = 1 << 18  # elements that are multiplied at once, in float32
+_CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
+_CHUNK_ELSEWHERE = 1 << 24
 
 #: How names of a scale end, after the name of its weight: in compressed-tensors and static FP8; in FP8 in blocks as in
 #: DeepSeek-V3, whose "inverse" scale is the one to multiply by.
@@ -89,13 +90,14 @@ class Scaled(WeightFormat):
     def concatenated(formats: Sequence[Scaled], shapes: Sequence[Sequence[int]], dim: int) -> Scaled:
         """Returns the format of weights of these shapes when they are concatenated."""
         steps = [shape[dim] // each.scale.shape[dim] for each, shape in zip(formats, shapes, strict=True)]
+        least = math.gcd(*steps)
+        counts = [math.lcm(*sizes) for sizes in zip(*(each.scale.shape for each in formats), strict=True)]
         found = []
         for each, step in zip(formats, steps, strict=True):
-            scale = each.scale.repeat_interleave(step // math.gcd(*steps), dim)
-            for other in range(scale.dim()):
-                if other != dim:
-                    count = math.lcm(*(one.scale.shape[other] for one in formats))
-                    scale = scale.repeat_interleave(count // scale.shape[other], other)
+            scale = each.scale
+            for place, count in enumerate(counts):
+                times = step // least if place == dim else count // scale.shape[place]
+                scale = scale if times == 1 else scale.repeat_interleave(times, place)
             found.append(scale)
         return Scaled(torch.cat(found, dim))
 
@@ -203,7 +205,7 @@ def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
 
 
 def _parts(tensor: torch.Tensor) -> list[slice]:
-    """Returns slices of the first dimension that have about ``_CHUNK`` elements each."""
-    rows = tensor.shape[0]
-    step = max(1, _CHUNK * rows // max(1, tensor.numel()))
+    """Returns slices of the first dimension with elements to be multiplied at once."""
+    rows, most = tensor.shape[0], _CHUNK if tensor.device.type == "cpu" else _CHUNK_ELSEWHERE
+    step = max(1, most * rows // max(1, tensor.numel()))
     return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]
