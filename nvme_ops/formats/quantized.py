@@ -107,9 +107,9 @@ class Scaled(WeightFormat):
         for dim in range(1, scale.dim()):
             if scale.shape[dim] > 1:
                 scale = scale.repeat_interleave(stored.shape[dim] // scale.shape[dim], dim)
-        rows = stored.shape[0] // scale.shape[0] if scale.dim() else 1
+        rows = stored.shape[0] // scale.shape[0]
         for part in _parts(stored):
-            of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows] if scale.dim() else scale
+            of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows]
             out[part] = stored[part].float().mul_(of_part)
 
 
@@ -139,17 +139,18 @@ class Mxfp4(WeightFormat):
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
         groups = self._columns // _MX
-        numbers = torch.tensor(_E2M1, dtype=out.dtype, device=out.device)
+        dtype, as_one = (out.dtype, torch.int32) if out.itemsize == 2 else (torch.float32, torch.int64)
+        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device)
         pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], 1)  # by the byte that holds them
-        pairs = pairs.view(torch.int32 if out.itemsize == 2 else torch.int64).flatten()
+        pairs = pairs.view(as_one).flatten()
         for matrix, values in zip(
             stored.reshape(-1, stored.shape[-1]), out.view(-1, self._columns, self._rows), strict=True
         ):
             bytes_, scales = matrix.split([self._rows * self._columns // 2, self._rows * groups])
             bytes_, scales = bytes_.view(self._rows, -1), scales.view(self._rows, groups, 1)
             for rows in _parts(bytes_):
-                made = pairs[bytes_[rows].int()].view(out.dtype).view(-1, groups, _MX)
-                made *= torch.exp2(scales[rows].float() - _E8M0).to(out.dtype)
+                made = pairs[bytes_[rows].int()].view(dtype).view(-1, groups, _MX)
+                made *= torch.exp2(scales[rows].float() - _E8M0).to(dtype)
                 values[:, rows] = made.view(-1, self._columns).T
 
 
@@ -170,7 +171,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
             short. As uint8 it holds exponents (E8M0: 127 stands for 1).
         shape: of the weight.
         blocks: sizes of the blocks, in the last dimensions, that the configuration names. Those of which the scale has
-            another number are inferred: blocks of equal size, else of a power of two.
+            another number are inferred: blocks of the size of a power of two, else all of one size.
 
     Raises:
         ValueError: there are no such blocks.
@@ -183,10 +184,10 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     if scale.dim() == 1 and len(scale) == shape[0]:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
     fits = scale.dim() == len(shape)
-    for dim, size in enumerate(shape if fits else ()):
-        count = scale.shape[dim]
-        likely = [*blocks[dim - len(shape) :][:1], max(1, size // max(1, count)), *(1 << power for power in range(16))]
-        block = next((each for each in likely if -(-size // each) == count), 0)
+    for dim in [dim for dim, count in enumerate(scale.shape) if fits and count > 1]:
+        size, count = shape[dim], scale.shape[dim]
+        likely = [*blocks[dim - len(shape) :][:1], *(1 << power for power in range(16)), size // count]
+        block = next((each for each in likely if each and -(-size // each) == count), 0)
         if block == 0:
             fits = False
             break

@@ -285,7 +285,9 @@ def test_each_value_is_off_by_half_a_step_at_most(shape: tuple[int, ...], dtype:
 
 
 @pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize(("shape", "blocks"), [((5, 6), (3, 2)), ((576, 64), (128, 64)), ((2, 7, 5), (4, 4))])
+@pytest.mark.parametrize(
+    ("shape", "blocks"), [((5, 6), (3, 2)), ((576, 64), (128, 64)), ((192, 768), (128, 192)), ((2, 7, 5), (4, 4))]
+)
 def test_scales_of_blocks(shape: tuple[int, ...], blocks: tuple[int, ...], named: bool) -> None:
     torch.manual_seed(1)
     values, sizes = torch.randn(shape).to(torch.float8_e4m3fn), (1, *blocks)[-len(shape) :]
@@ -329,7 +331,7 @@ def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
     assert Scaled(two).select(1) is None, "of a matrix"
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_numbers_of_4_bits(dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])

@@ -103,12 +103,8 @@ def from_pretrained(
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
         dtypes = (dtype, getattr(config, "dtype", None), torch.bfloat16)
-        quantization = getattr(config, "quantization_config", None) or {}
-        if not isinstance(quantization, dict):
-            quantization = quantization.to_dict()
-        blocks = quantization.get("weight_block_size") or ()
-        state = _joined(state, next(each for each in dtypes if isinstance(each, torch.dtype)), blocks)
-        if any(each._stored_as is not None for each in state.values()) and quantization:
+        state = _joined(state, next(each for each in dtypes if isinstance(each, torch.dtype)), _blocks(config))
+        if any(each._stored_as is not None for each in state.values()) and hasattr(config, "quantization_config"):
             config = copy.deepcopy(config)
             del config.quantization_config  # else transformers would look for kernels of its own
         if "experts_implementation" not in kwargs:
@@ -196,6 +192,15 @@ def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
         shards(name, weights, **options)
     find("generation_config.json", **optional)
     return os.path.dirname(weights)
+
+
+def _blocks(config: Any) -> Sequence[int]:
+    """Returns the sizes of the blocks of a matrix that have a factor each, as a configuration names them."""
+    found = getattr(config, "quantization_config", None) or {}
+    found = found if isinstance(found, dict) else found.to_dict()
+    groups = [dict(group.get("weights") or {}) for group in dict(found.get("config_groups") or {}).values()]
+    sizes = [found.get("weight_block_size"), *(each.get("block_structure") for each in groups)]  # compressed-tensors
+    return next((each for each in sizes if each), ())
 
 
 def _joined(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
