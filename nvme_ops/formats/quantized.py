@@ -12,6 +12,10 @@ KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX = 127  # the values are within -127 and 127
 _E2M1 = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _MX = 32  # numbers of a scale
+_E4M3 = (
+    2.0**8
+)  # what the bits of a float8_e4m3fn stand for, over what they do in a float16, whose exponent begins lower
+_E4M3_NAN, _E4M3_COPY = 0x7F << 7, 1 << 14  # magnitude of NaN; a second copy of the sign
 _E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
 _CHUNK_ELSEWHERE = 1 << 24
@@ -110,7 +114,7 @@ class Scaled(WeightFormat):
         rows = stored.shape[0] // scale.shape[0]
         for part in _parts(stored):
             of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows]
-            out[part] = stored[part].float().mul_(of_part)
+            out[part] = _floats(stored[part]).mul_(of_part)
 
 
 class Mxfp4(WeightFormat):
@@ -203,6 +207,19 @@ def expand(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> tor
     made = torch.empty(values.shape, dtype=dtype, device=values.device)
     Scaled(scale).expand(values, made)
     return made
+
+
+def _floats(stored: torch.Tensor) -> torch.Tensor:
+    """Returns values of 8 bits in float32; float8 by way of float16, as torch converts them one by one on the CPU."""
+    if stored.device.type != "cpu" or not stored.is_floating_point():
+        return stored.float()
+    bits = stored.view(torch.int8).to(torch.int16)
+    if stored.dtype == torch.float8_e5m2:  # the upper half of a float16
+        return bits.bitwise_left_shift_(8).view(torch.float16).float()
+    bits.bitwise_left_shift_(7).bitwise_and_(~_E4M3_COPY)
+    if bits.bitwise_and(_E4M3_NAN).max() == _E4M3_NAN:  # which is no NaN as a float16
+        return stored.float()
+    return bits.view(torch.float16).float().mul_(_E4M3)
 
 
 def _parts(tensor: torch.Tensor) -> list[slice]:

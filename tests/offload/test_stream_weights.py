@@ -284,6 +284,17 @@ def test_each_value_is_off_by_half_a_step_at_most(shape: tuple[int, ...], dtype:
         quantize(torch.tensor([[1.0, float("nan")]]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_all_values_of_8_bits_are_those_of_torch(dtype: torch.dtype) -> None:
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
+    scale = torch.rand(16, 1)
+    found, wanted = expand(values, scale, torch.float32), values.float() * scale
+    assert torch.equal(found.nan_to_num(7.5), wanted.nan_to_num(7.5))
+    assert torch.equal(found.isnan(), wanted.isnan())
+    some = values[[0, 3, 6, 8, 13]].t()  # without the code of NaN
+    assert torch.equal(expand(some, torch.ones(1, 1), torch.float32), some.float())
+
+
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize(
     ("shape", "blocks"), [((5, 6), (3, 2)), ((576, 64), (128, 64)), ((192, 768), (128, 192)), ((2, 7, 5), (4, 4))]
