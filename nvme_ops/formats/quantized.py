@@ -46,8 +46,8 @@ class WeightFormat(Protocol):
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the values, given that of what is stored."""
 
-    def select(self, index: int) -> WeightFormat | None:
-        """Returns the format of an index of the first of three dimensions, which is stored alike; None if none is."""
+    def select(self, index: int) -> WeightFormat:
+        """Returns the format of an index of the first of three dimensions."""
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
@@ -80,10 +80,8 @@ class Scaled(WeightFormat):
         """Returns the same shape."""
         return tuple(stored)
 
-    def select(self, index: int) -> Scaled | None:
+    def select(self, index: int) -> Scaled:
         """Returns the part of the scale for an index of packed matrices."""
-        if self.scale.dim() < 3:
-            return None
         return Scaled(self.scale[index if self.scale.shape[0] > 1 else 0])
 
     def unsqueeze(self, dim: int) -> Scaled:

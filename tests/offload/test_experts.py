@@ -179,6 +179,7 @@ def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(impleme
         assert model.stats().peak_bytes <= 250 * KIB
         weights = [each.model.layers[0].mlp.experts.down_proj for each in (model, wanted)]
         assert torch.equal(weights[0].unsqueeze(0)[0, 3], weights[1][3])
+        assert torch.equal(weights[0][3][5], weights[1][3][5])
     name, numbers = "model.layers.0.mlp.experts.down_proj_scales", "model.layers.0.mlp.experts.down_proj_blocks"
     scales = written.pop(name)
     for wrong in ({}, {name: scales[:, 1:].clone()}, {name: scales.float(), numbers: written[numbers].float()}):

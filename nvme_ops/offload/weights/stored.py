@@ -281,14 +281,13 @@ def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     if (
         tensor._steps
         or not tensor.numel()
+        or (tensor._stored_as is not None and tensor.dim() != 3)
         or dim % max(tensor.dim(), 1)
         or not -tensor.shape[0] <= index < tensor.shape[0]
     ):
         return NotImplemented
     index %= tensor.shape[0]
     stored_as = None if tensor._stored_as is None else tensor._stored_as.select(index)
-    if tensor._stored_as is not None and stored_as is None:
-        return NotImplemented
     part = tensor.source.rows(index, index + 1).view(tensor.source.shape[1:])
     return tensor.like(part, None, stored_as, tensor._outline.select(dim, index), is_part=True)
 
