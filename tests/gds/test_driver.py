@@ -54,8 +54,9 @@ def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: D
     os.chdir(folder)
     handles = [gds_handle(intra_op_parallelism=2) for _ in range(3)]
     assert {moves(device, handle, folder / "file") for handle in handles} == {"gds"}
-    opened = {"path": str(cufile.path), "version": 1150, "why_not_direct": "", "fake": True}
-    assert GDSBuilder().load().open_driver([]) == opened
+    opened = GDSBuilder().load().open_driver([])
+    assert Path(opened.pop("path")).name == cufile.path.name  # the process that has compiled it knows another folder
+    assert opened == {"version": 1150, "why_not_direct": "", "fake": True}
     del handles
     gds_handle()
     assert (cufile.calls(OPEN), cufile.calls(CLOSE), cufile.now.compatible) == (1, 0, 0)
