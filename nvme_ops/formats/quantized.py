@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 
@@ -12,9 +12,7 @@ KINDS = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _MAX = 127  # the values are within -127 and 127
 _E2M1 = [sign * number for sign in (1, -1) for number in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
 _MX = 32  # numbers of a scale
-_E4M3 = (
-    2.0**8
-)  # what the bits of a float8_e4m3fn stand for, over what they do in a float16, whose exponent begins lower
+_E4M3 = 2.0**8  # what bits of float8_e4m3fn stand for, over what they do in float16, whose exponents begin lower
 _E4M3_NAN, _E4M3_COPY = 0x7F << 7, 1 << 14  # magnitude of NaN; a second copy of the sign
 _E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
@@ -40,30 +38,25 @@ def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values, scale
 
 
-class WeightFormat(Protocol):
+class WeightFormat(ABC):
     """Computes the values of a tensor from what is stored of it."""
 
     def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Returns the shape of the values, given that of what is stored."""
+        """Returns the shape of the values, given that of what is stored: the same, unless a format says otherwise."""
+        return tuple(stored)
 
     def select(self, index: int) -> WeightFormat:
-        """Returns the format of an index of the first of three dimensions."""
+        """Returns the format of an index of the first of three dimensions: the same, unless a format says otherwise."""
+        del index
+        return self
 
+    @abstractmethod
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
 
 
 class Cast(WeightFormat):
     """Stored as values in another dtype."""
-
-    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Returns the same shape."""
-        return tuple(stored)
-
-    def select(self, index: int) -> Cast:
-        """Returns the same."""
-        del index
-        return self
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
@@ -75,10 +68,6 @@ class Scaled(WeightFormat):
 
     def __init__(self, scale: torch.Tensor) -> None:
         self.scale = scale
-
-    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
-        """Returns the same shape."""
-        return tuple(stored)
 
     def select(self, index: int) -> Scaled:
         """Returns the part of the scale for an index of packed matrices."""
@@ -133,11 +122,6 @@ class Mxfp4(WeightFormat):
         """Returns the shape of the transposed matrices."""
         return (*stored[:-1], self._columns, self._rows)
 
-    def select(self, index: int) -> Mxfp4:
-        """Returns the same."""
-        del index
-        return self
-
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
         groups = self._columns // _MX
@@ -185,18 +169,17 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
         return scale.reshape((1,) * len(shape))
     if scale.dim() == 1 and len(scale) == shape[0]:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
-    fits = scale.dim() == len(shape)
-    for dim in [dim for dim, count in enumerate(scale.shape) if fits and count > 1]:
-        size, count = shape[dim], scale.shape[dim]
-        likely = [*blocks[dim - len(shape) :][:1], *(1 << power for power in range(16)), size // count]
-        block = next((each for each in likely if each and -(-size // each) == count), 0)
-        if block == 0:
-            fits = False
-            break
-        step = math.gcd(size, block)
-        scale = scale.repeat_interleave(block // step, dim).narrow(dim, 0, size // step)
-    if not fits:
-        raise ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
+    wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
+    if scale.dim() != len(shape):
+        raise wrong
+    for dim, size in enumerate(shape):
+        if (count := scale.shape[dim]) > 1:
+            likely = [*blocks[dim - len(shape) :][:1], *(1 << power for power in range(16)), size // count]
+            block = next((each for each in likely if each and -(-size // each) == count), 0)
+            if block == 0:
+                raise wrong
+            step = math.gcd(size, block)
+            scale = scale.repeat_interleave(block // step, dim).narrow(dim, 0, size // step)
     return scale
 
 

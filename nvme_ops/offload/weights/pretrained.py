@@ -103,7 +103,8 @@ def from_pretrained(
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
         dtypes = (dtype, getattr(config, "dtype", None), torch.bfloat16)
-        state = _joined(state, next(each for each in dtypes if isinstance(each, torch.dtype)), _blocks(config))
+        expanded = next(each for each in dtypes if isinstance(each, torch.dtype))
+        state = _with_exponents(_with_scales(state, expanded, _blocks(config)), expanded)
         if any(each._stored_as is not None for each in state.values()) and hasattr(config, "quantization_config"):
             config = copy.deepcopy(config)
             del config.quantization_config  # else transformers would look for kernels of its own
@@ -203,14 +204,8 @@ def _blocks(config: Any) -> Sequence[int]:
     return next((each for each in sizes if each), ())
 
 
-def _joined(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
-    """Joins what is stored of weights of 8 bits, whose scales are read, and of 4 bits.
-
-    Args:
-        state: what is stored, by name.
-        dtype: that of the expanded weights.
-        blocks: sizes of the blocks that have a factor each, if the configuration says so.
-    """
+def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
+    """Joins weights of 8 bits with their scales, which are read; ``dtype`` is that of the expanded weights."""
     weights = {name: weight_of(name) for name in state}
     scales = {name: weight for name, weight in weights.items() if weight in state and state[weight].dtype in KINDS}
     found = {name: each for name, each in state.items() if name not in scales}
@@ -219,6 +214,12 @@ def _joined(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence
         stored = state[weight]
         scale = Scaled(read_scale(name, values, stored.shape, blocks))
         found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale)
+    return found
+
+
+def _with_exponents(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
+    """Joins numbers of 4 bits with their exponents, both of which stay where they are: weights in MXFP4."""
+    found = dict(state)
     for name in [each.removesuffix("_blocks") for each in state if each.endswith("_blocks")]:
         numbers, exponents = state[f"{name}_blocks"], state.get(f"{name}_scales")
         if exponents is None or (*exponents.shape, 16) != numbers.shape or numbers.dtype != torch.uint8:
