@@ -8,11 +8,13 @@
 #include <sys/stat.h>
 #include <sys/statfs.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <climits>
+#include <csignal>
 #include <cstdio>
 #include <cstring>
 #include <utility>
@@ -31,6 +33,20 @@ struct Status {
   std::uint32_t direct_memory_alignment() const { return word(152); }
   std::uint32_t direct_offset_alignment() const { return word(156); }
 
+  // Takes what fstat() says, for containers that refuse statx(): EPERM in older Docker. Returns whether it says anything.
+  bool take_older(int fd) {
+    struct stat older{};
+    if (::fstat(fd, &older) < 0) return false;
+    base.stx_mask = 0;
+    base.stx_mode = static_cast<std::uint16_t>(older.st_mode);
+    base.stx_size = static_cast<std::uint64_t>(older.st_size);
+    base.stx_ino = older.st_ino;
+    base.stx_blksize = static_cast<std::uint32_t>(older.st_blksize);
+    base.stx_dev_major = major(older.st_dev), base.stx_dev_minor = minor(older.st_dev);
+    base.stx_rdev_major = major(older.st_rdev), base.stx_rdev_minor = minor(older.st_rdev);
+    return true;
+  }
+
 private:
   std::uint32_t word(std::size_t at) const {
     std::uint32_t value;
@@ -48,7 +64,8 @@ int open_retrying(const char* path, int flags) {
   int fd;
   do {
     fd = ::open(path, flags | O_CLOEXEC, 0666);
-  } while (fd < 0 && errno == EINTR);
+    if (fd < 0 && errno == EWOULDBLOCK) flags &= ~O_NONBLOCK;  // somebody has a lease on this file: it is no pipe
+  } while (fd < 0 && (errno == EINTR || errno == EWOULDBLOCK));
   return fd;
 }
 
@@ -77,13 +94,26 @@ void require_storage(mode_t mode, const std::string& path) {
   }
 }
 
-// Frees blocks beyond the end of the file, left by a failed fallocate(): XFS frees them when a hole is punched, ext4
-// when the file is truncated to its own length. Not if somebody has appended to the file meanwhile.
+// Frees the blocks beyond the end of the file that a failed fallocate() left: XFS frees them when a hole is punched, ext4
+// when the file is truncated to its own length. That length is known only while nobody else can change it, which a lease
+// says: the kernel grants it where no other descriptor of the file exists, and keeps others from opening it meanwhile.
+// Without leases the blocks stay with the file: whoever extended it a moment ago must not lose what was written.
 void give_back(int fd, off_t from, off_t length) {
+  ::fcntl(fd, F_SETSIG, SIGURG);  // ignored by default; SIGIO would end a process that somebody makes wait
+  if (::fcntl(fd, F_SETLEASE, F_WRLCK) < 0) return;
+  ::fcntl(fd, F_SETOWN, 0);
   struct stat status{};
-  if (::fstat(fd, &status) < 0 || status.st_size > from) return;
-  ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from, length);
-  static_cast<void>(::fstat(fd, &status) == 0 && status.st_size <= from && ::ftruncate(fd, status.st_size) == 0);
+  if (::fstat(fd, &status) == 0 && status.st_size <= from) {
+    ::fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, from, length);
+    static_cast<void>(::ftruncate(fd, status.st_size) == 0);
+  }
+  ::fcntl(fd, F_SETLEASE, F_UNLCK);
+}
+
+// Returns whether fallocate() has found that there is no room. Everything else says that it cannot be used here, which
+// only costs speed: NFS knows no KEEP_SIZE, many file systems nothing at all, and old containers answer EPERM.
+bool no_room(int error) {
+  return error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO;
 }
 
 bool power_of_two(std::uint64_t value) {
@@ -150,7 +180,8 @@ std::unique_ptr<File> File::adopt(int fd, Op op, Cache cache, int shown) {
 void File::inspect() {
   Status status{};
   const int fd = direct_ ? direct_.get() : buffered_.get();
-  if (::statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | kStatxDirectAlignment, &status.base) < 0) {
+  if (::statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | kStatxDirectAlignment, &status.base) < 0 &&
+      !status.take_older(fd)) {
     raise(system_failure(errno, "reading the file's status", path_));
   }
   require_storage(status.base.stx_mode, path_);
@@ -207,6 +238,7 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
     }
     size_ = end;
   }
+  written_ = true;
 }
 
 void File::refresh_size() {
@@ -231,11 +263,12 @@ void File::grow(std::uint64_t start, std::uint64_t end) {
   if (::getrlimit(RLIMIT_FSIZE, &largest) == 0 && end > largest.rlim_cur) error = EFBIG;
   if (error == 0 && (::fallocate(fd, FALLOC_FL_KEEP_SIZE, from, length) < 0 || ::fallocate(fd, 0, from, length) < 0)) {
     error = errno;
-    give_back(fd, from, length);
+    // what this descriptor was already asked to write may extend the file now
+    if (no_room(error) && !written_) give_back(fd, from, length);
   }
   if (error == 0) {
     size_ = end;
-  } else if (error != EOPNOTSUPP && error != ENOSYS && error != EINTR) {  // unsupported: only costs speed
+  } else if (no_room(error)) {
     raise(system_failure(
         error, "making room for " + std::to_string(end - start) + " bytes at offset " + std::to_string(start), path_));
   }

@@ -88,6 +88,7 @@ private:
   std::atomic<bool> direct_possible_{false};
   std::atomic<bool> cachestat_works_{true}, stale_{false};
   bool regular_ = true;
+  bool written_ = false;  // a write was prepared: one may be in flight
   std::uint64_t size_ = 0;
   std::uint64_t inode_ = 0;
   std::uint64_t memory_alignment_ = 512;

@@ -27,7 +27,10 @@ bool power_of_two(std::uint64_t value) {
 }
 
 bool old_kernel = false;     // tells no alignment
+bool no_statx = false;       // old containers answer EPERM
 unsigned other_devices = 0;  // by how many the device of a file is another one
+int no_fallocate = 0;        // errno of every allocation
+unsigned cuts = 0;           // calls of ftruncate()
 
 // Returns whether the kernel tells the block size of the device that a file is on.
 bool has_block_size(const std::string& path) {
@@ -44,10 +47,52 @@ bool has_block_size(const std::string& path) {
 
 // Takes the place of the C library's.
 extern "C" int statx(int fd, const char* path, int flags, unsigned mask, struct statx* status) noexcept {
+  if (no_statx) {
+    errno = EPERM;
+    return -1;
+  }
   const long result = ::syscall(SYS_statx, fd, path, flags, mask, status);
   if (old_kernel) status->stx_mask &= ~0x2000U;  // STATX_DIOALIGN
   status->stx_dev_minor += other_devices;
   return static_cast<int>(result);
+}
+
+extern "C" int fallocate(int fd, int mode, off_t offset, off_t length) {
+  if (no_fallocate == 0) return static_cast<int>(::syscall(SYS_fallocate, fd, mode, offset, length));
+  errno = no_fallocate;
+  return -1;
+}
+
+extern "C" int ftruncate(int fd, off_t length) noexcept {
+  ++cuts;
+  return static_cast<int>(::syscall(SYS_ftruncate, fd, length));
+}
+
+// Whoever extends the file between its size being read and its being cut to that size would lose what was written.
+TEST(what_could_not_be_allocated_cuts_no_file_that_others_have_open) {
+  const std::string path = directory() / "shared";
+  support::write_file(path, pattern(5000, 1));
+  const auto other = File::open(path, Op::Write, Cache::Auto);
+  for (const int error : {EOPNOTSUPP, ENOSYS, EINTR, EPERM, EINVAL, ENOSPC, EDQUOT}) {
+    const auto file = File::open(path, Op::Write, Cache::Auto);
+    no_fallocate = error;
+    cuts = 0;
+    const auto failure = check::failure_of([&] { file->prepare(Op::Write, 5000, 2 * kPreallocateBytes, false); });
+    no_fallocate = 0;
+    CHECK(failure.has_value() == (error == ENOSPC || error == EDQUOT), "only no room is an error, not " << error);
+    CHECK_EQUAL(cuts, 0U);
+  }
+}
+
+TEST(a_container_without_statx_has_files_too) {
+  const std::string path = directory() / "old container";
+  support::write_file(path, pattern(5000, 1));
+  const auto known = File::open(path, Op::Write, Cache::Auto);
+  no_statx = true;
+  const auto file = File::open(path, Op::Write, Cache::Auto);
+  no_statx = false;
+  CHECK(file->size() == 5000 && file->inode() == known->inode(), "the same file, of the same size");
+  CHECK(file->offset_alignment() >= known->offset_alignment(), "aligned as the device needs it at most");
 }
 
 TEST(alignments_are_powers_of_two_and_edges_hold_them) {
