@@ -1,0 +1,122 @@
+"""System calls that are refused, by a container's filter or a file system: all is right, or an error says which."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint import CheckpointException
+
+import nvme_ops
+from nvme_ops._native import native
+from tests.conftest import MIB, in_child
+from tests.contract.adapters import WrongResultError
+from tests.contract.suite import ADAPTERS, NEEDS, judge
+from tests.handle.test_environment import forbid, known_system_calls  # noqa: F401  (a fixture)
+
+EVERY = errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP
+CALLS = {  # x86_64's numbers, and the errors that are met
+    "fallocate": (285, EVERY), "fchmod": (91, EVERY), "fsync": (74, EVERY), "fdatasync": (75, EVERY),
+    "statx": (332, EVERY), "preadv2": (327, EVERY), "flock": (73, EVERY), "link": (86, EVERY),
+    **{
+        name: (number, (errno.EPERM,))
+        for name, number in {
+            "ftruncate": 77, "preadv": 295, "pwritev": 296, "pwritev2": 328, "cachestat": 451, "rename": 82,
+            "madvise": 28, "mlock": 149, "statfs": 137, "fstatfs": 138, "sched_setaffinity": 203, "io_uring_enter": 426,
+            "io_submit": 209, "prlimit64": 302, "utimensat": 280, "getrandom": 318,
+        }.items()
+    },
+}  # fmt: skip
+#: What no part of this package can do without: an error names it.
+NEEDED = {"fsync", "fdatasync", "ftruncate", "rename", "io_uring_enter", "io_submit"}
+QUICK = [("fallocate", errno.EOPNOTSUPP), ("fchmod", errno.EPERM), ("statx", errno.EPERM)]
+
+
+def under(call: str, error: int, folder: Path) -> list[str]:
+    """Returns which capabilities do not work, each with how, although nothing that they need is refused."""
+    wrong = []
+    for name, kind in ADAPTERS.items():
+        place = folder / name
+        place.mkdir()
+        try:
+            one = kind(place)
+            for _ in range(2):
+                one.work()
+            one.check()
+            one.close()
+        except (Exception, CheckpointException) as failure:
+            if name == "Pretrained" and call == "ftruncate":  # which safetensors calls
+                continue
+            why = "wrong" if isinstance(failure, WrongResultError) else judge(failure, place)
+            if why is not None or call not in NEEDED:
+                wrong.append(f"{name}: {why}: {''.join(traceback.format_exception(failure)[-3:])}")
+    return wrong
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        pytest.param(call, error, id=f"{call}-{errno.errorcode[error]}", marks=[] if quick else pytest.mark.slow)
+        for call, (_, errors) in CALLS.items()
+        for error in errors
+        for quick in [(call, error) in QUICK]
+    ],
+)
+def test_everything_works_or_says_what_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, error: int
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for what an adaptive handle learns
+    for needed in " ".join(NEEDS.values()).split():
+        pytest.importorskip(needed)
+    native()
+
+    def refused() -> None:
+        torch.set_num_threads(1)
+        assert forbid(CALLS[call][0], error)
+        wrong = under(call, error, folder)
+        assert not wrong, "\n\n".join(wrong)
+
+    in_child(refused)
+
+
+PARTS, PART = 8, 2 * MIB + 77
+
+
+def write_parts(path: Path, numbers: range) -> None:
+    handles = [nvme_ops.aio_handle(), nvme_ops.aio_handle()]
+    parts = [torch.full((PART,), number + 1, dtype=torch.uint8) for number in numbers]
+    threads = [
+        threading.Thread(target=handles[index % 2].sync_pwrite, args=(part, path, number * PART))
+        for index, (number, part) in enumerate(zip(numbers, parts, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+@pytest.mark.parametrize("error", [errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR, errno.EPERM, 0])
+def test_parts_written_at_once_where_nothing_can_be_allocated(folder: Path, error: int) -> None:
+    """Threads, handles and processes extend one file: none cuts off what another has written."""
+    native()
+
+    def limited() -> None:
+        torch.set_num_threads(1)
+        assert not error or forbid(CALLS["fallocate"][0], error)
+        for turn in range(15):
+            path = folder / f"parts {turn}"
+            child = os.fork()
+            write_parts(path, range(bool(child), PARTS, 2))
+            if not child:
+                os._exit(0)
+            assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+            assert path.read_bytes() == b"".join(bytes([number + 1]) * PART for number in range(PARTS))
+            path.unlink()
+
+    in_child(limited)
