@@ -277,13 +277,10 @@ def building(entry: CacheEntry) -> Iterator[Path | None]:
         if problem := entry.why_not_trusted():
             warn(f"the cached {entry.name} op is built anew, because others could have changed it: {problem}")
         workshop = entry.folder.with_name(f"{prefix}{os.getpid()}-{secrets.token_hex(4)}")
-        workshop.mkdir(0o755)
-        published_mode = stat.S_IMODE(workshop.stat().st_mode)  # by umask, because a cache may be read by others
-        workshop.chmod(0o700)  # whatever the umask, nobody else may write to an unfinished build
+        workshop.mkdir(0o755)  # a cache may be read by others, and written by nobody else, whatever the umask
         try:
             yield workshop
             if entry.record() is None:  # otherwise another process was first, without locks
-                workshop.chmod(published_mode)
                 _clear(entry.folder)  # a damaged entry
                 _publish(workshop, entry)
         finally:
@@ -315,7 +312,8 @@ def seal(folder: Path, recipe: Recipe) -> None:
     record = {**recipe.facts(), "bytes": library.stat().st_size}
     (folder / finished.RECORD).write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
     for path in folder.iterdir():  # files made with a lax umask would not be trusted
-        path.chmod(stat.S_IMODE(path.stat().st_mode) & ~0o022)
+        if (mode := stat.S_IMODE(path.stat().st_mode)) & 0o022:
+            path.chmod(mode & ~0o022)
         with open(path, "rb") as file:  # a power failure may leave the right size without the bytes
             os.fsync(file.fileno())
 
@@ -350,7 +348,8 @@ def _open_lock(path: Path) -> int:
         else:
             facts = os.fstat(descriptor)
             if stat.S_ISREG(facts.st_mode) and facts.st_uid == os.geteuid():
-                os.fchmod(descriptor, 0o600)
+                if stat.S_IMODE(facts.st_mode) & 0o077:
+                    os.fchmod(descriptor, 0o600)
                 return descriptor
             os.close(descriptor)
         _clear(path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -21,6 +22,8 @@ from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.text import URL, parse_size
+
+_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # of a file; versions and dates are parts of names
 
 
 class Plan(Protocol):
@@ -85,7 +88,8 @@ def require_strings(metadata: Mapping[str, str]) -> None:
 def format_of(path: str, format: str | None) -> ModuleType:
     """Returns the module that handles ``path``, chosen by ``format`` or else by the suffix of the name.
 
-    A folder is sharded, and so is a name without a suffix: a folder to be created.
+    A folder is sharded, and so is a name without a suffix, or with none that a file has (``Qwen2.5-7B-Instruct``): a
+    folder to be created.
 
     Raises:
         ValueError: an unknown format or suffix, or a URL.
@@ -110,7 +114,7 @@ def format_of(path: str, format: str | None) -> ModuleType:
 def _is_folder(path: str) -> bool:
     if os.path.isdir(path) or path.endswith(os.sep):
         return True
-    return not os.path.splitext(path)[1] and not os.path.exists(path)
+    return not _SUFFIX.fullmatch(os.path.splitext(path)[1]) and not os.path.exists(path)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import errno
 import functools
@@ -440,7 +441,9 @@ class DataFiles:
         self._open: OrderedDict[int, OpenDataFile] = OrderedDict()
         self._alive = weakref.WeakValueDictionary[int, OpenDataFile]()  # also those that only reads refer to
         #: The most files that are kept open, and that one read has open at a time.
-        self.most = max(_MIN, min(_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
+        self.most = _MIN
+        with contextlib.suppress(OSError):  # a filter refuses it
+            self.most = max(_MIN, min(_MAX, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // _SHARE))
         for number, path in enumerate(self.paths):
             self.check(number, path)
         for number in range(min(len(self.paths), self.most, _AT_ONCE)):

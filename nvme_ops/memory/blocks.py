@@ -218,7 +218,7 @@ class ReadAhead:
         if count < SMALL:
             done = 0  # a read that returns less has met a page that cannot be read, or the end
             with naming("read", self._fd):
-                while done < count and (got := os.preadv(self._fd, [data[done:count]], offset + done)):
+                while done < count and (got := _read_into(self._fd, data[done:count], offset + done)):
                     done += got
             return done
         lanes = self._handle.get_thread_count()
@@ -230,6 +230,15 @@ class ReadAhead:
         while (block := self._all.take(self._blocks)) is None:
             self._all.settle()  # of abandoned transfers
         return block
+
+
+def _read_into(fd: int, data: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(fd, [data], offset)
+    except PermissionError:  # Python calls preadv2, which the filters of some containers refuse
+        part = os.pread(fd, len(data), offset)
+        data[: len(part)] = part
+        return len(part)
 
 
 _LARGE = 64 << 20  # bytes from which a write gains nothing from being copied first

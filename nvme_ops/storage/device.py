@@ -239,7 +239,9 @@ def _file_system_id(place: str, mount: Mount | None) -> str:
         return ""
     if mount is not None and mount.kind in NETWORK:
         return mount.source
-    number = os.statvfs(place).f_fsid
+    number = 0
+    with contextlib.suppress(OSError):  # a filter refuses it
+        number = os.statvfs(place).f_fsid
     return _uuid(place) or (f"{number:x}" if number else "")
 
 

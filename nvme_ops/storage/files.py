@@ -28,7 +28,9 @@ from nvme_ops.errors import name_failure
 Call = Literal["fsync", "fdatasync"]
 LOCK_SUFFIX = ".nvme_ops-lock"
 _PATIENCE = 10.0  # seconds of waiting before a warning says for what
-_WITHOUT_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
+#: What says that a call is of no use here: no such call of this file system, or a container's filter.
+_NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
+_WITHOUT_LOCKS = {*_NOT_HERE, errno.ENOLCK}
 _MUCH = 16 << 20  # bytes; smaller files are freed at once
 
 _freed = threading.Condition()
@@ -94,9 +96,52 @@ def sync_folder(folder: str | bytes) -> None:
     """Makes the names in a folder durable. Raises OSError that names the operation and the folder."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        sync(fd, folder, "fsync")
+        sync_names(fd, folder)
     finally:
         os.close(fd)
+
+
+def sync_names(fd: int, path: str | bytes) -> None:
+    """Makes the names in an open folder durable. Raises OSError that names the operation and ``path``.
+
+    Several network and FUSE file systems have no ``fsync`` of a folder (EINVAL): there a name is as durable as they
+    make it by themselves.
+    """
+    try:
+        sync(fd, path, "fsync")
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+
+
+def allocate(fd: int, start: int, nbytes: int) -> None:
+    """Allocates the blocks of a range, and extends the file to its end.
+
+    Without ``fallocate`` (seccomp answers EPERM or ENOSYS), only extends the file: then a full disk is met when the
+    range is written. Raises OSError.
+    """
+    try:
+        os.posix_fallocate(fd, start, nbytes)
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+        if os.fstat(fd).st_size < start + nbytes:
+            os.ftruncate(fd, start + nbytes)
+
+
+def set_mode(fd: int, mode: int) -> None:
+    """Gives an open file these permission bits.
+
+    Where a mount has none of its own (CIFS, object stores), fewer will do. Raises OSError if there would be more.
+    """
+    present = stat.S_IMODE(os.fstat(fd).st_mode)
+    if present == mode:
+        return
+    try:
+        os.fchmod(fd, mode)
+    except OSError as error:
+        if error.errno not in _NOT_HERE or present & ~mode:
+            raise
 
 
 def make_folder(path: str, durable: bool = True, mode: int = 0o777) -> None:
@@ -352,7 +397,10 @@ def unlink(path: str) -> None:
 
 def require_room(folder: str) -> None:
     """Waits for blocks that are being freed if space is short, since the next file is likely to be as large."""
-    space = os.statvfs(folder)
+    try:
+        space = os.statvfs(folder)
+    except OSError:  # the write will tell
+        return
     if space.f_bavail * space.f_frsize < 2 * sum(_under_way.copy().values()):
         wait_until_free()
 

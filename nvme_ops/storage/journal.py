@@ -116,7 +116,8 @@ class Journal:
         elif restarted and self._end < len(content):
             self._rewrite(found, found)
         else:
-            os.ftruncate(self._fd, self._end)
+            with naming("ftruncate", self._path):
+                os.ftruncate(self._fd, self._end)
             self.is_ahead = not covers
             self._covered = 0 if self.is_ahead else self._end
         return found

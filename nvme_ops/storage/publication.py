@@ -22,7 +22,19 @@ from dataclasses import dataclass
 from io import FileIO
 
 from nvme_ops.errors import FormatError, name_failure, naming
-from nvme_ops.storage.files import Lock, abandoned, freed_later, hold, no_folder, require_room, sync, try_lock, unlink
+from nvme_ops.storage.files import (
+    Lock,
+    abandoned,
+    freed_later,
+    hold,
+    no_folder,
+    require_room,
+    set_mode,
+    sync,
+    sync_names,
+    try_lock,
+    unlink,
+)
 from nvme_ops.whole import read_whole, write_whole
 
 _MARK = ".nvme_ops-tmp"
@@ -86,10 +98,10 @@ def replacing(
             mode = _mode(path)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             if recycle and durable and os.path.lexists(spare):
-                sync(folder_fd, path, "fsync")  # its writer may have been killed before this: then it is still needed
+                sync_names(folder_fd, path)  # its writer may have been killed before this: then it is still needed
             fd, temporary = _create(folder, name, 0o666 if mode is None else mode, spare if recycle else None)
             if mode is not None:
-                os.fchmod(fd, mode)  # undoes the umask
+                set_mode(fd, mode)  # undoes the umask
             yield Replacement(path, temporary, fd)
             if process != os.getpid():
                 raise RuntimeError(f"{path}: only the parent process, which began to write the file, can replace it")
@@ -97,7 +109,11 @@ def replacing(
                 sync(fd, path)
             kept = recycle and _keep(path, spare)
             with freed_later(path):
-                os.rename(temporary, path)
+                try:
+                    os.rename(temporary, path)
+                except OSError as error:
+                    error.strerror = f"rename: {error.strerror}"
+                    raise
             temporary = ""
             with suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)  # readers may already wait for it
@@ -105,7 +121,7 @@ def replacing(
                 _remove_spare(spare)
             if durable:
                 try:
-                    sync(folder_fd, path, "fsync")
+                    sync_names(folder_fd, path)
                 except BaseException:
                     _remove_spare(spare)  # after a power failure, the name may still mean this file
                     raise
@@ -129,10 +145,15 @@ def replacing(
 
 
 def publish(path: str, content: bytes, durable: bool = True, mode: int | None = None) -> None:
-    """Replaces a file by one with this content and, if given, this ``mode``. Raises as ``replacing``."""
+    """Replaces a file by one with this content and, if given, this ``mode``.
+
+    Raises as ``replacing``, and OSError if a pipe or a device is there: nobody may be at a pipe's other end.
+    """
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise OSError(errno.EINVAL, "is not a regular file", path)
     with replacing(path, durable) as file:
         if mode is not None:
-            os.fchmod(file.fd, mode)
+            set_mode(file.fd, mode)
         write_whole(file.fd, content)
 
 
@@ -154,10 +175,17 @@ class Publication:
 
     def publish(self, content: bytes, leases: bool = False) -> None:
         """Replaces the manifest; with ``leases``, keeps the old one under another name, for ``leased``."""
+        old = f"{self.manifest}{_REPLACED}{os.urandom(8).hex()}"
         if leases:
             with suppress(OSError):  # there is no old one, or the file system has no hard links
-                os.link(self.manifest, f"{self.manifest}{_REPLACED}{os.urandom(8).hex()}")
-        publish(self.manifest, content, self.durable)
+                os.link(self.manifest, old)
+        try:
+            publish(self.manifest, content, self.durable)
+        except BaseException:
+            with suppress(OSError):  # what was not replaced needs no second name
+                if os.path.samefile(self.manifest, old):
+                    os.unlink(old)
+            raise
 
     def leased(self, names_in: Callable[[str, int], Iterable[str]]) -> set[str]:
         """Returns the files that readers of replaced manifests may need. Removes replaced manifests that nobody reads.
@@ -239,7 +267,11 @@ def open_to_read(path: str) -> int:
 
     Raises OSError, also for a pipe, a socket or a terminal, where a reader would wait for the other end.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    flags = os.O_RDONLY | os.O_CLOEXEC
+    try:
+        fd = os.open(path, flags | os.O_NONBLOCK)
+    except BlockingIOError:  # somebody has a lease on this file: it is no pipe
+        fd = os.open(path, flags)
     mode = os.fstat(fd).st_mode
     if stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISBLK(mode):
         return fd
@@ -327,7 +359,7 @@ def _take(spare: str, path: str, mode: int) -> int:
         # another user who may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
-            os.fchmod(fd, mode)
+            set_mode(fd, mode)
             os.rename(spare, path)
             taken = os.path.samestat(os.fstat(fd), os.lstat(path))
             if taken:

@@ -345,6 +345,10 @@ class _Place:
                 lock = open_owner(owner, create=True)
             except FileNotFoundError:  # another process removed the empty folder as abandoned
                 continue
+            except PermissionError:
+                with contextlib.suppress(OSError):  # there is something in it
+                    os.rmdir(path)
+                raise
             try:
                 if not try_lock(lock, patient=True):
                     raise _in_use(name, lock, path)
@@ -402,7 +406,15 @@ def _require_ours(path: str) -> None:
     """Raises PermissionError unless this user owns the folder and nobody else may write to it."""
     status = os.lstat(path)
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o022:
-        raise PermissionError(errno.EPERM, "is not a folder that this user owns and nobody else may write to", path)
+        mount = path
+        while not os.path.ismount(mount):
+            mount = os.path.dirname(mount)
+        raise PermissionError(
+            errno.EPERM,
+            f"is not a folder that this user owns and nobody else may write to: {stat.filemode(status.st_mode)}, user "
+            f"{status.st_uid} (if {mount} shows the same for everything, mount it with umask=077,uid={os.geteuid()})",
+            path,
+        )
 
 
 def _remove_abandoned(parent: str) -> None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from nvme_ops.memory.holes import Holes
 from nvme_ops.settings import PAGE, SLAB_STEP
+from nvme_ops.storage.files import allocate
 from nvme_ops.text import size_words
 
 #: Errors for a file that cannot grow: the disk is full, the quota is used up, the file size limit is reached.
@@ -175,14 +176,14 @@ class Slab:
     def _fill(self, start: int, nbytes: int) -> None:
         """Allocates the blocks of a range."""
         try:
-            os.posix_fallocate(self._fd, start, nbytes)
+            allocate(self._fd, start, nbytes)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}: making room for {size_words(nbytes)}", self._path) from None
 
     def _fallocate(self, mode: int, start: int, nbytes: int) -> None:
         if _libc.fallocate64(self._fd, mode, ctypes.c_int64(start), ctypes.c_int64(nbytes)) != 0:
             number = ctypes.get_errno()
-            if number not in (errno.EOPNOTSUPP, errno.ENOSYS):  # unsupported: only costs space
+            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):  # unsupported: only costs space
                 raise OSError(number, os.strerror(number), self._path)
 
     def __repr__(self) -> str:

@@ -123,6 +123,15 @@ def test_other_names_sizes_and_files(folder: Path) -> None:
     assert_same(load(two), changed())
 
 
+def test_a_version_in_a_name_is_no_suffix(folder: Path) -> None:
+    for name in ("Qwen2.5-7B-Instruct", "Llama-3.1", "v1.0_final"):
+        nvme_ops.save(STATE, folder / name)
+        assert (folder / name / INDEX).is_file()
+        assert nvme_ops.load(folder / name).keys() == STATE.keys()
+    with pytest.raises(ValueError, match="give format="):
+        nvme_ops.save(STATE, folder / "model.v1")
+
+
 @pytest.mark.parametrize(
     ("obj", "name", "options", "error", "words"),
     [

@@ -41,7 +41,7 @@ def got(store: TensorStore, key: str, out: torch.Tensor | None = None) -> torch.
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, call: str, path: str) -> None:
-    """Lets the next ``call`` for the file fail, once."""
+    """Lets the next ``call`` for the file fail with EIO, once."""
     real, failed = getattr(os, call), list[int]()
 
     def fail(fd: int) -> None:

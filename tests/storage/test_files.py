@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import threading
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from nvme_ops.storage import Session, TensorStore, files
 from nvme_ops.storage.files import Lock, locked, unlink, wait_until_free
 from nvme_ops.storage.publication import Publication, ReadLease
 from tests.conftest import MIB, in_child, living, pattern
+from tests.contract.faulty import failing_calls
 from tests.moments import Interrupt
 from tests.storage.conftest import failing, got
 
@@ -55,6 +57,52 @@ def test_a_file_whose_sync_failed_stays_failed_until_it_is_written_anew(
         file.write(b"abc")
         file.sync()
     assert path.read_bytes() == b"abc"
+
+
+def test_a_file_system_without_fsync_of_folders_has_durable_saves(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As several network and FUSE file systems, which make names durable by themselves or not at all."""
+    real, refusal = os.fsync, [errno.EINVAL]
+
+    def refuse(fd: int) -> None:
+        if os.path.isdir(f"/proc/self/fd/{fd}"):
+            raise OSError(refusal[0], os.strerror(refusal[0]))
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    for refusal[0] in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+        nvme_ops.save({"a": torch.ones(5)}, folder / "saved.pt")
+        with Session(folder, name="durable", reuse=True) as session, TensorStore(session) as store:
+            store.put("a", torch.ones(5)).result()
+            store.sync()
+    refusal[0] = errno.EIO
+    with pytest.raises(OSError, match="fsync"):
+        nvme_ops.save({"a": torch.ones(5)}, folder / "saved.pt")
+
+
+def test_a_mode_that_cannot_be_set_may_only_be_stricter(folder: Path) -> None:
+    path = folder / "saved.pt"
+    for mode in (0o666, 0o640, 0o600):
+        nvme_ops.save({"a": torch.ones(5)}, path)
+        path.chmod(mode)
+        with failing_calls(["fchmod"], errno.EPERM):
+            nvme_ops.save({"a": torch.zeros(5)}, path)
+        assert stat.S_IMODE(path.stat().st_mode) & ~mode == 0
+        assert not nvme_ops.load(path)["a"].any()
+    with open(path, "rb") as file, failing_calls(["fchmod"], errno.EPERM):
+        files.set_mode(file.fileno(), 0o600)
+        with pytest.raises(PermissionError):
+            files.set_mode(file.fileno(), 0o400)
+
+
+def test_a_manifest_that_was_not_replaced_has_one_name(folder: Path) -> None:
+    manifest = folder / "manifest"
+    with Publication(str(manifest)) as publication:
+        publication.publish(b"old")
+        with failing_calls(["rename"], errno.EIO), pytest.raises(OSError, match="rename: Input/output error"):
+            publication.publish(b"new", leases=True)
+    assert [path.read_bytes() for path in folder.iterdir()] == [b"old"]
 
 
 @pytest.fixture

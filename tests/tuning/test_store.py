@@ -69,6 +69,15 @@ def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning() -> 
         assert loaded() == FOUND
 
 
+def test_a_pipe_in_its_place_is_not_waited_for(cache: Path) -> None:
+    path = store.keep(DEVICE, FOUND, {})
+    path.unlink()
+    os.mkfifo(path)
+    assert loaded() is None
+    with pytest.raises(OSError, match="is not a regular file"):
+        store.keep(DEVICE, FOUND, {})
+
+
 @pytest.mark.parametrize("place", ["file", "folder", "above"])
 def test_what_others_can_write_to_is_neither_read_nor_written(cache: Path, place: str) -> None:
     """Of mode 0777, and of another user where the test can make it so; itself it opens nothing to others."""

@@ -36,7 +36,7 @@ from nvme_ops.offload.optimizer.states import (
     sharded,
 )
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import sync_above
+from nvme_ops.storage.files import allocate, sync_above
 from nvme_ops.storage.publication import opened, replacing
 from nvme_ops.text import parse_json
 from nvme_ops.whole import write_whole
@@ -184,7 +184,7 @@ def to_file(states: States, path: str, record: dict[str, Any], durable: bool, ha
         os.truncate(file.fd, size)
         shared = all(states.share(chunk, file.fd, places[chunk]) for chunk in stored)
         if not shared:
-            os.posix_fallocate(file.fd, 0, size)
+            allocate(file.fd, 0, size)
 
             def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture:
                 return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])

@@ -31,7 +31,7 @@ from nvme_ops.offload.residency import Stats
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import sync_above
+from nvme_ops.storage.files import allocate, sync_above
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.tensors import dense_bytes, is_dense
@@ -692,7 +692,7 @@ class States:
         try:
             os.unlink(self._session.path(0, "state_dict"))
             with naming(f"making room for {nbytes} bytes", self._session.path(0, "state_dict")):
-                os.posix_fallocate(fd, 0, nbytes)
+                allocate(fd, 0, nbytes)
         except OSError:
             os.close(fd)
             raise
