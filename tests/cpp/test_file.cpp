@@ -4,6 +4,8 @@
 #include <sys/sysmacros.h>
 
 #include <atomic>
+#include <chrono>
+#include <csignal>
 #include <thread>
 #include <vector>
 
@@ -82,6 +84,35 @@ TEST(what_could_not_be_allocated_cuts_no_file_that_others_have_open) {
     CHECK(failure.has_value() == (error == ENOSPC || error == EDQUOT), "only no room is an error, not " << error);
     CHECK_EQUAL(cuts, 0U);
   }
+}
+
+TEST(blocks_are_given_back_where_nobody_else_has_the_file_open) {
+  const std::string path = directory() / "alone";
+  for (const bool written : {false, true}) {
+    support::write_file(path, pattern(5000, 1));
+    const auto file = File::open(path, Op::Write, Cache::Auto);
+    if (written) file->prepare(Op::Write, 0, 100, false);  // which may be in flight, and extend the file
+    no_fallocate = ENOSPC;
+    cuts = 0;
+    check::failure_of([&] { file->prepare(Op::Write, 5000, 2 * kPreallocateBytes, false); });
+    no_fallocate = 0;
+    CHECK_EQUAL(cuts, written ? 0U : 1U);
+    CHECK_EQUAL(size_of(path), std::uint64_t{5000});
+  }
+}
+
+TEST(a_lease_is_waited_for) {
+  const std::string path = directory() / "leased";
+  support::write_file(path, pattern(10, 1));
+  const UniqueFd holder(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
+  ::fcntl(holder.get(), F_SETSIG, SIGURG);
+  CHECK(::fcntl(holder.get(), F_SETLEASE, F_WRLCK) == 0, "a lease of a file that nobody else has open");
+  std::thread returning([&] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    ::fcntl(holder.get(), F_SETLEASE, F_UNLCK);
+  });
+  CHECK_EQUAL(File::open(path, Op::Read, Cache::Auto)->size(), std::uint64_t{10});
+  returning.join();
 }
 
 TEST(a_container_without_statx_has_files_too) {
