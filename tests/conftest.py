@@ -246,13 +246,13 @@ def _serve_child(body: Callable[[], object], report: int, limit: int = 60) -> No
     os._exit(0)
 
 
-def in_child(body: Callable[[], object]) -> None:
+def in_child(body: Callable[[], object], limit: int = 60) -> None:
     """Runs ``body`` in a forked child, where limits, rights and filters can be given up; fails with its traceback."""
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         os.close(reading)
-        _serve_child(body, writing)
+        _serve_child(body, writing, limit)
     os.close(writing)
     with open(reading, "rb") as pipe:
         report = pipe.read().decode()
@@ -367,7 +367,12 @@ class LoopDevice:
 
 
 #: File systems; ext4 without a journal and a reserve: a small device is for the test's data.
-MAKE = {"ext4": "mkfs.ext4 -q -F -m 0 -b 4096 -O ^has_journal", "xfs": "mkfs.xfs -q -f -m reflink=1"}
+MAKE = {
+    "ext2": "mkfs.ext2 -q -F -m 0 -b 4096",
+    "ext4": "mkfs.ext4 -q -F -m 0 -b 4096 -O ^has_journal",
+    "xfs": "mkfs.xfs -q -f -m reflink=1",
+    "btrfs": "mkfs.btrfs -q -f",
+}
 
 
 def new_device(folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> LoopDevice:
