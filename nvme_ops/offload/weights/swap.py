@@ -281,7 +281,7 @@ def _require_set(module: torch.nn.Module, empty: Iterable[tuple[torch.nn.Module,
 # An optimizer made before its parameters were replaced would train nothing
 
 _replaced: dict[int, weakref.ref[torch.Tensor]] = {}  # replaced parameters that still exist, by id
-_hooks: list[Any] = []  # of all optimizers' steps, once a parameter was replaced
+_hooks: list[Any] = []  # of all optimizers' steps, while there are such parameters
 
 
 def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
@@ -289,13 +289,22 @@ def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
     for each in parameters:
         key = id(each)
         _replaced[key] = weakref.ref(each, lambda gone, key=key: _forget(key, gone))  # type: ignore[misc]
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_require_current))
+    _update_hook()
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
     if _replaced.get(key) is gone:  # else another parameter has got its id
         del _replaced[key]
+        _update_hook()
+
+
+def _update_hook() -> None:
+    """Adds or removes the hook. Without a lock: a garbage collection may call this within itself."""
+    while bool(_replaced) != bool(_hooks):
+        if _replaced:
+            _hooks.append(register_optimizer_step_pre_hook(_require_current))
+        else:
+            _hooks.pop().remove()
 
 
 def _require_current(optimizer: torch.optim.Optimizer, *_: object) -> None:
