@@ -76,7 +76,7 @@ def test_the_hook_of_all_optimizers_stays_only_while_a_replaced_parameter_does(f
     hooks = torch_optimizer._global_optimizer_pre_hooks
     gc.collect()
     assert not hooks
-    model = layers(2)
+    model: Any = layers(2)
     swapped = swap_params(model, folder, memory_budget="1M", min_bytes=1)
     assert not hooks, "nobody has the parameters that were replaced"
     with NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, lr=1.0) as optimizer:

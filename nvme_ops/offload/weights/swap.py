@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.weights.saved_entries import STATE_DICTS
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.offloaded import outline_of
@@ -29,6 +30,7 @@ class SwappedParams(Closing):
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
         self._module, self._residents = module, residents
+        self._leave = weakref.finalize(residents, STATE_DICTS.take())
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor], *, change: bool = False) -> Iterator[list[torch.Tensor]]:
@@ -68,6 +70,7 @@ class SwappedParams(Closing):
     def close(self) -> None:
         """Removes the files; the parameters cannot be used any more. Further calls do nothing."""
         self._residents.close()
+        self._leave()
 
 
 def swap_params(
