@@ -73,8 +73,6 @@ def test_a_model_of_transformers_gets_the_values_of_its_initialize_weights(folde
     usual.tie_weights()
     expected = all_tensors(usual)
     for by_init_weights in (False, True):
-        if by_init_weights and family == "t5":  # of whose layers an own model, and not this one, knows how
-            continue
         mine = made(family)
         torch.manual_seed(3)
         given = {"param_init_fn": mine._init_weights} if by_init_weights else {}
