@@ -54,7 +54,7 @@ class OffloadedTensor(torch.Tensor):
     Operations return ordinary tensors. Views are tensors of this class again: making one reads nothing, and writing to
     it changes what it is a view of.
 
-    Ways to the values that bypass torch's dispatcher:
+    Ways to the values that bypass torch's dispatcher (an entry of a state dict may have a copy, with an address):
 
     ===================================================== ==============================================================
     ``data = t``, ``set_(t)``                             the values become those of ``t``, or RuntimeError

@@ -27,6 +27,7 @@ from nvme_ops.errors import naming
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import (
+    allocate,
     boot_id,
     is_at,
     machine_id,
@@ -42,6 +43,7 @@ from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
+_UNNAMED = "unnamed"  # the name of a file until it has none
 MAGIC = "nvme_ops session"
 VERSION = 1  # of the owner file and of what it describes; a file without one has version 1
 _CHANGING = ("magic", "pid", "boot", "machine")  # keys that every program writes anew
@@ -319,6 +321,20 @@ class Session(Closing):
     def __repr__(self) -> str:
         """Returns for example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
         return f"<Session {self.name!r}" + (" closed>" if self.closed else f" in {self.folders}>")
+
+
+def unnamed_file(session: Session, nbytes: int) -> int:
+    """Returns the descriptor of a new file of ``nbytes`` without a name, in the first folder. Raises OSError."""
+    path = session.path(0, _UNNAMED)
+    with contextlib.ExitStack() as undo:
+        with session._lock:  # others open a file of this name, too
+            fd = session.open(0, _UNNAMED)
+            undo.callback(os.close, fd)
+            os.unlink(path)
+        with naming(f"making room for {nbytes} bytes", path):
+            allocate(fd, 0, nbytes)
+        undo.pop_all()
+    return fd
 
 
 class _Place:

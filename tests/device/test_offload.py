@@ -5,10 +5,12 @@ from __future__ import annotations
 import copy
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from nvme_ops import load, save
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights.residents import Resident, Residents
 from tests.device.kinds import Device
@@ -101,3 +103,21 @@ def test_a_device_may_be_named_without_its_number(device: Device, folder: Path) 
         module = torch.nn.Linear(256, 256, device=where)
         with swap_params(module, folder, memory_budget="1M", min_bytes=1, device=there.type):
             assert {each.device for each in module.parameters()} == {there}
+
+
+def test_a_module_that_began_on_the_meta_device_is_saved_by_its_addresses(device: Device, folder: Path) -> None:
+    safetensors: Any = pytest.importorskip("safetensors.torch")
+    there, files = device.empty(0).device, [folder / f"{number}.safetensors" for number in range(2)]
+    with torch.device("meta"):
+        module = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 256))
+    with swap_params(module, folder, memory_budget="1M", min_bytes=64 << 10, device=there.type):
+        assert {each.device for each in (*module.parameters(), *module.buffers())} == {there}
+        safetensors.save_model(module, files[0])
+        torch.save(module.state_dict(), folder / "all.pt")
+        save(module, files[1])
+        found, expected = (load(file) for file in files)
+        pickled = torch.load(folder / "all.pt", map_location="cpu")
+        for name, each in expected.items():
+            assert torch.equal(found[name], each)
+            assert torch.equal(pickled[name], each)
+        assert expected["0.weight"].std() > 0.01

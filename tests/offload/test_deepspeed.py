@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -185,6 +186,25 @@ def test_a_script_and_the_programs_that_it_starts_have_our_ops(place: Path) -> N
     assert (status, said.splitlines()[-1], errors) == (0, "nvme_ops.ops.async_io True a b c", "")
     assert "the environments own one" in said
     assert start("sh", "-c", "kill -9 $$")[0] == -signal.SIGKILL, "it becomes the program"
+
+
+def test_the_order_in_which_python_looks_for_packages_stays(tmp_path: Path) -> None:
+    """The folder where the package is installed went to the end, so that the system's packages won over its own."""
+    own, system = tmp_path / "own", tmp_path / "system"
+    at_start = own / "nvme_ops" / "integrations" / "at_start"
+    at_start.mkdir(parents=True)
+    shutil.copy(Path(integration.__file__).parent / "at_start" / "sitecustomize.py", at_start)
+    (own / "nvme_ops" / "__init__.py").write_text("imported = True\n")
+    system.mkdir()
+    (system / "sitecustomize.py").write_text("import sys; sys.path.append('/added by another')\n")
+    program = "import sys; print(sys.modules['nvme_ops'].imported, *sys.path[1:], sep='|')"
+    for folders in ([at_start, own, system], [at_start, system]):  # installed there, and a checkout that is not
+        done = run_python(program, fresh=True, PYTHONPATH=os.pathsep.join(map(str, folders)))
+        imported, *found = done.stdout.strip().split("|")
+        assert imported == "True"
+        assert found[: len(folders)] == [str(each) for each in folders]
+        assert found[-1] == "/added by another"
+        assert found.count(str(own)) == folders.count(own)
 
 
 @pytest.mark.usefixtures("place")

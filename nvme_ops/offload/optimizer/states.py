@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.errors import FormatError, naming, note
+from nvme_ops.errors import FormatError, note
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
@@ -31,8 +31,8 @@ from nvme_ops.offload.residency import Stats
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import allocate, sync_above
-from nvme_ops.storage.session import Session
+from nvme_ops.storage.files import sync_above
+from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.tensors import dense_bytes, is_dense
 from nvme_ops.text import MIB
@@ -688,15 +688,7 @@ class States:
 
     def unnamed_file(self, nbytes: int) -> int:
         """Returns the descriptor of a new file of ``nbytes`` without a name, in the first folder. Raises OSError."""
-        fd = self._session.open(0, "state_dict")
-        try:
-            os.unlink(self._session.path(0, "state_dict"))
-            with naming(f"making room for {nbytes} bytes", self._session.path(0, "state_dict")):
-                allocate(fd, 0, nbytes)
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
+        return unnamed_file(self._session, nbytes)
 
     def measure(self) -> OptimizerStats:
         """Returns the statistics, with the space and memory in use."""

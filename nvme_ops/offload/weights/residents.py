@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import mmap
 import os
 import weakref
 from collections import deque
@@ -14,15 +15,16 @@ from typing import Any, Literal
 import torch
 
 from nvme_ops.engine import Priority
+from nvme_ops.file import shared_handle
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order
 from nvme_ops.offload.residency import Arrival, Entry, Residency, Stats, free_frames, tensors_over
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.session import Session
+from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.tensors import dense_strides
+from nvme_ops.tensors import dense_bytes, dense_strides
 from nvme_ops.text import size_words
 
 _CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters
@@ -57,6 +59,9 @@ class Resident(Entry):
         self.copies: list[weakref.ref[Any]] = []  #: copies to be made of the current values
         self.changes = 0  #: how often the values were fetched to be changed
         self.pickled: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled, by ``changes``
+        self.mapped: tuple[weakref.ref[torch.Tensor], int] | None = (
+            None  #: a copy in mapped memory, and its ``changes``
+        )
         self.scale: torch.Tensor | None = None  #: a factor that the values get when they arrive
         self.norm: torch.Tensor | None = None  #: of the values, if known
         self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: what ``data`` was set to, and its version
@@ -111,7 +116,7 @@ class Residents(Residency[Resident]):
     ) -> None:
         super().__init__(SwapStats())
         self._memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
-        self.budget, self.device = budget, device
+        self.budget, self.device, self._handle = budget, device, handle or shared_handle()
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
@@ -223,6 +228,27 @@ class Residents(Residency[Resident]):
             self._discard(resident)
             resident.writing = resident.scale = resident.norm = None
             resident.stored = False
+
+    def mapped(self, values: torch.Tensor) -> torch.Tensor:
+        """Returns a copy that is mapped from a file without a name, so that the kernel can take its memory back.
+
+        Args:
+            values: a dense tensor, on any device; the copy is in host memory.
+
+        Raises:
+            OSError: ENOSPC: the disk is full.
+        """
+        if values.nbytes < PAGE:
+            return values.to("cpu", copy=True)
+        fd = unnamed_file(self._session, values.nbytes)
+        try:
+            self._handle.submit_pwrite(dense_bytes(values), fd, 0).result()
+            memory = mmap.mmap(fd, values.nbytes)
+        finally:
+            os.close(fd)
+        self._stats.bytes_written += values.nbytes
+        elements = torch.frombuffer(memory, dtype=torch.uint8).view(values.dtype)
+        return elements.as_strided(values.shape, values.stride())
 
     def settle(self) -> None:
         """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""

@@ -15,6 +15,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.file import shared_handle
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
+from nvme_ops.offload.weights.patches import Patch
 from nvme_ops.offload.weights.routing import groups_of, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
@@ -237,8 +238,8 @@ def stream(
     if experts is not None:
         undo.callback(experts.close)
         route(groups, experts)
-    _check_conversions()
     derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+    undo.callback(_CONVERSIONS.take())
     weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
 
 
@@ -300,17 +301,13 @@ class _Checked(functools.partial[torch.Tensor]):
     """A function given to ``Module._apply`` that is known to leave streamed tensors as they are."""
 
 
-def _check_conversions() -> None:
-    """Patches ``Module._apply`` so that ``to`` and the like refuse streamed weights before they change anything.
+def _checking(original: Any) -> Callable[..., torch.nn.Module]:
+    """Returns a ``Module._apply`` with which ``to`` and the like refuse streamed weights before they change anything.
 
     A streamed model may be a part of another, whose other parts are moved or converted first: only a method common to
     all modules can check in time. For modules without streamed weights torch's own method is called.
     """
-    original: Any = torch.nn.Module._apply
-    if hasattr(original, "_nvme_original"):
-        return
 
-    @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if not isinstance(fn, _Checked):
             with torch.no_grad():
@@ -327,8 +324,10 @@ def _check_conversions() -> None:
             child._apply(fn)
         return self
 
-    apply._nvme_original = original  # type: ignore[attr-defined]
-    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    return apply
+
+
+_CONVERSIONS = Patch(torch.nn.Module, "_apply", _checking)  # for streamed models that are open
 
 
 def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
@@ -14,8 +15,12 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.weights.saved_entries import STATE_DICTS
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.offloaded import outline_of
+
+_NOTHING = "neither reset_parameters nor initialize_weights does"
 
 Path = str | os.PathLike[str]
 
@@ -25,6 +30,7 @@ class SwappedParams(Closing):
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
         self._module, self._residents = module, residents
+        self._leave = weakref.finalize(residents, STATE_DICTS.take())
 
     @contextlib.contextmanager
     def gathered(self, params: Iterable[torch.Tensor], *, change: bool = False) -> Iterator[list[torch.Tensor]]:
@@ -64,6 +70,7 @@ class SwappedParams(Closing):
     def close(self) -> None:
         """Removes the files; the parameters cannot be used any more. Further calls do nothing."""
         self._residents.close()
+        self._leave()
 
 
 def swap_params(
@@ -87,8 +94,8 @@ def swap_params(
     then on the next parameters are read during computation. Optimizers and ``torch.nn.init`` change the values on
     storage; only ``NvmeOptimizer`` does so without having all parameters in memory at once.
 
-    A module larger than memory can be made on the meta device: its submodules then get memory for their parameters, and
-    initialize them, one after the other.
+    A module larger than memory can be made on the meta device: its submodules then initialize their parameters on
+    storage, one after the other, as after ``to_empty``. A model of transformers does so by its ``initialize_weights``.
 
     Args:
         module: any module; its parameters are on one device, or on the meta device.
@@ -96,15 +103,16 @@ def swap_params(
         memory_budget: bytes for parameters, or a size such as ``"1G"``; memory of ``device``.
         device: where parameters on the meta device are used; the CPU when None.
         min_bytes: smaller parameters stay in memory, beside the budget.
-        param_init_fn: called with each module that has parameters or buffers of its own on the meta device, once these
-            have memory; when None, the module's ``reset_parameters`` is called.
+        param_init_fn: called with each module that has parameters or buffers on the meta device, its own or those of
+            its children, once all have memory; children come first, as in ``Module.apply``. When None,
+            ``reset_parameters`` of these modules is called, or ``initialize_weights`` of a model of transformers.
         checksums: keep a CRC-32C of each parameter and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
         MemoryError: a parameter is larger than the budget.
-        ValueError: parameters are on several devices or swapped already, none is large enough, or a module on the meta
-            device cannot initialize its parameters.
+        ValueError: parameters are on several devices or swapped already, none is large enough, or nothing has given
+            values to a parameter or buffer that was on the meta device.
         TypeError: a parameter is a ``DTensor``: swap the parameters of a module that is not sharded.
         OSError: the folder cannot be used; ENOSPC: it has not enough room. The module is then as it was, unless it was
             on the meta device.
@@ -172,39 +180,111 @@ def _initialize(
     device: torch.device,
     param_init_fn: Callable[[torch.nn.Module], object] | None,
 ) -> None:
-    """Gives parameters and buffers on the meta device memory and values, one module after the other."""
-    buffers: dict[int, torch.Tensor] = {}
-    for each in module.modules():
-        on_meta = False
-        for name, parameter in list(each._parameters.items()):
-            if parameter is not None and parameter.is_meta:
-                on_meta = True
-                note_replaced([parameter])
-                if id(parameter) not in made:
-                    empty = torch.empty_like(parameter, device=device)
-                    made[id(parameter)] = torch.nn.Parameter(empty, parameter.requires_grad)
-                setattr(each, name, made[id(parameter)])
-        for name, buffer in each._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                on_meta = True
-                each._buffers[name] = buffers.setdefault(id(buffer), torch.empty_like(buffer, device=device))
-        if not on_meta:
+    """Gives tensors on the meta device memory, as ``to_empty`` does, and has them initialized, children first."""
+    affected = {id(each) for each in module.modules() if any(tensor.is_meta for tensor in _tensors(each))}
+    places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
+    for owner, name, parameter in _places(module):
+        if not parameter.is_meta:
             continue
-        reset: Any = getattr(each, "reset_parameters", None)
+        note_replaced([parameter])
+        tied = places.setdefault(id(parameter), [])
+        given = made.get(id(parameter))
+        if given is None:
+            given = torch.nn.Parameter(_unset(parameter, device), parameter.requires_grad)
+        elif tied:  # a tensor of its own until all are initialized, or the values of the last module would remain
+            given = torch.nn.Parameter(_another(given, len(tied)), parameter.requires_grad)
+        tied.append((owner, name))
+        setattr(owner, name, given)
+    buffers: dict[int, torch.Tensor] = {}
+    empty = [(owner, name) for tied in places.values() for owner, name in tied]
+    for owner in module.modules():
+        for name, buffer in owner._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = buffers.setdefault(id(buffer), _unset(buffer, device))
+                empty.append((owner, name))
+
+    def visit(each: torch.nn.Module) -> None:
+        if id(each) not in affected:
+            return
+        if param_init_fn is None and _is_transformers(each):
+            each.initialize_weights()  # type: ignore[operator]
+            return
+        for child in each.children():
+            visit(child)
+        reset: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
         if param_init_fn is not None:
             param_init_fn(each)
         elif reset is not None:
             reset()
+
+    visit(module)
+    for each in module.modules():
+        if _is_transformers(each):
+            each.tie_weights()  # type: ignore[operator]  # it knows whose values remain
+    for (owner, name), *others in places.values():
+        for other, its_name in others:
+            setattr(other, its_name, getattr(owner, name))
+    _require_set(module, empty, "param_init_fn does not" if param_init_fn else _NOTHING)
+
+
+def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _is_transformers(module: torch.nn.Module) -> bool:
+    library: Any = sys.modules.get("transformers.modeling_utils")
+    return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def _another(parameter: Any, number: int) -> SwappedTensor:
+    """Returns another tensor on storage like this one."""
+    like = parameter.resident
+    outline = outline_of(like.shape, like.stride, like.dtype)
+    resident = Resident(f"{like.key}.tied{number}", outline, like.device)
+    parameter._residents.add(resident)
+    return SwappedTensor(parameter._residents, resident)
+
+
+def _unset(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Returns memory like that of a tensor on the meta device, marked as not initialized."""
+    made = torch.empty_like(tensor, device=device)
+    _bytes_of(made).fill_(_mark(made))
+    return made
+
+
+def _mark(tensor: torch.Tensor) -> int:
+    return 0xFF if tensor.is_floating_point() or tensor.is_complex() else 0xA5  # NaN; no usual integer, and no bool
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _require_set(module: torch.nn.Module, empty: Iterable[tuple[torch.nn.Module, str]], reason: str) -> None:
+    """Raises ValueError if tensors, by owner and name, were not initialized: torch would compute with garbage."""
+    prefixes = {id(each): f"{prefix}." if prefix else "" for prefix, each in module.named_modules()}
+    missing = []
+    for owner, name in empty:
+        tensor = getattr(owner, name)
+        if isinstance(tensor, SwappedTensor):
+            is_set = bool(tensor.resident.changes or tensor.resident.stored)
         else:
-            raise ValueError(
-                f"{type(each).__name__} is on the meta device and has no reset_parameters: param_init_fn is needed"
-            )
+            is_set = not tensor.is_meta and not (tensor.numel() and bool((_bytes_of(tensor) == _mark(tensor)).all()))
+        if not is_set:
+            missing.append(prefixes[id(owner)] + name)
+    if missing:
+        more = f" and {len(missing) - 1} more tensors" * (len(missing) > 1)
+        raise ValueError(
+            f"nothing initializes {missing[0]}{more} of this module on the meta device ({reason}): give a "
+            "param_init_fn that initializes all parameters and buffers"
+        )
 
 
 # An optimizer made before its parameters were replaced would train nothing
 
 _replaced: dict[int, weakref.ref[torch.Tensor]] = {}  # replaced parameters that still exist, by id
-_hooks: list[Any] = []  # of all optimizers' steps, once a parameter was replaced
+_hooks: list[Any] = []  # of all optimizers' steps, while there are such parameters
 
 
 def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
@@ -212,13 +292,22 @@ def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
     for each in parameters:
         key = id(each)
         _replaced[key] = weakref.ref(each, lambda gone, key=key: _forget(key, gone))  # type: ignore[misc]
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_require_current))
+    _update_hook()
 
 
 def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
     if _replaced.get(key) is gone:  # else another parameter has got its id
         del _replaced[key]
+        _update_hook()
+
+
+def _update_hook() -> None:
+    """Adds or removes the hook. Without a lock: a garbage collection may call this within itself."""
+    while bool(_replaced) != bool(_hooks):
+        if _replaced:
+            _hooks.append(register_optimizer_step_pre_hook(_require_current))
+        else:
+            _hooks.pop().remove()
 
 
 def _require_current(optimizer: torch.optim.Optimizer, *_: object) -> None:

@@ -1,0 +1,228 @@
+"""What the package replaces in torch and other packages: what docs/patches.md lists, and not after its last use."""
+
+from __future__ import annotations
+
+import ast
+import gc
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+from nvme_ops.offload import NvmeOptimizer, stream_weights, swap_params
+from nvme_ops.offload.weights.patches import Patch
+from tests.conftest import REPOSITORY, run_python
+from tests.offload import models
+from tests.offload.training import layers
+
+
+class Victim:
+    """Has a method that is replaced."""
+
+    def method(self) -> list[str]:
+        return ["own"]
+
+
+def wrapped(name: str) -> Any:
+    def replacement(original: Any) -> Any:
+        return lambda self: [name, *original(self)]
+
+    return replacement
+
+
+def test_a_method_is_replaced_from_the_first_user_to_the_last() -> None:
+    before, patch = Victim.__dict__["method"], Patch(Victim, "method", wrapped("ours"))
+    first, second = patch.take(), patch.take()
+    assert Victim().method() == ["ours", "own"]
+    for _ in range(2):
+        first()
+    assert Victim().method() == ["ours", "own"]
+    second()
+    assert Victim.__dict__["method"] is before
+
+
+def test_what_somebody_else_has_replaced_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    patch = Patch(Victim, "method", wrapped("ours"))
+    leave = patch.take()
+    theirs = wrapped("theirs")(Victim.__dict__["method"])
+    monkeypatch.setattr(Victim, "method", theirs)
+    for _ in range(3):
+        leave()
+        assert Victim.__dict__["method"] is theirs
+        assert Victim().method() == ["theirs", "ours", "own"]
+        leave = patch.take()
+        assert Victim().method()[0] == "ours"
+    leave()
+
+
+def test_module_apply_is_torchs_after_the_last_streamed_model(folder: Path) -> None:
+    """It stayed ours for ever."""
+    before = torch.nn.Module._apply
+    first, second = (stream_weights(models.layers(), folder, memory_budget="1M") for _ in range(2))
+    assert torch.nn.Module._apply is not before
+    first.close()
+    first.close()
+    with pytest.raises(RuntimeError, match="cannot be moved"):
+        torch.nn.Sequential(second).double()
+    second.close()
+    assert torch.nn.Module._apply is before
+    stream_weights(models.layers(), folder, memory_budget="1M")  # closed with its last reference
+    gc.collect()
+    assert torch.nn.Module._apply is before
+
+
+def test_the_hook_of_all_optimizers_stays_only_while_a_replaced_parameter_does(folder: Path) -> None:
+    """It stayed for ever."""
+    hooks = torch_optimizer._global_optimizer_pre_hooks
+    gc.collect()
+    assert not hooks
+    model: Any = layers(2)
+    swapped = swap_params(model, folder, memory_budget="1M", min_bytes=1)
+    assert not hooks, "nobody has the parameters that were replaced"
+    with NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, lr=1.0) as optimizer:
+        swapped.restore()
+        model[0].weight.sum().backward()
+        with pytest.raises(RuntimeError, match="no longer its module's"):
+            optimizer.step()
+        assert len(hooks) == 1
+    del optimizer
+    gc.collect()
+    assert not hooks
+
+
+# The page
+
+PAGE = (REPOSITORY / "docs" / "patches.md").read_text().split("## In your own objects")[0]
+ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")][2:]
+
+#: Files in which ``setattr`` and the like change objects of the package, or are for others to use.
+OWN = {
+    "checkpoint/dcp/writer.py", "data/index.py", "offload/plan/probe.py", "offload/weights/patches.py",
+    "offload/weights/window.py",
+}  # fmt: skip
+
+
+def changes_others(tree: ast.Module) -> bool:
+    """Returns whether a program assigns attributes of what it has imported, or those that it computes the names of."""
+    imported = {
+        (each.asname or each.name).split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for each in node.names
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func).split(".")[-1]
+            if name in ("setattr", "Patch", "register_optimizer_step_pre_hook", "register_module_forward_hook"):
+                return True
+        targets = node.targets if isinstance(node, ast.Assign | ast.Delete) else []
+        for target in targets:
+            while isinstance(target, ast.Attribute | ast.Subscript):
+                target = target.value
+                if isinstance(target, ast.Name) and target.id in imported and target.id not in ("os", "sys"):
+                    return True
+    return False
+
+
+def test_the_page_names_each_file_that_replaces_something() -> None:
+    package = REPOSITORY / "nvme_ops"
+    found = {
+        str(path.relative_to(package))
+        for path in package.rglob("*.py")
+        if not any(part in ("op_builder", "report") for part in path.relative_to(package).parts)
+        and changes_others(ast.parse(path.read_text()))
+    }
+    named = {file for row in ROWS for file in re.findall(r"`([\w/]+\.py)`", row[1])}
+    assert found - OWN == named - {"integrations/at_start/sitecustomize.py"}
+    assert all((package / each).is_file() for each in named)
+
+
+def test_the_page_names_what_is_replaced_and_all_of_it_is_restored(folder: Path) -> None:
+    for name in ("transformers", "accelerate", "safetensors"):
+        pytest.importorskip(name)
+    program = """
+        import gc, json, sys
+        import accelerate, safetensors.torch, torch, transformers
+        from transformers import Trainer, modeling_utils
+        from torch.optim.optimizer import _global_optimizer_pre_hooks
+        from nvme_ops.integrations import trainer, transformers as ours
+        from nvme_ops.offload import NvmeOptimizer, save_on_nvme, stream_weights, swap_gradients, swap_params
+
+        def name(owner, attribute):
+            if isinstance(owner, type):
+                return f"{owner.__module__}.{owner.__qualname__}.{attribute}"
+            return f"{owner.__name__}.{attribute}"
+
+        def seen():
+            found = {}
+            for title, module in list(sys.modules.items()):
+                if title.split(".")[0] not in ("torch", "transformers", "safetensors", "accelerate", "peft"):
+                    continue
+                for key, value in list(vars(module).items()):
+                    if callable(value):
+                        found[name(module, key)] = value
+                    if isinstance(value, type) and value.__module__ == title:
+                        own = [(at, one) for at, one in vars(value).items() if hasattr(one, "__get__")]
+                        found.update({name(value, at): one for at, one in own})
+            return found
+
+        class Own(Trainer):
+            def _save_optimizer_and_scheduler(self, folder):
+                super()._save_optimizer_and_scheduler(folder)
+
+            def _load_optimizer_and_scheduler(self, folder):
+                super()._load_optimizer_and_scheduler(folder)
+
+        def layers():
+            return torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+
+        before, changed = seen(), set()
+
+        def compare():
+            now = seen()
+            changed.update(each for each, value in before.items() if now.get(each) is not value)
+
+        def use(each):
+            model = layers()
+            first = stream_weights(layers(), each, memory_budget="1M")
+            swapped = swap_params(model, each, memory_budget="1M", min_bytes=1)
+            gradients = swap_gradients(model.parameters(), each, min_bytes=1)
+            optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, each, overlap="backward", lr=1.0)
+            ours.install()
+            mine = object.__new__(Own)
+            trainer._instead_of_base(mine, mine._save_optimizer_and_scheduler, lambda _: compare(), "")
+            trainer._instead_of_base(mine, mine._load_optimizer_and_scheduler, lambda _: compare(), "")
+            with save_on_nvme(each), first:
+                first(torch.ones(1, 256))
+                compare()
+            model(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            swapped.restore()
+            for opened in (optimizer, gradients, swapped):
+                opened.close()
+            ours.uninstall()
+
+        use(sys.argv[1])
+        gc.collect()
+        during = sorted(changed)
+        changed.clear()
+        compare()
+        rows = {}
+        for row in json.loads(sys.argv[2]):
+            owner, _, attribute = row.rpartition(".")
+            parts, found = owner.split("."), sys.modules[owner.split(".")[0]]
+            for part in parts[1:]:
+                found = getattr(found, part)
+            rows[name(found, attribute)] = row
+        hooks = [*_global_optimizer_pre_hooks]
+        print(json.dumps([during, sorted(rows), sorted(changed), hooks]))
+    """
+    named = [each for row in ROWS for each in re.findall(r"`((?:torch|transformers)\.[\w.]+)`", row[0])]
+    done = run_python(program, folder, json.dumps(named))
+    during, page, after, hooks = json.loads(done.stdout.splitlines()[-1])
+    assert during == page
+    assert after == hooks == []
