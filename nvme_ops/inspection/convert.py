@@ -15,7 +15,7 @@ from nvme_ops.checkpoint import FORMATS, torch_load
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.errors import ChecksumError
+from nvme_ops.errors import ChecksumError, named
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.mistaken import refuse
@@ -88,7 +88,7 @@ def convert(
         tied: dict[str, str] = {}
         if format_of(target, format).__name__ != FORMATS["torch"][0]:
             tensors, tied = without_ties(tensors)
-        plan = plan_for(target, tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
+        plan = plan_for(named(target), tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
