@@ -260,9 +260,10 @@ def _spec_of(value: object) -> Spec:
     """Returns the spec of a column for values like this one. Raises FormatError if there is none."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, (-1, *value.shape[1:])) if value.dim() else value.dtype
-    for kinds, spec in ((str | dict | list, str), (bool, torch.bool), (int, torch.int64), (float, torch.float64)):
-        if isinstance(value, kinds):
-            return spec
+    if isinstance(value, str | dict | list):
+        return str
+    if isinstance(value, bool | int | float):
+        return type(value)
     raise FormatError(f"values of {type(value).__name__} cannot be stored")
 
 

@@ -127,6 +127,17 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
         SampleStore(folder)
 
 
+def test_numbers_of_shards_stay_numbers_when_they_are_converted(folder: Path) -> None:
+    write_mds(folder / "shards", 5)
+    assert main(["convert", str(folder / "shards"), str(folder / "store")]) == 0
+    store = SampleStore(folder / "store")
+    for number in range(5):
+        found = store[number]
+        assert same_mds({**found, "meta": json.loads(found["meta"])}, number)
+        assert [type(found[name]) for name in ("label", "x", "n")] == [int, float, int]
+    assert torch.equal(store.submit(range(5)).batch()["label"], torch.arange(5) - 50)
+
+
 # WebDataset's tars
 
 
