@@ -23,7 +23,7 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Other
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
-from nvme_ops.storage.publication import opened
+from nvme_ops.storage.publication import OpenFiles, opened
 from nvme_ops.tensors import Kind, is_plain
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
@@ -152,9 +152,9 @@ def _make(
     }
 
 
-def contents(path: str, _: object = None) -> Contents:
+def contents(path: str, files: OpenFiles, _: object = None) -> Contents:
     """Lists the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
-    with opened(path) as fd:
+    with files.opened(path) as fd:
         file = TorchFile(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:

@@ -3,32 +3,33 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import FORMATS, torch_load
+from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
+from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.errors import ChecksumError, named
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
+from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.sharded_index import read_index, resolved, shards_of
+from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
-from nvme_ops.inspection.contents import OnProgress, contents, damaged
+from nvme_ops.inspection.contents import OnProgress, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.files import try_lock
-from nvme_ops.storage.publication import open_to_read
+from nvme_ops.storage.publication import OpenFiles
 from nvme_ops.tensors import cut, is_dense
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
@@ -79,8 +80,6 @@ def convert(
         ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
             that the format of the target cannot store.
     """
-    if verify:
-        _require_undamaged(resolved(source))
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
@@ -102,22 +101,6 @@ def convert(
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
     return Converted(path, len(tensors), total, tied)
-
-
-def _require_undamaged(path: str) -> None:
-    files = [path]
-    if path.endswith(".index.json") and not path.endswith(FORMATS["sharded"][1][0]):  # of torch.save's files
-        index = read_index(path)
-        files = list(index.shards(index.places))
-    for each in files:
-        try:
-            found = contents(each)
-        except ValueError:
-            if each.endswith((".safetensors", ".index.json")):
-                raise
-            continue  # compressed, so verified when it is loaded as a whole; or older, without checksums
-        if wrong := damaged(found):
-            raise ChecksumError(each, wrong)
 
 
 def _replaced(path: str) -> list[str]:
@@ -160,42 +143,67 @@ class _Reader:
 
     def __init__(self, weights: Weights, ends: contextlib.ExitStack, verify: bool) -> None:
         self._weights, self._ends, self._verify = weights, ends, verify
+        self._files = ends.enter_context(OpenFiles())
         self.paths: set[str] = set()  # of the files that were opened
 
     def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
         if not path.endswith(".index.json"):
             return self._file(path, key)
-        index = read_index(path)
-        self.paths.add(os.path.realpath(path))
+        return from_one_save(path, lambda index: self._shards(index, key))
+
+    def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        self._files.close()  # shards of another save
+        self.paths = {os.path.realpath(index.path)}
+        if self._verify and index.fits is False:
+            raise ChecksumError(index.path, [INDEX])
+        shards = index.shards(index.places)
+        for shard in shards:  # before one is verified, which may take longer than a save
+            with self._files.opened(shard):
+                pass
         found: dict[str, torch.Tensor] = {}
-        for shard, names in index.shards(index.places).items():
-            tensors, metadata = self._file(shard, key)
-            index.part(shard).require(shard, metadata, False)  # raises if it belongs to another save
+        for shard, names in shards.items():
+            tensors, _ = self._file(shard, key, index.part(shard))
             if missing := [name for name in names if name not in tensors]:
-                refuse(path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
+                refuse(index.path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
             found.update((name, tensors[name]) for name in names)
         return {name: found[name] for name in index.places}, index.metadata
 
-    def _file(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def _file(
+        self, path: str, key: str, part: ShardEntry | None = None
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         self.paths.add(os.path.realpath(path))
-        fd = open_to_read(path)
-        file = WeightFile(fd, path, shared_handle())
+        is_torch = not path.endswith(".safetensors")
+        with self._files.opened(path) as fd:
+            file = WeightFile(os.dup(fd), path, shared_handle())
         self._ends.callback(file.close)
-        try_lock(fd, fcntl.LOCK_SH, patient=True)  # keeps a save with recycle=True from writing over it
-        if not path.endswith(".safetensors"):
+        if self._verify:
+            self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
+        if is_torch:
             loaded = self._of_torch(file, fd, key)
             file.require_unchanged()  # some may be in memory already
             return loaded, {}
         if key:
             raise ValueError(f"{path}: safetensors files have no nested entries: leave out --key")
         header = safetensors_format.read(fd, path)
+        if part is not None:
+            part.require(path, header.metadata, False)  # raises if it belongs to another save
         stored = stored_tensors(file, header, self._weights)
         found = {
             name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype, device="cpu")
             for name, each in stored
         }
         return found, header.metadata
+
+    def _require_undamaged(self, path: str, format: ModuleType, part: ShardEntry | None) -> None:
+        try:
+            found = format.contents(path, self._files, part)
+        except ValueError:
+            if format is safetensors_file:
+                raise
+            return  # compressed, so verified when it is loaded as a whole; or older, without checksums
+        if wrong := damaged(found, files=self._files):
+            raise ChecksumError(path, wrong)
 
     def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
         opened = TorchFile(fd, file.path, shared_handle())
