@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
-from nvme_ops.checkpoint.modules import without_ties
+from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
@@ -31,9 +31,12 @@ from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensor
 from nvme_ops.offload.weights.window import Window
 from nvme_ops.storage.publication import OpenFiles
 from nvme_ops.tensors import cut, is_dense
+from nvme_ops.text import size_words
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
+# The most bytes that a byte of the source may become, where they are more than _PLENTY.
+_MAX_EXPANSION, _PLENTY = 16, 1 << 30
 
 
 @dataclass
@@ -85,18 +88,26 @@ def convert(
         reader = _Reader(weights, ends, verify)
         tensors, metadata = reader.read(resolved(source), key)
         tied: dict[str, str] = {}
-        if format_of(target, format).__name__ != FORMATS["torch"][0]:
-            tensors, tied = without_ties(tensors)
+        if format_of(target, format).__name__ == FORMATS["torch"][0]:
+            tensors, metadata = with_ties(tensors, metadata)
+        else:
+            tensors, tied = without_ties(_named(tensors, source))
         plan = plan_for(named(target), tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
                 raise ValueError(f"{each} is part of the source: name another target")
+        total = sum(tensor.nbytes for tensor in plan.tensors)
+        if total > max(_PLENTY, _MAX_EXPANSION * sum(map(os.path.getsize, reader.paths))):
+            name = max(tensors, key=lambda each: tensors[each].nbytes)
+            raise ValueError(
+                f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
+                f"times as {tuple(tensors[name].shape)}, and safetensors holds all one by one: convert it to .pt"
+            )
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
         weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
         ends.callback(weights.window.close)
-        total = sum(tensor.nbytes for tensor in plan.tensors)
         if on_progress is not None:
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
@@ -146,13 +157,13 @@ class _Reader:
         self._files = ends.enter_context(OpenFiles())
         self.paths: set[str] = set()  # of the files that were opened
 
-    def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def read(self, path: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
         if not path.endswith(".index.json"):
             return self._file(path, key)
         return from_one_save(path, lambda index: self._shards(index, key))
 
-    def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self._files.close()  # shards of another save
         self.paths = {os.path.realpath(index.path)}
         if self._verify and index.fits is False:
@@ -171,7 +182,7 @@ class _Reader:
 
     def _file(
         self, path: str, key: str, part: ShardEntry | None = None
-    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    ) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self.paths.add(os.path.realpath(path))
         is_torch = not path.endswith(".safetensors")
         with self._files.opened(path) as fd:
@@ -182,7 +193,7 @@ class _Reader:
         if is_torch:
             loaded = self._of_torch(file, fd, key)
             file.require_unchanged()  # some may be in memory already
-            return loaded, {}
+            return loaded
         if key:
             raise ValueError(f"{path}: safetensors files have no nested entries: leave out --key")
         header = safetensors_format.read(fd, path)
@@ -205,24 +216,29 @@ class _Reader:
         if wrong := damaged(found, files=self._files):
             raise ChecksumError(path, wrong)
 
-    def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
+    def _of_torch(self, file: WeightFile, fd: int, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         opened = TorchFile(fd, file.path, shared_handle())
         archive = opened.archive()
+        metadata = {} if archive is None else torch_file.metadata(archive)
         if archive is not None:
             root, _ = torch_pickle.read(archive.content(PICKLE), file.path)
             entries = _entry(root, key, file.path)
-            described = {name: torch_pickle.tensor(each, name, file.path) for name, each in entries.items()}
+            described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
             _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
-            plain = {name: each for name, each in described.items() if isinstance(each, Described)}
+            plain = {
+                name: each
+                for name, each in described.items()
+                if isinstance(each, Described) and type(name) in (str, int)  # others are recorded calls
+            }
             if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
-                return self._views(file, archive, plain)
+                return self._views(file, archive, plain), metadata
         verify = self._verify and is_zip(fd)  # others have no checksums
         loaded = _entry(torch_load.everything(opened, "cpu", verify), key, file.path)
         others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
         _require_tensors(loaded, others, file.path)
-        return _apart(loaded)
+        return _apart(loaded), metadata
 
-    def _views(self, file: WeightFile, archive: Archive, described: Mapping[str, Described]) -> dict[str, torch.Tensor]:
+    def _views(self, file: WeightFile, archive: Archive, described: Mapping[Any, Described]) -> dict[Any, torch.Tensor]:
         for each in described.values():
             require_record(archive, each.storage.record, each.storage.size)
         archive.locate({each.storage.record for each in described.values()})
@@ -245,12 +261,12 @@ class _Reader:
         return {name: view(each) for name, each in described.items()}
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _apart(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     """Copies tensors that are parts of larger storages, since safetensors refuses tensors that share memory."""
     made: dict[Any, torch.Tensor] = {}
 
     def own(each: torch.Tensor) -> torch.Tensor:
-        if each.layout != torch.strided or each.untyped_storage().nbytes() == each.nbytes:
+        if not is_strided(each) or each.untyped_storage().nbytes() == each.nbytes:
             return each
         place = each.data_ptr(), each.dtype, each.shape, each.stride()
         return made.setdefault(place, each.detach().clone())
@@ -258,8 +274,20 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: own(each) for name, each in tensors.items()}
 
 
-def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
-    """Returns the entries of the dictionary that ``key`` leads to, by name."""
+def _named(tensors: Mapping[Any, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors by names of text. Raises ValueError for keys that have none, or the same."""
+    names: dict[str, Any] = {}
+    for key in tensors:
+        if type(key) not in (str, int):
+            raise ValueError(f"{path}: names in safetensors files are text, and {key!r} is a {type(key).__name__}")
+        if str(key) in names:
+            raise ValueError(f"{path}: the keys {names[str(key)]!r} and {key!r} are one name in a safetensors file")
+        names[str(key)] = key
+    return {name: tensors[key] for name, key in names.items()}
+
+
+def _entry(root: Any, key: str, path: str) -> dict[Any, Any]:
+    """Returns the entries of the dictionary that ``key`` leads to."""
     node, rest = _members(root), key
     while node is not None and rest:
         step = next((name for name in node if rest == name or rest.startswith(f"{name}.")), None)
@@ -270,7 +298,7 @@ def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {repr(key) if key else 'its content'} is not a dictionary of tensors by name")
     if rest:
         raise ValueError(f"{path} has no entry {key!r}; it has {listed(node)}")
-    return {str(name): each for name, each in node.items()}
+    return dict(node)
 
 
 def _members(node: Any) -> Mapping[Any, Any] | None:
@@ -279,7 +307,7 @@ def _members(node: Any) -> Mapping[Any, Any] | None:
     return node if isinstance(node, Mapping) else None
 
 
-def _require_tensors(entries: Mapping[str, Any], others: list[str], path: str) -> None:
+def _require_tensors(entries: Mapping[Any, Any], others: list[Any], path: str) -> None:
     if others:
         inner = [name for name in others if _members(entries[name])]
         what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
