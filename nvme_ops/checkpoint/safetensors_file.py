@@ -208,6 +208,11 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
     return Header(entries, dict(metadata), text.ljust(padded))
 
 
+def header_bytes(name: str, tensor: torch.Tensor) -> int:
+    """Returns about how many bytes of a header describe a tensor, its checksum included; never fewer than half."""
+    return len(encode_basestring(name).encode(errors="replace")) + 80 + 12 * tensor.dim()
+
+
 class _Kind(NamedTuple):
     """A dtype and shape in the format's terms, shared by all tensors that have them."""
 

@@ -32,6 +32,7 @@ from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.safetensors_format import MAX_HEADER
 from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, resolved, shards_of, text_of
 from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.handle import aio_handle
@@ -117,7 +118,12 @@ def plan(
     most = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
     items = list(tensors.items())
     sizes = [tensor.nbytes for tensor in tensors.values()]
-    parts = [dict(items[group.start : group.stop]) for group in groups(sizes, most)] or [{}]
+    described = [safetensors_file.header_bytes(name, tensor) for name, tensor in items]
+    parts = [
+        dict(items[group.start + part.start : group.start + part.stop])
+        for group in groups(sizes, most)
+        for part in groups(described[group.start : group.stop], MAX_HEADER // 2)  # of many small tensors
+    ] or [{}]
     save = os.urandom(8).hex()
     shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
     about = {**(metadata or {}), "total_size": sum(sizes)}
