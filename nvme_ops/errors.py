@@ -40,6 +40,14 @@ def name_failure(
         raise OSError(error.errno, f"{operation}: {error.strerror}", path) from error
 
 
+def named(path: str | os.PathLike[str]) -> str:
+    """Returns the path as text. Raises FileNotFoundError for an empty one, which ``os.path`` takes for this folder."""
+    name = os.fspath(path)
+    if not name:
+        raise FileNotFoundError(errno.ENOENT, "the path is empty", name)
+    return name
+
+
 class FormatError(ValueError):
     """The file is damaged, or not of the format that its name says; the message names the file and the field."""
 

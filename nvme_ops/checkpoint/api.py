@@ -13,6 +13,7 @@ import torch
 
 from nvme_ops.checkpoint import Format
 from nvme_ops.checkpoint.request import Request, format_of, plan_for
+from nvme_ops.errors import named
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 
@@ -145,10 +146,13 @@ def load(
 
 
 def name_of(path: Any, call: str) -> str:
-    """Returns the name of a file. Raises TypeError for anything else; the message shows ``call``, the right usage."""
+    """Returns the name of a file.
+
+    Raises TypeError for anything else, with ``call``, the right usage, and FileNotFoundError for an empty name.
+    """
     if not isinstance(path, str | os.PathLike) or not isinstance(name := os.fspath(path), str):
         raise TypeError(f"the path must be a str or an os.PathLike, not {type(path).__name__}: {call}")
-    return name
+    return named(name)
 
 
 class Turn:

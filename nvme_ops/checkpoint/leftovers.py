@@ -1,8 +1,9 @@
-"""Finds what killed saves left in a folder, and nothing that a running save uses."""
+"""Removes what killed saves left in a folder, and nothing that a running save uses."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 
 from nvme_ops.checkpoint import FORMATS
@@ -11,35 +12,51 @@ from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import read as read_header
 from nvme_ops.formats.sharded_index import read_index, shards_of
 from nvme_ops.storage import publication
-from nvme_ops.storage.files import is_abandoned, lock_files, locked
+from nvme_ops.storage.files import abandoned, lock_files, locked
 
 _INDEX = FORMATS["sharded"][1][0]
 
 
-def leftovers(folder: str) -> list[str]:
-    """Returns temporary files whose writer is gone, locks that nobody holds, and shards that their index omits.
+def clean(folder: str, dry_run: bool = False) -> dict[str, int]:
+    """Removes temporary files whose writer is gone, locks that nobody holds, and shards that their index omits.
 
-    Includes the files that ``save(recycle=True)`` keeps to write the next checkpoint over.
+    Includes the files that ``save(recycle=True)`` keeps to write the next checkpoint over. Each file is removed under
+    the lock that its next user would take: names are used again. Returns the paths, and the sizes in bytes.
 
     A shard counts only if its header says that it belongs to another save than the index. Data files of a DCP
     checkpoint are left to its next save: what it still needs is in ``.metadata``, a pickle, which is not loaded here.
     """
-    found = [path for path in publication.hidden(folder) if is_abandoned(path)]
+    found: dict[str, int] = {}
+
+    def take(path: str) -> None:
+        found[path] = os.path.getsize(path)
+        if not dry_run:
+            os.unlink(path)
+
+    for path in publication.hidden(folder):
+        with suppress(OSError), abandoned(path):
+            take(path)
     for name in os.listdir(folder):
-        if name.endswith(_INDEX):
-            with suppress(OSError, FormatError), locked(os.path.join(folder, name)):
-                found += _unnamed(folder, name)
-    found += [path for path in lock_files(folder) if is_abandoned(path)]
-    return sorted(found)
+        index = os.path.realpath(os.path.join(folder, name))
+        if name.endswith(_INDEX) and os.path.dirname(index) == os.path.realpath(folder):
+            _take_unnamed(index, folder, take)
+    for path in lock_files(folder):
+        with suppress(OSError), abandoned(path):
+            take(path)
+    return dict(sorted(found.items()))
 
 
-def _unnamed(folder: str, name: str) -> list[str]:
-    index = read_index(os.path.join(folder, name))
-    if index.save is None:
-        return []
-    named = set(index.places.values())
-    others = [os.path.join(folder, each) for each in shards_of(folder, name.removesuffix(_INDEX)) if each not in named]
-    return [path for path in others if _save_of(path) not in (None, index.save)]
+def _take_unnamed(path: str, folder: str, take: Callable[[str], None]) -> None:
+    """Takes the shards that an index omits, while saves to it wait; none where the file system has no locks."""
+    with suppress(OSError, FormatError), locked(path) as lock:
+        index = read_index(path)
+        if index.save is None or not lock.excludes():
+            return
+        named = set(index.places.values())
+        for name in shards_of(folder, os.path.basename(path).removesuffix(_INDEX)):
+            shard = os.path.join(folder, name)
+            if name not in named and _save_of(shard) not in (None, index.save):
+                take(shard)
 
 
 def _save_of(path: str) -> str | None:

@@ -16,10 +16,23 @@ def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:
     """Returns, for each name of a tensor with several names, all of its names, sorted."""
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, tensor in tensors.items():
-        if isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided and tensor.numel():
+        if isinstance(tensor, torch.Tensor) and is_strided(tensor) and tensor.numel():
             key = (tensor.device, _place(tensor), tensor.dtype, tensor.shape, tensor.stride())
             groups.setdefault(key, []).append(name)
     return {name: sorted(names) for names in groups.values() if len(names) > 1 for name in names}
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Returns whether a tensor has one shape and its strides: a nested one has neither, whatever its layout says."""
+    return tensor.layout == torch.strided and not tensor.is_nested
+
+
+def with_ties(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, str]]:
+    """Reverses ``without_ties``: returns the tensors under all their names, and the rest of the metadata."""
+    names = {name: first for name, first in metadata.items() if name not in tensors and first in tensors}
+    names.pop("format", None)  # which every file has
+    rest = {name: text for name, text in metadata.items() if name not in names}
+    return {**tensors, **{name: tensors[first] for name, first in names.items()}}, rest
 
 
 def without_ties(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:

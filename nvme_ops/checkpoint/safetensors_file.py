@@ -28,7 +28,7 @@ from nvme_ops.memory import pieces
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.settings import PAGE
-from nvme_ops.storage.publication import opened, replacing
+from nvme_ops.storage.publication import OpenFiles, opened, replacing
 from nvme_ops.tensors import Kind, collector_paused
 
 
@@ -155,9 +155,9 @@ def _expected(header: layout.Header, path: str) -> dict[str, int]:
     return found or {}
 
 
-def contents(path: str, part: integrity.ShardEntry | None = None) -> Contents:
+def contents(path: str, files: OpenFiles, part: integrity.ShardEntry | None = None) -> Contents:
     """Lists what the file contains, with the checksums. ``part``: what the index of a sharded checkpoint says of it."""
-    with opened(path) as fd:
+    with files.opened(path) as fd:
         header = layout.read(fd, path)
     expected = integrity.recorded(header, path) or {}
     items = []
@@ -206,6 +206,11 @@ def build(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> H
         name: TensorEntry(kind.dtype, kind.shape, start + first, start + last) for name, kind, first, last in places
     }
     return Header(entries, dict(metadata), text.ljust(padded))
+
+
+def header_bytes(name: str, tensor: torch.Tensor) -> int:
+    """Returns about how many bytes of a header describe a tensor, its checksum included; never fewer than half."""
+    return len(encode_basestring(name).encode(errors="replace")) + 80 + 12 * tensor.dim()
 
 
 class _Kind(NamedTuple):

@@ -32,12 +32,13 @@ from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.safetensors_format import MAX_HEADER
 from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, resolved, shards_of, text_of
 from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.storage.files import make_folder, sync_folder, unlink
-from nvme_ops.storage.publication import Publication
+from nvme_ops.storage.publication import OpenFiles, Publication
 from nvme_ops.tensors import groups
 
 SUFFIXES = FORMATS["sharded"][1]
@@ -117,7 +118,12 @@ def plan(
     most = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
     items = list(tensors.items())
     sizes = [tensor.nbytes for tensor in tensors.values()]
-    parts = [dict(items[group.start : group.stop]) for group in groups(sizes, most)] or [{}]
+    described = [safetensors_file.header_bytes(name, tensor) for name, tensor in items]
+    parts = [
+        dict(items[group.start + part.start : group.start + part.stop])
+        for group in groups(sizes, most)
+        for part in groups(described[group.start : group.stop], MAX_HEADER // 2)  # of many small tensors
+    ] or [{}]
     save = os.urandom(8).hex()
     shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
     about = {**(metadata or {}), "total_size": sum(sizes)}
@@ -150,10 +156,10 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
     file = resolved(path)
     if not file.endswith(_INDEX):
         return _module(file).load(file, into, request)
-    return _from_one_save(file, lambda index: _load(index, into, request))
+    return from_one_save(file, lambda index: _load(index, into, request))
 
 
-def _from_one_save(path: str, read: Callable[[ShardedIndex], _Read]) -> _Read:
+def from_one_save(path: str, read: Callable[[ShardedIndex], _Read]) -> _Read:
     """Calls ``read`` with the index and its shards; retries while a save replaces them."""
     index = read_index(path)
     while True:
@@ -192,21 +198,22 @@ def _load(
     return {name: found[name] for name in names}
 
 
-def contents(path: str) -> Contents:
+def contents(path: str, files: OpenFiles) -> Contents:
     """Lists what all the shards contain, in the order of the index."""
     file = resolved(path)
     if not file.endswith(_INDEX):
-        alone: Contents = _module(file).contents(file)
+        alone: Contents = _module(file).contents(file, files)
         return alone
-    return _from_one_save(file, _contents)
+    return from_one_save(file, lambda index: _contents(index, files))
 
 
-def _contents(index: ShardedIndex) -> Contents:
+def _contents(index: ShardedIndex, files: OpenFiles) -> Contents:
+    files.close()  # shards of another save
     found = Contents("sharded", [], index.metadata)
     if index.fits is False:
         found.damaged.append(integrity.INDEX)
     for path, names in index.shards(index.places).items():
-        shard = _module(path).contents(path, index.part(path))
+        shard = _module(path).contents(path, files, index.part(path))
         found.items.extend(_items(index, path, names, shard))
         wrong = [name if name == integrity.INDEX else _in_shard(name, path) for name in shard.damaged]
         found.damaged.extend(name for name in wrong if name not in found.damaged)

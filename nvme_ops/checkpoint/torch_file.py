@@ -23,7 +23,7 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Other
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
-from nvme_ops.storage.publication import opened
+from nvme_ops.storage.publication import OpenFiles, opened
 from nvme_ops.tensors import Kind, is_plain
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
@@ -50,6 +50,8 @@ def flattened(obj: Any) -> dict[str, torch.Tensor]:
         if isinstance(each, torch.nn.Module):
             each = state_to_fill(each)
         if isinstance(each, torch.Tensor):
+            if name in found:
+                raise ValueError(f"two tensors are called {name!r} when their places are joined by dots")
             found[name] = each
         elif isinstance(each, Mapping | list | tuple):
             for key, child in each.items() if isinstance(each, Mapping) else enumerate(each):
@@ -152,9 +154,9 @@ def _make(
     }
 
 
-def contents(path: str, _: object = None) -> Contents:
+def contents(path: str, files: OpenFiles, _: object = None) -> Contents:
     """Lists the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
-    with opened(path) as fd:
+    with files.opened(path) as fd:
         file = TorchFile(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
@@ -179,7 +181,7 @@ def contents(path: str, _: object = None) -> Contents:
             if seen[name] > 1:  # indices and values of a sparse tensor, say
                 name = f"{name} ({seen[name]})"
             items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape, checked))
-        return Contents("torch", items, _metadata(archive))
+        return Contents("torch", items, metadata(archive))
 
 
 def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...], checked: bool) -> Item:
@@ -188,7 +190,8 @@ def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int
     return Item(name, dtype, shape, archive.path, start, start + archive.records[record].size, checksum)
 
 
-def _metadata(archive: Archive) -> dict[str, str]:
+def metadata(archive: Archive) -> dict[str, str]:
+    """Returns the strings of ``metadata=``. Raises FormatError for anything else in their record."""
     if METADATA not in archive.records:
         return {}
     try:

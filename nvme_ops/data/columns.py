@@ -19,11 +19,13 @@ from nvme_ops.errors import FormatError
 from nvme_ops.tensors import bytes_of
 
 #: ``bytes``, ``str``, a dtype (for numbers), or a dtype and a shape, whose first dimension may be -1: any length.
-Spec: TypeAlias = "type[bytes] | type[str] | torch.dtype | tuple[torch.dtype, Sequence[int]]"
+#: ``int``, ``float`` and ``bool`` are numbers that a sample has as Python's, and a batch as tensors.
+Spec: TypeAlias = "type[bytes | str | int | float] | torch.dtype | tuple[torch.dtype, Sequence[int]]"
 #: A tensor, a str, or a dict of them by column.
 Sample: TypeAlias = Any
 
 _WORD = 8  # bytes of a length
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 _UNNAMED = ""
 
 
@@ -35,6 +37,7 @@ class Column:
     dtype: torch.dtype
     shape: tuple[int, ...]
     text: bool = False  # UTF-8, given and returned as str
+    number: bool = False  # returned as Python's
 
     @property
     def nbytes(self) -> int | None:
@@ -55,6 +58,8 @@ class Column:
         """Returns the column of a ``spec``. Raises TypeError or ValueError if that is invalid."""
         if spec is bytes or spec is str:
             return cls(name, torch.uint8, (-1,), spec is str)
+        if isinstance(spec, type) and spec in _NUMBERS:
+            return cls(name, _NUMBERS[spec], (), number=True)
         pair: Any = (spec, ()) if isinstance(spec, torch.dtype) else spec
         try:
             dtype, lengths = pair
@@ -62,7 +67,8 @@ class Column:
         except (TypeError, ValueError):
             dtype, shape = None, ()
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{_words(name)} must be bytes, str, a dtype, or a dtype and a shape of ints, not {spec!r}")
+            kinds = "bytes, str, int, float, bool, a dtype, or a dtype and a shape of ints"
+            raise TypeError(f"{_words(name)} must be {kinds}, not {spec!r}")
         if any(length < 0 for length in shape[1:]) or (shape and shape[0] < -1):
             raise ValueError(f"{_words(name)}: only the first dimension of {shape} may be -1")
         if math.prod(shape[1:]) == 0 and -1 in shape:
@@ -117,7 +123,8 @@ class Column:
         """Returns the value in ``memory``, uint8, as a view of it; a str is a copy."""
         if self.text:
             return bytes(bytes_of(memory)).decode()
-        return memory.view(self.dtype).view(self.shape)
+        value = memory.view(self.dtype).view(self.shape)
+        return value.item() if self.number else value
 
     def stacked(self, rows: torch.Tensor) -> torch.Tensor:
         """Returns the values in ``rows``, uint8 ``[n, bytes]``, as a view ``[n, *shape]``."""
@@ -216,7 +223,8 @@ class Columns:
 
     def as_json(self) -> list[dict[str, Any]]:
         """Returns what an index keeps about the columns."""
-        return [{"name": each.name, "dtype": each.kind, "shape": each.shape, "text": each.text} for each in self.all]
+        names = ("name", "shape", "text", "number")
+        return [{"dtype": each.kind, **{name: getattr(each, name) for name in names}} for each in self.all]
 
     @classmethod
     def from_json(cls, given: Sequence[Mapping[str, Any]]) -> Columns:
@@ -224,7 +232,10 @@ class Columns:
         specs: dict[str, Spec] = {}
         for each in given:
             dtype = getattr(torch, each["dtype"])
-            specs[str(each["name"])] = str if each["text"] else (dtype, tuple(int(length) for length in each["shape"]))
+            spec: Spec = str if each["text"] else (dtype, tuple(int(length) for length in each["shape"]))
+            if each.get("number"):
+                spec = {stored: kind for kind, stored in _NUMBERS.items()}[dtype]
+            specs[str(each["name"])] = spec
         return cls(specs[_UNNAMED]) if list(specs) == [_UNNAMED] else cls(specs)
 
 
@@ -254,6 +265,8 @@ def cpu_tensor(value: Any, dtype: torch.dtype | None = None) -> torch.Tensor:
 def _gathered(column: Column, values: list[Any]) -> Any:
     if column.nbytes is None:
         return values
+    if column.number:
+        return torch.tensor(values, dtype=column.dtype, device="cpu")
     return torch.stack(values) if values else torch.empty(0, *column.shape, dtype=column.dtype, device="cpu")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.data import formats
+from nvme_ops.data import formats, webdataset
 from nvme_ops.data.columns import Sample, Spec
 from nvme_ops.data.index import NAME
 from nvme_ops.data.store import SampleStore
@@ -57,6 +57,8 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
         return _parquet([path])
     if any(each.matches(path) for each in formats.FORMATS.values()):
         return _store(path)
+    if tars := webdataset.compressed(path):
+        return _compressed(path, tars)
     if not os.path.isdir(path):
         raise FormatError(f"{path}: not a .npy, .parquet, tar or folder; a file without a header needs a dtype")
     tables = sorted(entry.path for entry in os.scandir(path) if entry.name.endswith(".parquet"))
@@ -230,7 +232,25 @@ def _store(path: str) -> SampleSource:
     return SampleSource(columns, samples(), store.nbytes, path, others)
 
 
-def _others(folder: str, suffix: str) -> tuple[str, ...]:
+def _compressed(path: str, tars: list[str]) -> SampleSource:
+    """Opens compressed tars, whose samples are read one after the other."""
+    first, _ = next(webdataset.samples_of(tars[0]), (None, 0))
+    if first is None:
+        raise FormatError(f"{tars[0]}: has no samples")
+    columns: dict[str, Spec] = {name: str if name == webdataset.KEY else bytes for name in first}
+
+    def samples() -> Iterator[tuple[Sample, int]]:
+        for tar in tars:
+            before = 0
+            for sample, reached in webdataset.samples_of(tar):
+                yield sample, reached - before
+                before = reached
+
+    others = _others(path, webdataset.COMPRESSED) if os.path.isdir(path) else ()
+    return SampleSource(columns, samples(), sum(map(os.path.getsize, tars)), path, others)
+
+
+def _others(folder: str, suffix: str | tuple[str, ...]) -> tuple[str, ...]:
     """Returns the names in a folder that are not hidden and do not end with ``suffix``."""
     names = sorted(os.listdir(folder))
     return tuple(name for name in names if not name.startswith(".") and not name.endswith(suffix))
@@ -240,9 +260,10 @@ def _spec_of(value: object) -> Spec:
     """Returns the spec of a column for values like this one. Raises FormatError if there is none."""
     if isinstance(value, torch.Tensor):
         return (value.dtype, (-1, *value.shape[1:])) if value.dim() else value.dtype
-    for kinds, spec in ((str | dict | list, str), (bool, torch.bool), (int, torch.int64), (float, torch.float64)):
-        if isinstance(value, kinds):
-            return spec
+    if isinstance(value, str | dict | list):
+        return str
+    if isinstance(value, bool | int | float):
+        return type(value)
     raise FormatError(f"values of {type(value).__name__} cannot be stored")
 
 

@@ -51,6 +51,8 @@ def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
     for each in FORMATS.values():
         if each.matches(path):
             return each.make_index(path, checksums)
+    if webdataset.compressed(path):
+        raise FormatError(f"{path}: its tars are compressed: nvme-data convert makes a store of them")
     raise FormatError(
         f"{path}: has no samples: no {own.NAME} (SampleWriter), no index.json (MDS) and no tars (WebDataset)"
     )

@@ -17,6 +17,7 @@ from typing import Literal
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
+from nvme_ops.errors import named
 from nvme_ops.storage.files import make_last_folder, try_lock
 from nvme_ops.text import parse_size, size_words
 
@@ -59,7 +60,7 @@ class AsyncLog(Closing):
         rotate_bytes: int | str = "1G",
         keep: int | None = None,
     ) -> None:
-        self.path, self.window, self.on_full = os.path.abspath(os.fspath(path)), window, on_full
+        self.path, self.window, self.on_full = os.path.abspath(named(path)), window, on_full
         self._limit = parse_size(buffer_bytes) if isinstance(buffer_bytes, str) else buffer_bytes
         self._rotate = parse_size(rotate_bytes) if isinstance(rotate_bytes, str) else rotate_bytes
         self._keep = keep

@@ -27,7 +27,7 @@ from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.index import SampleIndex, aligned
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError, FormatError, naming
+from nvme_ops.errors import ChecksumError, FormatError, named, naming
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
@@ -76,7 +76,7 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         verify: bool = False,
         transform: Callable[[Sample], Any] | None = None,
     ) -> None:
-        self.path, self.transform = os.path.abspath(os.fspath(path)), transform
+        self.path, self.transform = os.path.abspath(named(path)), transform
         self._arguments = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
         while True:
             self.index: SampleIndex = formats.index_of(self.path, verify)

@@ -9,27 +9,33 @@ import errno
 import io
 import os
 import tarfile
+import warnings
 from collections.abc import Iterator
-from typing import IO, BinaryIO, cast
+from typing import IO, Any, BinaryIO, cast
 
 import torch
 
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Found, SampleIndex, aligned, foreign_index
 from nvme_ops.errors import FormatError
+from nvme_ops.limits import free_memory
 from nvme_ops.storage.publication import opened
 from nvme_ops.tensors import bytes_of
 
 KEY = "__key__"
 _BLOCK = 512
 _MAX_HEADER = 16 << 20  # bytes of a name and other metadata in front of a file
-_SUFFIX = ".tar"
+_TAR = (".tar",)
+#: How the names of compressed ones end.
+COMPRESSED = (".tar.gz", ".tgz", ".tar.bz2", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tar.zstd")
 
 
-def _tars(path: str) -> list[str]:
+def _tars(path: str, suffixes: tuple[str, ...] = _TAR) -> list[str]:
     if os.path.isfile(path):
-        return [os.path.basename(path)] if path.endswith(_SUFFIX) else []
-    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(_SUFFIX) and _is_file(entry))
+        return [os.path.basename(path)] if path.endswith(suffixes) else []
+    if not os.path.isdir(path):
+        return []
+    return sorted(entry.name for entry in os.scandir(path) if entry.name.endswith(suffixes) and _is_file(entry))
 
 
 def _is_file(entry: os.DirEntry[str]) -> bool:
@@ -42,6 +48,12 @@ def matches(path: str) -> bool:
     return bool(_tars(path))
 
 
+def compressed(path: str) -> list[str]:
+    """Returns the paths of compressed tars at ``path`` or in it; only ``samples_of`` reads them."""
+    folder = os.path.dirname(path) if os.path.isfile(path) else path
+    return [os.path.join(folder, name) for name in _tars(path, COMPRESSED)]
+
+
 def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none)
     """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed tar."""
     folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
@@ -52,7 +64,7 @@ def key_of(name: str) -> tuple[str, str] | None:
     """Returns the key and the extension of a file's name; None if it is not part of a sample."""
     folder, base = os.path.split(name)
     stem, dot, extension = base.partition(".")
-    if not stem or not dot or not extension:
+    if not stem or not dot:
         return None
     return os.path.join(folder, stem), extension.lower()
 
@@ -60,18 +72,33 @@ def key_of(name: str) -> tuple[str, str] | None:
 def _places(path: str) -> Found:
     starts: list[int] = []
     keys: list[str] = []
+    links: list[str] = []
     end = 0
     with opened(path) as fd, open(fd, "rb", closefd=False) as file:
-        for member, after in _walk(file, os.fstat(fd).st_size, f"{path}: not a tar that can be read in place"):
+        size = os.fstat(fd).st_size
+        for member, after in _walk(file, size, f"{path}: not a tar that can be read in place"):
             end = after
-            found = key_of(member.name) if member.isreg() else None
-            if found is not None and (not keys or keys[-1] != found[0]):
+            found = key_of(member.name)
+            if found is not None and member.islnk():
+                links.append(f"{member.name} -> {member.linkname}")
+            elif found is not None and member.isreg() and (not keys or keys[-1] != found[0]):
                 starts.append(member.offset)
                 keys.append(found[0])
-        if os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile also stops at a bad header
+        if end < size and os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile also stops at a bad header
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
+    if end == size:
+        _warn(
+            f"{path}: was perhaps cut off after its last file: a tar ends with blocks of zeros, and this one does not"
+        )
+    if links:
+        what = "hard links, which are left out of the samples, as webdataset does: make it with --hard-dereference"
+        _warn(f"{path}: has {len(links)} {what}: {', '.join(links[:3])}")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
     return Found(starts[0] if starts else 0, ends)
+
+
+def _warn(words: str) -> None:
+    warnings.warn(words, RuntimeWarning, stacklevel=8)
 
 
 class _BoundedTar:
@@ -110,19 +137,54 @@ def _walk(file: BinaryIO, nbytes: int, what: str) -> Iterator[tuple[tarfile.TarI
 def sample(record: torch.Tensor) -> Sample:
     """Returns a dict: each file's bytes, a view of ``record``, by its extension; and the key. Raises FormatError."""
     sample: dict[str, object] = {}
-    for name, begin, nbytes in _members(record):
+    for name, content in _members(record):
         found = key_of(name)
         if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
-            if found[1] in sample:
-                raise FormatError(f"{found[0]!r} has two files {found[1]!r}")
-            sample[found[1]] = record[begin : begin + nbytes]
+            _add(sample, found, content)
     if not sample:
         raise FormatError("it has no files: the tar has changed since the store was opened")
     return sample
 
 
-def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:
-    """Returns the name, offset and size of each regular file in part of a tar."""
+def _add(sample: dict[str, object], found: tuple[str, str], content: object) -> None:
+    key, extension = found
+    if extension in sample:
+        raise FormatError(f"{key!r} has two files {extension!r}")
+    sample[extension] = content
+
+
+def samples_of(path: str) -> Iterator[tuple[Sample, int]]:
+    """Yields the samples of a compressed tar, with bytes for tensors, and how much of the file was read by then.
+
+    Raises FormatError for a damaged one, and for a compression that this Python does not know.
+    """
+    sample: dict[str, object] = {}
+    with opened(path) as fd, open(fd, "rb", closefd=False) as file:
+        try:
+            with tarfile.open(fileobj=file, mode="r|*") as tar:
+                for member in tar:
+                    found = key_of(member.name) if member.isreg() else None
+                    content = None if found is None else tar.extractfile(member)
+                    tar.members = []  # type: ignore[attr-defined]  # it would grow
+                    if found is None or content is None:
+                        continue
+                    if sample and sample[KEY] != found[0]:
+                        yield sample, file.tell()
+                        sample = {}
+                    sample.setdefault(KEY, found[0])
+                    _add(sample, found, content.read())
+        except FormatError as error:
+            raise FormatError(f"{path}: {error}") from error
+        except Exception as error:  # tarfile and what decompresses raise many kinds
+            if isinstance(error, OSError) and error.errno:
+                raise
+            raise FormatError(f"{path}: cannot be decompressed here, or is damaged: {error}") from error
+        if sample:
+            yield sample, file.tell()
+
+
+def _members(record: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """Returns the name and the content of each regular file in part of a tar."""
     view, found, place = bytes_of(record), [], 0
     while place + _BLOCK <= len(view):
         head = bytes(view[place : place + _BLOCK])
@@ -130,15 +192,32 @@ def _members(record: torch.Tensor) -> list[tuple[str, int, int]]:
             break
         plain = _plain(head)
         if plain is None:
-            members = [each for each, _ in _walk(io.BytesIO(view), len(view), "it is not part of a tar")]
-            return [(each.name, each.offset_data, each.size) for each in members if each.isreg()]
+            members = _walk(io.BytesIO(view), len(view), "it is not part of a tar")
+            return [(each.name, _content(record, each, end)) for each, end in members if each.isreg()]
         name, size = plain
         begin = place + _BLOCK
         if begin + size > len(view):
             raise FormatError(f"{name!r} does not fit its record of {len(view)} bytes")
-        found.append((name, begin, size))
+        found.append((name, record[begin : begin + size]))
         place = begin + aligned(size, _BLOCK)
     return found
+
+
+def _content(record: torch.Tensor, member: tarfile.TarInfo, end: int) -> torch.Tensor:
+    """Returns the bytes of a file; one that was stored without its holes (``tar -S``) gets these back, as zeros."""
+    begin = member.offset_data
+    parts: Any = member.sparse
+    if parts is None:
+        return record[begin : begin + member.size]
+    if member.size > free_memory():
+        raise FormatError(f"{member.name!r}: {member.size} bytes with its holes are more than the memory that is free")
+    content = torch.zeros(member.size, dtype=torch.uint8, device=record.device)
+    for start, nbytes in parts:
+        if not (0 <= start <= start + nbytes <= member.size and begin + nbytes <= end):
+            raise FormatError(f"{member.name!r}: its map of holes is damaged")
+        content[start : start + nbytes] = record[begin : begin + nbytes]
+        begin += nbytes
+    return content
 
 
 def _plain(head: bytes) -> tuple[str, int] | None:

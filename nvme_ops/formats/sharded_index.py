@@ -13,11 +13,13 @@ from typing import Any
 from nvme_ops.errors import FormatError
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.safetensors_format import MAX_HEADER, unique_names
+from nvme_ops.formats.safetensors_format import unique_names
 from nvme_ops.storage import publication
 
 # Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
 _IN_FOLDERS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+#: The longest index that is read or written, in bytes: of about ten million tensors.
+MAX_INDEX = 1 << 30
 _SHARDS = (".safetensors", ".pt", ".pth", ".bin")
 
 
@@ -48,7 +50,7 @@ class ShardedIndex:
 
 def read_index(path: str) -> ShardedIndex:
     """Parses an index. Raises FormatError, which says what is wrong, and OSError."""
-    content = publication.content_of(path, MAX_HEADER)
+    content = publication.content_of(path, MAX_INDEX)
     document = _parse(content, path)
     places = document.get("weight_map")
     if not isinstance(places, dict):
@@ -130,6 +132,11 @@ def _pattern(stem: str) -> re.Pattern[str]:
 
 
 def text_of(document: Mapping[str, Any]) -> bytes:
-    """Returns the JSON of an index, with its checksum if its metadata have a placeholder."""
+    """Returns the JSON of an index, with its checksum if its metadata have a placeholder.
+
+    Raises ValueError for one that ``read_index`` would refuse.
+    """
     text = json.dumps(document, indent=2, separators=(",", ":"), sort_keys=True) + "\n"
+    if len(text) > MAX_INDEX:
+        raise ValueError(f"the index would be {len(text)} bytes long, and readers accept {MAX_INDEX}: too many tensors")
     return integrity.sealed(text.encode(), [])[0]

@@ -19,18 +19,17 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict
 
 from nvme_ops import __version__
 from nvme_ops.checkpoint import FORMATS
-from nvme_ops.checkpoint.leftovers import leftovers
+from nvme_ops.checkpoint.leftovers import clean
 from nvme_ops.formats.contents import Contents
 from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
+from nvme_ops.storage.publication import OpenFiles
 from nvme_ops.text import columns_text, command, command_line, printable, say, show, size_words
 
 
@@ -101,10 +100,11 @@ def _verify_all(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, path: str, label: str) -> int:
-    found = contents(path, args.format)
-    checked = [item for item in found.items if item.checksum is not None]
-    with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
-        wrong = damaged(found, advance)
+    with OpenFiles() as files:  # so that no save changes what was listed
+        found = contents(path, args.format, files)
+        checked = [item for item in found.items if item.checksum is not None]
+        with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
+            wrong = damaged(found, advance, files)
     bare = len(found.items) - len(checked)
     if args.json:
         counts = {"checked": len(checked), "without_checksum": bare, "damaged": wrong}
@@ -127,10 +127,7 @@ def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> 
 
 
 def _clean(args: argparse.Namespace) -> int:
-    found = {path: os.path.getsize(path) for folder in args.folders for path in leftovers(folder)}
-    for path in found if not args.dry_run else ():
-        with suppress(FileNotFoundError):  # another process removed it meanwhile
-            os.unlink(path)
+    found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
     if args.json:
         print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
         return 0
@@ -142,9 +139,10 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    first, second = contents(args.first, args.format), contents(args.second, args.format)
-    with byte_bar(first.bytes, "diff") as advance:
-        found = compare(first, second, advance)
+    with OpenFiles() as ours, OpenFiles() as theirs:
+        first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
+        with byte_bar(first.bytes, "diff") as advance:
+            found = compare(first, second, advance, ours, theirs)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
     else:

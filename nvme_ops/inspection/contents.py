@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -15,8 +17,9 @@ from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
 from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.storage.publication import opened
+from nvme_ops.storage.publication import OpenFiles, opened
 
+_Reading: TypeAlias = Callable[[str], AbstractContextManager[int]]
 OnProgress = Callable[[int], None]  # called with the number of further bytes that were read
 
 
@@ -34,30 +37,48 @@ class Difference:
         return bool(self.only_first or self.only_second or self.described or self.values)
 
 
-def contents(path: str | os.PathLike[str], format: str | None = None) -> Contents:
-    """Lists the contents of a file, an index, a folder, or a DCP checkpoint. Raises as ``load`` does."""
+def contents(path: str | os.PathLike[str], format: str | None = None, files: OpenFiles | None = None) -> Contents:
+    """Lists the contents of a file, an index, a folder, or a DCP checkpoint. Raises as ``load`` does.
+
+    ``files`` keeps what was listed open, for ``damaged`` and ``compare``: a save may replace it meanwhile.
+    """
+    if files is None:
+        with OpenFiles() as files:
+            return contents(path, format, files)
     name = os.fspath(path)
     if format is None and os.path.exists(os.path.join(name, ".metadata")):
         from nvme_ops.checkpoint.dcp import contents as of_dcp  # slow to import
 
-        return of_dcp.contents(name)
-    found: Contents = format_of(name, format).contents(name)
+        return of_dcp.contents(name, files)
+    found: Contents = format_of(name, format).contents(name, files)
     return found
 
 
-def damaged(found: Contents, on_progress: OnProgress = lambda _: None) -> list[str]:
+def damaged(found: Contents, on_progress: OnProgress = lambda _: None, files: OpenFiles | None = None) -> list[str]:
     """Returns the names of what is damaged: bytes that do not match their checksums. Skips tensors without one."""
     wrong = list(found.damaged)
+    reading = _reading(found, files)
     for path, group in itertools.groupby(found.items, lambda item: item.path):
         items = [(item, *item.checksum) for item in group if item.checksum is not None]
-        with opened(path) as fd:
+        with reading(path) as fd:
             places = [Place(fd, item.start, item.bytes) for item, _, _ in items]
             values = checksums_in_files(shared_handle(), places, [kind for _, kind, _ in items], on_progress)
         wrong += [item.name for (item, _, expected), value in zip(items, values, strict=True) if value != expected]
     return wrong
 
 
-def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda _: None) -> Difference:
+def _reading(found: Contents, files: OpenFiles | None) -> _Reading:
+    """Returns what opens a listed file. Those of DCP, perhaps thousands, are kept while ``.metadata`` is open."""
+    return opened if files is None or found.format == "dcp" else files.opened
+
+
+def compare(
+    first: Contents,
+    second: Contents,
+    on_progress: OnProgress = lambda _: None,
+    ours: OpenFiles | None = None,
+    theirs: OpenFiles | None = None,
+) -> Difference:
     """Compares names, dtypes, shapes and bytes, also across formats. ``on_progress`` counts the bytes of one side.
 
     Raises ValueError if only one is a DCP checkpoint, in which each tensor's bytes are an archive.
@@ -66,12 +87,12 @@ def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda 
         raise ValueError("a DCP checkpoint can only be compared with another one: convert it by dcp_to_torch_save")
     result = Difference()
     alike = first.format == second.format
-    ours, theirs = (first.items, second.items) if alike else (first.tensors, second.tensors)
-    others = {item.name: item for item in theirs}
-    names = {item.name for item in ours}
+    some, more = (first.items, second.items) if alike else (first.tensors, second.tensors)
+    others = {item.name: item for item in more}
+    names = {item.name for item in some}
     result.only_second = [name for name in others if name not in names]
     pairs: list[tuple[Item, Item]] = []
-    for item in ours:
+    for item in some:
         other = others.get(item.name)
         if other is None:
             result.only_first.append(item.name)
@@ -82,7 +103,7 @@ def compare(first: Contents, second: Contents, on_progress: OnProgress = lambda 
         else:
             pairs.append((item, other))
     for _, group in itertools.groupby(pairs, lambda pair: (pair[0].path, pair[1].path)):
-        result.values += _different(list(group), on_progress)
+        result.values += _different(list(group), on_progress, _reading(first, ours), _reading(second, theirs))
     return result
 
 
@@ -91,12 +112,14 @@ def _in_torch(dtype: str) -> str:
     return str(DTYPES.get(dtype, dtype)).removeprefix("torch.")
 
 
-def _different(pairs: Sequence[tuple[Item, Item]], on_progress: OnProgress) -> list[str]:
+def _different(
+    pairs: Sequence[tuple[Item, Item]], on_progress: OnProgress, reading: _Reading, reading_other: _Reading
+) -> list[str]:
     """Returns the names of items of one file whose bytes differ from those of their counterparts in another file."""
     ring, different = Ring(), dict[str, None]()  # in order
     ours, theirs = [item for item, _ in pairs], [other for _, other in pairs]
     owners = [item.name for item in ours for _ in range(0, item.bytes, ring.piece)]
-    with opened(ours[0].path) as fd, opened(theirs[0].path) as other_fd:
+    with reading(ours[0].path) as fd, reading_other(theirs[0].path) as other_fd:
         found = zip(owners, _pieces(ring, fd, ours), _pieces(Ring(), other_fd, theirs), strict=True)
         for name, piece, against in found:
             if name not in different and not torch.equal(piece, against):

@@ -3,36 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import ModuleType
 from typing import Any
 
 import torch
 
-from nvme_ops.checkpoint import FORMATS, torch_load
-from nvme_ops.checkpoint.modules import without_ties
+from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
+from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
+from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.errors import ChecksumError
+from nvme_ops.errors import ChecksumError, named
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
+from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.sharded_index import read_index, resolved, shards_of
+from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
-from nvme_ops.inspection.contents import OnProgress, contents, damaged
+from nvme_ops.inspection.contents import OnProgress, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.files import try_lock
-from nvme_ops.storage.publication import open_to_read
+from nvme_ops.storage.publication import OpenFiles
 from nvme_ops.tensors import cut, is_dense
+from nvme_ops.text import size_words
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
+# The most bytes that a byte of the source may become, where they are more than _PLENTY.
+_MAX_EXPANSION, _PLENTY = 16, 1 << 30
 
 
 @dataclass
@@ -79,45 +83,35 @@ def convert(
         ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
             that the format of the target cannot store.
     """
-    if verify:
-        _require_undamaged(resolved(source))
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
         tensors, metadata = reader.read(resolved(source), key)
         tied: dict[str, str] = {}
-        if format_of(target, format).__name__ != FORMATS["torch"][0]:
-            tensors, tied = without_ties(tensors)
-        plan = plan_for(target, tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
+        if format_of(target, format).__name__ == FORMATS["torch"][0]:
+            tensors, metadata = with_ties(tensors, metadata)
+        else:
+            tensors, tied = without_ties(_named(tensors, source))
+        plan = plan_for(named(target), tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
                 raise ValueError(f"{each} is part of the source: name another target")
+        total = sum(tensor.nbytes for tensor in plan.tensors)
+        if total > max(_PLENTY, _MAX_EXPANSION * sum(map(os.path.getsize, reader.paths))):
+            name = max(tensors, key=lambda each: tensors[each].nbytes)
+            raise ValueError(
+                f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
+                f"times as {tuple(tensors[name].shape)}, and safetensors holds all one by one: convert it to .pt"
+            )
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
         weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
         ends.callback(weights.window.close)
-        total = sum(tensor.nbytes for tensor in plan.tensors)
         if on_progress is not None:
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
     return Converted(path, len(tensors), total, tied)
-
-
-def _require_undamaged(path: str) -> None:
-    files = [path]
-    if path.endswith(".index.json") and not path.endswith(FORMATS["sharded"][1][0]):  # of torch.save's files
-        index = read_index(path)
-        files = list(index.shards(index.places))
-    for each in files:
-        try:
-            found = contents(each)
-        except ValueError:
-            if each.endswith((".safetensors", ".index.json")):
-                raise
-            continue  # compressed, so verified when it is loaded as a whole; or older, without checksums
-        if wrong := damaged(found):
-            raise ChecksumError(each, wrong)
 
 
 def _replaced(path: str) -> list[str]:
@@ -160,36 +154,51 @@ class _Reader:
 
     def __init__(self, weights: Weights, ends: contextlib.ExitStack, verify: bool) -> None:
         self._weights, self._ends, self._verify = weights, ends, verify
+        self._files = ends.enter_context(OpenFiles())
         self.paths: set[str] = set()  # of the files that were opened
 
-    def read(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def read(self, path: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
         if not path.endswith(".index.json"):
             return self._file(path, key)
-        index = read_index(path)
-        self.paths.add(os.path.realpath(path))
+        return from_one_save(path, lambda index: self._shards(index, key))
+
+    def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        self._files.close()  # shards of another save
+        self.paths = {os.path.realpath(index.path)}
+        if self._verify and index.fits is False:
+            raise ChecksumError(index.path, [INDEX])
+        shards = index.shards(index.places)
+        for shard in shards:  # before one is verified, which may take longer than a save
+            with self._files.opened(shard):
+                pass
         found: dict[str, torch.Tensor] = {}
-        for shard, names in index.shards(index.places).items():
-            tensors, metadata = self._file(shard, key)
-            index.part(shard).require(shard, metadata, False)  # raises if it belongs to another save
+        for shard, names in shards.items():
+            tensors, _ = self._file(shard, key, index.part(shard))
             if missing := [name for name in names if name not in tensors]:
-                refuse(path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
+                refuse(index.path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
             found.update((name, tensors[name]) for name in names)
         return {name: found[name] for name in index.places}, index.metadata
 
-    def _file(self, path: str, key: str) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    def _file(
+        self, path: str, key: str, part: ShardEntry | None = None
+    ) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self.paths.add(os.path.realpath(path))
-        fd = open_to_read(path)
-        file = WeightFile(fd, path, shared_handle())
+        is_torch = not path.endswith(".safetensors")
+        with self._files.opened(path) as fd:
+            file = WeightFile(os.dup(fd), path, shared_handle())
         self._ends.callback(file.close)
-        try_lock(fd, fcntl.LOCK_SH, patient=True)  # keeps a save with recycle=True from writing over it
-        if not path.endswith(".safetensors"):
+        if self._verify:
+            self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
+        if is_torch:
             loaded = self._of_torch(file, fd, key)
             file.require_unchanged()  # some may be in memory already
-            return loaded, {}
+            return loaded
         if key:
             raise ValueError(f"{path}: safetensors files have no nested entries: leave out --key")
         header = safetensors_format.read(fd, path)
+        if part is not None:
+            part.require(path, header.metadata, False)  # raises if it belongs to another save
         stored = stored_tensors(file, header, self._weights)
         found = {
             name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype, device="cpu")
@@ -197,24 +206,39 @@ class _Reader:
         }
         return found, header.metadata
 
-    def _of_torch(self, file: WeightFile, fd: int, key: str) -> dict[str, torch.Tensor]:
+    def _require_undamaged(self, path: str, format: ModuleType, part: ShardEntry | None) -> None:
+        try:
+            found = format.contents(path, self._files, part)
+        except ValueError:
+            if format is safetensors_file:
+                raise
+            return  # compressed, so verified when it is loaded as a whole; or older, without checksums
+        if wrong := damaged(found, files=self._files):
+            raise ChecksumError(path, wrong)
+
+    def _of_torch(self, file: WeightFile, fd: int, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         opened = TorchFile(fd, file.path, shared_handle())
         archive = opened.archive()
+        metadata = {} if archive is None else torch_file.metadata(archive)
         if archive is not None:
             root, _ = torch_pickle.read(archive.content(PICKLE), file.path)
             entries = _entry(root, key, file.path)
-            described = {name: torch_pickle.tensor(each, name, file.path) for name, each in entries.items()}
+            described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
             _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
-            plain = {name: each for name, each in described.items() if isinstance(each, Described)}
+            plain = {
+                name: each
+                for name, each in described.items()
+                if isinstance(each, Described) and type(name) in (str, int)  # others are recorded calls
+            }
             if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
-                return self._views(file, archive, plain)
+                return self._views(file, archive, plain), metadata
         verify = self._verify and is_zip(fd)  # others have no checksums
         loaded = _entry(torch_load.everything(opened, "cpu", verify), key, file.path)
         others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
         _require_tensors(loaded, others, file.path)
-        return _apart(loaded)
+        return _apart(loaded), metadata
 
-    def _views(self, file: WeightFile, archive: Archive, described: Mapping[str, Described]) -> dict[str, torch.Tensor]:
+    def _views(self, file: WeightFile, archive: Archive, described: Mapping[Any, Described]) -> dict[Any, torch.Tensor]:
         for each in described.values():
             require_record(archive, each.storage.record, each.storage.size)
         archive.locate({each.storage.record for each in described.values()})
@@ -237,12 +261,12 @@ class _Reader:
         return {name: view(each) for name, each in described.items()}
 
 
-def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _apart(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     """Copies tensors that are parts of larger storages, since safetensors refuses tensors that share memory."""
     made: dict[Any, torch.Tensor] = {}
 
     def own(each: torch.Tensor) -> torch.Tensor:
-        if each.layout != torch.strided or each.untyped_storage().nbytes() == each.nbytes:
+        if not is_strided(each) or each.untyped_storage().nbytes() == each.nbytes:
             return each
         place = each.data_ptr(), each.dtype, each.shape, each.stride()
         return made.setdefault(place, each.detach().clone())
@@ -250,8 +274,20 @@ def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: own(each) for name, each in tensors.items()}
 
 
-def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
-    """Returns the entries of the dictionary that ``key`` leads to, by name."""
+def _named(tensors: Mapping[Any, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors by names of text. Raises ValueError for keys that have none, or the same."""
+    names: dict[str, Any] = {}
+    for key in tensors:
+        if type(key) not in (str, int):
+            raise ValueError(f"{path}: names in safetensors files are text, and {key!r} is a {type(key).__name__}")
+        if str(key) in names:
+            raise ValueError(f"{path}: the keys {names[str(key)]!r} and {key!r} are one name in a safetensors file")
+        names[str(key)] = key
+    return {name: tensors[key] for name, key in names.items()}
+
+
+def _entry(root: Any, key: str, path: str) -> dict[Any, Any]:
+    """Returns the entries of the dictionary that ``key`` leads to."""
     node, rest = _members(root), key
     while node is not None and rest:
         step = next((name for name in node if rest == name or rest.startswith(f"{name}.")), None)
@@ -262,7 +298,7 @@ def _entry(root: Any, key: str, path: str) -> dict[str, Any]:
         raise ValueError(f"{path}: {repr(key) if key else 'its content'} is not a dictionary of tensors by name")
     if rest:
         raise ValueError(f"{path} has no entry {key!r}; it has {listed(node)}")
-    return {str(name): each for name, each in node.items()}
+    return dict(node)
 
 
 def _members(node: Any) -> Mapping[Any, Any] | None:
@@ -271,7 +307,7 @@ def _members(node: Any) -> Mapping[Any, Any] | None:
     return node if isinstance(node, Mapping) else None
 
 
-def _require_tensors(entries: Mapping[str, Any], others: list[str], path: str) -> None:
+def _require_tensors(entries: Mapping[Any, Any], others: list[Any], path: str) -> None:
     if others:
         inner = [name for name in others if _members(entries[name])]
         what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""

@@ -15,7 +15,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
-from nvme_ops.storage.publication import open_to_read
+from nvme_ops.storage.publication import open_leased
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
@@ -60,7 +60,7 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
         self._path = os.fspath(filename)
         self._device = torch.device(device)
         self._handle = handle or shared_handle()
-        self._fd = open_to_read(self._path)
+        self._fd = open_leased(self._path)
         try:
             self._header = layout.read(self._fd, self._path)
         except BaseException:

@@ -201,11 +201,11 @@ def sync_above(folder: str) -> None:
 
 
 @contextmanager
-def locked(path: str) -> Iterator[None]:
+def locked(path: str) -> Iterator[Lock]:
     """Lets one thread of one process at a time into the block for the ``path`` of a checkpoint."""
     lock = Lock(path)
     try:
-        yield
+        yield lock
     finally:
         try:
             lock.release()
@@ -226,6 +226,14 @@ class Lock:
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{LOCK_SUFFIX}")
         self._pid = os.getpid()
         self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
+
+    def excludes(self) -> bool:
+        """Returns whether nobody else can hold it: False where the file system has no locks."""
+        fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            return not try_lock(fd)
+        finally:
+            os.close(fd)
 
     def release(self) -> None:
         """Releases the lock. Further calls do nothing. In a forked child only closes its file: the parent holds it."""
@@ -349,11 +357,11 @@ def is_abandoned(path: str) -> bool:
 
 @contextmanager
 def abandoned(path: str) -> Iterator[None]:
-    """Holds the lock of a temporary file; raises BlockingIOError while its writer lives."""
+    """Holds the lock of a temporary file, or of a lock's; raises BlockingIOError while its writer or holder lives."""
     fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not os.fstat(fd).st_nlink:
+        if not is_at(path, fd):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         yield
     finally:

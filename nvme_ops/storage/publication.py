@@ -21,12 +21,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from nvme_ops.errors import FormatError, name_failure, naming
+from nvme_ops.errors import FormatError, naming
 from nvme_ops.storage.files import (
     Lock,
     abandoned,
     freed_later,
     hold,
+    is_at,
     no_folder,
     require_room,
     set_mode,
@@ -39,6 +40,7 @@ from nvme_ops.whole import read_whole, write_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"
+_TRIES = 100  # to open a file that is being replaced
 _REPLACED = ".replaced-"  # after the name of a manifest, before a number
 _TEMPORARY = re.compile(r"\..*\.\d+-\d+" + re.escape(_MARK), re.DOTALL)
 _HIDDEN = re.compile(rf"{_TEMPORARY.pattern}|\..*{re.escape(_SPARE)}", re.DOTALL)
@@ -279,21 +281,54 @@ def open_to_read(path: str) -> int:
     raise OSError(errno.EINVAL, "is not a regular file", path)
 
 
+def open_leased(path: str) -> int:
+    """Opens a file as ``open_to_read``; while the descriptor is open, ``recycle`` does not write over the file.
+
+    A file that is no longer the one at ``path`` once it is locked may be half written over, so it is opened anew.
+    """
+    for _ in range(_TRIES):
+        fd = open_to_read(path)
+        try:
+            try_lock(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
+            if is_at(path, fd, follow=True):
+                return fd
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+    return open_to_read(path)  # on a mount where no file is recognised
+
+
 @contextmanager
 def opened(path: str) -> Iterator[int]:
-    """Opens a file for reading, and keeps ``recycle`` from writing over it in the block. Raises as ``open_to_read``.
+    """Opens a file for reading, as ``open_leased``, for the block.
 
     An OSError from the block that names no file is given the name of this one.
     """
-    fd = open_to_read(path)
-    try:
-        try_lock(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
+    with OpenFiles() as files, files.opened(path) as fd:
         yield fd
-    except OSError as error:
-        name_failure(error, "read", path)
-        raise
-    finally:
-        os.close(fd)
+
+
+class OpenFiles(contextlib.ExitStack):
+    """Files that are opened once, as ``open_leased``, and stay open until ``close``: whoever saves changes none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fds: dict[str, int] = {}
+
+    @contextmanager
+    def opened(self, path: str) -> Iterator[int]:
+        """Yields the descriptor of a file, which stays open. Names the file in errors as ``opened`` does."""
+        if path not in self._fds:
+            self._fds[path] = open_leased(path)
+            self.callback(os.close, self._fds[path])
+        with naming("read", path):
+            yield self._fds[path]
+
+    def close(self) -> None:
+        """Closes the files; those opened afterwards are what is there then."""
+        self._fds.clear()
+        super().close()
 
 
 def content_of(path: str, most: int) -> bytes:

@@ -23,9 +23,12 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
+from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
+from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.errors import FormatError
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
+from nvme_ops.inspection.convert import convert
 from nvme_ops.storage import files, publication
 from nvme_ops.storage.files import Lock
 from tests.conftest import forked, give_up_root, in_child, in_threads, killed_in, open_to_all, watched
@@ -271,6 +274,30 @@ def test_a_save_that_lives_keeps_its_files(tmp_path: Path) -> None:
 
 
 # Devices, pipes and links
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: nvme_ops.save({"w": torch.ones(3)}, ""),
+        lambda: nvme_ops.save_async({"w": torch.ones(3)}, ""),
+        lambda: nvme_ops.load(""),
+        lambda: convert("model.safetensors", ""),
+        lambda: NvmeStorageWriter(""),
+        lambda: SampleWriter(""),
+        lambda: SampleWriter(["a", ""]),
+        lambda: SampleStore(""),
+        lambda: AsyncLog(""),
+    ],
+)
+def test_an_empty_path_is_not_the_current_folder(
+    call: Callable[[], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    safetensors.torch.save_file({"precious": torch.ones(3)}, "model.safetensors")
+    with pytest.raises(FileNotFoundError, match="the path is empty"):
+        call()
+    assert os.listdir() == ["model.safetensors"]
 
 
 @pytest.mark.parametrize("format", ["safetensors", "pt"])

@@ -28,6 +28,8 @@ from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
 from nvme_ops.inspection.convert import convert
+from nvme_ops.offload.order import Order
+from tests.conftest import watched
 from tests.contract.faulty import flip
 
 
@@ -95,8 +97,11 @@ def test_to_every_format(kind: str, folder: Path, capsys: pytest.CaptureFixture[
     assert found["head"].data_ptr() == found["embedding"].data_ptr()
     assert main(["convert", str(folder / "source.pt"), str(folder / "model"), "--max-shard-size", "1MB", *words]) == 0
     assert len(list((folder / "model").glob("*.safetensors"))) > 1
-    assert main(["convert", str(folder / "model"), str(folder / "back.pt")]) == 0
-    assert equal(dict(sorted(torch.load(folder / "back.pt").items())), dict(sorted(untied.items())))
+    for source in (folder / "model", target):
+        assert main(["convert", str(source), str(folder / "back.pt")]) == 0
+        back = torch.load(folder / "back.pt")
+        assert equal(dict(sorted(back.items())), dict(sorted({**untied, "head": untied["embedding"]}.items())))
+        assert back["head"].data_ptr() == back["embedding"].data_ptr()
 
 
 def test_several_files_of_torch(folder: Path) -> None:
@@ -112,6 +117,58 @@ def test_several_files_of_torch(folder: Path) -> None:
     index.write_text(json.dumps({"metadata": {}, "weight_map": {**places, "c": places["b"]}}))
     with pytest.raises(FormatError, match="weight_map says that 'c' is in"):
         convert(str(index), str(folder / "other"))
+
+
+def test_names_that_are_not_text(folder: Path) -> None:
+    source, target = folder / "source.pt", folder / "target.safetensors"
+    torch.save({1: torch.ones(2), 20: torch.zeros(3)}, source)
+    convert(str(source), str(folder / "copy.pt"))
+    assert equal(torch.load(folder / "copy.pt"), {1: torch.ones(2), 20: torch.zeros(3)})
+    convert(str(source), str(target))
+    assert equal(nvme_ops.load(target), {"1": torch.ones(2), "20": torch.zeros(3)})
+    others: list[dict[Any, torch.Tensor]] = [
+        {1: torch.ones(2), "1": torch.zeros(3)},
+        {torch.Size([1]): torch.ones(2), (2, 3): torch.ones(1), None: torch.ones(1), 1.5: torch.ones(3)},
+        {True: torch.ones(2), torch.float32: torch.ones(1)},
+    ]
+    for saved, words in zip(others, ["1 and '1' are one name", "is a Size", "True is a bool"], strict=True):
+        torch.save(saved, source)
+        convert(str(source), str(folder / "copy.pt"))
+        assert equal(torch.load(folder / "copy.pt"), saved)
+        with pytest.raises(ValueError, match=words):
+            convert(str(source), str(target))
+    with pytest.raises(ValueError, match=r"two tensors are called 'a\.1'"):
+        nvme_ops.load(folder / "copy.pt", into={"a": others[0]})
+
+
+def test_metadata_of_a_file_of_torch(folder: Path) -> None:
+    model = torch.nn.ModuleDict({"a": torch.nn.Linear(3, 3), "b": torch.nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    nvme_ops.save(model, folder / "source.pt", metadata={"step": "3"})
+    convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
+    assert contents(folder / "target.safetensors").metadata == {"step": "3", "b.weight": "a.weight", "format": "pt"}
+    convert(str(folder / "source.pt"), str(folder / "target.pt"))
+    assert contents(folder / "target.pt").metadata == {"step": "3"}
+    assert torch.load(folder / "target.pt").keys() == model.state_dict().keys()
+
+
+def test_an_expanded_tensor_is_not_written_one_by_one_without_end(folder: Path) -> None:
+    torch.save({"a": torch.ones(3), "mask": torch.ones(1).expand(1 << 22, 1 << 22)}, folder / "source.pt")
+    with pytest.raises(ValueError, match=r"would become 64 TiB: 'mask' is expanded"):
+        convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
+    convert(str(folder / "source.pt"), str(folder / "target.pt"))
+    found = torch.load(folder / "target.pt")["mask"]
+    assert (found.shape, found.stride()) == ((1 << 22, 1 << 22), (0, 0))
+
+
+def test_many_small_tensors_take_no_look_at_all_of_them_for_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.save({f"{number}": torch.full((4,), float(number)) for number in range(1000)}, folder / "source.pt")
+    with monkeypatch.context() as patch:
+        looks = watched(patch, Order, "ahead", lambda *_: None)
+        convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
+    assert 0 < len(looks) < 200
+    found = nvme_ops.load(folder / "target.safetensors")
+    assert all((found[f"{number}"] == number).all() for number in range(1000))
 
 
 # What it refuses
@@ -131,13 +188,19 @@ def test_what_is_no_tensor(folder: Path, modern: bool, capsys: pytest.CaptureFix
     assert os.listdir(folder) == ["a.pt"]
 
 
-@pytest.mark.parametrize("tensor", [torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex128)])
+NESTED = torch.nested.nested_tensor([torch.ones(2, 3), torch.zeros(1, 3)])
+
+
+@pytest.mark.parametrize("tensor", [torch.ones(3).to_sparse(), torch.ones(2, dtype=torch.complex128), NESTED])
 def test_what_the_target_cannot_hold(folder: Path, tensor: torch.Tensor) -> None:
     torch.save({"a": tensor}, folder / "a.pt")
     with pytest.raises(ValueError, match="'a'"):
         convert(str(folder / "a.pt"), str(folder / "a.safetensors"))
     convert(str(folder / "a.pt"), str(folder / "b.pt"))
-    assert torch.equal(torch.load(folder / "b.pt")["a"].to_dense(), tensor.to_dense())
+    found = torch.load(folder / "b.pt")["a"]
+    if tensor.is_nested:
+        found, tensor = found.to_padded_tensor(5.0), tensor.to_padded_tensor(5.0)
+    assert torch.equal(found.to_dense(), tensor.to_dense())
 
 
 def test_what_the_target_would_replace_is_no_source(folder: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import nvme_ops
 from nvme_ops.checkpoint import safetensors_file, sharded
 from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.formats import safetensors_format, sharded_index
 from nvme_ops.inspection.contents import contents, damaged
 from tests.conftest import pattern
 from tests.contract.faulty import flip
@@ -130,6 +131,32 @@ def test_a_version_in_a_name_is_no_suffix(folder: Path) -> None:
         assert nvme_ops.load(folder / name).keys() == STATE.keys()
     with pytest.raises(ValueError, match="give format="):
         nvme_ops.save(STATE, folder / "model.v1")
+
+
+def test_headers_of_shards_and_the_index_are_as_long_as_readers_accept(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (sharded, safetensors_file, safetensors_format):
+        monkeypatch.setattr(module, "MAX_HEADER", 20_000)
+    many = {f"é\n{number}" * 3: torch.full((1, 1, 1), number, dtype=torch.int16) for number in range(500)}
+    nvme_ops.save(many, saved / "many")
+    assert_same(load(saved / "many"), many)
+    assert len(files(saved / "many")) > 3
+    assert max(path.stat().st_size for path in (saved / "many").glob("*.safetensors")) < 20_000 + 1000
+    monkeypatch.setattr(sharded_index, "MAX_INDEX", 2000)
+    before = files(saved)
+    with pytest.raises(ValueError, match=r"the index would be \d+ bytes long, and readers accept 2000"):
+        nvme_ops.save({**STATE, **many}, saved / INDEX)
+    assert files(saved) == before
+    assert_same(load(saved / INDEX), STATE)
+
+
+@pytest.mark.slow  # it takes a gigabyte
+def test_an_index_longer_than_a_header(folder: Path) -> None:
+    many = {f"{'long name ' * 40}{number}": torch.tensor([number]) for number in range(250_000)}
+    nvme_ops.save(many, folder / "many", max_shard_size="1MB")
+    assert (folder / "many" / INDEX).stat().st_size > 100_000_000
+    assert torch.equal(torch.cat(list(load(folder / "many").values())).sort()[0], torch.arange(250_000))
 
 
 @pytest.mark.parametrize(
@@ -263,7 +290,7 @@ def test_an_index_that_is_none(folder: Path) -> None:
                 with pytest.raises(FormatError, match=rf"index\.json: .*{words}"):
                     read(path)
     os.truncate(folder / INDEX, 10**12)
-    with pytest.raises(FormatError, match="at most 100000000 bytes"):
+    with pytest.raises(FormatError, match="at most 1073741824 bytes"):
         load(folder)
 
 

@@ -94,7 +94,7 @@ def test_values_that_do_not_fit(spec: Any, value: object, words: str) -> None:
 
 def test_what_is_no_column_or_a_sample_of_others() -> None:
     wrong: list[Any] = [
-        {}, ["a"], {0: torch.int64}, {"": bytes}, {"x": int}, {"x": (torch.int8, (2, -1))},
+        {}, ["a"], {0: torch.int64}, {"": bytes}, {"x": complex}, {"x": (torch.int8, (2, -1))},
         {"x": (torch.int8, (-2,))}, {"x": (torch.int8, (-1, 0))}, {"x": ()}, {"x": (torch.float32, 3)},
     ]  # fmt: skip
     for spec in wrong:

@@ -5,6 +5,7 @@ Ranks of a sharded model save and load checkpoints in FOLDER and fail where some
 
 from __future__ import annotations
 
+import inspect
 import json
 import resource
 import sys
@@ -99,7 +100,22 @@ def save(folder: Path) -> None:
     tensors = whole_tensors(state)
     if dist.get_rank() == 0:
         torch.save(tensors, folder / "fsdp.pt")
+    save_alone(folder)
     fail_to_save(folder)
+
+
+def save_alone(folder: Path) -> None:
+    """Each rank with metadata of its own, by any writer and for any reader."""
+    if "use_collectives" not in inspect.signature(dcp.save).parameters:
+        return
+    writers: list[Any] = [NvmeStorageWriter, dcp.FileSystemWriter]
+    for number, writer in enumerate(writers):
+        path = folder / f"alone {number}"
+        dcp.save(sharded(reference(6), 0), storage_writer=writer(path), use_collectives=False)
+        dist.barrier()
+        state = sharded(reference(99), 0)
+        dcp.load(state, storage_reader=NvmeStorageReader(path))
+        require_equal(state, 6)
 
 
 def fail_to_save(folder: Path) -> None:

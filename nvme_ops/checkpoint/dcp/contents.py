@@ -23,7 +23,7 @@ from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text, read
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_zip import CHECKSUM
-from nvme_ops.storage.publication import opened
+from nvme_ops.storage.publication import OpenFiles
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (
@@ -58,10 +58,13 @@ def _member(kind: Any, name: Any) -> Any:
     return kind[name]
 
 
-def contents(path: str) -> Contents:
-    """Lists what a folder contains. Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError."""
+def contents(path: str, files: OpenFiles) -> Contents:
+    """Lists what a folder contains; saves keep the files while its ``.metadata`` is open.
+
+    Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError.
+    """
     file = os.path.join(path, METADATA)
-    with opened(file) as fd:
+    with files.opened(file) as fd:
         found = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{file}: not the metadata of a checkpoint")

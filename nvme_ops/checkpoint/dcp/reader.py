@@ -63,6 +63,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         self._verify = verify
         self._handle = handle
         self._reading: Reading | None = None  # protects the files until their data are read
+        self._alone = False  # each rank reads what it saved alone, by metadata of its own
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,7 +78,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
     def read_metadata(self, *_: Any, **kwargs: Any) -> Metadata:
         """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
-        rank = kwargs.get("rank")
+        self._alone = (rank := kwargs.get("rank")) is not None
         path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
         try:
             self._reading = Reading(path)
@@ -104,8 +105,8 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         }
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Records which checkpoint this rank has found."""
-        found = None if self._reading is None else self._reading.identity
+        """Records which checkpoint this rank has found, if all read the same one."""
+        found = None if self._reading is None or self._alone else self._reading.identity
         return dataclasses.replace(super().prepare_local_plan(plan), storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:

@@ -26,6 +26,7 @@ from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
+from nvme_ops.errors import named
 from nvme_ops.file import shared_handle
 from nvme_ops.formats.torch_zip import (
     AROUND,
@@ -76,7 +77,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             handle: the handle whose settings the transfers use; one shared by the whole process when None, and in a
                 process that saves on behalf of this one.
         """
-        super().__init__(path, sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
+        super().__init__(named(path), sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
         self.overwrite = overwrite
         self._checksums = checksums
         self._handle = handle

@@ -22,6 +22,8 @@ from nvme_ops.text import size_words
 
 #: An embedding is read as a whole if more than 1 / MANY_ROWS of its rows are used.
 MANY_ROWS = 4
+# How often reading ahead is planned while the memory is used once: planning looks at every weight that fits.
+_PLANS = 64
 
 
 @dataclass
@@ -81,6 +83,7 @@ class Window(Residency[_Weight]):
         self._weights: dict[Source, _Weight] = {}
         self._order = Order([self._weight(source) for source in foreseen])
         self._keep: set[_Weight] = set()
+        self._passed = 0  # bytes of weights used since reading ahead was planned
         self._complete = False  # all weights that the model uses are in memory
         self.experts, self._packed = experts, packed
         self._whole = set[Source]()  # packed weights that were used as a whole
@@ -213,10 +216,13 @@ class Window(Residency[_Weight]):
 
     def _note_use(self, use: _Weight) -> None:
         self._stats.uses += 1
-        self._order.use(use)
+        self._passed += use.room
+        as_planned = self._order.use(use) and not use.demanded
         if counts := self._order.end_round():
             self._choose(counts)
-        if not self._complete:
+            as_planned = False
+        if not self._complete and not (as_planned and self._passed * _PLANS < self._memory.nbytes):
+            self._passed = 0
             self._read_ahead()
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
@@ -257,7 +263,7 @@ class Window(Residency[_Weight]):
 
     def _evict(self, entry: _Weight) -> bool:
         self._discard(entry)
-        self._complete = False
+        self._complete, self._passed = False, self._memory.nbytes
         return True
 
     def _read(
