@@ -125,8 +125,9 @@ class Mxfp4(WeightFormat):
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
         groups = self._columns // _MX
-        dtype, as_one = (out.dtype, torch.int32) if out.itemsize == 2 else (torch.float32, torch.int64)
-        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device)
+        # in float16 a number times its scale may be finite where the scale is not
+        dtype, as_one = (out.dtype, torch.int32) if out.dtype == torch.bfloat16 else (torch.float32, torch.int64)
+        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device) * 2  # of halved scales: 2**128 is no float
         pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], 1)  # by the byte that holds them
         pairs = pairs.view(as_one).flatten()
         for matrix, values in zip(
@@ -136,7 +137,7 @@ class Mxfp4(WeightFormat):
             bytes_, scales = bytes_.view(self._rows, -1), scales.view(self._rows, groups, 1)
             for rows in _parts(bytes_):
                 made = pairs[bytes_[rows].int()].view(dtype).view(-1, groups, _MX)
-                made *= torch.exp2(scales[rows].float() - _E8M0).to(dtype)
+                made *= torch.exp2(scales[rows].float() - (_E8M0 + 1)).to(dtype)
                 values[:, rows] = made.view(-1, self._columns).T
 
 
@@ -154,7 +155,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     Args:
         name: of the scale.
         stored: one factor for all, one for each row, or one for each block of the weight, of which the last ones may be
-            short. As uint8 it holds exponents (E8M0: 127 stands for 1).
+            short. As uint8 it holds exponents (E8M0: 127 stands for 1, 255 for NaN).
         shape: of the weight.
         blocks: sizes of the blocks, in the last dimensions, that the configuration names. Those of which the scale has
             another number are inferred: blocks of the size of a power of two, else all of one size.
@@ -162,7 +163,9 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     Raises:
         ValueError: there are no such blocks.
     """
-    scale = torch.exp2(stored.float() - _E8M0) if stored.dtype == torch.uint8 else stored.float()
+    scale = stored.float()
+    if stored.dtype == torch.uint8:
+        scale = torch.exp2(scale - _E8M0).masked_fill_(stored == 255, torch.nan)
     if name.endswith("SCB"):
         scale = scale / _MAX
     if scale.numel() == 1:
