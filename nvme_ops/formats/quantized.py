@@ -63,6 +63,42 @@ class Cast(WeightFormat):
         out.copy_(stored)
 
 
+class Rearranged(WeightFormat):
+    """Stored in another order: the values are a view of what is stored, copied so that they are contiguous.
+
+    Args:
+        size: of the view, with all elements that are stored.
+        stride: of the view.
+        shape: of the values.
+    """
+
+    def __init__(self, size: Sequence[int], stride: Sequence[int], shape: Sequence[int]) -> None:
+        self._size, self._stride, self._shape = tuple(size), tuple(stride), tuple(shape)
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the values."""
+        del stored
+        return self._shape
+
+    def view(self, shape: Sequence[int]) -> Rearranged:
+        """Returns the format of the same values in another shape."""
+        return Rearranged(self._size, self._stride, shape)
+
+    def is_by_index(self, stored: Sequence[int]) -> bool:
+        """Returns whether each index of the first dimension has the elements stored under that index."""
+        first = (stored[0], math.prod(stored[1:]))
+        return (self._size[0], self._stride[0]) == first and self._shape[0] == stored[0]
+
+    def select(self, index: int) -> Rearranged:
+        """Returns the format of an index of the first dimension."""
+        del index
+        return Rearranged(self._size[1:], self._stride[1:], self._shape[1:])
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        out.view(self._size).copy_(stored.as_strided(self._size, self._stride))
+
+
 class Scaled(WeightFormat):
     """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32."""
 

@@ -19,7 +19,7 @@ from nvme_ops.formats.quantized import KINDS, Mxfp4, Scaled, read_scale, weight_
 from nvme_ops.formats.sharded_index import read_index
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.source import WeightFile, concatenated
-from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.offload.weights.window import read_now
@@ -93,7 +93,7 @@ def from_pretrained(
         with naming("read of the configuration", folder):
             config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     chosen: Any = model_class or _class_of(transformers, config)
-    weights = Weights()
+    weights = Weights(budget)
     with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
@@ -112,15 +112,23 @@ def from_pretrained(
             kwargs["experts_implementation"] = "eager"  # it computes with the selected experts alone
         # Transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it.
         undo.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
-        with _Tying():
-            model, info = chosen.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
-            )
+        try:
+            with _Tying():
+                model, info = chosen.from_pretrained(
+                    None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
+                )
+        except (RuntimeError, MemoryError) as error:  # transformers may only say that it has logged what it was
+            if weights.early > budget:
+                raise ValueError(f"{folder}: {weights.too_early}") from error
+            raise
         _require_complete(info, folder)
         model.name_or_path = model.config.name_or_path = name or folder  # adapters are saved with this name
         with contextlib.suppress(OSError):  # there is none
             if model.can_generate():
                 model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        for parameter in model.parameters():
+            if stored_in(parameter) is None:  # computed while loading
+                parameter.data = parameter.data.to(target)
         for module in model.modules():
             for name, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, StoredTensor):
