@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,9 +18,15 @@ _E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
 _CHUNK_ELSEWHERE = 1 << 24
 
-#: How names of a scale end, after the name of its weight: in compressed-tensors and static FP8; in FP8 in blocks as in
-#: DeepSeek-V3, whose "inverse" scale is the one to multiply by.
-_SCALES = ("_scale", "_scale_inv")
+#: What belongs to a weight, by how its name ends after that of the weight: scales in compressed-tensors and static FP8,
+#: and in FP8 in blocks as in DeepSeek-V3, whose "inverse" scale is the one to multiply by; zero points in
+#: compressed-tensors; the layout in bitsandbytes.
+_PARTS = {"_scale": "scale", "_scale_inv": "scale", "_zero_point": "zero", "_format": "layout"}
+#: Names of what is about activations, and changes no weight.
+OF_ACTIVATIONS = (
+    "input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale", "activation_scale",
+    "act_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -100,18 +106,24 @@ class Rearranged(WeightFormat):
 
 
 class Scaled(WeightFormat):
-    """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32."""
+    """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32.
 
-    def __init__(self, scale: torch.Tensor) -> None:
-        self.scale = scale
+    If there are zero points, of the scale's shape, these are subtracted first.
+    """
+
+    def __init__(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
+        self.scale, self.zero = scale, zero
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Scaled:
+        return Scaled(function(self.scale), None if self.zero is None else function(self.zero))
 
     def select(self, index: int) -> Scaled:
         """Returns the part of the scale for an index of packed matrices."""
-        return Scaled(self.scale[index if self.scale.shape[0] > 1 else 0])
+        return self._mapped(lambda each: each[index if each.shape[0] > 1 else 0])
 
     def unsqueeze(self, dim: int) -> Scaled:
         """Returns the format of the same values with one more dimension."""
-        return Scaled(self.scale.unsqueeze(dim))
+        return self._mapped(lambda each: each.unsqueeze(dim))
 
     @staticmethod
     def concatenated(formats: Sequence[Scaled], shapes: Sequence[Sequence[int]], dim: int) -> Scaled:
@@ -119,25 +131,38 @@ class Scaled(WeightFormat):
         steps = [shape[dim] // each.scale.shape[dim] for each, shape in zip(formats, shapes, strict=True)]
         least = math.gcd(*steps)
         counts = [math.lcm(*sizes) for sizes in zip(*(each.scale.shape for each in formats), strict=True)]
-        found = []
-        for each, step in zip(formats, steps, strict=True):
-            scale = each.scale
+
+        def repeated(scale: torch.Tensor, step: int) -> torch.Tensor:
             for place, count in enumerate(counts):
                 times = step // least if place == dim else count // scale.shape[place]
                 scale = scale if times == 1 else scale.repeat_interleave(times, place)
-            found.append(scale)
-        return Scaled(torch.cat(found, dim))
+            return scale
+
+        scales = [repeated(each.scale, step) for each, step in zip(formats, steps, strict=True)]
+        zero = None
+        if any(each.zero is not None for each in formats):
+            zeros = [torch.zeros_like(each.scale) if each.zero is None else each.zero for each in formats]
+            zero = torch.cat([repeated(each, step) for each, step in zip(zeros, steps, strict=True)], dim)
+        return Scaled(torch.cat(scales, dim), zero)
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
-        scale = self.scale.to(out.device)
-        for dim in range(1, scale.dim()):
-            if scale.shape[dim] > 1:
-                scale = scale.repeat_interleave(stored.shape[dim] // scale.shape[dim], dim)
+
+        def wide(factor: torch.Tensor) -> torch.Tensor:
+            factor = factor.to(out.device)
+            for dim in range(1, factor.dim()):
+                if factor.shape[dim] > 1:
+                    factor = factor.repeat_interleave(stored.shape[dim] // factor.shape[dim], dim)
+            return factor
+
+        scale, zero = wide(self.scale), None if self.zero is None else wide(self.zero)
         rows = stored.shape[0] // scale.shape[0]
         for part in _parts(stored):
-            of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows]
-            out[part] = _floats(stored[part]).mul_(of_part)
+            of_part = torch.arange(part.start, part.stop, device=scale.device) // rows
+            values = _floats(stored[part])
+            if zero is not None:
+                values -= zero[of_part]
+            out[part] = values.mul_(scale[of_part])
 
 
 class Mxfp4(WeightFormat):
@@ -177,12 +202,12 @@ class Mxfp4(WeightFormat):
                 values[:, rows] = made.view(-1, self._columns).T
 
 
-def weight_of(scale: str) -> str | None:
-    """Returns the name of the weight whose scale may have this name."""
-    module, _, last = scale.rpartition(".")
+def part_of(name: str) -> tuple[str, str]:
+    """Returns of which weight a tensor of this name may be a part, and which: its scale, zero or layout; else ""."""
+    module, _, last = name.rpartition(".")
     if last == "SCB":  # bitsandbytes' LLM.int8()
-        return f"{module}.weight"
-    return next((scale.removesuffix(each) for each in _SCALES if scale.endswith(each)), None)
+        return f"{module}.weight", "scale"
+    return next(((name.removesuffix(end), part) for end, part in _PARTS.items() if name.endswith(end)), ("", ""))
 
 
 def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Sequence[int] = ()) -> torch.Tensor:
@@ -204,16 +229,19 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
         scale = torch.exp2(scale - _E8M0).masked_fill_(stored == 255, torch.nan)
     if name.endswith("SCB"):
         scale = scale / _MAX
+    wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
+    if not shape or not scale.numel():
+        raise wrong
     if scale.numel() == 1:
         return scale.reshape((1,) * len(shape))
     if scale.dim() == 1 and len(scale) == shape[0]:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
-    wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
     if scale.dim() != len(shape):
         raise wrong
+    named = dict(zip(range(len(shape) - 1, -1, -1), reversed(blocks), strict=False))
     for dim, size in enumerate(shape):
         if (count := scale.shape[dim]) > 1:
-            likely = [*blocks[dim - len(shape) :][:1], *(1 << power for power in range(16)), size // count]
+            likely = [named.get(dim, 0), *(1 << power for power in range(16)), size // count]
             block = next((each for each in likely if each and -(-size // each) == count), 0)
             if block == 0:
                 raise wrong

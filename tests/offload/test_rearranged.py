@@ -94,7 +94,7 @@ def stored(tmp_path: Path) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, 
     tensors = {"matrix": torch.randn(8, 6), "packed": torch.randn(5, 8, 6), "low": torch.randn(5, 8, 6).bfloat16()}
     path = tmp_path / "model.safetensors"
     nvme_ops.save(tensors, path)
-    file, weights = WeightFile(open_to_read(path), str(path), shared_handle()), Weights(10_000)
+    file, weights = WeightFile(open_to_read(str(path)), str(path), shared_handle()), Weights(10_000)
     header = safetensors_format.read(file.file.fileno(), file.path)
     yield tensors, dict(stored_tensors(file, header, weights)), weights
     file.close()

@@ -126,6 +126,10 @@ class _Entry(StoredTensor):
 
     in_window = to_memory
 
+    def untyped_storage(self) -> torch.UntypedStorage:  # type: ignore[override]  # others refuse
+        """Returns the storage of the values, by which ``save_pretrained`` finds tied weights."""
+        return self.to_memory().untyped_storage()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the values, so that all tensors that share their memory are pickled once."""
         return self.to_memory().__reduce_ex__(protocol)
