@@ -148,14 +148,15 @@ def test_weights_that_loading_has_computed_count_towards_the_budget(
         vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
-    load = transformers.modeling_utils.PreTrainedModel._finalize_model_loading
+    tie = transformers.LlamaForCausalLM.tie_weights
 
-    def doubled(model: Any, *args: Any) -> Any:
-        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)  # as a conversion that computes does
-        model.lm_head.weight._is_hf_initialized = True
-        return load(model, *args)
+    def doubled(model: Any, *args: Any, **options: Any) -> Any:
+        if not model.lm_head.weight.is_meta and not hasattr(model, "doubled"):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)  # as a conversion that computes does
+            model.doubled = True
+        return tie(model, *args, **options)
 
-    monkeypatch.setattr(transformers.modeling_utils.PreTrainedModel, "_finalize_model_loading", staticmethod(doubled))
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "tie_weights", doubled)
     plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"100 KiB is too small for this model: at least 1\d\d"):
         from_pretrained(tmp_path, memory_budget="100K")
