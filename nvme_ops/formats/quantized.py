@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -18,9 +18,15 @@ _E8M0 = 127  # the exponent that stands for 1
 _CHUNK = 1 << 18  # elements that are multiplied at once, in float32, on the CPU
 _CHUNK_ELSEWHERE = 1 << 24
 
-#: How names of a scale end, after the name of its weight: in compressed-tensors and static FP8; in FP8 in blocks as in
-#: DeepSeek-V3, whose "inverse" scale is the one to multiply by.
-_SCALES = ("_scale", "_scale_inv")
+#: What belongs to a weight, by how its name ends after that of the weight: scales in compressed-tensors and static FP8,
+#: and in FP8 in blocks as in DeepSeek-V3, whose "inverse" scale is the one to multiply by; zero points in
+#: compressed-tensors; the layout in bitsandbytes.
+_PARTS = {"_scale": "scale", "_scale_inv": "scale", "_zero_point": "zero", "_format": "layout"}
+#: Names of what is about activations, and changes no weight.
+OF_ACTIVATIONS = (
+    "input_scale", "output_scale", "input_zero_point", "output_zero_point", "input_global_scale", "activation_scale",
+    "act_scale", "k_scale", "v_scale",
+)  # fmt: skip
 
 
 def quantize(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,19 +69,61 @@ class Cast(WeightFormat):
         out.copy_(stored)
 
 
-class Scaled(WeightFormat):
-    """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32."""
+class Rearranged(WeightFormat):
+    """Stored in another order: the values are a view of what is stored, copied so that they are contiguous.
 
-    def __init__(self, scale: torch.Tensor) -> None:
-        self.scale = scale
+    Args:
+        size: of the view, with all elements that are stored.
+        stride: of the view.
+        shape: of the values.
+    """
+
+    def __init__(self, size: Sequence[int], stride: Sequence[int], shape: Sequence[int]) -> None:
+        self._size, self._stride, self._shape = tuple(size), tuple(stride), tuple(shape)
+
+    def shape(self, stored: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the values."""
+        del stored
+        return self._shape
+
+    def view(self, shape: Sequence[int]) -> Rearranged:
+        """Returns the format of the same values in another shape."""
+        return Rearranged(self._size, self._stride, shape)
+
+    def is_by_index(self, stored: Sequence[int]) -> bool:
+        """Returns whether each index of the first dimension has the elements stored under that index."""
+        first = (stored[0], math.prod(stored[1:]))
+        return (self._size[0], self._stride[0]) == first and self._shape[0] == stored[0]
+
+    def select(self, index: int) -> Rearranged:
+        """Returns the format of an index of the first dimension."""
+        del index
+        return Rearranged(self._size[1:], self._stride[1:], self._shape[1:])
+
+    def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
+        """Fills ``out`` with the values."""
+        out.view(self._size).copy_(stored.as_strided(self._size, self._stride))
+
+
+class Scaled(WeightFormat):
+    """Stored as values of 8 bits; they are multiplied by ``scale``, from ``read_scale``, in float32.
+
+    If there are zero points, of the scale's shape, these are subtracted first.
+    """
+
+    def __init__(self, scale: torch.Tensor, zero: torch.Tensor | None = None) -> None:
+        self.scale, self.zero = scale, zero
+
+    def _mapped(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Scaled:
+        return Scaled(function(self.scale), None if self.zero is None else function(self.zero))
 
     def select(self, index: int) -> Scaled:
         """Returns the part of the scale for an index of packed matrices."""
-        return Scaled(self.scale[index if self.scale.shape[0] > 1 else 0])
+        return self._mapped(lambda each: each[index if each.shape[0] > 1 else 0])
 
     def unsqueeze(self, dim: int) -> Scaled:
         """Returns the format of the same values with one more dimension."""
-        return Scaled(self.scale.unsqueeze(dim))
+        return self._mapped(lambda each: each.unsqueeze(dim))
 
     @staticmethod
     def concatenated(formats: Sequence[Scaled], shapes: Sequence[Sequence[int]], dim: int) -> Scaled:
@@ -83,25 +131,38 @@ class Scaled(WeightFormat):
         steps = [shape[dim] // each.scale.shape[dim] for each, shape in zip(formats, shapes, strict=True)]
         least = math.gcd(*steps)
         counts = [math.lcm(*sizes) for sizes in zip(*(each.scale.shape for each in formats), strict=True)]
-        found = []
-        for each, step in zip(formats, steps, strict=True):
-            scale = each.scale
+
+        def repeated(scale: torch.Tensor, step: int) -> torch.Tensor:
             for place, count in enumerate(counts):
                 times = step // least if place == dim else count // scale.shape[place]
                 scale = scale if times == 1 else scale.repeat_interleave(times, place)
-            found.append(scale)
-        return Scaled(torch.cat(found, dim))
+            return scale
+
+        scales = [repeated(each.scale, step) for each, step in zip(formats, steps, strict=True)]
+        zero = None
+        if any(each.zero is not None for each in formats):
+            zeros = [torch.zeros_like(each.scale) if each.zero is None else each.zero for each in formats]
+            zero = torch.cat([repeated(each, step) for each, step in zip(zeros, steps, strict=True)], dim)
+        return Scaled(torch.cat(scales, dim), zero)
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
-        scale = self.scale.to(out.device)
-        for dim in range(1, scale.dim()):
-            if scale.shape[dim] > 1:
-                scale = scale.repeat_interleave(stored.shape[dim] // scale.shape[dim], dim)
+
+        def wide(factor: torch.Tensor) -> torch.Tensor:
+            factor = factor.to(out.device)
+            for dim in range(1, factor.dim()):
+                if factor.shape[dim] > 1:
+                    factor = factor.repeat_interleave(stored.shape[dim] // factor.shape[dim], dim)
+            return factor
+
+        scale, zero = wide(self.scale), None if self.zero is None else wide(self.zero)
         rows = stored.shape[0] // scale.shape[0]
         for part in _parts(stored):
-            of_part = scale[torch.arange(part.start, part.stop, device=scale.device) // rows]
-            out[part] = _floats(stored[part]).mul_(of_part)
+            of_part = torch.arange(part.start, part.stop, device=scale.device) // rows
+            values = _floats(stored[part])
+            if zero is not None:
+                values -= zero[of_part]
+            out[part] = values.mul_(scale[of_part])
 
 
 class Mxfp4(WeightFormat):
@@ -125,8 +186,9 @@ class Mxfp4(WeightFormat):
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Fills ``out`` with the values."""
         groups = self._columns // _MX
-        dtype, as_one = (out.dtype, torch.int32) if out.itemsize == 2 else (torch.float32, torch.int64)
-        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device)
+        # in float16 a number times its scale may be finite where the scale is not
+        dtype, as_one = (out.dtype, torch.int32) if out.dtype == torch.bfloat16 else (torch.float32, torch.int64)
+        numbers = torch.tensor(_E2M1, dtype=dtype, device=out.device) * 2  # of halved scales: 2**128 is no float
         pairs = torch.stack([numbers.repeat(16), numbers.repeat_interleave(16)], 1)  # by the byte that holds them
         pairs = pairs.view(as_one).flatten()
         for matrix, values in zip(
@@ -136,16 +198,16 @@ class Mxfp4(WeightFormat):
             bytes_, scales = bytes_.view(self._rows, -1), scales.view(self._rows, groups, 1)
             for rows in _parts(bytes_):
                 made = pairs[bytes_[rows].int()].view(dtype).view(-1, groups, _MX)
-                made *= torch.exp2(scales[rows].float() - _E8M0).to(dtype)
+                made *= torch.exp2(scales[rows].float() - (_E8M0 + 1)).to(dtype)
                 values[:, rows] = made.view(-1, self._columns).T
 
 
-def weight_of(scale: str) -> str | None:
-    """Returns the name of the weight whose scale may have this name."""
-    module, _, last = scale.rpartition(".")
+def part_of(name: str) -> tuple[str, str]:
+    """Returns of which weight a tensor of this name may be a part, and which: its scale, zero or layout; else ""."""
+    module, _, last = name.rpartition(".")
     if last == "SCB":  # bitsandbytes' LLM.int8()
-        return f"{module}.weight"
-    return next((scale.removesuffix(each) for each in _SCALES if scale.endswith(each)), None)
+        return f"{module}.weight", "scale"
+    return next(((name.removesuffix(end), part) for end, part in _PARTS.items() if name.endswith(end)), ("", ""))
 
 
 def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Sequence[int] = ()) -> torch.Tensor:
@@ -154,7 +216,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     Args:
         name: of the scale.
         stored: one factor for all, one for each row, or one for each block of the weight, of which the last ones may be
-            short. As uint8 it holds exponents (E8M0: 127 stands for 1).
+            short. As uint8 it holds exponents (E8M0: 127 stands for 1, 255 for NaN).
         shape: of the weight.
         blocks: sizes of the blocks, in the last dimensions, that the configuration names. Those of which the scale has
             another number are inferred: blocks of the size of a power of two, else all of one size.
@@ -162,19 +224,24 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     Raises:
         ValueError: there are no such blocks.
     """
-    scale = torch.exp2(stored.float() - _E8M0) if stored.dtype == torch.uint8 else stored.float()
+    scale = stored.float()
+    if stored.dtype == torch.uint8:
+        scale = torch.exp2(scale - _E8M0).masked_fill_(stored == 255, torch.nan)
     if name.endswith("SCB"):
         scale = scale / _MAX
+    wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
+    if not shape or not scale.numel():
+        raise wrong
     if scale.numel() == 1:
         return scale.reshape((1,) * len(shape))
     if scale.dim() == 1 and len(scale) == shape[0]:
         return scale.reshape(-1, *(1,) * (len(shape) - 1))
-    wrong = ValueError(f"{name}: a scale of shape {tuple(stored.shape)} fits no weight of shape {tuple(shape)}")
     if scale.dim() != len(shape):
         raise wrong
+    named = dict(zip(range(len(shape) - 1, -1, -1), reversed(blocks), strict=False))
     for dim, size in enumerate(shape):
         if (count := scale.shape[dim]) > 1:
-            likely = [*blocks[dim - len(shape) :][:1], *(1 << power for power in range(16)), size // count]
+            likely = [named.get(dim, 0), *(1 << power for power in range(16)), size // count]
             block = next((each for each in likely if each and -(-size // each) == count), 0)
             if block == 0:
                 raise wrong

@@ -27,7 +27,8 @@ from nvme_ops.offload.plan.estimate import (
 )
 from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
 from nvme_ops.offload.weights.generation import generate
-from nvme_ops.offload.weights.pretrained import from_pretrained, is_hub_name, weight_files
+from nvme_ops.offload.weights.model_files import is_hub_name, weight_files
+from nvme_ops.offload.weights.pretrained import from_pretrained
 from nvme_ops.progress import progress_bar
 from nvme_ops.text import (
     command,

@@ -182,9 +182,18 @@ def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(impleme
         assert torch.equal(weights[0][3][5], weights[1][3][5])
     name, numbers = "model.layers.0.mlp.experts.down_proj_scales", "model.layers.0.mlp.experts.down_proj_blocks"
     scales = written.pop(name)
-    for wrong in ({}, {name: scales[:, 1:].clone()}, {name: scales.float(), numbers: written[numbers].float()}):
+    low = {name: scales.float(), numbers: written[numbers].float()}
+    for wrong, words in (
+        ({}, rf"{numbers}: there is no {name} of shape \(8, 64, 2\)"),
+        ({name: scales[:, 1:].clone()}, "there is no"),
+        ({name: scales.float()}, "there is no"),
+        ({name: scales[0].clone(), numbers: written[numbers][0].clone()}, "experts, rows, groups and 16 bytes"),
+        ({name: scales[:0].clone(), numbers: written[numbers][:0].clone()}, "experts, rows, groups and 16 bytes"),
+        ({name: scales, numbers: written[numbers][..., 1:].clone()}, "experts, rows, groups and 16 bytes"),
+        (low, "weights are missing"),
+    ):
         nvme_ops.save({**written, **wrong}, path / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match="weights are missing"):
+        with pytest.raises(ValueError, match=words):
             from_pretrained(path, memory_budget="250K")
 
 

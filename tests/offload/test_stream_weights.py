@@ -352,6 +352,25 @@ def test_numbers_of_4_bits(dtype: torch.dtype) -> None:
     assert torch.equal(out, wanted.mT.to(dtype))
 
 
+def test_exponents_of_4_bits_are_those_of_transformers_in_every_dtype() -> None:
+    mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
+    scales = torch.arange(256, dtype=torch.uint8).view(1, 256, 1).expand(1, 256, 16).contiguous()
+    stored = torch.cat([blocks.flatten(1), scales.flatten(1)], 1)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        out = torch.empty(Mxfp4(256, 512).shape(stored.shape), dtype=dtype)
+        Mxfp4(256, 512).expand(stored, out)
+        wanted = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
+        assert torch.equal(out.isnan(), wanted.isnan())
+        assert torch.equal(out.nan_to_num(7), wanted.nan_to_num(7))
+
+
+def test_an_exponent_of_255_is_no_number() -> None:
+    scale = read_scale("scale", torch.tensor([0, 127, 254, 255], dtype=torch.uint8), (4, 2)).flatten()
+    assert scale[:3].tolist() == [2.0**-127, 1, 2.0**127]
+    assert scale[3].isnan()
+
+
 @torch.no_grad()
 def test_views_and_joins_of_weights_of_8_bits_have_their_values(folder: Path) -> None:
     torch.manual_seed(1)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import os
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -15,24 +14,49 @@ from torch.overrides import TorchFunctionMode
 from nvme_ops.errors import naming
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
-from nvme_ops.formats.quantized import KINDS, Mxfp4, Scaled, read_scale, weight_of
-from nvme_ops.formats.sharded_index import read_index
+from nvme_ops.formats.quantized import part_of
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.source import WeightFile, concatenated
-from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.offload.weights.model_files import HUB_OPTIONS, Path, is_hub_name, weight_files
+from nvme_ops.offload.weights.source import WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
+from nvme_ops.offload.weights.stored_formats import (
+    format_words,
+    quantization_of,
+    require_expanded,
+    require_understood,
+    with_exponents,
+    with_scales,
+)
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.streamed import stream
-from nvme_ops.offload.weights.window import read_now
 from nvme_ops.storage.publication import open_to_read
 
-Path = str | os.PathLike[str]
-
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
-_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Keywords by which transformers' ``from_pretrained`` finds a model on the Hub.
-_HUB_OPTIONS = ("revision", "token", "cache_dir", "local_files_only", "force_download", "proxies")
 
-_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+#: Arguments of transformers' ``from_pretrained`` that are refused, with the values at which they change nothing.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "state_dict": ((None,), "the weights are those of the files; stream_weights streams a model that is in memory"),
+    "use_safetensors": ((None, True), "other files cannot be read in place: nvme-checkpoint convert makes safetensors"),
+    "gguf_file": ((None,), "GGUF cannot be read in place: load it by transformers, and save_pretrained the model"),
+    "quantization_config": (
+        (None,),
+        "weights are read as they are stored; stream_weights(model, folder, quantize='int8') quantizes them",
+    ),
+    **dict.fromkeys(
+        ("device_map", "max_memory", "offload_folder", "offload_buffers"),
+        ((None, False), "a streamed model computes on one device=, with its weights in memory_budget"),
+    ),
+    **dict.fromkeys(
+        ("adapter_kwargs", "adapter_name"),
+        (
+            (None, {}, "default"),
+            "load adapters onto the streamed model, by peft.PeftModel.from_pretrained(model, folder)",
+        ),
+    ),
+}
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_INTERNAL = ("_from_auto", "_from_pipeline", "_commit_hash")  # given by transformers' own callers
+_CODE_OPTIONS = ("trust_remote_code", "code_revision")  # of custom code beside the files
 
 
 def from_pretrained(
@@ -57,22 +81,25 @@ def from_pretrained(
     Args:
         path: a folder of ``save_pretrained``, or its safetensors files, with the configuration beside them unless
             ``config=`` gives it. Or a name on the Hugging Face Hub, found in its cache or downloaded as transformers
-            does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only`` and ``subfolder``.
+            does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder`` and ``variant``.
         memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Intermediate results and a
             key-value cache come on top of it.
         device: where the model computes; the CPU when None.
         dtype: in which it computes; that of the files, as transformers chooses it, when None.
-        model_class: the class of the model; the one that the configuration names when None.
+        model_class: the class of the model, or an Auto class; the one that the configuration names when None. Layers
+            of another class that the files do not have, such as a head for ``num_labels=`` classes, are initialized
+            as transformers does; they stay in memory, beside the budget, and can be trained.
         handle: reads the files; one for the whole process when None.
-        kwargs: for transformers' ``from_pretrained``, such as ``config`` and ``attn_implementation``.
+        kwargs: for transformers' ``from_pretrained``, such as ``config``, ``attn_implementation``,
+            ``trust_remote_code`` and fields of the configuration.
 
     Raises:
         ImportError: transformers is not installed.
         FileNotFoundError: there is no safetensors file, or no configuration.
         OSError: from transformers, for a name: no such model, no access, or no connection and not in the cache.
         FormatError: a file is damaged.
-        ValueError: the budget is too small (the message says what is needed), or weights are missing or of another
-            shape than the configuration says.
+        ValueError: the budget is too small (the message says what is needed), weights are missing, of another shape
+            than the configuration says or in an unknown format, or an argument is one that cannot be obeyed.
     """
     try:
         import transformers
@@ -84,152 +111,121 @@ def from_pretrained(
     target = device_of(device or "cpu")
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
-    name = path if is_hub_name(path) else ""
-    options = {key: kwargs.pop(key) for key in _HUB_OPTIONS if key in kwargs}
-    paths = weight_files(path, kwargs.pop("subfolder", ""), **options)
-    folder = os.path.dirname(paths[0])
-    config = kwargs.pop("config", None)
-    if config is None:
-        with naming("read of the configuration", folder):
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    chosen: Any = model_class or _class_of(transformers, config)
-    weights = Weights()
+    for argument, (neutral, words) in _REFUSED.items():
+        value = kwargs.pop(argument, None)
+        if value not in neutral and not getattr(value, "dequantize", False):  # which is done anyway
+            raise ValueError(f"{argument}={value!r}: {words}")
+    dtype = _dtype_of(kwargs.pop("torch_dtype", None) if dtype is None else dtype)
+    own = {key: kwargs.pop(key) for key in _IMPLEMENTATIONS if key in kwargs}
+    own.setdefault("experts_implementation", "eager")  # it computes with the selected experts alone
+    allows_mismatch = bool(kwargs.pop("ignore_mismatched_sizes", False))
+    wants_info = kwargs.pop("output_loading_info", False)
+    origin = _origin_of(path, kwargs)
+    config, rest = _configured(transformers, origin, model_class, kwargs)
+    config, settings = quantization_of(config)
+    chosen: Any = _class_of(transformers, config, model_class, origin, kwargs)
+    if not isinstance(config, kind := chosen.config_class or object) and isinstance(config.get_text_config(), kind):
+        config = config.get_text_config()  # the model is a part of what the files are of
+    weights = Weights(budget)
     with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
-        for each in paths:
+        for each in origin.paths:
             files.append(WeightFile(open_to_read(each), each, handle or shared_handle()))
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
-        dtypes = (dtype, getattr(config, "dtype", None), torch.bfloat16)
-        expanded = next(each for each in dtypes if isinstance(each, torch.dtype))
-        state = _with_exponents(_with_scales(state, expanded, _blocks(config)), expanded)
-        if any(each._stored_as is not None for each in state.values()) and hasattr(config, "quantization_config"):
-            config = copy.deepcopy(config)
-            del config.quantization_config  # else transformers would look for kernels of its own
-        if "experts_implementation" not in kwargs:
-            kwargs["experts_implementation"] = "eager"  # it computes with the selected experts alone
+        own["dtype"] = computed = dtype or getattr(config, "dtype", None) or _dtype_in(state)
+        expanded: Any = computed
+        if isinstance(computed, dict):  # by part of the model
+            expanded = _dtype_of(computed.get("")) or torch.get_default_dtype()
+        joined = with_exponents(with_scales(state, expanded, settings), expanded)
+        require_understood(joined, state, settings)
         # Transformers turns gradients on again by a call that comes through the mode, where Ctrl-C can end it.
         undo.callback(torch._C._set_grad_enabled, torch.is_grad_enabled())
-        with _Tying():
-            model, info = chosen.from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype or "auto", output_loading_info=True, **kwargs
-            )
-        _require_complete(info, folder)
-        model.name_or_path = model.config.name_or_path = name or folder  # adapters are saved with this name
-        with contextlib.suppress(OSError):  # there is none
-            if model.can_generate():
-                model.generation_config = transformers.GenerationConfig.from_pretrained(folder, local_files_only=True)
+        own |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # which is refused below
+        try:
+            with _Tying():
+                model, info = chosen.from_pretrained(None, config=config, state_dict=joined, **own, **rest)
+        except (RuntimeError, MemoryError) as error:  # transformers may only say that it has logged what it was
+            if weights.early > budget:
+                raise ValueError(f"{origin.folder}: {weights.too_early}") from error
+            raise
+        named = () if model_class is None else config.architectures or ()
+        new = _require_complete(info, model, origin.folder, named, allows_mismatch, settings)
+        require_expanded(model, settings)
+        model.name_or_path = model.config.name_or_path = (
+            origin.name or origin.folder
+        )  # adapters are saved with this name
+        if "generation_config" not in rest:
+            _configure_generation(model, origin, {key: value for key, value in kwargs.items() if key not in rest})
         for module in model.modules():
-            for name, buffer in module._buffers.items():
+            for key, buffer in module._buffers.items():
                 if buffer is not None and not isinstance(buffer, StoredTensor):
-                    module._buffers[name] = buffer.to(target)
-        stream(model, weights, files, budget, target)
+                    module._buffers[key] = buffer.to(target)
+        for parameter in model.parameters():
+            if stored_in(parameter) is None:
+                parameter.data = parameter.data.to(target)
+        kept = {id(each) for key, each in model.named_parameters(remove_duplicate=False) if key in new}
+        stream(model, weights, files, budget, target, kept)
         undo.pop_all()
-    return model
+    return (model, info) if wants_info else model
 
 
-def weight_files(path: Path | Sequence[Path], subfolder: str = "", **options: Any) -> list[str]:
-    """Returns the safetensors files of a model, downloaded if need be. Raises OSError if there are none."""
-    if not isinstance(path, str | os.PathLike):
-        return [os.path.abspath(each) for each in path]
-    if is_hub_name(path):
-        folder = _local_folder(str(path), subfolder, **options)
-    else:
-        folder = os.path.abspath(os.path.join(path, subfolder) if subfolder else path)
-    if not os.path.isdir(folder):
-        os.stat(folder)  # raises if it does not exist
-        return [folder]
-    index = os.path.join(folder, _INDEX)
-    if os.path.exists(index):
-        found = read_index(index)
-        return sorted(found.shards(found.places))
-    single = os.path.join(folder, _FILE)
-    if os.path.exists(single):
-        return [single]
-    raise FileNotFoundError(
-        f"{folder} has neither {_FILE} nor {_INDEX}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
-    )
+class _Origin(NamedTuple):
+    """Where a model's files are."""
+
+    paths: list[str]
+    folder: str  # of the first file
+    name: str  # on the Hub, or ""
+    hub: dict[str, Any]  # given options of the Hub
+    options: dict[str, Any]  # those with which the rest is found, in the same commit
+
+    @property
+    def repository(self) -> str:
+        """Where transformers finds the rest."""
+        return self.name or self.folder
 
 
-def is_hub_name(path: Any) -> bool:
-    """Returns whether a path is no file or folder, but may be a name on the Hub: ``"org/name"``."""
-    return isinstance(path, str) and not os.path.exists(path) and _NAME.fullmatch(path) is not None
+def _origin_of(path: Path | Sequence[Path], kwargs: dict[str, Any]) -> _Origin:
+    """Returns where the files are, after downloading them if need be, and takes the options for that."""
+    from transformers.utils.hub import extract_commit_hash
+
+    hub = {key: kwargs.pop(key) for key in HUB_OPTIONS if key in kwargs}
+    subfolder, variant = kwargs.pop("subfolder", ""), kwargs.pop("variant", None)
+    bars = {"tqdm_class": kwargs.pop("tqdm_class")} if "tqdm_class" in kwargs else {}
+    paths = weight_files(path, subfolder, variant, **hub, **bars)
+    options: dict[str, Any] = {"local_files_only": True}
+    name = str(path) if is_hub_name(path) else ""
+    if name:
+        options = {**hub, "subfolder": subfolder, "revision": extract_commit_hash(paths[0], hub.get("revision"))}
+    return _Origin(paths, os.path.dirname(paths[0]), name, hub, options)
 
 
-def _local_folder(name: str, subfolder: str = "", **options: Any) -> str:
-    """Returns the cache folder with configuration and safetensors files of a model on the Hub, all of one commit.
-
-    Args:
-        name: ``"org/name"``.
-        subfolder: where the model's files are in its repository.
-        options: some of ``_HUB_OPTIONS``.
-
-    Raises:
-        OSError: from transformers: no such model or revision, no access, or no connection and not in the cache.
-        FileNotFoundError: the model has no safetensors files.
-    """
-    from transformers.utils import cached_file
-    from transformers.utils.hub import extract_commit_hash, get_checkpoint_shard_files
-
-    options["subfolder"] = subfolder
-
-    def find(file: str, **more: Any) -> str | None:
-        found: str | None = cached_file(name, file, **more, **options)
-        return found
-
-    optional = {"_raise_exceptions_for_missing_entries": False}
-    config = find("config.json")
-    options["revision"] = extract_commit_hash(config, None) or options.get("revision")
-    weights = find(_FILE, **optional)
-    if weights is None:
-        weights = find(_INDEX, **optional)
-        if weights is None:
-            raise FileNotFoundError(
-                f"{name} has no safetensors files: download it with 'hf download {name}', then nvme-checkpoint convert"
-            )
-        shards: Any = get_checkpoint_shard_files
-        shards(name, weights, **options)
-    find("generation_config.json", **optional)
-    return os.path.dirname(weights)
+def _configure_generation(model: Any, origin: _Origin, fields: dict[str, Any]) -> None:
+    """Sets ``generation_config`` as transformers does, by the model's files and ``fields`` of the configuration."""
+    if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
+        return
+    fields = {key: value for key, value in fields.items() if key not in _INTERNAL and key != "code_revision"}
+    options = {**dict.fromkeys((*HUB_OPTIONS, "trust_remote_code")), "subfolder": "", **origin.options, **fields}
+    with contextlib.suppress(OSError):  # there is none
+        model.adjust_generation_fn(None, False, None, origin.repository, **options)
 
 
-def _blocks(config: Any) -> Sequence[int]:
-    """Returns the sizes of the blocks of a matrix that have a factor each, as a configuration names them."""
-    found = getattr(config, "quantization_config", None) or {}
-    found = found if isinstance(found, dict) else found.to_dict()
-    groups = [dict(group.get("weights") or {}) for group in dict(found.get("config_groups") or {}).values()]
-    sizes = [found.get("weight_block_size"), *(each.get("block_structure") for each in groups)]  # compressed-tensors
-    return next((each for each in sizes if each), ())
-
-
-def _with_scales(state: dict[str, StoredTensor], dtype: torch.dtype, blocks: Sequence[int]) -> dict[str, StoredTensor]:
-    """Joins weights of 8 bits with their scales, which are read; ``dtype`` is that of the expanded weights."""
-    weights = {name: weight_of(name) for name in state}
-    scales = {name: weight for name, weight in weights.items() if weight in state and state[weight].dtype in KINDS}
-    found = {name: each for name, each in state.items() if name not in scales}
-    read = read_now([state[name].source for name in scales])
-    for (name, weight), values in zip(scales.items(), read, strict=True):
-        stored = state[weight]
-        scale = Scaled(read_scale(name, values, stored.shape, blocks))
-        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, scale)
+def _dtype_of(dtype: Any) -> Any:
+    """Returns a dtype that was given as such or as text, or None for "auto". Raises ValueError for anything else."""
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype in (None, "auto"):
+        return None
+    if not isinstance(found, torch.dtype | dict):
+        raise ValueError(f"dtype must be a torch.dtype, its name or 'auto', not {dtype!r}")
     return found
 
 
-def _with_exponents(state: dict[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
-    """Joins numbers of 4 bits with their exponents, both of which stay where they are: weights in MXFP4."""
-    found = dict(state)
-    for name in [each.removesuffix("_blocks") for each in state if each.endswith("_blocks")]:
-        numbers, exponents = state[f"{name}_blocks"], state.get(f"{name}_scales")
-        if exponents is None or (*exponents.shape, 16) != numbers.shape or numbers.dtype != torch.uint8:
-            continue
-        count, rows, groups = exponents.shape
-        source = concatenated([each.source.view((count, each.numel() // count)) for each in (numbers, exponents)], 1)
-        if source is not None:
-            del found[f"{name}_blocks"], found[f"{name}_scales"]
-            found[name] = StoredTensor(numbers._weights, source, dtype, numbers.device, Mxfp4(rows, 32 * groups))
-    return found
+def _dtype_in(state: Mapping[str, StoredTensor]) -> torch.dtype:
+    """Returns the first dtype of files that a model can have, as transformers does."""
+    found = (each.dtype for name, each in state.items() if not part_of(name)[0])
+    return next((each for each in found if each.is_floating_point and each.itemsize > 1), torch.bfloat16)
 
 
 class _Tying(TorchFunctionMode):
@@ -262,26 +258,90 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     )
 
 
-def _class_of(transformers: Any, config: Any) -> Any:
-    for name in config.architectures or ():
-        if (found := getattr(transformers, name, None)) is not None:
-            return found
-    found = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+def _configured(
+    transformers: Any, origin: _Origin, model_class: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
+    """Returns the configuration, with those of the keywords that are its fields, and the others."""
+    config = kwargs.pop("config", None)
+    rest = {key: value for key, value in kwargs.items() if key not in _CODE_OPTIONS}
+    if isinstance(config, transformers.PreTrainedConfig):
+        return config, rest  # all are for the model, as in transformers
+    is_auto = model_class is None or hasattr(model_class, "_model_mapping")
+    kind = (None if is_auto else model_class.config_class) or transformers.AutoConfig
+    place, options = (origin.repository, origin.options) if config is None else (config, origin.hub)
+    with naming("read of the configuration", origin.folder):
+        try:
+            fields = kwargs if is_auto else rest
+            config, unused = kind.from_pretrained(place, return_unused_kwargs=True, **options, **fields)
+        except (AttributeError, TypeError) as error:  # a field of another kind
+            raise ValueError(f"{place}: transformers cannot read the configuration: {error}") from error
+    return config, {key: value for key, value in unused.items() if key in rest}
+
+
+def _class_of(transformers: Any, config: Any, given: Any, origin: _Origin, code: dict[str, Any]) -> Any:
+    """Returns the class of the model: the given one, or that which an Auto class chooses or the configuration names."""
+    if given is not None and not hasattr(given, "_model_mapping"):
+        return given
+    from transformers.dynamic_module_utils import get_class_from_dynamic_module, resolve_trust_remote_code
+    from transformers.models.auto import auto_factory as factory
+
+    auto: Any = factory
+    names, custom = config.architectures or (), getattr(config, "auto_map", None) or {}
+    mapping = (given or transformers.AutoModelForCausalLM)._model_mapping
+    found = None
+    if given is None:
+        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        # in custom code, the entry that has a class of this name
+        ends = {str(each).rpartition(".")[2]: key for key, each in custom.items() if key.startswith("AutoModel")}
+        key = next((ends[name] for name in names if name in ends), "AutoModelForCausalLM")
+    else:
+        key = given.__name__
+    if found is None and type(config) in mapping:
+        found = auto._get_model_class(config, mapping)
+    if key in custom and (found is None or found.__module__.startswith("transformers.")):
+        trusted: Any = resolve_trust_remote_code
+        if trusted(code.get("trust_remote_code"), origin.repository, found is not None, True):
+            load: Any = get_class_from_dynamic_module
+            found = load(custom[key], origin.repository, code_revision=code.get("code_revision"), **origin.options)
+            found = auto.add_generation_mixin_to_remote_model(found)
     if found is None:
         raise ValueError(
             f"the configuration, a {type(config).__name__}, names no class that transformers has: give model_class="
         )
-    return found[0] if isinstance(found, tuple) else found
+    return found
 
 
-def _require_complete(info: Any, folder: str) -> None:
-    """Raises ValueError if transformers' loading ``info`` has problems."""
-    missing = sorted(info["missing_keys"])
-    mismatched = sorted(str(each[0]) for each in info["mismatched_keys"])
+def _require_complete(
+    info: Any, model: Any, folder: str, named: Sequence[str], mismatch: bool, settings: dict[str, Any]
+) -> set[str]:
+    """Returns the names of weights that transformers has initialized, since the files do not have them.
+
+    These are layers of a model of another class than the files are of, as ``named`` in their configuration: a head that
+    is to be trained. With ``mismatch`` also weights of another shape. Raises ValueError for others that are missing.
+    """
+    missing, mismatched = sorted(info["missing_keys"]), sorted(str(each[0]) for each in info["mismatched_keys"])
+    new = set(mismatched if mismatch else ())
+    if named and type(model).__name__ not in named:
+        loaded = model.state_dict().keys() - set(missing)
+        new |= {name for name in missing if _is_new(model, name, loaded)}
     problems = [*info.get("error_msgs", ()), *map(str, dict(info.get("conversion_errors") or {}).values())]
-    if missing:
-        problems.append(f"weights are missing: {', '.join(missing[:5])}{' ...' if len(missing) > 5 else ''}")
-    if mismatched:
-        problems.append(f"weights have another shape than the configuration says: {', '.join(mismatched[:5])}")
+    for words, names in (
+        ("weights are missing", missing),
+        ("weights have another shape than the configuration says (ignore_mismatched_sizes=True?)", mismatched),
+    ):
+        if wrong := [name for name in names if name not in new]:
+            problems.append(f"{words}: {', '.join(wrong[:5])}{' ...' if len(wrong) > 5 else ''}")
     if problems:
-        raise ValueError(f"{folder}: {'; '.join(problems)}")
+        raise ValueError(f"{folder}: {'; '.join(problems)}{format_words(settings)}")
+    return new
+
+
+def _is_new(model: Any, name: str, loaded: Iterable[str]) -> bool:
+    """Returns whether the files have nothing of the child of the model, or of its base model, that has this weight."""
+    base = next((f"{key}." for key, each in model.named_children() if each is model.base_model), "")
+    if not name.startswith(base):
+        base = ""
+    elif re.search(r"\.\d+\.", name):
+        return False  # one of its layers
+    child = base + name[len(base) :].partition(".")[0]
+    return not any(each.startswith(f"{child}.") for each in loaded)

@@ -43,7 +43,7 @@ def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
 def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
     """Returns whether a parameter has the matrices of several experts, one for each index of its first dimension."""
     is_convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
-    return tensor.dim() == 3 and tensor.shape[0] > 1 and not tensor._steps and not is_convolution
+    return tensor.has_parts() and tensor.shape[0] > 1 and not is_convolution
 
 
 def _packed_in(module: torch.nn.Module, seen: set[Source]) -> Iterator[list[list[Source]]]:

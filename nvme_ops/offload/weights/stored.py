@@ -12,8 +12,9 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
+from nvme_ops import operators
 from nvme_ops.errors import FormatError
-from nvme_ops.formats.quantized import Cast, Scaled, WeightFormat
+from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
@@ -23,10 +24,17 @@ aten = torch.ops.aten
 
 
 class Weights:
-    """Holds the window through which the stored tensors of one model are read, once it exists."""
+    """Holds the window through which the stored tensors of one model are read, once it exists.
 
-    def __init__(self) -> None:
+    Args:
+        budget: the most bytes of weights that may be computed with before that.
+    """
+
+    too_early = "loading the model computes with more weights than memory_budget has room for"
+
+    def __init__(self, budget: int = 0) -> None:
         self.window: Window | None = None
+        self.budget, self.early = budget, 0
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as ``Window.fetch`` does."""
@@ -103,7 +111,15 @@ class StoredTensor(OffloadedTensor):
         return self.expanded(values.to(self._device))
 
     def in_window(self) -> torch.Tensor:
-        """Returns the values in memory of the budget, which is free again with the last tensor over it."""
+        """Returns the values in memory of the budget, which is free again with the last tensor over it.
+
+        While the model is being put together, some weights are computed with: these are simply read.
+        """
+        if self._weights.window is None and self._weights.budget:
+            self._weights.early += self.nbytes
+            if self._weights.early > self._weights.budget:
+                raise MemoryError(self._weights.too_early)
+            return self.to_memory()
         room = functools.partial(self._weights.open().room, self._source)
         return self.expanded(self._weights.fetch(self._source), room)
 
@@ -134,6 +150,11 @@ class StoredTensor(OffloadedTensor):
     def is_plain(self) -> bool:
         """Returns whether its elements are the stored ones, in their order, but for a conversion of the dtype."""
         return not self._steps and self._stored_as is None
+
+    def has_parts(self) -> bool:
+        """Returns whether each index of the first of three dimensions can be read alone."""
+        is_known = not isinstance(self._stored_as, Rearranged) or self._stored_as.is_by_index(self._source.shape)
+        return self.dim() == 3 and not self._steps and is_known
 
     def like(
         self,
@@ -262,18 +283,23 @@ def _lazily(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     return add
 
 
-@_lazily(aten._to_copy.default)
 def _to_copy(tensor: StoredTensor, *, dtype: torch.dtype | None = None, **options: Any) -> Any:
     device = options.pop("device", None)
     options.pop("non_blocking", None)
     elsewhere = device is not None and torch.device(device).type not in (tensor.device.type, "meta")
-    if tensor._weights.window is None:  # transformers moves all weights to host memory first
+    loading = tensor._weights.window is None
+    if loading:  # transformers moves all weights to host memory first
         elsewhere, device = False, None
-    if elsewhere or any(value is not None for value in options.values()) or tensor.dtype != tensor.source.dtype:
+    is_stored = tensor.is_plain() and tensor.dtype == tensor.source.dtype
+    is_expanded = loading and not tensor._steps and isinstance(tensor._stored_as, Scaled | Mxfp4)
+    if elsewhere or any(value is not None for value in options.values()) or not (is_stored or is_expanded):
         return NotImplemented
     if device is not None and torch.device(device).type == "meta":
         return torch.empty(tensor.shape, dtype=dtype or tensor.dtype, device="meta")
-    return tensor.like(tensor.source, dtype)
+    return tensor.like(tensor.source, dtype, tensor._stored_as)
+
+
+StoredTensor.lazy[aten._to_copy.default] = _to_copy
 
 
 def select(tensor: StoredTensor, dim: int, index: int) -> Any:
@@ -281,7 +307,7 @@ def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     if (
         tensor._steps
         or not tensor.numel()
-        or (tensor._stored_as is not None and tensor.dim() != 3)
+        or (tensor._stored_as is not None and not tensor.has_parts())
         or dim % max(tensor.dim(), 1)
         or not -tensor.shape[0] <= index < tensor.shape[0]
     ):
@@ -336,9 +362,16 @@ def _split(tensor: StoredTensor, size: int, dim: int = 0) -> Any:
     return NotImplemented if any(part is NotImplemented for part in parts) else parts
 
 
-@_lazily(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 def _view(tensor: StoredTensor, shape: Sequence[int]) -> Any:
-    return _reshaped(tensor, tensor._outline.view(tuple(shape)))
+    if tensor.is_plain():
+        return _reshaped(tensor, tensor._outline.view(tuple(shape)))
+    if tensor._steps or not isinstance(tensor._stored_as, Rearranged):
+        return NotImplemented
+    outline = tensor._outline.view(tuple(shape))
+    return tensor.like(tensor.source, None, tensor._stored_as.view(outline.shape), outline)
+
+
+StoredTensor.lazy.update(dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default), _view))
 
 
 @_lazily(aten.view.dtype)
@@ -388,13 +421,29 @@ def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
 StoredTensor.lazy[aten.cat.default] = _cat
 
 
-@_lazily(aten.clone.default)
 def _clone(tensor: StoredTensor, *, memory_format: torch.memory_format | None = None) -> Any:
-    """Makes a part contiguous while a model is being put together: reading it makes it dense."""
+    """Makes a part contiguous while a model is being put together: reading it makes it dense, or rearranges it."""
     if tensor._weights.window is not None or memory_format is not torch.contiguous_format:
         return NotImplemented
     outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return tensor.like(tensor.source, outline=outline, is_part=True)
+    if tensor.is_plain():
+        return tensor.like(tensor.source, outline=outline, is_part=True)
+    view = tensor._outline
+    by_stride = sorted(range(view.dim()), key=view.stride, reverse=True)
+    is_rearranged = (
+        tensor._stored_as is None
+        and all(operators.is_view(step.function) for step in tensor._steps)
+        and view.dtype == tensor._converted
+        and not (view.is_conj() or view.is_neg())
+        and view.numel() == math.prod(tensor.source.shape)
+        and view.permute(by_stride).is_contiguous()
+    )
+    if not is_rearranged:
+        return NotImplemented
+    return tensor.like(tensor.source, None, Rearranged(view.shape, view.stride(), view.shape), outline)
+
+
+StoredTensor.lazy[aten.clone.default] = _clone
 
 
 @_lazily(aten.embedding.default)

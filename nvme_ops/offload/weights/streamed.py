@@ -127,6 +127,10 @@ class _Entry(StoredTensor):
 
     in_window = to_memory
 
+    def untyped_storage(self) -> torch.UntypedStorage:  # type: ignore[override]  # others refuse
+        """Returns the storage of the values, by which ``save_pretrained`` finds tied weights."""
+        return self.to_memory().untyped_storage()
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the values, so that all tensors that share their memory are pickled once."""
         return self.to_memory().__reduce_ex__(protocol)
@@ -164,7 +168,7 @@ def places_of(
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if (found := stored_in(value)) is not None:
                 stored.setdefault(found.source, []).append((module, name, found))
-                if found.dim() == 3 and not found._steps and not isinstance(module, torch.nn.modules.conv._ConvNd):
+                if found.has_parts() and not isinstance(module, torch.nn.modules.conv._ConvNd):
                     sliced[found.source] = found.shape[0]
     return stored, sliced
 
@@ -181,10 +185,12 @@ def stream(
     """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
 
     Small weights come into memory and stay there. Parameters whose id is in ``kept`` are left as they are; the others
-    take no gradient. Without ``training`` the model is set to eval mode. Raises ValueError if ``budget``, in bytes, is
-    too small.
+    take no gradient, and count towards the ``budget``, in bytes, if they are in memory already. Without ``training``
+    the model is set to eval mode. Raises ValueError if the budget is too small.
     """
     stored, sliced = places_of(model)
+    in_memory = [each for each in model.parameters() if id(each) not in kept and stored_in(each) is None]
+    total, budget = budget, budget - sum(each.nbytes for each in in_memory)
     groups = groups_of(model)
     routed = experts_of([group.experts for group in groups], device)
     parts = {source for group in groups for expert in group.experts for source in expert}
@@ -198,8 +204,8 @@ def stream(
     room = budget - sum(source.nbytes for source in buffers) - least
     if room < 0:
         raise ValueError(
-            f"a memory_budget of {size_words(budget)} is too small for this model: at least "
-            f"{size_words(budget - room)} are needed, {size_words(least)} of them for its largest weights"
+            f"a memory_budget of {size_words(total)} is too small for this model: at least "
+            f"{size_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
         )
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)

@@ -1,0 +1,173 @@
+"""Files whose loading computes with the weights, or rearranges them: the model is the one in memory, streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.file import shared_handle
+from nvme_ops.formats import safetensors_format
+from nvme_ops.offload import from_pretrained
+from nvme_ops.offload.weights.source import WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.storage.publication import open_to_read
+
+transformers: Any = pytest.importorskip("transformers")
+
+IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
+
+
+@pytest.fixture(autouse=True)
+def _quiet(one_thread: None) -> Iterator[None]:
+    before = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(before)
+
+
+LINEAR: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
+    "v_head_dim": 16, "qk_nope_head_dim": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "KimiLinear": ("ForCausalLM", {
+        **LINEAR, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4,
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+    }),
+    "BailingHybrid": ("ForCausalLM", {
+        **LINEAR, "num_experts": 4, "layer_group_size": 2, "head_dim": 16, "num_mtp_layers": 0,
+    }),
+    "Rwkv": ("ForCausalLM", {
+        "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "attention_hidden_size": 64, "rescale_every": 0,
+    }),
+    "Kimi_K25": ("ForConditionalGeneration", {
+        "text_config": {
+            **LINEAR, "model_type": "deepseek_v3", "n_routed_experts": 4, "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+        },
+        "vision_config": {
+            "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
+            "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
+        },
+        "projection_hidden_size": 64, "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7,
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", COMPUTED)
+@torch.no_grad()
+def test_loading_that_computes_with_weights_gives_the_model_in_memory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, options = COMPUTED[name]
+    if not hasattr(transformers, f"{name}{kind}"):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    monkeypatch.setattr("nvme_ops.offload.weights.streamed._SMALL", 0)  # nothing stays in memory for being small
+    torch.manual_seed(1)
+    made = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options))
+    for each in made.parameters():
+        each += torch.randn(each.shape) * 0.02
+    made.save_pretrained(tmp_path)
+    plain = type(made).from_pretrained(tmp_path)
+    if hasattr(plain, "set_experts_implementation") and name != "Rwkv":
+        plain.set_experts_implementation("eager")
+    ids = IDS + 10
+    with from_pretrained(tmp_path, memory_budget="1M") as model:
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+        assert all(type(each).__name__ == "StoredTensor" for each in model.parameters()), "all stay in the files"
+        wanted = plain.state_dict()
+        for key, value in model.state_dict().items():
+            assert torch.equal(value, wanted[key]), key
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Iterator[tuple[dict[str, torch.Tensor], dict[str, StoredTensor], Weights]]:
+    """Tensors, the same in a file of a model that is being put together, and what these are read through."""
+    torch.manual_seed(1)
+    tensors = {"matrix": torch.randn(8, 6), "packed": torch.randn(5, 8, 6), "low": torch.randn(5, 8, 6).bfloat16()}
+    path = tmp_path / "model.safetensors"
+    nvme_ops.save(tensors, path)
+    file, weights = WeightFile(open_to_read(str(path)), str(path), shared_handle()), Weights(10_000)
+    header = safetensors_format.read(file.file.fileno(), file.path)
+    yield tensors, dict(stored_tensors(file, header, weights)), weights
+    file.close()
+
+
+@pytest.mark.parametrize("name", ["matrix", "packed", "low"])
+@pytest.mark.parametrize("dtype", [None, torch.float64])
+@torch.no_grad()
+def test_elements_that_are_rearranged_stay_in_the_file(name: str, dtype: torch.dtype | None, stored: Any) -> None:
+    tensors, in_file, _ = stored
+
+    def interleaved(tensor: torch.Tensor, dim: int, inner: bool) -> torch.Tensor:
+        size = tensor.shape[dim] // 2
+        parts = (2, size) if inner else (size, 2)
+        split = tensor.reshape(*tensor.shape[:dim], *parts, *tensor.shape[dim + 1 :])
+        return split.transpose(dim, dim + 1).reshape(tensor.shape).contiguous()
+
+    for dim in range(tensors[name].dim() - 2, tensors[name].dim()):
+        for inner in (True, False):
+            found, wanted = (interleaved(each[name].to(dtype), dim, inner) for each in (in_file, tensors))
+            assert isinstance(found, StoredTensor)
+            assert torch.equal(found.to_memory(), wanted)
+            assert found.has_parts() is (name != "matrix"), "of packed matrices each is read alone"
+            part: Any = found[3]
+            assert torch.equal(part.to_memory() if isinstance(part, StoredTensor) else part, wanted[3])
+            assert isinstance(part, StoredTensor) or name == "matrix"
+    moved = in_file["packed"].transpose(0, 1).contiguous()
+    assert torch.equal(moved.to_memory(), tensors["packed"].transpose(0, 1))
+    assert not moved.has_parts(), "an index has elements of all"
+    assert torch.equal(moved[3], tensors["packed"][:, 3])
+    for tensor in (in_file, tensors):
+        some = tensor["matrix"][:, ::2].contiguous()
+        assert torch.equal(some.to_memory() if isinstance(some, StoredTensor) else some, tensors["matrix"][:, ::2])
+
+
+@torch.no_grad()
+def test_computing_before_the_model_is_complete_is_bounded(stored: Any) -> None:
+    tensors, in_file, weights = stored
+    assert torch.equal(in_file["matrix"].exp(), tensors["matrix"].exp())
+    assert weights.early == tensors["matrix"].nbytes
+    weights.early = weights.budget - 1
+    with pytest.raises(MemoryError, match="computes with more weights than memory_budget has room for"):
+        in_file["packed"].exp()
+
+
+def test_weights_that_loading_has_computed_count_towards_the_budget(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tie = transformers.LlamaForCausalLM.tie_weights
+
+    def doubled(model: Any, *args: Any, **options: Any) -> Any:
+        if not model.lm_head.weight.is_meta and not hasattr(model, "doubled"):
+            model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight * 2)  # as a conversion that computes does
+            model.doubled = True
+        return tie(model, *args, **options)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "tie_weights", doubled)
+    plain = transformers.LlamaForCausalLM.from_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"100 KiB is too small for this model: at least 1\d\d"):
+        from_pretrained(tmp_path, memory_budget="100K")
+    with from_pretrained(tmp_path, memory_budget="200K") as model, torch.no_grad():
+        assert torch.equal(model(IDS).logits, plain(IDS).logits)
+        assert type(model.lm_head.weight) is torch.nn.Parameter
+        assert not model.lm_head.weight.requires_grad
+    with pytest.raises(
+        ValueError, match="loading the model computes with more weights than memory_budget has room for"
+    ):
+        from_pretrained(tmp_path, memory_budget="30K")
+    monkeypatch.undo()
+    with from_pretrained(tmp_path, memory_budget="100K") as model:
+        assert isinstance(model.lm_head.weight, StoredTensor)
