@@ -24,6 +24,27 @@ _NO_MEMORY = "the values of this tensor are on storage, so it has no memory of i
 _MAX_VIEWS = 64  # outlines of views that are cached for one tensor
 
 Made = TypeVar("Made", bound="OffloadedTensor")
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def never_compiled(function: Function) -> Function:
+    """Keeps ``torch.compile`` out of a function and all that it calls: guards do not see what storage changes.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler, which takes a second.
+    """
+    set_callback = torch._C._dynamo.eval_frame.set_eval_frame
+
+    # torch compiles no frame of this name: see _dynamo/convert_frame.py
+    def __setattr__(*args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        before = set_callback(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_callback(before)
+
+    __setattr__._torchdynamo_disable = True  # type: ignore[attr-defined]  # nor inlined into others
+    wrapped: Any = functools.wraps(function)(__setattr__)
+    return wrapped  # type: ignore[no-any-return]
 
 
 class Step(NamedTuple):
@@ -238,6 +259,7 @@ class OffloadedTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
+    @never_compiled
     def __torch_dispatch__(  # type: ignore[override]  # torch declares it without cls
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

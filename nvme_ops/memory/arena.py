@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from nvme_ops.locks import forkable_lock
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Held, Pool
 from nvme_ops.settings import PAGE
@@ -27,7 +27,7 @@ class Arena:
 
     def __init__(self, pool: Pool, nbytes: int) -> None:
         self._memory = pool.lease(nbytes // PAGE * PAGE).tensor
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
         self._holes = Holes()
         self._holes.add(0, self._memory.nbytes)
         self._held: Held[tuple[int, int]] = Held()  # start and size of each part

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
+from nvme_ops.locks import forkable_lock
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Held, Pool
 
@@ -20,7 +20,7 @@ class DeviceMemory:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
         self._in_use = self.peak = 0
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
         self._held: Held[int] = Held()  # the bytes of each tensor
 
     @property

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import threading
 import time
 import traceback
 from collections.abc import Iterable, MutableMapping
@@ -23,6 +22,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
+from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.device_memory import Memory, current_stream
 
 _POLL = 0.2  # seconds to wait for a transfer to end before looking again
@@ -104,6 +104,10 @@ class Usable:
         """Whether ``close`` was called."""
         return self._closed
 
+    def is_usable(self) -> bool:
+        """Returns whether ``require_open`` raises nothing."""
+        return not self._closed and self._process == os.getpid()
+
     def require_open(self) -> None:
         """Raises ValueError after ``close``, and RuntimeError in a forked child."""
         if self._closed:
@@ -151,7 +155,7 @@ class Residency(Usable, Generic[E]):
 
     def __init__(self, stats: Stats) -> None:
         super().__init__()
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
         self._stats = stats
         self._in_memory: MutableMapping[E, None] = {}  # in the order of arrival
 

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import stat
-import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -24,6 +23,7 @@ from typing import Protocol
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.errors import naming
+from nvme_ops.locks import forkable_lock
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import (
@@ -161,7 +161,7 @@ class Session(Closing):
     ) -> None:
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
         self._process = os.getpid()
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
         self._places: list[_Place] = []
         self._users: dict[str, _User] = {}
         given = list(map(expanded, [folders] if isinstance(folders, str | os.PathLike) else folders))
@@ -490,7 +490,6 @@ def _close_all() -> None:
 
 def _forked() -> None:
     for session in list(_open_sessions):
-        session._lock = threading.RLock()  # another thread of the parent may have held it
         for place in session._places:
             place.leave_to_parent()
         for user in list(session._users.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 from tests.conftest import forked, in_child, in_threads, killed_in
 from tests.contract.adapters import Capability
 from tests.contract.suite import files
+from tests.moments import Interrupt, numbers
 
 Make = Callable[..., Capability]
 
@@ -45,6 +47,45 @@ def test_a_forked_child_uses_its_parents_or_is_told_and_takes_nothing_away(
     assert files(one.folder) >= before
     one.check()
     one.work()
+    one.check()
+
+
+@pytest.mark.parametrize("points", [4, pytest.param(30, marks=pytest.mark.slow)])
+def test_a_child_forked_while_another_thread_is_at_it_can_use_and_close_it_or_is_told(
+    one: Capability, kind: type[Capability], points: int
+) -> None:
+    if kind.__name__ not in PARENTS:
+        pytest.skip("a child waits for what its parent writes to the same file")
+    with Interrupt() as all_of_it:
+        one.work()
+    reached, forked = threading.Event(), threading.Event()
+
+    def wait_for_fork() -> None:
+        reached.set()
+        forked.wait(100)
+
+    def work(number: int) -> None:
+        with Interrupt(number, wait_for_fork):
+            one.work()
+        reached.set()
+
+    def child() -> None:
+        with contextlib.suppress(RuntimeError, PermissionError):
+            one.work()
+        with contextlib.suppress(RuntimeError):
+            one.close()
+
+    for number in [*numbers(kind.__name__ + "fork", all_of_it.count, points)][1:]:
+        worker = threading.Thread(target=work, args=(number,))
+        worker.start()
+        reached.wait()
+        try:
+            in_child(child)
+        finally:
+            forked.set()
+            worker.join()
+            reached.clear()
+            forked.clear()
     one.check()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -91,6 +92,24 @@ def test_in_every_mode_of_torch(context: str, folder: Path) -> None:
             called: Any = torch.compile(model, backend="eager") if context == "compiled" else model
             for _ in range(2):
                 assert torch.equal(called(*inputs), wanted)
+
+
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+)
+def test_compiled_with_weights_of_several_shapes(backend: str, folder: Path) -> None:
+    torch.compiler.reset()
+    torch.manual_seed(1)
+    widths = [512, 300, 700, 300, 256, 512]
+    made = [nn.Sequential(nn.Linear(*pair), nn.ReLU()) for pair in itertools.pairwise(widths)]
+    model, x = nn.Sequential(*made).eval(), torch.randn(3, 512)
+    with torch.no_grad():
+        wanted = model(x)
+        with streamed(model, folder, "1M"):
+            compiled: Any = torch.compile(model, backend=backend)
+            for _ in range(3):
+                assert torch.equal(compiled(x), wanted)
+            assert torch.equal(compiled(x[:2]), model(x[:2]))
 
 
 def test_memory_is_bounded_and_used(folder: Path) -> None:

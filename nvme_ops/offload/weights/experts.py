@@ -173,7 +173,7 @@ class Experts(Residency[Expert]):
             among: tokens of the batch.
         """
         with self._lock:
-            if self._closed:
+            if not self.is_usable():
                 return
             uses = self._uses()
             released = self._release(uses)
@@ -212,7 +212,7 @@ class Experts(Residency[Expert]):
             indices: the experts, the most likely ones first.
         """
         with self._lock:
-            if self._closed:
+            if not self.is_usable():
                 return
             layer, uses = self._layers[group], self._uses()
             found = {

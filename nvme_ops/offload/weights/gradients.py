@@ -19,6 +19,7 @@ from nvme_ops import ranks
 from nvme_ops.closing import Closing
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of_all
@@ -103,7 +104,7 @@ class SwappedGradients(Closing):
         self._parameters = [weakref.ref(each) for each in large]
         self._leaving: deque[_Leaving] = deque()
         self._uses_if_unshared = _uses_by_autograd()
-        self._lock = threading.RLock()
+        self._lock = forkable_lock()
         self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: the parameter to whose gradient it adds
         places = [str(number) for number in range(len(large))]
         residents.foresee([(place, "step") for place in places])

@@ -18,7 +18,7 @@ from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFo
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
-from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, cat_one_by_one, offloaded_in
+from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, cat_one_by_one, never_compiled, offloaded_in
 
 aten = torch.ops.aten
 
@@ -203,6 +203,7 @@ class StoredTensor(OffloadedTensor):
         self._become(value._derived(value._outline))  # another view, or conversion, of the same weights
 
     @classmethod
+    @never_compiled
     def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
