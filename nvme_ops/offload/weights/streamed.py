@@ -216,29 +216,30 @@ def stream(
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
     window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
-    try:
-        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        for source, values in zip(small, read_now(small), strict=True):
-            for module, name, value in stored[source]:
-                _replace(module, name, value, values.to(device), made)
-    except BaseException:
-        window.close()
-        raise
-    weights.window = window
-    if not training:
-        model.eval()
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.requires_grad_(False)
     undo = contextlib.ExitStack()
     for file in files:
         undo.callback(file.close)
     undo.callback(window.close)
     if experts is not None:
         undo.callback(experts.close)
-        route(groups, experts)
-    _check_conversions()
-    derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+    try:
+        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        for source, values in zip(small, read_now(small), strict=True):
+            for module, name, value in stored[source]:
+                _replace(module, name, value, values.to(device), made)
+        weights.window = window
+        if not training:
+            model.eval()
+        for parameter in model.parameters():
+            if id(parameter) not in kept:
+                parameter.requires_grad_(False)
+        if experts is not None:
+            route(groups, experts)
+        _check_conversions()
+        derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+    except BaseException:
+        undo.close()
+        raise
     weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
 
 
