@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -27,34 +27,39 @@ class ExpertGroup(NamedTuple):
 def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
     """Returns the groups of a model whose parameters are stored tensors, in the order of its modules."""
     found: list[ExpertGroup] = []
-    parents: dict[torch.nn.Module, torch.nn.Module] = {}
+    parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for child in dict.fromkeys(module.children()):
+            parents.setdefault(child, []).append(module)
     seen = set[Source]()
     for module in model.modules():
-        parents.update(dict.fromkeys(module.children(), module))
-        for experts in _packed_in(module, seen):
-            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
-        experts = _list_in(module, parents.get(module))
+        parent = parents[module][-1] if module in parents else None
+        is_list = isinstance(module, _LISTS)
+        experts = _list_in(module, parent) if is_list else _packed_in(module)
         if experts and seen.isdisjoint(source for sources in experts for source in sources):
             seen.update(source for sources in experts for source in sources)
-            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
+            router = _router_in(parent, len(experts))
+            if is_list and router is not None and len(parents[router]) > 1:
+                router = None  # nobody knows for which layer it computes
+            found.append(ExpertGroup(module, experts, router))
     return found
 
 
 def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
     """Returns whether a parameter has the matrices of several experts, one for each index of its first dimension."""
     is_convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
-    return tensor.dim() == 3 and tensor.shape[0] > 1 and not tensor._steps and not is_convolution
+    is_cube = tensor.dim() == 3 and tensor.shape[0] > 1 and tensor.numel() > 0
+    return is_cube and not tensor._steps and not is_convolution
 
 
-def _packed_in(module: torch.nn.Module, seen: set[Source]) -> Iterator[list[list[Source]]]:
-    by_count: dict[int, list[Source]] = {}
-    for value in [*module._parameters.values(), *module._buffers.values()]:
-        tensor = stored_in(value)
-        if tensor is not None and is_packed(module, tensor) and tensor.source not in seen:
-            seen.add(tensor.source)
-            by_count.setdefault(tensor.shape[0], []).append(tensor.source)
-    for count, sources in by_count.items():
-        yield [[each.rows(row, row + 1).view(each.shape[1:]) for each in sources] for row in range(count)]
+def _packed_in(module: torch.nn.Module) -> list[list[Source]]:
+    """Returns the experts that are packed in a module's own parameters; an index may be in some of these alone."""
+    own = [stored_in(each) for each in [*module._parameters.values(), *module._buffers.values()]]
+    packed = dict.fromkeys(each.source for each in own if each is not None and is_packed(module, each))
+    count = max((each.shape[0] for each in packed), default=0)
+    return [
+        [each.rows(row, row + 1).view(each.shape[1:]) for each in packed if row < each.shape[0]] for row in range(count)
+    ]
 
 
 def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[list[Source]]:
@@ -68,7 +73,8 @@ def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[li
     stored = [[stored_in(each) for each in child.parameters()] for child in children]
     if any(each is None or is_packed(child, each) for child, own in zip(children, stored, strict=True) for each in own):
         return []
-    return [[each.source for each in own if each is not None] for own in stored]
+    found = [[each.source for each in own if each is not None and each.numel()] for own in stored]
+    return found if all(found) else []
 
 
 def _chooses(parent: torch.nn.Module, count: int) -> bool:
@@ -124,22 +130,26 @@ class RoutedExperts(Derived):
 
 
 class ListRouter(Derived):
-    """What is added to the class of a router beside a list of experts."""
+    """What is added to the class of a router beside lists of experts."""
 
     _nvme_experts: Experts
-    _nvme_group: int
+    _nvme_groups: Sequence[int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes as before, and begins to read the experts that this seems to choose."""
         result = super().forward(*args, **kwargs)
         if not torch.compiler.is_compiling():
-            experts, group = self._nvme_experts, self._nvme_group
-            tokens = _tokens(result, len(experts.groups[group]))
-            per_token = experts.begin_pass(group, tokens)
-            chosen = _chosen(result, len(experts.groups[group]), per_token)
-            if chosen is not None and experts.may_guess(group):
-                experts.guess(group, _most_likely_first(chosen))
+            for group in self._nvme_groups:
+                self._guess(group, result)
         return result
+
+    @torch.no_grad()  # nothing more is saved for backward than in memory
+    def _guess(self, group: int, result: Any) -> None:
+        experts = self._nvme_experts
+        count = len(experts.groups[group])
+        chosen = _chosen(result, count, experts.begin_pass(group, _tokens(result, count)))
+        if chosen is not None and experts.may_guess(group):
+            experts.guess(group, _most_likely_first(chosen))
 
 
 @torch.no_grad()
@@ -197,12 +207,15 @@ def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
 def route(groups: Sequence[ExpertGroup], experts: Experts) -> None:
     """Changes the classes of the modules that choose, or use, the experts of these groups."""
     computed = Computed()
+    choosing: dict[torch.nn.Module, list[int]] = {}
     for number, group in enumerate(groups):
-        common = {"_nvme_experts": experts, "_nvme_group": number}
         if not isinstance(group.module, _LISTS):
             following = groups[number + 1] if number + 1 < len(groups) else None
             is_list = following is None or isinstance(following.module, _LISTS)
             router = None if following is None or is_list else following.router
+            common = {"_nvme_experts": experts, "_nvme_group": number}
             derive(group.module, RoutedExperts, **common, _nvme_next=router, _nvme_computed=computed)
         elif group.router is not None:
-            derive(group.router, ListRouter, **common)
+            choosing.setdefault(group.router, []).append(number)
+    for router, numbers in choosing.items():
+        derive(router, ListRouter, _nvme_experts=experts, _nvme_groups=numbers)
