@@ -89,7 +89,7 @@ class Packed(nn.Module):
 
 
 class Router(nn.Module):
-    """Returns experts and their weights, or their scores; a strict one takes no hidden state alone."""
+    """Returns experts and their weights, or their scores."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -97,8 +97,6 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, *more: bool) -> Any:
         self.calls += 1
-        if self.kind == "strict" and not more:
-            raise TypeError("one argument is missing")
         return x @ self.weight.T if self.kind in ("scores", "sizes") else best(x @ self.weight.T)
 
 
@@ -115,7 +113,7 @@ class Block(nn.Module):
         self.kind, self.change = kind, change
         widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
         lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
-        is_packed = kind in ("packed", "gathered", "strict")
+        is_packed = kind in ("packed", "gathered")
         self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
         if kind == "parameter":
             self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))

@@ -53,8 +53,6 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
                 found = model.generate(tokens, **usual, **given)
                 assert all(map(torch.equal, found.logits, wanted.logits))
             assert model.stats().peak_bytes <= budget
-            computed = [each._nvme_computed for each in model.modules() if hasattr(each, "_nvme_computed")]
-            assert set(computed[0]._same.values()) == {True} & {implementation == "eager"}, "computed as they arrive"
             assert model._nvme_window.experts is experts, "none is used as a whole"
 
 

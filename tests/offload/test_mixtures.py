@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nvme_ops.offload import stream_weights
-from tests.offload.models import COUNT, WIDTH, Packed, best, mixed, nbytes
+from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload.weights import grouped
+from nvme_ops.offload.weights.derived import Derived, plain_class
+from tests.offload.models import COUNT, MODELS, WIDTH, Packed, best, mixed, nbytes, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -60,6 +63,134 @@ def layers(make: Callable[[], nn.Module], count: int = 3) -> nn.Sequential:
 
 def experts_list(count: int = COUNT) -> nn.ModuleList:
     return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH)) for _ in range(count))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("make", [lambda: None, experts_list])
+def test_a_router_is_called_as_often_and_sees_the_same_as_in_memory(
+    make: Callable[[], Any], in_place: bool, folder: Path
+) -> None:
+    plain: Any = layers(lambda: Layer(make(), in_place))
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain) // 2) as model:
+        seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        both: list[tuple[bool, Any]] = [(True, plain), (False, model)]
+        for is_plain, each in both:
+            for layer in each:
+                layer.router.register_forward_hook(
+                    lambda _, given, found, at=is_plain: seen[at].extend([*given, *found])
+                )
+        for number in range(20):
+            rows = X[number : number + 1 + 3 * (number % 4 == 3)]
+            assert torch.equal(model(rows.clone()), plain(rows.clone()))
+        assert model.stats().guesses_right > 10
+        assert [each.router.calls for each in model] == [20, 20, 20]
+        assert all(torch.equal(ours.router.load, its.router.load) for ours, its in zip(model, plain, strict=True))
+        assert all(map(torch.equal, seen[True], seen[False]))
+        assert len(seen[True]) == len(seen[False]) == 3 * 20 * 3
+
+
+# Experts of one's own, derived from those of transformers
+
+
+def clamped(module: Any, *_: Any) -> None:
+    class Clamped(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> torch.Tensor:
+            return torch.as_tensor(super().forward(*args).clamp(-0.01, 0.01))
+
+    module.__class__ = Clamped
+
+
+def scaled_by_its_layer(module: Any, layer: Any, *_: Any) -> None:
+    class Scaled(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> torch.Tensor:
+            return torch.as_tensor(super().forward(*args) * self.layer[0].scale)
+
+    module.__class__, module.layer, layer.scale = Scaled, (layer,), 3.0
+
+
+def patched_in_its_class(module: Any, _: Any, patch: pytest.MonkeyPatch) -> None:
+    plain = plain_class(type(module)) if isinstance(module, Derived) else type(module)
+    before = plain.forward
+    patch.setattr(plain, "forward", lambda self, *args: before(self, *args) * 2)
+
+
+def patched_itself(module: Any, *_: Any) -> None:
+    before = module.forward
+    module.forward = types.MethodType(lambda _, *args: before(*args) * 2, module)
+
+
+def gated_otherwise(module: Any, *_: Any) -> None:
+    module._apply_gate = lambda values: values.chunk(2, -1)[0] * values.mean()
+
+
+def activated_and_counted(module: Any, *_: Any) -> None:
+    module.seen = []
+    module.act_fn = nn.SiLU()
+    module.act_fn.register_forward_hook(lambda _, given, found: module.seen.append(found.clone()))
+
+
+def registered_by_the_user(_: Any, __: Any, patch: pytest.MonkeyPatch) -> None:
+    known = pytest.importorskip("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    patch.setitem(known._global_mapping, "grouped_mm", lambda module, x, chosen, weights: x * module.down_proj[0, 0, 0])
+
+
+OWN = [clamped, scaled_by_its_layer, patched_in_its_class, patched_itself, gated_otherwise, activated_and_counted]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("change", [*OWN, registered_by_the_user])
+@pytest.mark.parametrize("after", [False, True])
+def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
+    change: Callable[..., None], implementation: str, after: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kind = saved(folder, "Qwen3Moe")
+    plain = kind.from_pretrained(path, experts_implementation=implementation).eval()
+    ours = kind.from_pretrained(path, experts_implementation=implementation).eval()
+    tokens = torch.arange(8).view(2, 4)
+
+    def changed(model: Any) -> None:
+        for layer in model.model.layers:
+            change(layer.mlp.experts, layer, monkeypatch)
+
+    if not after:
+        changed(ours)
+    with stream_weights(ours, folder, memory_budget=sum(each.nbytes for each in ours.parameters())) as model:
+        model.set_experts_implementation(implementation)
+        for part in (tokens * 0, tokens, tokens[:1, :1], tokens[:1, :1]) if after else ():
+            assert torch.equal(model(part).logits, plain(part).logits)
+        if after:
+            changed(model)
+        if change is not patched_in_its_class:  # which both have
+            changed(plain)
+        for part in (tokens, tokens[:1, :1], tokens[1:, 2:3]):
+            assert torch.equal(model(part).logits, plain(part).logits)
+        for one, other in zip(model.model.layers, plain.model.layers, strict=True):
+            seen = [getattr(each.mlp.experts, "seen", []) for each in (one, other)]
+            assert len(seen[0]) == len(seen[1])
+            assert all(map(torch.equal, *seen))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_transformers_own_classes_are_computed_as_they_arrive(
+    name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+
+    def compute(*args: Any) -> Any:
+        found = before(*args)
+        computed.append(found is not None)
+        return found
+
+    before = grouped.compute
+    monkeypatch.setattr("nvme_ops.offload.weights.routing.compute", compute)
+    path, _ = saved(folder, name)
+    with from_pretrained(path, memory_budget="300K", experts_implementation=implementation) as model:
+        model(torch.arange(8).view(2, 4))
+    assert computed == [True, True]
 
 
 # Models that are put together in other ways

@@ -9,7 +9,7 @@ import torch
 
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Experts
-from nvme_ops.offload.weights.grouped import Computed
+from nvme_ops.offload.weights.grouped import compute
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 
@@ -100,15 +100,14 @@ class RoutedExperts(Derived):
     _nvme_experts: Experts
     _nvme_group: int
     _nvme_next: torch.nn.Module | None  # the router of the next layer
-    _nvme_computed: Computed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begins to read the experts that the router has chosen, and computes as before."""
-        if not torch.compiler.is_compiling():
+        if not _is_traced():
             chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
             if chosen is not None:
                 self._expect(chosen, args[0] if args else None)
-                found = self._nvme_computed(self, super().forward, chosen, args, kwargs)
+                found = compute(self, super().forward, chosen, args, kwargs)
                 if found is not None:
                     return found
         return super().forward(*args, **kwargs)
@@ -124,8 +123,6 @@ class RoutedExperts(Derived):
         guessed = None
         if self._nvme_next is not None and isinstance(hidden, torch.Tensor):
             guessed = _choice(self._nvme_next, hidden, len(experts.groups[group + 1]), per_token)
-            if guessed is None:
-                self.__dict__["_nvme_next"] = None
         experts.guess(group + 1, experts.following(group + 1, counts) if guessed is None else guessed)
 
 
@@ -138,7 +135,7 @@ class ListRouter(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes as before, and begins to read the experts that this seems to choose."""
         result = super().forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
+        if not _is_traced():
             for group in self._nvme_groups:
                 self._guess(group, result)
         return result
@@ -152,14 +149,27 @@ class ListRouter(Derived):
             experts.guess(group, _most_likely_first(chosen))
 
 
+def _is_traced() -> bool:
+    """Returns whether tensors may have no values of their own: in ``torch.compile`` or ``torch.func``."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
+
+
 @torch.no_grad()
 def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token: int) -> list[int] | None:
-    """Returns the experts that a router would choose for these tokens; None if it cannot be asked."""
-    try:
-        chosen = _chosen(router.forward(hidden), count, per_token)
-    except Exception:  # it wants other arguments: a guess is worth no error
+    """Returns the experts that a router's matrix favours for these tokens; None if that is not to be seen.
+
+    The router itself is the user's, who may count its calls, or have it change its input: it is not called.
+    """
+    own = [each for each in router._parameters.values() if each is not None]
+    matrices = [each for each in own if each.shape == (count, *hidden.shape[-1:])]
+    bias = next((each for each in own if each.shape == (count,)), None)
+    if len(matrices) != 1 or len(own) - len(matrices) != (bias is not None):
         return None
-    return None if chosen is None else _most_likely_first(chosen)
+    try:
+        scores = torch.nn.functional.linear(hidden.to(matrices[0].dtype), matrices[0], bias)
+        return _most_likely_first(torch.topk(scores, min(per_token, count), dim=-1).indices)
+    except Exception:  # such as for weights elsewhere, or in 8 bits: a guess is worth no error
+        return None
 
 
 def _most_likely_first(chosen: torch.Tensor) -> list[int]:
@@ -206,15 +216,13 @@ def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
 
 def route(groups: Sequence[ExpertGroup], experts: Experts) -> None:
     """Changes the classes of the modules that choose, or use, the experts of these groups."""
-    computed = Computed()
     choosing: dict[torch.nn.Module, list[int]] = {}
     for number, group in enumerate(groups):
         if not isinstance(group.module, _LISTS):
             following = groups[number + 1] if number + 1 < len(groups) else None
             is_list = following is None or isinstance(following.module, _LISTS)
             router = None if following is None or is_list else following.router
-            common = {"_nvme_experts": experts, "_nvme_group": number}
-            derive(group.module, RoutedExperts, **common, _nvme_next=router, _nvme_computed=computed)
+            derive(group.module, RoutedExperts, _nvme_experts=experts, _nvme_group=number, _nvme_next=router)
         elif group.router is not None:
             choosing.setdefault(group.router, []).append(number)
     for router, numbers in choosing.items():
