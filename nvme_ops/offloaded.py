@@ -479,8 +479,8 @@ def _set(tensor: Any, source: torch.Tensor) -> Any:
     """Replaces the values by those of another tensor, as assigning to ``data`` does."""
     if not isinstance(tensor, OffloadedTensor):
         return NotImplemented
-    tensor._require_writable(aten.set_.source_Tensor)
-    if source is not tensor:
+    if source is not tensor:  # torch.nn.utils.parametrize sets a tensor to itself
+        tensor._require_writable(aten.set_.source_Tensor)
         tensor._assign(source)
     return tensor
 

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 WIDTH, COUNT = 64, 8  # of mixtures of experts
+COMMON: dict[str, Any] = {
+    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "num_experts_per_tok": 3, "pad_token_id": None,
+}  # fmt: skip
+SHARED = {"moe_intermediate_size": 64, "n_routed_experts": 8, "n_shared_experts": 1, "first_k_dense_replace": 0}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_local_experts": 8},
+    "Qwen3Moe": {"moe_intermediate_size": 64, "num_experts": 8, "head_dim": 16},
+    "DeepseekV3": {**SHARED, **LATENT, "num_key_value_heads": 4, "n_group": 2, "topk_group": 1},
+    "GptOss": {"num_local_experts": 8, "head_dim": 16},
+    "Glm4Moe": {**SHARED, "head_dim": 16},
+    "Olmoe": {"num_experts": 8},
+}
 
 
 class Tied(nn.Module):
@@ -73,7 +89,7 @@ class Packed(nn.Module):
 
 
 class Router(nn.Module):
-    """Returns experts and their weights, or their scores; a strict one takes no hidden state alone."""
+    """Returns experts and their weights, or their scores."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -81,8 +97,6 @@ class Router(nn.Module):
 
     def forward(self, x: torch.Tensor, *more: bool) -> Any:
         self.calls += 1
-        if self.kind == "strict" and not more:
-            raise TypeError("one argument is missing")
         return x @ self.weight.T if self.kind in ("scores", "sizes") else best(x @ self.weight.T)
 
 
@@ -99,7 +113,7 @@ class Block(nn.Module):
         self.kind, self.change = kind, change
         widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
         lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
-        is_packed = kind in ("packed", "gathered", "strict")
+        is_packed = kind in ("packed", "gathered")
         self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
         if kind == "parameter":
             self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))
@@ -120,3 +134,17 @@ class Block(nn.Module):
 def mixture(kind: str, change: float = 1.0) -> nn.Sequential:
     torch.manual_seed(1)
     return nn.Sequential(*(Block(kind, change) for _ in range(3))).eval().requires_grad_(False)
+
+
+def saved(folder: Path, name: str) -> tuple[Path, Any]:
+    """Saves a model and returns its class, too. In float32 the last bits depend on where weights are in memory."""
+    transformers: Any = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    torch.manual_seed(1)
+    model = kind(getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})).bfloat16()
+    with torch.no_grad():
+        for each in model.parameters():
+            each.normal_(0, 0.2)  # which routes tokens to different experts
+    model.save_pretrained(folder / name)
+    return folder / name, kind

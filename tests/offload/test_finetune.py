@@ -14,6 +14,7 @@ from nvme_ops.formats.quantized import expand, quantize
 from nvme_ops.offload import from_pretrained, stream_weights
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 from tests.offload.llama import saved_llama
+from tests.offload.models import saved
 
 transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
@@ -184,3 +185,42 @@ def test_adapters_are_saved_without_the_rest_being_read_and_not_merged_into_it(
         assert torch.equal(model(input_ids=torch.tensor([[1, 2, 3]])).logits, wanted)
     model.close()
     onto.close()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("name", ["Qwen3Moe", "GptOss"])
+def test_factors_of_packed_experts_are_trained_to_the_bits_in_memory(name: str, order: str, folder: Path) -> None:
+    path, kind = saved(folder, name)
+
+    def with_factors(model: Any) -> Any:
+        torch.manual_seed(1)
+        names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+        return peft.get_peft_model(model, peft.LoraConfig(r=4, target_parameters=names))
+
+    def trained(model: Any) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        model.train()
+        adapters = [each for each in model.parameters() if each.requires_grad]
+        for each in adapters:
+            torch.nn.init.normal_(each, std=0.1)
+        optimizer, ids, found = torch.optim.SGD(adapters, lr=1e-2), torch.arange(14).view(2, 7), []
+        for _ in range(3):
+            found.append(model(input_ids=ids, labels=ids).loss)
+            found[-1].backward()
+            optimizer.step()
+        with torch.no_grad(), model.disable_adapter():
+            found.append(model(input_ids=ids).logits)
+        return [*found, *adapters]
+
+    plain = kind.from_pretrained(path, experts_implementation="eager")
+    wanted = trained(with_factors(plain))
+    if order == "before":
+        model = from_pretrained(path, memory_budget="300K")
+        found = trained(with_factors(model))
+    else:
+        model = with_factors(kind.from_pretrained(path))
+        found = trained(stream_weights(model, folder, memory_budget="300K"))
+    assert all(map(torch.equal, found, wanted))
+    assert model._nvme_window.experts is not None, "each expert is read with its own factors"
+    assert model.stats().peak_bytes <= 300_000
+    model.close()

@@ -25,7 +25,7 @@ from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from tests.conftest import KIB, MIB
 from tests.offload.elsewhere import elsewhere, values
 from tests.offload.llama import saved_llama
-from tests.offload.models import Experts, Tied, layers, nbytes
+from tests.offload.models import Experts, Tied, layers, mixture, nbytes, saved
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
@@ -479,3 +479,42 @@ def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
     ids = torch.tensor([[1, 2, 3]])
     with from_pretrained(folder, memory_budget="1100K") as model:
         assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("failing", ["derive", "_check_conversions", "read_now", "Window"])
+def test_a_model_that_is_refused_is_as_before(failing: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("no")
+
+    path, kind = saved(folder, "Qwen3Moe")
+    for made in (kind.from_pretrained(path, experts_implementation="grouped_mm"), mixture("scores").requires_grad_()):
+        model: Any = made.train()
+        model[0].eval() if isinstance(model, nn.Sequential) else model.model.layers[0].eval()
+        given = X[:, :64] if isinstance(model, nn.Sequential) else torch.arange(8)[None]
+        wanted = model(given)
+        before = {
+            name: (type(each), {key: value for key, value in vars(each).items() if key[0] != "_"}, [*each.parameters()])
+            for name, each in model.named_modules()
+        }
+        frozen = [each.requires_grad for each in model.parameters()]
+        with monkeypatch.context() as patch:
+            patch.setattr(f"nvme_ops.offload.weights.streamed.{failing}", fail)
+            with pytest.raises(OSError, match="no"):
+                stream_weights(model, folder, memory_budget="300K")
+        for name, each in model.named_modules():
+            plain_type, attributes, parameters = before[name]
+            assert type(each) is plain_type
+            assert attributes == {key: value for key, value in vars(each).items() if key[0] != "_"}
+            assert all(one is other for one, other in zip(each.parameters(), parameters, strict=True))
+            assert not any(key.startswith("_nvme") for key in vars(each))
+        assert [each.requires_grad for each in model.parameters()] == frozen
+        if hasattr(model, "config"):
+            assert model.config._experts_implementation == "grouped_mm"
+            assert torch.equal(model(given).logits, wanted.logits)
+        else:
+            assert torch.equal(model(given), wanted)
+        assert sorted(path.parent.iterdir()) == [path]
+        with stream_weights(model, folder, memory_budget="300K"):
+            pass

@@ -149,19 +149,22 @@ class Experts(Residency[Expert]):
         return self._memory.nbytes
 
     def __contains__(self, source: Source) -> bool:
-        """Returns whether these are the bytes of an expert's weight."""
-        return source in self._of
+        """Returns whether these are bytes of an expert's weight."""
+        return any(each in self._of for each, _ in source.holders())
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed. Raises what ``Window.fetch`` does."""
         return self.fetch_together([source])[0]
 
     def fetch_together(self, sources: Sequence[Source]) -> list[torch.Tensor]:
-        """Returns several weights of one expert."""
-        expert = self._of[sources[0]]
+        """Returns several weights of one expert, or parts of these."""
+        placed = [next(each for each in source.holders() if each[0] in self._of) for source in sources]
+        expert = self._of[placed[0][0]]
         memory = self._fetch(expert, expert)
+        starts = [expert.places[holder] + begin for holder, begin in placed]
         return [
-            memory[(at := expert.places[each]) : at + each.nbytes].view(each.dtype).view(each.shape) for each in sources
+            memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
+            for start, each in zip(starts, sources, strict=True)
         ]
 
     def expect(self, group: int, tokens: Mapping[int, int], among: int) -> None:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Experts
-from nvme_ops.offload.weights.grouped import Computed
+from nvme_ops.offload.weights.grouped import compute
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 
@@ -27,34 +27,38 @@ class ExpertGroup(NamedTuple):
 def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
     """Returns the groups of a model whose parameters are stored tensors, in the order of its modules."""
     found: list[ExpertGroup] = []
-    parents: dict[torch.nn.Module, torch.nn.Module] = {}
+    parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
+    for module in model.modules():
+        for child in dict.fromkeys(module.children()):
+            parents.setdefault(child, []).append(module)
     seen = set[Source]()
     for module in model.modules():
-        parents.update(dict.fromkeys(module.children(), module))
-        for experts in _packed_in(module, seen):
-            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
-        experts = _list_in(module, parents.get(module))
+        parent = parents[module][-1] if module in parents else None
+        is_list = isinstance(module, _LISTS)
+        experts = _list_in(module, parent) if is_list else _packed_in(module)
         if experts and seen.isdisjoint(source for sources in experts for source in sources):
             seen.update(source for sources in experts for source in sources)
-            found.append(ExpertGroup(module, experts, _router_in(parents.get(module), len(experts))))
+            router = _router_in(parent, len(experts))
+            if is_list and router is not None and len(parents[router]) > 1:
+                router = None  # nobody knows for which layer it computes
+            found.append(ExpertGroup(module, experts, router))
     return found
 
 
 def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
     """Returns whether a parameter has the matrices of several experts, one for each index of its first dimension."""
     is_convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
-    return tensor.has_parts() and tensor.shape[0] > 1 and not is_convolution
+    return tensor.has_parts() and tensor.shape[0] > 1 and tensor.numel() > 0 and not is_convolution
 
 
-def _packed_in(module: torch.nn.Module, seen: set[Source]) -> Iterator[list[list[Source]]]:
-    by_count: dict[int, list[Source]] = {}
-    for value in [*module._parameters.values(), *module._buffers.values()]:
-        tensor = stored_in(value)
-        if tensor is not None and is_packed(module, tensor) and tensor.source not in seen:
-            seen.add(tensor.source)
-            by_count.setdefault(tensor.shape[0], []).append(tensor.source)
-    for count, sources in by_count.items():
-        yield [[each.rows(row, row + 1).view(each.shape[1:]) for each in sources] for row in range(count)]
+def _packed_in(module: torch.nn.Module) -> list[list[Source]]:
+    """Returns the experts that are packed in a module's own parameters; an index may be in some of these alone."""
+    own = [stored_in(each) for each in [*module._parameters.values(), *module._buffers.values()]]
+    packed = dict.fromkeys(each.source for each in own if each is not None and is_packed(module, each))
+    count = max((each.shape[0] for each in packed), default=0)
+    return [
+        [each.rows(row, row + 1).view(each.shape[1:]) for each in packed if row < each.shape[0]] for row in range(count)
+    ]
 
 
 def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[list[Source]]:
@@ -68,7 +72,8 @@ def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[li
     stored = [[stored_in(each) for each in child.parameters()] for child in children]
     if any(each is None or is_packed(child, each) for child, own in zip(children, stored, strict=True) for each in own):
         return []
-    return [[each.source for each in own if each is not None] for own in stored]
+    found = [[each.source for each in own if each is not None and each.numel()] for own in stored]
+    return found if all(found) else []
 
 
 def _chooses(parent: torch.nn.Module, count: int) -> bool:
@@ -94,15 +99,14 @@ class RoutedExperts(Derived):
     _nvme_experts: Experts
     _nvme_group: int
     _nvme_next: torch.nn.Module | None  # the router of the next layer
-    _nvme_computed: Computed
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begins to read the experts that the router has chosen, and computes as before."""
-        if not torch.compiler.is_compiling():
+        if not _is_traced():
             chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
             if chosen is not None:
                 self._expect(chosen, args[0] if args else None)
-                found = self._nvme_computed(self, super().forward, chosen, args, kwargs)
+                found = compute(self, super().forward, chosen, args, kwargs)
                 if found is not None:
                     return found
         return super().forward(*args, **kwargs)
@@ -118,38 +122,53 @@ class RoutedExperts(Derived):
         guessed = None
         if self._nvme_next is not None and isinstance(hidden, torch.Tensor):
             guessed = _choice(self._nvme_next, hidden, len(experts.groups[group + 1]), per_token)
-            if guessed is None:
-                self.__dict__["_nvme_next"] = None
         experts.guess(group + 1, experts.following(group + 1, counts) if guessed is None else guessed)
 
 
 class ListRouter(Derived):
-    """What is added to the class of a router beside a list of experts."""
+    """What is added to the class of a router beside lists of experts."""
 
     _nvme_experts: Experts
-    _nvme_group: int
+    _nvme_groups: Sequence[int]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes as before, and begins to read the experts that this seems to choose."""
         result = super().forward(*args, **kwargs)
-        if not torch.compiler.is_compiling():
-            experts, group = self._nvme_experts, self._nvme_group
-            tokens = _tokens(result, len(experts.groups[group]))
-            per_token = experts.begin_pass(group, tokens)
-            chosen = _chosen(result, len(experts.groups[group]), per_token)
-            if chosen is not None and experts.may_guess(group):
-                experts.guess(group, _most_likely_first(chosen))
+        if not _is_traced():
+            for group in self._nvme_groups:
+                self._guess(group, result)
         return result
+
+    @torch.no_grad()  # nothing more is saved for backward than in memory
+    def _guess(self, group: int, result: Any) -> None:
+        experts = self._nvme_experts
+        count = len(experts.groups[group])
+        chosen = _chosen(result, count, experts.begin_pass(group, _tokens(result, count)))
+        if chosen is not None and experts.may_guess(group):
+            experts.guess(group, _most_likely_first(chosen))
+
+
+def _is_traced() -> bool:
+    """Returns whether tensors may have no values of their own: in ``torch.compile`` or ``torch.func``."""
+    return torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None
 
 
 @torch.no_grad()
 def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token: int) -> list[int] | None:
-    """Returns the experts that a router would choose for these tokens; None if it cannot be asked."""
-    try:
-        chosen = _chosen(router.forward(hidden), count, per_token)
-    except Exception:  # it wants other arguments: a guess is worth no error
+    """Returns the experts that a router's matrix favours for these tokens; None if that is not to be seen.
+
+    The router itself is the user's, who may count its calls, or have it change its input: it is not called.
+    """
+    own = [each for each in router._parameters.values() if each is not None]
+    matrices = [each for each in own if each.shape == (count, *hidden.shape[-1:])]
+    bias = next((each for each in own if each.shape == (count,)), None)
+    if len(matrices) != 1 or len(own) - len(matrices) != (bias is not None):
         return None
-    return None if chosen is None else _most_likely_first(chosen)
+    try:
+        scores = torch.nn.functional.linear(hidden.to(matrices[0].dtype), matrices[0], bias)
+        return _most_likely_first(torch.topk(scores, min(per_token, count), dim=-1).indices)
+    except Exception:  # such as for weights elsewhere, or in 8 bits: a guess is worth no error
+        return None
 
 
 def _most_likely_first(chosen: torch.Tensor) -> list[int]:
@@ -196,13 +215,14 @@ def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
 
 def route(groups: Sequence[ExpertGroup], experts: Experts) -> None:
     """Changes the classes of the modules that choose, or use, the experts of these groups."""
-    computed = Computed()
+    choosing: dict[torch.nn.Module, list[int]] = {}
     for number, group in enumerate(groups):
-        common = {"_nvme_experts": experts, "_nvme_group": number}
         if not isinstance(group.module, _LISTS):
             following = groups[number + 1] if number + 1 < len(groups) else None
             is_list = following is None or isinstance(following.module, _LISTS)
             router = None if following is None or is_list else following.router
-            derive(group.module, RoutedExperts, **common, _nvme_next=router, _nvme_computed=computed)
+            derive(group.module, RoutedExperts, _nvme_experts=experts, _nvme_group=number, _nvme_next=router)
         elif group.router is not None:
-            derive(group.router, ListRouter, **common)
+            choosing.setdefault(group.router, []).append(number)
+    for router, numbers in choosing.items():
+        derive(router, ListRouter, _nvme_experts=experts, _nvme_groups=numbers)

@@ -89,6 +89,7 @@ class Source:
             self.skipped = self.extents[0].start % PAGE
             self.span = -(-(self.skipped + self.nbytes) // PAGE) * PAGE
         self.room = max(1, -(-self.span // PAGE)) * PAGE  #: bytes of memory that it takes, in whole pages
+        self.holder: tuple[Source, int] | None = None  #: what this is a part of, and at which of its bytes it begins
         self.copies: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled
         self._parts: dict[tuple[int, int], Source] = {}
         self._viewed: dict[tuple[tuple[int, ...], torch.dtype], Source] = {}
@@ -101,10 +102,15 @@ class Source:
         """Returns the part from index ``begin`` to ``end`` of the first dimension."""
         if (begin, end) == (0, self.shape[0]):
             return self
+        row = self.nbytes // self.shape[0]
+        if self.holder is not None and row:
+            holder, at = self.holder
+            if (holder.shape[1:], holder.dtype) == (self.shape[1:], self.dtype):  # a part of a part
+                return holder.rows(at // row + begin, at // row + end)
         if (begin, end) not in self._parts:
-            row = self.nbytes // self.shape[0]
             extents = self.range(begin * row, (end - begin) * row)
-            self._parts[begin, end] = Source(extents, self.dtype, (end - begin, *self.shape[1:]))
+            self._parts[begin, end] = part = Source(extents, self.dtype, (end - begin, *self.shape[1:]))
+            part.holder = self, begin * row
         return self._parts[begin, end]
 
     def view(self, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Source:
@@ -114,7 +120,16 @@ class Source:
             return self
         if key not in self._viewed:
             self._viewed[key] = Source(self.extents, key[1], shape)
+            self._viewed[key].holder = self, 0
         return self._viewed[key]
+
+    def holders(self) -> Iterator[tuple[Source, int]]:
+        """Yields this source and those that it is a part of, each with the byte at which this one begins in it."""
+        found: tuple[Source, int] | None = (self, 0)
+        while found is not None:
+            yield found
+            holder, begin = found
+            found = None if holder.holder is None else (holder.holder[0], begin + holder.holder[1])
 
     def range(self, begin: int, nbytes: int) -> list[FileExtent]:
         """Returns the extents of ``nbytes`` bytes that begin at byte ``begin`` of the tensor."""

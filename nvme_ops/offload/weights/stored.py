@@ -18,7 +18,15 @@ from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFo
 from nvme_ops.formats.safetensors_format import Header
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
-from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, cat_one_by_one, never_compiled, offloaded_in
+from nvme_ops.offloaded import (
+    OffloadedTensor,
+    Step,
+    apply_steps,
+    cat_one_by_one,
+    never_compiled,
+    offloaded_in,
+    outline_of,
+)
 
 aten = torch.ops.aten
 
@@ -248,7 +256,7 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
     return (
         isinstance(weight, StoredTensor)
         and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in others))
+        and not (torch.is_grad_enabled() and any(each.requires_grad for each in [weight, *others]))
         and not torch.compiler.is_compiling()
     )
 
@@ -305,6 +313,16 @@ StoredTensor.lazy[aten._to_copy.default] = _to_copy
 
 def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     """Selects an index of the first dimension, such as one of packed experts, with its part of a scale."""
+    if [each.function for each in tensor._steps] == [aten.baddbmm.default]:
+        ((_, (left, right), scales, _),) = tensor._steps
+        part = select(tensor._whole(), dim, index)
+        if part is NotImplemented:
+            return NotImplemented
+        index %= tensor.shape[0]
+        added = Step(aten.baddbmm.default, (left[index, None], right[index, None]), scales)
+        return part._derived(
+            part._outline, Step(aten.unsqueeze.default, (0,), {}), added, Step(aten.squeeze.dim, (0,), {})
+        )
     if (
         tensor._steps
         or not tensor.numel()
@@ -320,6 +338,15 @@ def select(tensor: StoredTensor, dim: int, index: int) -> Any:
 
 
 StoredTensor.lazy[aten.select.int] = select
+
+
+@_lazily(aten.baddbmm.default)
+def _baddbmm(tensor: Any, left: torch.Tensor, right: torch.Tensor, **scales: float) -> Any:
+    """Adds a product of factors, such as peft has for packed experts, to each expert when that is used."""
+    if not isinstance(tensor, StoredTensor) or tensor.shape != (*left.shape[:2], right.shape[2]) or not tensor.numel():
+        return NotImplemented
+    step = Step(aten.baddbmm.default, (left.clone(), right.clone()), scales)  # as they are now
+    return tensor._derived(outline_of(tensor.shape, tensor._outline.stride(), tensor.dtype), step)
 
 
 def _indexed(tensor: Any, indices: Sequence[Any]) -> Any:

@@ -115,18 +115,15 @@ def stream_weights(
         weights = Weights()
         matrices = _matrices(model) if quantize else set[int]()
         stored, error = _write(slabs, files, tensors, matrices, weights, target)
-        before = _replace(model, stored)
-        try:
+        with _restored(model) as before:
+            before.callback(_move, kept, own)
+            _replace(model, stored)
             choose: Any = getattr(model, "set_experts_implementation", None)
             if choose is not None:
                 choose("eager")  # it computes with the selected experts alone
             _move(kept, target)
             stream(model, weights, files, budget, target, kept, training)
-        except BaseException:
-            for places, name, value in before:
-                places[name] = value
-            _move(kept, own)
-            raise
+            before.pop_all()
         opened = undo.pop_all()
     streamed = cast(StreamedModel, model)
     streamed.on_close(opened.close)
@@ -258,17 +255,31 @@ def _write(
     return stored, (squared_error / squares) ** 0.5 if squares else 0.0
 
 
-def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Replaces tensors in memory by stored ones; returns the dictionaries of modules and names with what was there."""
-    before: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+def _replace(model: torch.nn.Module, stored: dict[int, StoredTensor]) -> None:
+    """Replaces tensors in memory by stored ones."""
     made: dict[int, Any] = {}  # by id, so that tied ones stay tied
     for module in model.modules():
         places: dict[str, Any]
         for places in (module._parameters, module._buffers):
             for name, value in places.items():
                 if value is not None and id(value) in stored:
-                    before.append((places, name, value))
                     put = stored[id(value)]
                     is_parameter = isinstance(value, torch.nn.Parameter)  # a buffer may be one as well
                     places[name] = made.setdefault(id(value), torch.nn.Parameter(put, False) if is_parameter else put)
-    return before
+
+
+def _restored(model: torch.nn.Module) -> contextlib.ExitStack:
+    """Returns what gives all modules, when it is closed, the classes, attributes and tensors that they have now."""
+    undo = contextlib.ExitStack()
+    name = "_experts_implementation_internal"  # of a configuration of transformers, or of one in that
+    for module in model.modules():
+        undo.callback(object.__setattr__, module, "__dict__", dict(vars(module)))
+        undo.callback(object.__setattr__, module, "__class__", type(module))
+        own: list[dict[str, Any]] = [module._parameters, module._buffers]
+        for places in own:
+            undo.callback(places.update, dict(places))
+        config = getattr(module, "config", None)
+        for each in (config, *getattr(config, "__dict__", {}).values()):
+            if name in getattr(each, "__dict__", ()):
+                undo.callback(setattr, each, name, getattr(each, name))
+    return undo

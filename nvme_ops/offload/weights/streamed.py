@@ -16,7 +16,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.patches import Patch
-from nvme_ops.offload.weights.routing import groups_of, route
+from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
@@ -168,7 +168,7 @@ def places_of(
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
             if (found := stored_in(value)) is not None:
                 stored.setdefault(found.source, []).append((module, name, found))
-                if found.has_parts() and not isinstance(module, torch.nn.modules.conv._ConvNd):
+                if is_packed(module, found):
                     sliced[found.source] = found.shape[0]
     return stored, sliced
 
@@ -197,8 +197,9 @@ def stream(
     whole = [source for source in stored if source not in sliced and source not in parts]
     buffers = [source for source in whole if any(name in module._buffers for module, name, _ in stored[source])]
     weights_alone = [source for source in whole if source not in set(buffers)]
-    others = [source.rows(row, row + 1) for source, rows in sliced.items() for row in range(rows)]
-    others += parts & stored.keys()
+    rows = [source.rows(row, row + 1) for source, count in sliced.items() for row in range(count)]
+    unrouted = [row for row in rows if row.view(row.shape[1:]) not in parts]
+    others = [*rows, *(parts & stored.keys())]
     expanding = max((_room_to_expand(stored[source][0][2], source in sliced) for source in stored), default=0)
     least = least_budget([*weights_alone, *others]) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
@@ -216,36 +217,38 @@ def stream(
     foreseen = [source for source in alone if source not in tables]
     others += tables
     experts = None
-    if share := _share(left, least_budget(alone), foreseen, routed):
+    if share := _share(left, least_budget([*alone, *unrouted]), foreseen, routed):
         experts = Experts(share, device, routed)
-        others, left = tables, left - experts.nbytes
+        others, left = [*unrouted, *tables], left - experts.nbytes
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
-    window = Window(left, device, foreseen, others, expanding, experts, set(sliced))
-    try:
-        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
-        for source, values in zip(small, read_now(small), strict=True):
-            for module, name, value in stored[source]:
-                _replace(module, name, value, values.to(device), made)
-    except BaseException:
-        window.close()
-        raise
-    weights.window = window
-    if not training:
-        model.eval()
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.requires_grad_(False)
+    packed = {source for source in sliced if source.rows(0, 1) not in unrouted}
+    window = Window(left, device, foreseen, others, expanding, experts, packed)
     undo = contextlib.ExitStack()
     for file in files:
         undo.callback(file.close)
     undo.callback(window.close)
     if experts is not None:
         undo.callback(experts.close)
-        route(groups, experts)
-    derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
-    undo.callback(_CONVERSIONS.take())
+    try:
+        made: dict[int, torch.Tensor] = {}  # tied ones stay tied
+        for source, values in zip(small, read_now(small), strict=True):
+            for module, name, value in stored[source]:
+                _replace(module, name, value, values.to(device), made)
+        weights.window = window
+        if not training:
+            model.eval()
+        for parameter in model.parameters():
+            if id(parameter) not in kept:
+                parameter.requires_grad_(False)
+        if experts is not None:
+            route(groups, experts)
+        derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+        undo.callback(_CONVERSIONS.take())
+    except BaseException:
+        undo.close()
+        raise
     weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
 
 

@@ -115,7 +115,7 @@ class Window(Residency[_Weight]):
                 except ValueError:
                     if self.experts is experts:
                         raise
-            elif sources[0] in self._packed:
+            elif any(each in self._packed for each, _ in sources[0].holders()):
                 self._note_whole(sources[0])
         return (self._fetch(weight, weight) for weight in map(self._weight, sources))
 

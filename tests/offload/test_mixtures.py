@@ -1,0 +1,297 @@
+"""Mixtures of experts whose modules are the user's own: each is called as in memory, and computes what it says."""
+
+from __future__ import annotations
+
+import copy
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload.weights import grouped
+from nvme_ops.offload.weights.derived import Derived, plain_class
+from tests.offload.models import COUNT, MODELS, WIDTH, Packed, best, mixed, mixture, nbytes, saved
+
+pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
+X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
+
+
+class CountingRouter(nn.Module):
+    """Counts its calls and the load of each expert; may change its input."""
+
+    load: torch.Tensor
+
+    def __init__(self, in_place: bool = False) -> None:
+        super().__init__()
+        self.weight, self.in_place, self.calls = nn.Parameter(torch.randn(COUNT, WIDTH)), in_place, 0
+        self.register_buffer("load", torch.zeros(COUNT))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls += 1
+        weights, chosen = best(x @ self.weight.T)
+        self.load += torch.bincount(chosen.flatten(), minlength=COUNT)
+        if self.in_place:
+            x.mul_(1.25)
+        return weights, chosen
+
+
+class Layer(nn.Module):
+    """A router of one's own, and experts."""
+
+    def __init__(self, experts: nn.Module | None = None, in_place: bool = False) -> None:
+        super().__init__()
+        self.router, self.experts = CountingRouter(in_place), experts or Packed(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x)
+        if isinstance(self.experts, nn.ModuleList):
+            experts = self.experts
+            return x + mixed(x, chosen, weights, lambda number, part: experts[number](part))
+        return x + torch.as_tensor(self.experts(x, chosen, weights))
+
+
+def layers(make: Callable[[], nn.Module], count: int = 3) -> nn.Sequential:
+    torch.manual_seed(1)
+    return nn.Sequential(*(make() for _ in range(count))).eval().requires_grad_(False)
+
+
+def experts_list(count: int = COUNT) -> nn.ModuleList:
+    return nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 128), nn.ReLU(), nn.Linear(128, WIDTH)) for _ in range(count))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("in_place", [False, True])
+@pytest.mark.parametrize("make", [lambda: None, experts_list])
+def test_a_router_is_called_as_often_and_sees_the_same_as_in_memory(
+    make: Callable[[], Any], in_place: bool, folder: Path
+) -> None:
+    plain: Any = layers(lambda: Layer(make(), in_place))
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain) // 2) as model:
+        seen: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+        both: list[tuple[bool, Any]] = [(True, plain), (False, model)]
+        for is_plain, each in both:
+            for layer in each:
+                layer.router.register_forward_hook(
+                    lambda _, given, found, at=is_plain: seen[at].extend([*given, *found])
+                )
+        for number in range(20):
+            rows = X[number : number + 1 + 3 * (number % 4 == 3)]
+            assert torch.equal(model(rows.clone()), plain(rows.clone()))
+        assert model.stats().guesses_right > 10
+        assert [each.router.calls for each in model] == [20, 20, 20]
+        assert all(torch.equal(ours.router.load, its.router.load) for ours, its in zip(model, plain, strict=True))
+        assert all(map(torch.equal, seen[True], seen[False]))
+        assert len(seen[True]) == len(seen[False]) == 3 * 20 * 3
+
+
+# Experts of one's own, derived from those of transformers
+
+
+def clamped(module: Any, *_: Any) -> None:
+    class Clamped(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> torch.Tensor:
+            return torch.as_tensor(super().forward(*args).clamp(-0.01, 0.01))
+
+    module.__class__ = Clamped
+
+
+def scaled_by_its_layer(module: Any, layer: Any, *_: Any) -> None:
+    class Scaled(type(module)):  # type: ignore[misc]
+        def forward(self, *args: Any) -> torch.Tensor:
+            return torch.as_tensor(super().forward(*args) * self.layer[0].scale)
+
+    module.__class__, module.layer, layer.scale = Scaled, (layer,), 3.0
+
+
+def patched_in_its_class(module: Any, _: Any, patch: pytest.MonkeyPatch) -> None:
+    plain = plain_class(type(module)) if isinstance(module, Derived) else type(module)
+    before = plain.forward
+    patch.setattr(plain, "forward", lambda self, *args: before(self, *args) * 2)
+
+
+def patched_itself(module: Any, *_: Any) -> None:
+    before = module.forward
+    module.forward = types.MethodType(lambda _, *args: before(*args) * 2, module)
+
+
+def gated_otherwise(module: Any, *_: Any) -> None:
+    module._apply_gate = lambda values: values.chunk(2, -1)[0] * values.mean()
+
+
+def activated_and_counted(module: Any, *_: Any) -> None:
+    module.seen = []
+    module.act_fn = nn.SiLU()
+    module.act_fn.register_forward_hook(lambda _, given, found: module.seen.append(found.clone()))
+
+
+def registered_by_the_user(_: Any, __: Any, patch: pytest.MonkeyPatch) -> None:
+    known = pytest.importorskip("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
+    patch.setitem(known._global_mapping, "grouped_mm", lambda module, x, chosen, weights: x * module.down_proj[0, 0, 0])
+
+
+OWN = [clamped, scaled_by_its_layer, patched_in_its_class, patched_itself, gated_otherwise, activated_and_counted]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("change", [*OWN, registered_by_the_user])
+@pytest.mark.parametrize("after", [False, True])
+def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
+    change: Callable[..., None], implementation: str, after: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, kind = saved(folder, "Qwen3Moe")
+    plain = kind.from_pretrained(path, experts_implementation=implementation).eval()
+    ours = kind.from_pretrained(path, experts_implementation=implementation).eval()
+    tokens = torch.arange(8).view(2, 4)
+
+    def changed(model: Any) -> None:
+        for layer in model.model.layers:
+            change(layer.mlp.experts, layer, monkeypatch)
+
+    if not after:
+        changed(ours)
+    with stream_weights(ours, folder, memory_budget=sum(each.nbytes for each in ours.parameters())) as model:
+        model.set_experts_implementation(implementation)
+        for part in (tokens * 0, tokens, tokens[:1, :1], tokens[:1, :1]) if after else ():
+            assert torch.equal(model(part).logits, plain(part).logits)
+        if after:
+            changed(model)
+        if change is not patched_in_its_class:  # which both have
+            changed(plain)
+        for part in (tokens, tokens[:1, :1], tokens[1:, 2:3]):
+            assert torch.equal(model(part).logits, plain(part).logits)
+        for one, other in zip(model.model.layers, plain.model.layers, strict=True):
+            seen = [getattr(each.mlp.experts, "seen", []) for each in (one, other)]
+            assert len(seen[0]) == len(seen[1])
+            assert all(map(torch.equal, *seen))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("name", MODELS)
+def test_experts_of_transformers_own_classes_are_computed_as_they_arrive(
+    name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    computed: list[bool] = []
+
+    def compute(*args: Any) -> Any:
+        found = before(*args)
+        computed.append(found is not None)
+        return found
+
+    before = grouped.compute
+    monkeypatch.setattr("nvme_ops.offload.weights.routing.compute", compute)
+    path, _ = saved(folder, name)
+    with from_pretrained(path, memory_budget="300K", experts_implementation=implementation) as model:
+        model(torch.arange(8).view(2, 4))
+    assert computed == [True, True]
+
+
+# Models that are put together in other ways
+
+
+class Sizes(nn.Module):
+    """Matrices in two parameters of different numbers of experts."""
+
+    def __init__(self, first: int, second: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(first, 64, 64) / 8), nn.Parameter(torch.randn(second, 64, 64) / 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.up[-1] @ self.down[2]
+
+
+class TwoLists(nn.Module):
+    """One router that chooses in two lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = CountingRouter()
+        self.up, self.down = (nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(COUNT)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.router(x)
+        return x + mixed(x, chosen, weights, lambda number, part: self.down[number](self.up[number](part).relu()))
+
+
+class Halves(Packed):
+    """Computes with parts of the weights of an expert, or of all."""
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        def one(at: int, part: torch.Tensor) -> torch.Tensor:
+            gate, up = self.up[at][:WIDTH], self.up[at].chunk(2)[1]
+            return ((part @ gate.T).sigmoid() * (part @ up.T)) @ self.down[at][:, :WIDTH].T
+
+        return mixed(x, chosen, weights, one) + x @ self.down[:3].sum(0)[:, WIDTH:]
+
+
+class WithNothing(Packed):
+    """Has a parameter without elements."""
+
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.empty = nn.Parameter(torch.zeros(COUNT, 0, WIDTH))
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        return super().forward(x, chosen, weights) + self.empty.sum() + self.empty[1].sum()
+
+
+def one_router_for_all() -> nn.Sequential:
+    made = layers(lambda: Layer(experts_list()))
+    for each in made:
+        each.router = made[0].router
+    return made
+
+
+def lists_with_nothing() -> nn.Sequential:
+    made: Any = layers(lambda: Layer(experts_list()))
+    for layer in made:
+        for each in layer.experts:
+            each.empty = nn.Parameter(torch.zeros(0, 3), False)
+    return nn.Sequential(*made)
+
+
+MADE: dict[str, Callable[[], nn.Sequential]] = {
+    "two sizes": lambda: layers(lambda: Sizes(6, 4)),
+    "one and more": lambda: layers(lambda: Sizes(1, 4)),
+    "two lists": lambda: layers(TwoLists),
+    "one router": one_router_for_all,
+    "parts": lambda: layers(lambda: Layer(Halves(False))),
+    "empty": lambda: layers(lambda: Layer(WithNothing())),
+    "empty in lists": lists_with_nothing,
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [0.5, 0.75, 2.0])
+@pytest.mark.parametrize("kind", MADE)
+def test_models_of_other_makes_have_the_bits_in_memory(kind: str, share: float, folder: Path) -> None:
+    plain = MADE[kind]()
+    budget = int(nbytes(plain) * share)
+    with stream_weights(MADE[kind](), folder, memory_budget=budget) as model:
+        for number in range(12):
+            rows = X[number : number + 1 + 3 * (number % 4 == 3)]
+            assert torch.equal(model(rows), plain(rows))
+        assert model.stats().peak_bytes <= budget
+
+
+@pytest.mark.parametrize("kind", ["scores", "indices", "packed"])
+def test_layers_are_computed_again_for_backward_as_in_memory(kind: str, folder: Path) -> None:
+    plain = mixture(kind)
+    with stream_weights(mixture(kind), folder, memory_budget=nbytes(plain) // 2) as model:
+        for number in range(4):
+            gradients: list[Any] = []
+            for each in (plain, model):
+                x = X[number][None].clone().requires_grad_()
+                found = x
+                for layer in each:
+                    found = checkpoint(layer, found, use_reentrant=False)
+                found.square().sum().backward()
+                gradients.append(x.grad)
+            assert torch.equal(*gradients)
