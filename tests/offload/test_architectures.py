@@ -118,7 +118,7 @@ def tight(model: torch.nn.Module, make: Callable[[int], Any]) -> Any:
         try:
             return make(budget)
         except ValueError as error:
-            if "too small" not in str(error):
+            if "memory_budget" not in str(error):
                 raise
             budget = budget * 5 // 4
 
