@@ -1,0 +1,198 @@
+"""Streamed and swapped models of every class of transformers for text compute, change and are saved as in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import offload
+from nvme_ops.offload.weights import streamed as weights_of_streamed
+from nvme_ops.offload.weights.derived import Derived, plain_class
+from tests.offload.architectures import classes, inputs_of, tiny_model
+
+PARTS = 10
+SAMPLE = (
+    "BertForMaskedLM", "DeepseekV3ForCausalLM", "GPT2ForSequenceClassification", "Gemma3ForCausalLM",
+    "KimiLinearForCausalLM", "LlavaForConditionalGeneration", "LongcatFlashForCausalLM", "Qwen3MoeForCausalLM",
+    "T5ForConditionalGeneration", "Wav2Vec2ForSequenceClassification", "ZambaForCausalLM",
+)  # fmt: skip
+#: What is said of models that cannot be streamed: this one divides its weights in its first forward in eval mode.
+REFUSED = {"RwkvForCausalLM": "weights that are streamed from storage cannot be changed"}
+LAST_BITS = "last bits"
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        one, other = (each.to_memory() if hasattr(each, "to_memory") else each.detach() for each in (one, other))
+        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
+            return False
+        return one.is_meta or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, int | float | str | bytes | set | frozenset | torch.dtype | torch.device | None):
+        return type(one) is type(other) and bool(one == other)
+    return class_of(one) is class_of(other)
+
+
+def class_of(value: Any) -> type:
+    return plain_class(type(value)) if isinstance(value, Derived) else type(value)
+
+
+def rounded(one: Any, other: Any) -> bool:
+    """Whether outputs differ by rounding at most.
+
+    A product of one row, such as an expert's single token, depends in MKL on the weight's address modulo 16, and
+    products of inputs that are not contiguous are computed by other kernels (``StoredTensor.__torch_function__``).
+    """
+    if isinstance(one, torch.Tensor):
+        same_kind = one.shape == other.shape and one.dtype == other.dtype
+        return same_kind and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(rounded(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(rounded, one, other)) if isinstance(one, list | tuple) else True
+
+
+def state_of(model: torch.nn.Module) -> dict[str, Any]:
+    """What a program can see of all modules: their classes, attributes, flags, buffers and numbers of hooks."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            if re.fullmatch(r"_\w*hooks\w*", name) and value is not None and not isinstance(value, bool):
+                found[f"{prefix}.{name}"] = len(value)
+            elif name in ("_parameters", "_modules"):
+                found[f"{prefix}.{name}"] = list(value)
+            elif not name.startswith("_nvme_"):
+                found[f"{prefix}.{name}"] = value
+        found[f"{prefix} class"] = class_of(module).__qualname__
+    return found
+
+
+def saved_in(folder: Path) -> dict[str, Any]:
+    """What is in the files of a folder, by file and key."""
+    safetensors = pytest.importorskip("safetensors")
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            with safetensors.safe_open(path, "pt") as file:
+                found[f"{path.name} metadata"] = dict(file.metadata() or {})
+                found |= {f"{path.name} {key}": file.get_tensor(key) for key in sorted(file.keys())}
+        else:
+            found[path.name] = json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
+    return found
+
+
+def differing(want: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
+    return [key for key in {**want, **got} if key not in want or key not in got or not same(want[key], got[key])]
+
+
+def results(model: Any, inputs: dict[str, Any], calls: int = 3) -> dict[str, Any]:
+    """The outputs of the last call, without the cache, and the state of the random numbers."""
+    torch.manual_seed(5)
+    found: Any = None
+    for _ in range(calls):
+        with torch.no_grad():
+            found = model(**inputs)
+    outputs = dict(found) if isinstance(found, Mapping) else {"outputs": found}
+    return {name: value for name, value in outputs.items() if "cache" not in name and "past" not in name} | {
+        "random": torch.get_rng_state()
+    }
+
+
+def tight(model: torch.nn.Module, make: Callable[[int], Any]) -> Any:
+    """What ``make`` returns for about the least budget that it accepts."""
+    budget = 2 * max((each.nbytes for each in model.parameters()), default=0) + (1 << 16)
+    while True:
+        try:
+            return make(budget)
+        except ValueError as error:
+            if "memory_budget" not in str(error):
+                raise
+            budget = budget * 5 // 4
+
+
+def unlike(cls: Any, model: Any, inputs: dict[str, Any], folder: Path) -> Iterator[str]:
+    """Yields in what streamed and swapped models differ from ``model``, of class ``cls``."""
+    model.save_pretrained(folder / "model")
+
+    def in_memory() -> Any:
+        return cls.from_pretrained(folder / "model", experts_implementation="eager").eval()
+
+    def loaded(budget: int) -> Any:
+        made = offload.from_pretrained(folder / "model", memory_budget=budget, model_class=cls)
+        return made, made.close
+
+    def streamed(budget: int) -> Any:
+        made = offload.stream_weights(in_memory(), folder, memory_budget=budget)
+        return made, made.close
+
+    def swapped(budget: int) -> Any:
+        made = in_memory()
+        return made, offload.swap_params(made, folder, memory_budget=budget, min_bytes=1).close
+
+    model = in_memory()
+    want, state = results(model, inputs), state_of(model)
+    model.save_pretrained(folder / "plain")
+    files = saved_in(folder / "plain")
+    for make in (loaded, streamed, swapped):
+        name = make.__name__
+        with contextlib.ExitStack() as undo:
+            try:
+                made, close = tight(model, make)
+                undo.callback(close)
+                got = results(made, inputs)
+                if not same(want, got):
+                    yield f"{name}: {LAST_BITS if rounded(want, got) else 'outputs'}: {', '.join(differing(want, got))}"
+                if found := differing(state, state_of(made)):
+                    yield f"{name}: state: {', '.join(found[:5])}"
+                made.save_pretrained(folder / name)
+                if found := differing(files, saved_in(folder / name)):
+                    yield f"{name}: files: {', '.join(found[:5])}"
+            except Exception as error:
+                yield f"{name}: {type(error).__name__}: {str(error)[:300]}"
+
+
+def compare(names: Iterable[str], folder: Path, patch: pytest.MonkeyPatch) -> None:
+    """Compares models of classes; warns of classes of which none can be made, and of last bits that differ."""
+    transformers = pytest.importorskip("transformers")
+    transformers.logging.set_verbosity_error()
+    patch.setattr(weights_of_streamed, "_SMALL", 0)  # no weight stays in memory because it is small
+    wrong: list[str] = []
+    for name in names:
+        cls = getattr(transformers, name)
+        try:
+            model = tiny_model(cls)
+            inputs = inputs_of(model)
+        except Exception as error:
+            warnings.warn(f"no tiny {name}: {type(error).__name__}: {' '.join(str(error).split())[:120]}", stacklevel=2)
+            continue
+        for each in unlike(cls, model, inputs, folder / name):
+            if LAST_BITS in each or (name in REFUSED and REFUSED[name] in each):
+                warnings.warn(f"{name}: {each}", stacklevel=2)
+            else:
+                wrong.append(f"{name}: {each}")
+        shutil.rmtree(folder / name)
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_one_class_of_a_kind(name: str, quick_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare([name], quick_folder, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_class(part: int, quick_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(list(classes())[part::PARTS], quick_folder, monkeypatch)
