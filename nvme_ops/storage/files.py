@@ -8,6 +8,7 @@ file system that discards freed blocks (ext4's ``discard``), freeing a file take
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -28,6 +29,7 @@ from nvme_ops.errors import name_failure
 Call = Literal["fsync", "fdatasync"]
 LOCK_SUFFIX = ".nvme_ops-lock"
 _PATIENCE = 10.0  # seconds of waiting before a warning says for what
+_libc = ctypes.CDLL(None, use_errno=True)
 #: What says that a call is of no use here: no such call of this file system, or a container's filter.
 _NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 _WITHOUT_LOCKS = {*_NOT_HERE, errno.ENOLCK}
@@ -115,18 +117,29 @@ def sync_names(fd: int, path: str | bytes) -> None:
 
 
 def allocate(fd: int, start: int, nbytes: int) -> None:
-    """Allocates the blocks of a range, and extends the file to its end.
+    """Allocates the blocks of a range, and extends the file to its end. Raises OSError.
 
-    Without ``fallocate`` (seccomp answers EPERM or ENOSYS), only extends the file: then a full disk is met when the
-    range is written. Raises OSError.
+    Without ``fallocate`` (ext2, FUSE, NFS before 4.2, a container's filter) it only extends the file, unless the disk
+    is too full now; when it is full later, writing the range fails. ``posix_fallocate`` would write to every block.
     """
     try:
-        os.posix_fallocate(fd, start, nbytes)
+        fallocate(fd, 0, start, nbytes)
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
+        space = os.fstatvfs(fd)
+        if space.f_blocks > 0 and space.f_bavail * space.f_frsize < nbytes:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) from None
         if os.fstat(fd).st_size < start + nbytes:
             os.ftruncate(fd, start + nbytes)
+
+
+def fallocate(fd: int, mode: int, start: int, nbytes: int) -> None:
+    """Calls the system call of this name, which ``os`` does not have. Raises OSError."""
+    while _libc.fallocate64(fd, mode, ctypes.c_int64(start), ctypes.c_int64(nbytes)) != 0:
+        code = ctypes.get_errno()
+        if code != errno.EINTR:
+            raise OSError(code, os.strerror(code))
 
 
 def set_mode(fd: int, mode: int) -> None:

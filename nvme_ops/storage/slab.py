@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import os
@@ -14,14 +13,13 @@ from typing import NamedTuple
 
 from nvme_ops.memory.holes import Holes
 from nvme_ops.settings import PAGE, SLAB_STEP
-from nvme_ops.storage.files import allocate
+from nvme_ops.storage.files import allocate, fallocate
 from nvme_ops.text import size_words
 
 #: Errors for a file that cannot grow: the disk is full, the quota is used up, the file size limit is reached.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # fallocate(2)
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Extent(NamedTuple):
@@ -144,7 +142,11 @@ class Slab:
                 self._size = last
             for start, size in self._holes:
                 self._punched = True
-                self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, size)
+                try:
+                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
+                except OSError as error:
+                    if error.errno not in _CANNOT:  # else only costs space
+                        raise OSError(error.errno, f"fallocate: {error.strerror}", self._path) from error
 
     def _grow(self, nbytes: int) -> tuple[int, int]:
         """Makes room for ``nbytes`` bytes at the end; returns start and size of the hole there."""
@@ -171,7 +173,7 @@ class Slab:
         """Frees the blocks of a hole, if holes may lack blocks anyway."""
         if self._punched and nbytes:
             with contextlib.suppress(OSError):
-                self._fallocate(_PUNCH_HOLE | _KEEP_SIZE, start, nbytes)
+                fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, nbytes)
 
     def _fill(self, start: int, nbytes: int) -> None:
         """Allocates the blocks of a range."""
@@ -179,12 +181,6 @@ class Slab:
             allocate(self._fd, start, nbytes)
         except OSError as error:
             raise OSError(error.errno, f"{error.strerror}: making room for {size_words(nbytes)}", self._path) from None
-
-    def _fallocate(self, mode: int, start: int, nbytes: int) -> None:
-        if _libc.fallocate64(self._fd, mode, ctypes.c_int64(start), ctypes.c_int64(nbytes)) != 0:
-            number = ctypes.get_errno()
-            if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EPERM):  # unsupported: only costs space
-                raise OSError(number, os.strerror(number), self._path)
 
     def __repr__(self) -> str:
         """Returns for example ``<Slab '/mnt/nvme/...': 4096 of 268435456 bytes in use>``."""

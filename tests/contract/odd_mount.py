@@ -21,7 +21,7 @@ _SPACE = ["bavail", "bfree", "blocks", "bsize", "favail", "ffree", "files", "fla
 
 def serve(root: str, place: str, *manners: str) -> None:
     """Answers the kernel until ``place`` is unmounted."""
-    import fuse
+    import fuse  # type: ignore[import-not-found, unused-ignore]
 
     def refuse(manner: str, code: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*_: Any) -> None:
@@ -78,7 +78,8 @@ def serve(root: str, place: str, *manners: str) -> None:
         def symlink(self, link: str, target: str) -> None:
             os.symlink(target, link)
 
-        mkdir, rmdir, unlink, readlink = map(staticmethod, (os.mkdir, os.rmdir, os.unlink, os.readlink))
+        mkdir, rmdir = staticmethod(os.mkdir), staticmethod(os.rmdir)
+        unlink, readlink = staticmethod(os.unlink), staticmethod(os.readlink)
         chmod = staticmethod(refuse("no_chmod", errno.EPERM, os.chmod if "one_mode" not in manners else print))
         link = staticmethod(refuse("no_links", errno.EPERM, lambda new, old: os.link(root + old, new)))
         fsyncdir = staticmethod(refuse("no_folder_sync", errno.EINVAL, lambda *_: 0))

@@ -28,7 +28,7 @@ Make = Callable[..., Capability]
 FILL = (
     "Save", "SaveAsync", "SaveTorch", "SaveSharded", "DcpSave", "Samples", "Log", "Streamed", "SwappedAnew", "KeyValues"
 )  # fmt: skip
-CALLS = "pread preadv", "pwrite pwritev", "fsync fdatasync", "posix_fallocate ftruncate", "replace"
+CALLS = "pread preadv", "pwrite pwritev", "fsync fdatasync", "ftruncate truncate", "replace"
 
 
 def fails(one: Capability, operation: bool = True) -> BaseException | None:

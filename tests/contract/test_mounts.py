@@ -43,7 +43,7 @@ def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> I
     for each in (place, elsewhere, upper, work):
         each.mkdir()
     if kind.startswith("fuse"):
-        words = [sys.executable, "-m", "tests.contract.odd_mount", elsewhere, place, *kind.split()[1:]]
+        words = [sys.executable, "-m", "tests.contract.odd_mount", str(elsewhere), str(place), *kind.split()[1:]]
         with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
             while not place.is_mount():
                 if server.poll() is not None:
