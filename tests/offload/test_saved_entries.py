@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import filecmp
+import mmap
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ import torch
 from nvme_ops import load, save
 from nvme_ops.offload import swap_params
 from tests.conftest import run_python
+from tests.contract.faulty import Faulty
 from tests.offload.training import KIB, equal, values
 
 safetensors: Any = pytest.importorskip("safetensors.torch")
@@ -157,6 +161,34 @@ def test_saving_takes_no_memory_for_the_model(folder: Path) -> None:
         load(folder / "model.safetensors")["3.weight"].t(), load(folder / "turned.safetensors")["3.weight"]
     )
     assert (folder / "model.pt").stat().st_size > 96 << 20
+
+
+def test_a_copy_that_fails_to_be_written_is_an_error_of_the_save(folder: Path, tmp_path: Path) -> None:
+    model, handle = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), Faulty()
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    with swap_params(model, folder, memory_budget=100 * KIB, min_bytes=1 * KIB, handle=handle):
+        handle.will("write", "fail")
+        with pytest.raises(OSError, match="Input/output error"):
+            safetensors.save_model(model, tmp_path / "model.safetensors")
+        handle.will()
+        safetensors.save_model(model, tmp_path / "model.safetensors")
+        found = load(tmp_path / "model.safetensors")
+        assert all(torch.equal(found[name], each) for name, each in before.items())
+
+
+def test_a_mount_without_shared_mappings_is_enough(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def private_only(fd: int, length: int, **options: Any) -> Any:
+        if not options:
+            raise OSError(errno.ENODEV, os.strerror(errno.ENODEV))
+        return shared(fd, length, **options)
+
+    model, shared = torch.nn.Linear(64, 64), mmap.mmap
+    with swap_params(model, folder, memory_budget=100 * KIB, min_bytes=1 * KIB), monkeypatch.context() as patch:
+        patch.setattr("mmap.mmap", private_only)
+        safetensors.save_model(model, tmp_path / "model.safetensors")
+        assert torch.equal(load(tmp_path / "model.safetensors")["weight"], model.weight + 0)
 
 
 def test_module_saves_as_before_after_the_last_swapped_one(folder: Path) -> None:

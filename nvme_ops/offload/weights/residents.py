@@ -243,7 +243,10 @@ class Residents(Residency[Resident]):
         fd = unnamed_file(self._session, values.nbytes)
         try:
             self._handle.submit_pwrite(dense_bytes(values), fd, 0).result()
-            memory = mmap.mmap(fd, values.nbytes)
+            try:
+                memory = mmap.mmap(fd, values.nbytes)
+            except OSError:  # a mount that is not cached (FUSE, 9p) has no shared mappings; others count as memory
+                memory = mmap.mmap(fd, values.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
         self._stats.bytes_written += values.nbytes
