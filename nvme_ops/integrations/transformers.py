@@ -16,9 +16,10 @@ The calls, and what they load and save, stay the same; only reading and writing 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,9 +27,9 @@ import torch
 from nvme_ops.checkpoint.api import save
 from nvme_ops.integrations.safetensors import safe_open
 from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer
+from nvme_ops.patches import Patch
 
 _MODULE = "transformers.modeling_utils"
-_before: dict[str, Any] = {}
 
 
 def _save_file(
@@ -38,7 +39,26 @@ def _save_file(
     save(tensors, filename, format="safetensors", metadata=metadata)
 
 
-_OURS = {"safe_open": safe_open, "safe_save_file": _save_file}
+_OURS: dict[str, Any] = {"safe_open": safe_open, "safe_save_file": _save_file}
+_installed: list[Callable[[], None]] = []  # what ``uninstall`` calls
+
+
+@functools.cache
+def _patches() -> list[Patch]:
+    module = importlib.import_module(_MODULE)
+    return [Patch(module, name, functools.partial(_ours, name)) for name in _OURS]
+
+
+def _ours(name: str, _: object) -> Any:
+    return _OURS[name]
+
+
+def _take() -> list[Callable[[], None]]:
+    version = importlib.import_module("transformers").__version__
+    module = importlib.import_module(_MODULE)
+    if missing := [name for name in _OURS if not hasattr(module, name)]:
+        raise RuntimeError(f"transformers {version} has no {_MODULE}.{missing[0]}: it is not supported")
+    return [patch.take() for patch in _patches()]
 
 
 def install() -> None:
@@ -48,34 +68,25 @@ def install() -> None:
         ModuleNotFoundError: transformers is not installed.
         RuntimeError: its version is not supported; nothing is changed.
     """
-    version = importlib.import_module("transformers").__version__
-    module = importlib.import_module(_MODULE)
-    if missing := [name for name in _OURS if not hasattr(module, name)]:
-        raise RuntimeError(f"transformers {version} has no {_MODULE}.{missing[0]}: it is not supported")
-    for name, ours in _OURS.items():
-        if getattr(module, name) is not ours:
-            _before[name] = getattr(module, name)
-            setattr(module, name, ours)
+    if not _installed:
+        _installed.extend(_take())
 
 
 def uninstall() -> None:
     """Restores what ``install`` replaced, unless somebody else has replaced it since. Further calls do nothing."""
-    module = importlib.import_module(_MODULE)
-    for name, ours in _OURS.items():
-        if getattr(module, name) is ours:
-            setattr(module, name, _before.pop(name))
+    while _installed:
+        _installed.pop()()
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Calls ``install`` for the block; afterwards all is as it was before."""
-    before = bool(_before)
-    install()
+    """Does for the block what ``install`` does, whatever else is installed or uninstalled meanwhile."""
+    leave = _take()
     try:
         yield
     finally:
-        if not before:
-            uninstall()
+        for each in leave:
+            each()
 
 
 def nvme_optimizer(

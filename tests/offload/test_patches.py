@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from nvme_ops.integrations.transformers import install, installed, uninstall
 from nvme_ops.offload import NvmeOptimizer, stream_weights, swap_params
-from nvme_ops.offload.weights.patches import Patch
+from nvme_ops.patches import Patch
 from tests.conftest import REPOSITORY, run_python
 from tests.offload import models
 from tests.offload.training import layers
@@ -94,6 +95,26 @@ def test_the_hook_of_all_optimizers_stays_only_while_a_replaced_parameter_does(f
     assert not hooks
 
 
+def test_transformers_stays_installed_as_long_as_somebody_needs_it() -> None:
+    """A block that ended, such as a trainer's, uninstalled what another one, or `install()` in it, had asked for."""
+    modeling: Any = pytest.importorskip("transformers.modeling_utils")
+    before = modeling.safe_open, modeling.safe_save_file
+    first, second = installed(), installed()
+    first.__enter__()
+    assert modeling.safe_open is not before[0]
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert modeling.safe_open is not before[0]
+    install()
+    install()
+    second.__exit__(None, None, None)
+    assert modeling.safe_save_file is not before[1]
+    with installed():
+        uninstall()
+        assert modeling.safe_open is not before[0]
+    assert (modeling.safe_open, modeling.safe_save_file) == before
+
+
 # The page
 
 PAGE = (REPOSITORY / "docs" / "patches.md").read_text().split("## In your own objects")[0]
@@ -101,7 +122,7 @@ ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")
 
 #: Files in which ``setattr`` and the like change objects of the package, or are for others to use.
 OWN = {
-    "checkpoint/dcp/writer.py", "data/index.py", "offload/plan/probe.py", "offload/weights/patches.py",
+    "checkpoint/dcp/writer.py", "data/index.py", "offload/plan/probe.py", "patches.py",
     "offload/weights/window.py",
 }  # fmt: skip
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
 
-from nvme_ops.offload.weights.patches import Patch
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.offloaded import Step, apply_steps
+from nvme_ops.patches import Patch
 from nvme_ops.tensors import empty
 
 aten = torch.ops.aten
@@ -92,6 +93,7 @@ SavedEntry.lazy[aten.clone.default] = _copied(  # of contiguous(); clone() itsel
 def _with_entries(original: Any) -> Callable[..., None]:
     """Returns a ``Module._save_to_state_dict`` that puts swapped parameters in a state dict as ``SavedEntry``s."""
 
+    @functools.wraps(original)
     def save(self: torch.nn.Module, destination: Any, prefix: str, keep_vars: bool) -> None:
         original(self, destination, prefix, keep_vars)
         for name, parameter in self._parameters.items() if not keep_vars else ():

@@ -15,11 +15,11 @@ from nvme_ops.closing import Closing
 from nvme_ops.file import shared_handle
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
-from nvme_ops.offload.weights.patches import Patch
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.patches import Patch
 from nvme_ops.settings import PAGE
 from nvme_ops.text import size_words
 
@@ -317,6 +317,7 @@ def _checking(original: Any) -> Callable[..., torch.nn.Module]:
     all modules can check in time. For modules without streamed weights torch's own method is called.
     """
 
+    @functools.wraps(original)
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if not isinstance(fn, _Checked):
             with torch.no_grad():

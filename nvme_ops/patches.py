@@ -1,23 +1,24 @@
-"""``Patch``: a method of torch that is replaced as long as somebody needs it. docs/patches.md lists all of them."""
+"""``Patch``: what is replaced in another package as long as somebody needs it. docs/patches.md lists all of them."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 
 class Patch:
-    """Replaces a method of a class from the first user to the last.
+    """Replaces a method of a class, or a function of a module, from the first user to the last.
 
     Args:
-        owner: the class.
-        name: of the method.
-        replacement: makes the new method of the one before. It has to work without users, too: if somebody else has
-            replaced the method since, it stays below theirs.
+        owner: the class or module.
+        name: of the method or function.
+        replacement: makes the new one of the one before. It has to work without users, too: if somebody else has
+            replaced it since, it stays below theirs.
     """
 
-    def __init__(self, owner: type, name: str, replacement: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: type | ModuleType, name: str, replacement: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
         self._users: set[object] = set()
         self._ours: Any = None
@@ -35,7 +36,7 @@ class Patch:
         self._update()
 
     def _update(self) -> None:
-        """Replaces or restores the method. Without a lock: a garbage collection may end uses, also within this."""
+        """Replaces or restores it. Without a lock: a garbage collection may end uses, also within this."""
         while (current := vars(self._owner)[self._name]) is self._ours or self._users:
             if current is self._ours:
                 if self._users:
@@ -43,5 +44,5 @@ class Patch:
                 setattr(self._owner, self._name, self._before)
             else:
                 self._before = current
-                self._ours = functools.wraps(current)(self._replacement(current))
+                self._ours = self._replacement(current)
                 setattr(self._owner, self._name, self._ours)
