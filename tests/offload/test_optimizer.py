@@ -445,3 +445,29 @@ def test_a_load_or_save_stopped_at_any_moment_is_old_or_new(folder: Path, how: s
                 assert equal(values(mine), list(reference.models[now + 1].values())), line.where
                 change(now)
     assert {each.name for each in folder.iterdir() if not each.name.startswith(".nvme_ops-")} <= {"2", "3", "states"}
+
+
+def test_the_states_of_a_parameter_can_be_looked_up(folder: Path) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with adamw(mine, folder, lr=0.01) as ours:
+        for step in range(2):
+            for model, optimizer in ((mine, ours), (other, plain)):
+                backward(model, step)
+                optimizer.step()
+            found = {
+                number: dict(ours.state[each]) for number, each in enumerate(mine.parameters()) if each in ours.state
+            }
+            expected = {
+                number: plain.state[each]
+                for number, each in enumerate(other.parameters())
+                if each.numel() and each in plain.state
+            }
+            assert differ(found, expected) == ""
+        (state, *_) = ours.state.values()
+        assert (repr(state), len(state), "lr" in state) == ("<ParameterStates step, exp_avg, exp_avg_sq>", 3, False)
+        assert differ(copy.deepcopy(state), dict(state)) == ""
+        with pytest.raises(KeyError, match="lr"):
+            state["lr"]
+    with pytest.raises(ValueError, match="is closed"):
+        state["exp_avg"]

@@ -24,6 +24,7 @@ from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
+from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import (
     ELEMENTWISE,
     MASTER,
@@ -216,7 +217,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
     It is used like the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits.
-    But ``optimizer.state`` has an empty dict for each parameter with states: ``state_dict()`` has the states.
+    But what ``optimizer.state`` has for a parameter is read from storage when it is looked up, and cannot be changed.
 
     If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
     step before or those of this one. The exception says how many chunks are done; calling ``step`` again with the same
@@ -556,10 +557,14 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             self._updates.update(self.param_groups, chunk, buffer)
 
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
-        """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""
+        """Makes ``state`` say which parameters have states, and which: torch.distributed.checkpoint looks there."""
+        parts: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
+        for chunk, version in list(versions.items()):
+            for each in version.scalars:
+                parts.setdefault(each.parameter, []).append((chunk, each))
+        require_idle = weakref.WeakMethod(self._require_idle)
         self.state.clear()
-        for version in list(versions.values()):
-            self.state.update((each.parameter, {}) for each in version.scalars)
+        self.state.update((each, ParameterStates(self._states, found, require_idle)) for each, found in parts.items())
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._signature()}

@@ -52,12 +52,11 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
         for each, scalars in states.current[chunk].scalars.items():
             if each.parameter in found:
                 continue
-            regions = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
-            kept = {name: cloned(value) for name, value in scalars.items() if name not in chunk.names}
-            if not (regions or kept):
+            names = chunk.state_names(scalars)
+            if not names:
                 continue
-            found[each.parameter] = kept
-            for region in regions:
+            found[each.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
+            for region in (region for region in chunk.regions if region.name in names):
                 places[each.parameter, region.name] = size, region
                 size += -(-outline(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
     if not size:

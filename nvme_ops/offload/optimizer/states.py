@@ -255,6 +255,11 @@ class Chunk:
             begin = end
         return found
 
+    def state_names(self, scalars: Mapping[str, Any]) -> list[str]:
+        """Returns the names of a slice's states, in the order of a state dict, given those in ``Version.scalars``."""
+        regions = [region.name for region in self.regions if scalars.get(region.name, region) is not None]
+        return [*(name for name in scalars if name not in self.names), *regions]
+
     def backup(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the place in a buffer, behind the states, for the elements of the parameters before the step."""
         return buffer[self.nbytes : self._end_of_backup].view(self.dtype)
