@@ -25,6 +25,7 @@ from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.offload.optimizer.records import Records, _checksum
+from nvme_ops.offload.optimizer.states import States
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import in_child, run_python
@@ -302,6 +303,26 @@ def test_what_earlier_versions_have_kept_is_gone_on_with_unless_it_is_damaged(
         assert same_as_torch(optimizer, 3)
     with Session(folder, name="optimizer", reuse=True) as session, pytest.raises(FormatError, match="index"):
         TensorStore(session)  # as they would, and know no other record
+
+
+def test_states_kept_by_a_version_that_left_out_empty_parameters_are_gone_on_with(folder: Path) -> None:
+    model = small()
+    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
+    full = States.described
+
+    def described(self: States, *arguments: Any) -> dict[str, Any]:
+        found = full(self, *arguments)
+        for chunk, each in zip(self.chunks, found["chunks"], strict=True):
+            each[1] = [one for one, part in zip(each[1], chunk.slices, strict=True) if part.parameter.numel()]
+        return found
+
+    with mock.patch.object(States, "described", described), kept(folder, model) as optimizer:
+        train(model, optimizer, 0, 2)
+    for step in (2, 3):
+        with kept(folder, model) as optimizer:
+            assert optimizer.steps == step
+            assert len(optimizer.state) == step  # none has states from step 3 on
+            train(model, optimizer, step, step + 1)
 
 
 # Flushes
