@@ -141,7 +141,8 @@ def optimizer_states(folder: str) -> str:
         "", "cpu_offload", "flatten_optimizer_state_dict", "flatten_optimizer_state_dict cpu_offload",
         "full_state_dict", "full_state_dict broadcast_from_rank0", "full_state_dict cpu_offload broadcast_from_rank0",
     ):  # fmt: skip
-        options = StateDictOptions(**dict.fromkeys(words.split(), True))
+        chosen: dict[str, Any] = dict.fromkeys(words.split(), True)
+        options = StateDictOptions(**chosen)
         (expected, values), (found, mine) = resumed(False, options), resumed(True, options)
         if not (same(expected, found) and all(map(torch.equal, values, mine))):
             wrong.append(words or "none")

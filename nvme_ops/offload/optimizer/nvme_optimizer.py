@@ -17,12 +17,11 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nvme_ops import ranks
 from nvme_ops.closing import Closing
 from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer import saved
+from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import (
@@ -231,7 +230,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
             last completed step, or after a power failure perhaps with the one before; its parameters must be those of
-            that step, see ``steps``.
+            that step, see ``steps``. A warning says if there are states, but those of another number of ranks.
         name: distinguishes optimizers that are kept in one folder. Each rank has its own states under it.
         overlap: ``"backward"`` begins the step during the backward pass, for each chunk as soon as its gradients are
             complete; ``step`` ends it. Gradients then cannot be clipped or scaled between the two, and several
@@ -290,8 +289,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder, _ranked(name), reuse=reuse, budget=budget, pinned=pinned, checksums=checksums,
-                handle=self._handle,
+                folder, kept.session_name(folder, name, reuse), reuse=reuse, budget=budget, pinned=pinned,
+                checksums=checksums, handle=self._handle,
             )  # fmt: skip
             undo.callback(self._states.close)
             self._updates = Updates(self._class, defaults, self._states)
@@ -299,6 +298,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
             record = self._states.committed()
+            if reuse and record is None:
+                kept.warn_of_others(folder, name)
             self._buffer: int = self._states.buffer if record is None else record["buffer"]  # bytes
             if self._buffer > self._states.buffer:
                 needed = size_words(4 * self._buffer)
@@ -671,9 +672,3 @@ def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], 
             optimizer._arrived(parameter)
 
     return hook
-
-
-def _ranked(name: str) -> str:
-    """Returns the name of this rank's session."""
-    me = ranks.distributed()
-    return name if me is None else f"{name} of rank {me.rank} of {me.world_size}"
