@@ -249,7 +249,7 @@ class Session(Closing):
         """Returns the path of the file ``name`` (any text) in the folder with this index."""
         if self.closed:
             raise ValueError(f"the session {self.name!r} is closed")
-        return os.path.join(self._places[index].path, _hash(name, 16))
+        return file_of(self._places[index].path, name)
 
     def open(self, index: int, name: str) -> int:
         """Opens the file ``name`` for reading and writing, creating it if necessary; returns the descriptor.
@@ -457,6 +457,27 @@ def _remove_if_abandoned(path: str) -> None:
                 _remove(path)
     finally:
         unlock_and_close(lock)
+
+
+def kept_sessions(parent: str | os.PathLike[str]) -> Iterator[tuple[str, str, bool]]:
+    """Yields name and path of each kept session in ``parent`` that can be read, and whether a process has it now."""
+    with contextlib.suppress(OSError), os.scandir(expanded(parent)) as entries:
+        for path in sorted(entry.path for entry in entries if _KEPT.fullmatch(entry.name)):
+            with contextlib.suppress(OSError):
+                _require_ours(path)
+                lock = open_owner(os.path.join(path, OWNER))
+                try:
+                    is_free, owner = try_lock(lock), read_owner(lock) or {}
+                    in_use = not (is_free and is_dead(owner, lock))
+                finally:
+                    unlock_and_close(lock)
+                if owner.get("keep") is True:
+                    yield str(owner["name"]), path, in_use
+
+
+def file_of(path: str, name: str) -> str:
+    """Returns the path of the file ``name`` of the session at ``path``."""
+    return os.path.join(path, _hash(name, 16))
 
 
 def _remove(path: str) -> None:

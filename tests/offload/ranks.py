@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -23,6 +29,8 @@ def model(way: str) -> Any:
     made = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(96, 96), torch.nn.GELU()) for _ in range(4)))
     if way == "ddp":
         return DistributedDataParallel(made)
+    if way == "uneven":
+        made.append(torch.nn.Linear(96, 1))  # only one rank gets any of it
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in made:
         fully_shard(layer, mesh=mesh)
@@ -89,6 +97,58 @@ def optimizer(way: str, folder: str, first: str, last: str) -> str:
     return f"{equal}"
 
 
+def same(one: Any, two: Any) -> bool:
+    """Whether state dicts are equal, of which each rank compares its own parts."""
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(same(one[key], two[key]) for key in one)
+    if isinstance(one, torch.Tensor):
+        return type(one) is type(two) and torch.equal(local(one), local(two))
+    return bool(one == two)
+
+
+def optimizer_states(folder: str) -> str:
+    """With which options of torch's functions for state dicts a resumed optimizer differs from torch's: with none."""
+
+    def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
+        for step in range(2):
+            optimizer.zero_grad()
+            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))
+            module(x).square().mean().backward()
+            optimizer.step()
+        optimizer.zero_grad()
+
+    def resumed(ours: bool, options: StateDictOptions) -> tuple[Any, list[torch.Tensor]]:
+        """The state dict of a first optimizer, and the parameters after a second one has gone on from it."""
+        with contextlib.ExitStack() as stack:
+
+            def optimizer_of(module: Any) -> torch.optim.Optimizer:
+                if not ours:
+                    return torch.optim.AdamW(module.parameters(), lr=0.01)
+                made = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01)
+                return stack.enter_context(made)
+
+            first, second = model("uneven"), model("uneven")
+            train(first, before := optimizer_of(first))
+            states = get_optimizer_state_dict(first, before, options=options)
+            found = copy.deepcopy(states)
+            second.load_state_dict(first.state_dict())
+            set_optimizer_state_dict(second, after := optimizer_of(second), states, options=options)
+            train(second, after)
+            return found, [local(each).clone() for each in second.parameters()]
+
+    wrong = []
+    for words in (  # with full_state_dict, flatten_optimizer_state_dict is a KeyError in torch
+        "", "cpu_offload", "flatten_optimizer_state_dict", "flatten_optimizer_state_dict cpu_offload",
+        "full_state_dict", "full_state_dict broadcast_from_rank0", "full_state_dict cpu_offload broadcast_from_rank0",
+    ):  # fmt: skip
+        chosen: dict[str, Any] = dict.fromkeys(words.split(), True)
+        options = StateDictOptions(**chosen)
+        (expected, values), (found, mine) = resumed(False, options), resumed(True, options)
+        if not (same(expected, found) and all(map(torch.equal, values, mine))):
+            wrong.append(words or "none")
+    return "; ".join(wrong)
+
+
 def collectives(folder: str) -> str:
     """Whether collectives over parameters that are on storage do what they do over others."""
 
@@ -130,7 +190,7 @@ def pretrained(path: str) -> str:
 
 
 WHAT: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (activations, optimizer, collectives, pretrained)
+    each.__name__: each for each in (activations, optimizer, optimizer_states, collectives, pretrained)
 }
 
 if __name__ == "__main__":

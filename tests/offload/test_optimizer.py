@@ -13,6 +13,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.offload import NvmeOptimizer, swap_params
@@ -58,6 +63,56 @@ def test_states_of_other_options_are_refused_where_there_is_no_room(
                 less.load_state_dict(found)
         assert differ([values(model), states(less)], before) == ""
         train(model, less, 2, 3)
+
+
+def test_the_states_of_a_parameter_can_be_looked_up(folder: Path) -> None:
+    mine, other = network(), network()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with adamw(mine, folder, lr=0.01) as ours:
+        for step in range(2):
+            for model, optimizer in ((mine, ours), (other, plain)):
+                backward(model, step)
+                optimizer.step()
+            found = {
+                number: dict(ours.state[each]) for number, each in enumerate(mine.parameters()) if each in ours.state
+            }
+            expected = {
+                number: plain.state[each] for number, each in enumerate(other.parameters()) if each in plain.state
+            }
+            assert differ(found, expected) == ""
+        (state, *_) = ours.state.values()
+        assert (repr(state), len(state), "lr" in state) == ("<ParameterStates step, exp_avg, exp_avg_sq>", 3, False)
+        assert differ(copy.deepcopy(state), dict(state)) == ""
+        with pytest.raises(KeyError, match="lr"):
+            state["lr"]
+    with pytest.raises(ValueError, match="is closed"):
+        state["exp_avg"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_flattened_state_dict_of_torch_is_gone_on_with(folder: Path, dtype: torch.dtype) -> None:
+    """Also of a parameter without elements and one without states, and into an optimizer that has made states."""
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    mine, other = network(dtype), network(dtype)
+    with adamw(mine, folder) as optimizer:
+        for step in range(2):
+            backward(mine, step)
+            mine.get_parameter("none").grad = torch.zeros(0, 3, dtype=dtype)
+            optimizer.step()
+        optimizer.zero_grad()
+        found = get_optimizer_state_dict(mine, optimizer, options=options)
+        assert ("state.none.exp_avg" in found, "state.unused.exp_avg" in found) == (True, False)
+        other.load_state_dict(mine.state_dict())
+        with adamw(other, folder, name="other") as resumed:
+            set_optimizer_state_dict(other, resumed, found, options=options)
+            assert differ(states(resumed), states(optimizer)) == ""
+            for model, each in ((mine, optimizer), (other, resumed)):
+                backward(model, 2)
+                each.step()
+            assert differ([values(other), states(resumed)], [values(mine), states(optimizer)]) == ""
+            del found["state.0.weight.exp_avg"]
+            with pytest.raises(ValueError, match="no 'exp_avg' of a parameter of shape"):
+                set_optimizer_state_dict(other, resumed, found, options=options)
 
 
 def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:

@@ -13,6 +13,7 @@ import shutil
 import signal
 import stat
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from nvme_ops import aio_handle
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.offload.optimizer.records import Records, _checksum
+from nvme_ops.offload.optimizer.states import States
+from nvme_ops.ranks import Rank
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import in_child, run_python
@@ -302,6 +305,79 @@ def test_what_earlier_versions_have_kept_is_gone_on_with_unless_it_is_damaged(
         assert same_as_torch(optimizer, 3)
     with Session(folder, name="optimizer", reuse=True) as session, pytest.raises(FormatError, match="index"):
         TensorStore(session)  # as they would, and know no other record
+
+
+def test_states_kept_by_a_version_that_left_out_empty_parameters_are_gone_on_with(folder: Path) -> None:
+    model = small()
+    model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
+    full = States.described
+
+    def described(self: States, *arguments: Any) -> dict[str, Any]:
+        found = full(self, *arguments)
+        for chunk, each in zip(self.chunks, found["chunks"], strict=True):
+            each[1] = [one for one, part in zip(each[1], chunk.slices, strict=True) if part.parameter.numel()]
+        return found
+
+    with mock.patch.object(States, "described", described), kept(folder, model) as optimizer:
+        train(model, optimizer, 0, 2)
+    for step in (2, 3):
+        with kept(folder, model) as optimizer:
+            assert optimizer.steps == step
+            assert len(optimizer.state) == step  # none has states from step 3 on
+            train(model, optimizer, step, step + 1)
+
+
+# Other ranks
+
+
+def as_rank(rank: int, world_size: int) -> Any:
+    return mock.patch("nvme_ops.ranks.distributed", return_value=Rank(rank, world_size))
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_the_only_rank_of_a_launcher_goes_on_as_a_program_without_one_does(folder: Path, earlier: bool) -> None:
+    name = "optimizer of rank 0 of 1" if earlier else "optimizer"  # as earlier versions have named it
+    with kept(folder, model := small(), name=name) as optimizer:
+        train(model, optimizer, 0, 1)
+    with as_rank(0, 1), kept(folder, model) as optimizer:
+        assert optimizer.steps == 1
+        train(model, optimizer, 1, 2)
+    with kept(folder, model) as optimizer:
+        assert same_as_torch(optimizer, 2)
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_states_of_another_number_of_ranks_are_named_and_can_be_taken(folder: Path) -> None:
+    for rank in range(2):
+        with as_rank(rank, 2), kept(folder, model := small()) as optimizer:
+            train(model, optimizer, 0, 2 + rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with kept(folder, small(), name="another"), as_rank(1, 2), kept(folder, small()) as optimizer:
+            assert optimizer.steps == 3
+            optimizer.save_states(folder / "states")
+    some = rf"step 2 of 'optimizer of rank 0 of 2' in {folder}/\S+"
+    with as_rank(1, 3), pytest.warns(UserWarning, match=rf"at step 0, as rank 1 of 3, .*{some}.* load_states") as said:
+        optimizer = kept(folder, model)
+    assert said[0].filename.endswith("training.py")  # which makes it
+    with optimizer:
+        optimizer.load_states(folder / "states")
+        assert same_as_torch(optimizer, 3)
+    with pytest.warns(UserWarning, match=rf"{some}.*name='optimizer of rank 0 of 2' continues"):
+        kept(folder, model).close()
+    with kept(folder, model, name="optimizer of rank 0 of 2") as optimizer:
+        assert same_as_torch(optimizer, 2)
+
+
+def test_what_is_kept_takes_no_more_space_than_it_needs(folder: Path) -> None:
+    for step in range(2):
+        with kept(folder, model := small()) as optimizer:
+            assert optimizer.steps == step
+            train(model, optimizer, step, step + 1)
+            needed = optimizer.stats().bytes_stored
+        taken = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+        assert needed <= taken <= needed + 64 * 1024
 
 
 # Flushes

@@ -31,6 +31,12 @@ def test_copies_and_shards_are_those_of_torch(folder: Path, ranks: int) -> None:
     assert said(folder, ranks, f"optimizer fsdp {folder} 3 6") == [["True"] * ranks]
 
 
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
+def test_states_of_every_option_of_torch_are_torchs_and_are_gone_on_with(folder: Path, ranks: int) -> None:
+    """Also of a parameter of which some ranks have no elements."""
+    assert said(folder, ranks, f"optimizer_states {folder}") == [[""] * ranks]
+
+
 def test_tensor_parallel_ranks_stream_their_parts(folder: Path) -> None:
     pytest.importorskip("accelerate")  # which transformers asks for where it divides a model
     sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_key_value_heads": 4, "vocab_size": 1024}

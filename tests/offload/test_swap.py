@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.weights import residents
+from nvme_ops.offload.weights.gradients import SwappedGradient
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
@@ -361,6 +363,41 @@ def test_gradients_that_were_set_to_zero_are_zero(folder: Path) -> None:
         assert same(gathered(model), [torch.zeros(64, 64), torch.zeros(64)])
         model(torch.ones(1, 64)).sum().backward()
         assert same(gathered(model), [torch.ones(64, 64), torch.ones(64)])
+
+
+@pytest.mark.parametrize("unused", [[1, 1, 1], [0, 2, 3], [3, 1, 0]])
+def test_parameters_without_a_gradient_before_the_first_step_are_left_out(folder: Path, unused: list[int]) -> None:
+    """Of a branch that is not taken: a gradient was foreseen, and there never was one."""
+    torch.manual_seed(4)
+    mine = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+    other = copy.deepcopy(mine)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with (
+        swap_gradients(mine.parameters(), folder, min_bytes=1, memory_budget="256K"),
+        NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as optimizer,
+    ):
+        for left_out in unused:
+            for layers, each in ((mine, optimizer), (other, plain)):
+                x = torch.ones(2, 64)
+                for number, layer in enumerate(layers):
+                    x = x if number == left_out else layer(x).tanh()
+                x.square().sum().backward()
+                each.step()
+                each.zero_grad()
+        assert equal(values(mine), values(other))
+
+
+def test_a_model_ends_without_close_and_gradients_are_swapped_as_long_as_it_lives(folder: Path) -> None:
+    model = torch.nn.Linear(64, 64)
+    swap_gradients(model.parameters(), folder, min_bytes=1)
+    gc.collect()
+    model(torch.ones(2, 64)).sum().backward()
+    assert type(model.weight.grad) is SwappedGradient
+    gone = [weakref.ref(each) for each in (model, *model.parameters())]
+    del model
+    gc.collect()
+    assert [each() for each in gone] == [None] * 3
+    assert list(folder.iterdir()) == []
 
 
 def test_gradients_that_cannot_be_swapped_are_refused(folder: Path) -> None:

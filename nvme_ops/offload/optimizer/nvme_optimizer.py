@@ -17,13 +17,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nvme_ops import ranks
 from nvme_ops.closing import Closing
 from nvme_ops.errors import note
 from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer import saved
+from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
+from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import (
     ELEMENTWISE,
     MASTER,
@@ -216,7 +216,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
     It is used like the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits.
-    But ``optimizer.state`` has an empty dict for each parameter with states: ``state_dict()`` has the states.
+    But what ``optimizer.state`` has for a parameter is read from storage when it is looked up, and cannot be changed.
 
     If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
     step before or those of this one. The exception says how many chunks are done; calling ``step`` again with the same
@@ -230,7 +230,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
             last completed step, or after a power failure perhaps with the one before; its parameters must be those of
-            that step, see ``steps``.
+            that step, see ``steps``. A warning says if there are states, but those of another number of ranks.
         name: distinguishes optimizers that are kept in one folder. Each rank has its own states under it.
         overlap: ``"backward"`` begins the step during the backward pass, for each chunk as soon as its gradients are
             complete; ``step`` ends it. Gradients then cannot be clipped or scaled between the two, and several
@@ -289,8 +289,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder, _ranked(name), reuse=reuse, budget=budget, pinned=pinned, checksums=checksums,
-                handle=self._handle,
+                folder, kept.session_name(folder, name, reuse), reuse=reuse, budget=budget, pinned=pinned,
+                checksums=checksums, handle=self._handle,
             )  # fmt: skip
             undo.callback(self._states.close)
             self._updates = Updates(self._class, defaults, self._states)
@@ -298,6 +298,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._states.when_done = self._free_gradients
                 self._most_gradients = budget
             record = self._states.committed()
+            if reuse and record is None:
+                kept.warn_of_others(folder, name)
             self._buffer: int = self._states.buffer if record is None else record["buffer"]  # bytes
             if self._buffer > self._states.buffer:
                 needed = size_words(4 * self._buffer)
@@ -556,10 +558,14 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             self._updates.update(self.param_groups, chunk, buffer)
 
     def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
-        """Makes ``state`` say which parameters have states, which torch.distributed.checkpoint needs."""
+        """Makes ``state`` say which parameters have states, and which: torch.distributed.checkpoint looks there."""
+        parts: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
+        for chunk, version in list(versions.items()):
+            for each in version.scalars:
+                parts.setdefault(each.parameter, []).append((chunk, each))
+        require_idle = weakref.WeakMethod(self._require_idle)
         self.state.clear()
-        for version in list(versions.values()):
-            self.state.update((each.parameter, {}) for each in version.scalars)
+        self.state.update((each, ParameterStates(self._states, found, require_idle)) for each, found in parts.items())
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._signature()}
@@ -666,9 +672,3 @@ def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], 
             optimizer._arrived(parameter)
 
     return hook
-
-
-def _ranked(name: str) -> str:
-    """Returns the name of this rank's session."""
-    me = ranks.distributed()
-    return name if me is None else f"{name} of rank {me.rank} of {me.world_size}"

@@ -28,7 +28,7 @@ from nvme_ops.errors import FormatError, naming
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.files import boot_id
 from nvme_ops.storage.publication import replacing
-from nvme_ops.storage.session import Session
+from nvme_ops.storage.session import Session, file_of
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.text import parse_json
 from nvme_ops.whole import read_whole, write_whole
@@ -165,6 +165,16 @@ class Records:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+
+def steps_in(path: str) -> int | None:
+    """Returns the steps that the session at ``path`` has recorded, or None if it has none that can be read."""
+    found: list[Record] = []
+    for number in range(2):
+        with contextlib.suppress(OSError, FormatError):
+            found.append(_read(file_of(path, f"record {number}")))
+    content = max((each for each in found if each.is_valid), key=lambda each: each.number, default=None)
+    return content.content.get("steps") if content is not None else None
 
 
 class Flush:

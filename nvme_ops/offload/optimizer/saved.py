@@ -21,7 +21,7 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer.records import required, scalars_from_json
+from nvme_ops.offload.optimizer.records import required
 from nvme_ops.offload.optimizer.states import (
     MASTER,
     Chunk,
@@ -52,14 +52,18 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
         for each, scalars in states.current[chunk].scalars.items():
             if each.parameter in found:
                 continue
-            regions = [region for region in chunk.regions if scalars.get(region.name, region) is not None]
-            kept = {name: cloned(value) for name, value in scalars.items() if name not in chunk.names}
-            if not (regions or kept):
+            names = chunk.state_names(scalars)
+            if not names:
                 continue
-            found[each.parameter] = kept
-            for region in regions:
-                places[each.parameter, region.name] = size, region
-                size += -(-outline(each.parameter).numel() * region.dtype.itemsize // PAGE) * PAGE
+            found[each.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
+            values = outline(each.parameter)
+            for region in (region for region in chunk.regions if region.name in names):
+                if values.numel():
+                    places[each.parameter, region.name] = size, region
+                    size += -(-values.numel() * region.dtype.itemsize // PAGE) * PAGE
+                else:  # nothing can be mapped
+                    empty = torch.empty(values.shape, dtype=region.dtype)
+                    found[each.parameter][region.name] = sharded(empty, each.parameter)
     if not size:
         return found
     fd = states.unnamed_file(size)
@@ -104,15 +108,20 @@ def from_state_dict(
     """
     for chunk in states.chunks:
         for each in chunk.slices:
-            _require(saved_of(each.parameter) or {}, chunk, each, needed(chunk))
+            _require(_found(saved_of(each.parameter)), chunk, each, needed(chunk))
     versions: dict[Chunk, Version] = {}
     with contextlib.closing(states.fill(lambda *_: None, versions)) as updates:
         for chunk, buffer in updates:
             for each in chunk.slices:
-                saved = saved_of(each.parameter)
-                if saved is not None:
+                saved = _found(saved_of(each.parameter))
+                if saved:
                     chunk.scalars[each] = _fill(saved, chunk, each, buffer, groups[chunk.group])
     return versions
+
+
+def _found(saved: dict[str, Any] | None) -> dict[str, Any]:
+    """Returns saved states without those that torch.distributed.checkpoint has looked for in vain: these are {}."""
+    return {name: value for name, value in (saved or {}).items() if not isinstance(value, dict) or value}
 
 
 def _require(saved: dict[str, Any], chunk: Chunk, each: Slice, needed: Collection[str]) -> None:
@@ -247,10 +256,6 @@ def from_file(states: States, path: str, made: Any, handle: aio_handle) -> tuple
 def _scalars(states: States, record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
     """Returns the scalar states in a record, by chunk and slice. Raises FormatError if it is damaged."""
     try:
-        found = {}
-        for chunk in states.chunks:
-            scalars = [scalars_from_json(each, chunk.device) for each in record["chunks"][chunk.number][1]]
-            found[chunk] = {each: one for each, one in zip(chunk.slices, scalars, strict=True) if one is not None}
-        return found
+        return {chunk: chunk.scalars_in(record["chunks"][chunk.number][1]) for chunk in states.chunks}
     except Exception as error:  # damaged content can raise anything
         raise FormatError(f"{path}: the record of the states is damaged: {error}") from error

@@ -255,6 +255,19 @@ class Chunk:
             begin = end
         return found
 
+    def scalars_in(self, described: Sequence[dict[str, Any] | None]) -> dict[Slice, dict[str, Any]]:
+        """Returns the scalar states of each slice in a record. Raises ValueError if they are of other slices."""
+        slices = self.slices
+        if len(described) < len(slices):  # earlier versions left out parameters without elements
+            slices = [each for each in slices if each.begin < each.end]
+        found = {each: scalars_from_json(one, self.device) for each, one in zip(slices, described, strict=True)}
+        return {each: one for each, one in found.items() if one is not None}
+
+    def state_names(self, scalars: Mapping[str, Any]) -> list[str]:
+        """Returns the names of a slice's states, in the order of a state dict, given those in ``Version.scalars``."""
+        regions = [region.name for region in self.regions if scalars.get(region.name, region) is not None]
+        return [*(name for name in scalars if name not in self.names), *regions]
+
     def backup(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the place in a buffer, behind the states, for the elements of the parameters before the step."""
         return buffer[self.nbytes : self._end_of_backup].view(self.dtype)
@@ -286,17 +299,17 @@ def divide(
         if regions and regions[0].name == MASTER:
             each += _MASTER_BYTES
         most = (buffer - PAGE) // each // _GRAIN * _GRAIN
-        begin = 0
-        while begin < values.numel():
+        begin, is_divided = 0, False
+        while not is_divided:  # one without elements, such as an empty shard, has states, too
             slices = unfinished.setdefault(kind, [])
             at = _aligned(slices[-1].place.stop) if slices else 0
-            if at >= most:
+            if at >= most and values.numel():
                 yield Chunk(group, *kind, slices)
                 slices, at = [], 0
                 unfinished[kind] = slices
             end = min(values.numel(), begin + most - at)
             slices.append(Slice(parameter, begin, end, at))
-            begin = end
+            begin, is_divided = end, end == values.numel()
     for kind, slices in unfinished.items():
         yield Chunk(group, *kind, slices)
 
@@ -666,11 +679,7 @@ class States:
         now = {}
         try:
             for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
-                scalars = {
-                    each: found
-                    for each, one in zip(chunk.slices, described, strict=True)
-                    if (found := scalars_from_json(one, chunk.device)) is not None
-                }
+                scalars = chunk.scalars_in(described)
                 if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
                     raise ValueError(f"chunk {chunk.number} has no place")
                 now[chunk] = Version(slot, scalars)
@@ -708,6 +717,9 @@ class States:
                 )
             self.commit(self._about)
             self.settle()
+        if self._records is not None:
+            with contextlib.suppress(OSError):
+                self._store.trim()  # what is kept takes no more space than it needs
 
     def close(self) -> None:
         """Removes the files, or leaves kept ones to the next session, after making the last step durable.

@@ -99,9 +99,10 @@ class SwappedGradients(Closing):
     def __init__(
         self, residents: Residents, every: Sequence[torch.Tensor], large: Sequence[torch.Tensor], most_leaving: int
     ) -> None:
-        self._residents, self._every, self._most_leaving = residents, every, most_leaving
+        self._residents, self._most_leaving = residents, most_leaving
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
-        self._parameters = [weakref.ref(each) for each in large]
+        # Parameters own their hooks, and these own this: it lives as long as any of them, and must not own them.
+        self._every, self._large = [weakref.ref(each) for each in every], [weakref.ref(each) for each in large]
         self._leaving: deque[_Leaving] = deque()
         self._uses_if_unshared = _uses_by_autograd()
         self._lock = forkable_lock()
@@ -127,9 +128,10 @@ class SwappedGradients(Closing):
         Returns:
             The norm of all gradients before, a tensor without dimensions.
         """
+        every = [parameter for each in self._every if (parameter := each()) is not None]
         if norm_type != 2.0:
-            return torch.nn.utils.clip_grad_norm_(self._every, max_norm, norm_type)
-        grads = [each.grad for each in self._every if each.grad is not None]
+            return torch.nn.utils.clip_grad_norm_(every, max_norm, norm_type)
+        grads = [each.grad for each in every if each.grad is not None]
         if not grads:
             return torch.tensor(0.0)  # on torch's default device, as torch does
         norms = [
@@ -167,7 +169,7 @@ class SwappedGradients(Closing):
         """Removes the files. Gradients on storage are lost, and set to None. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
-        for reference in self._parameters:
+        for reference in self._large:
             parameter = reference()
             if parameter is not None and _owners.get(parameter) is self:
                 if isinstance(parameter.grad, SwappedTensor):

@@ -119,7 +119,8 @@ class Residents(Residency[Resident]):
         self.budget, self.device, self._handle = budget, device, handle or shared_handle()
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
-        self._at: dict[str, weakref.ref[Resident]] = {}  # by place in the order
+        # By place in the order; nothing may be at a place that was foreseen.
+        self._at: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._nbytes = 0  # of all, in whole pages
         # Entries in memory, and changed ones, in this order; weak, since a parameter may be dropped at any time.
         self._in_memory = weakref.WeakKeyDictionary()
@@ -157,7 +158,7 @@ class Residents(Residency[Resident]):
         nbytes = _in_pages(resident.nbytes)
         with self._lock:
             self._all[resident.key] = resident
-            self._at[resident.place] = weakref.ref(resident)
+            self._at[resident.place] = resident
             self._nbytes += nbytes
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
@@ -323,7 +324,7 @@ class Residents(Residency[Resident]):
             return
         room = max(_AHEAD, self._memory.nbytes // 4)
         for number, (place, _) in enumerate(self._order.ahead()):
-            resident = self._at[place]()
+            resident = self._at.get(place)
             if resident is None:
                 continue
             room -= resident.nbytes
@@ -347,7 +348,7 @@ class Residents(Residency[Resident]):
             next_use.setdefault(at, number)
 
         def when(each: Resident) -> int:
-            return next_use.get(each.place, _NEVER) if self._at[each.place]() is each else _NEVER
+            return next_use.get(each.place, _NEVER) if self._at.get(each.place) is each else _NEVER
 
         return sorted((each for each in self._in_memory if when(each) > after), key=when, reverse=True)
 
