@@ -188,6 +188,7 @@ class TensorStore(Closing):
         self._retired: list[Value] = []  # replaced or dropped; their extents are freed once nobody reads them
         self._journal: Journal | None = None
         self._named = False  # whether the names of the files are durable
+        self._has_put = False
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
             undo.callback(session.take_back, name, self)
@@ -283,6 +284,7 @@ class TensorStore(Closing):
         if self._journal:
             self._journal.record(key, value)
         self._values[key] = value
+        self._has_put = True
         self._unsynced.put(key)
         if old is not None:
             self._retire(key, old)
@@ -492,6 +494,11 @@ class TensorStore(Closing):
                     with self._lock:
                         known = self._values if self._unsynced.certain else self._unsynced.durable
                         self._journal.compact(self._values, known)
+                # What its user keeps takes no more space than it needs. One that put nothing may have been refused.
+                if self._session.reuse and not self._journal and self._has_put:
+                    with contextlib.suppress(OSError):
+                        self._reclaim()
+                        self._slabs.trim()
             finally:
                 self._undo.close()
 

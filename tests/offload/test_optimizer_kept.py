@@ -348,6 +348,7 @@ def test_the_only_rank_of_a_launcher_goes_on_as_a_program_without_one_does(folde
     assert len(list(folder.iterdir())) == 1
 
 
+@pytest.mark.filterwarnings("ignore:'optimizer' begins without states")
 def test_states_of_another_number_of_ranks_are_named_and_can_be_taken(folder: Path) -> None:
     for rank in range(2):
         with as_rank(rank, 2), kept(folder, model := small()) as optimizer:
@@ -371,13 +372,20 @@ def test_states_of_another_number_of_ranks_are_named_and_can_be_taken(folder: Pa
 
 
 def test_what_is_kept_takes_no_more_space_than_it_needs(folder: Path) -> None:
-    for step in range(2):
+    """Also where the program ends without close()."""
+    program = """
+        import sys, torch
+        from tests.offload.test_optimizer_kept import kept, small, train
+        train(model := small(), optimizer := kept(sys.argv[1], model), 0, 1)
+    """
+    run_python(program, folder)
+    for step in (1, 2):
+        taken = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
         with kept(folder, model := small()) as optimizer:
             assert optimizer.steps == step
             train(model, optimizer, step, step + 1)
             needed = optimizer.stats().bytes_stored
-        taken = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
-        assert needed <= taken <= needed + 64 * 1024
+        assert needed // 2 <= taken <= needed + 64 * 1024  # the first step needs one of two places
 
 
 # Flushes

@@ -717,9 +717,6 @@ class States:
                 )
             self.commit(self._about)
             self.settle()
-        if self._records is not None:
-            with contextlib.suppress(OSError):
-                self._store.trim()  # what is kept takes no more space than it needs
 
     def close(self) -> None:
         """Removes the files, or leaves kept ones to the next session, after making the last step durable.
