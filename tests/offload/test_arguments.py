@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -289,6 +290,8 @@ class MineForCausalLM(LlamaForCausalLM):
 def test_custom_code_is_used_if_it_is_trusted(
     configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     path = saved(tmp_path / f"mine{configured}")
     (path / "modeling_mine.py").write_text(CODE)
     document = json.loads((path / "config.json").read_text())
