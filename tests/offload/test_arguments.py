@@ -174,6 +174,11 @@ def test_values_that_change_nothing_are_accepted_and_others_named(files: Path) -
     }  # fmt: skip
     with from_pretrained(files, memory_budget="4M", **neutral) as model:
         assert model.dtype == torch.float32
+    both: dict[str, Any] = {"output_attentions": True, "attn_implementation": "sdpa"}  # which transformers refuses
+    with pytest.raises(Exception, match="output_attentions"):
+        transformers.LlamaForCausalLM.from_pretrained(files, **both)
+    with pytest.raises(Exception, match="output_attentions"):
+        from_pretrained(files, memory_budget="4M", **both)
     for dtype in ("float17", 16):
         with pytest.raises(ValueError, match=f"dtype must be .* not {dtype!r}"):
             from_pretrained(files, memory_budget="4M", dtype=dtype)  # type: ignore[arg-type]
