@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -173,6 +174,11 @@ def test_values_that_change_nothing_are_accepted_and_others_named(files: Path) -
     }  # fmt: skip
     with from_pretrained(files, memory_budget="4M", **neutral) as model:
         assert model.dtype == torch.float32
+    both: dict[str, Any] = {"output_attentions": True, "attn_implementation": "sdpa"}  # which transformers refuses
+    with pytest.raises(Exception, match="output_attentions"):
+        transformers.LlamaForCausalLM.from_pretrained(files, **both)
+    with pytest.raises(Exception, match="output_attentions"):
+        from_pretrained(files, memory_budget="4M", **both)
     for dtype in ("float17", 16):
         with pytest.raises(ValueError, match=f"dtype must be .* not {dtype!r}"):
             from_pretrained(files, memory_budget="4M", dtype=dtype)  # type: ignore[arg-type]
@@ -289,6 +295,8 @@ class MineForCausalLM(LlamaForCausalLM):
 def test_custom_code_is_used_if_it_is_trusted(
     configured: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     path = saved(tmp_path / f"mine{configured}")
     (path / "modeling_mine.py").write_text(CODE)
     document = json.loads((path / "config.json").read_text())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -235,7 +236,11 @@ def cache(folder: Path) -> Path:
     return folder / "cache"
 
 
-def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(cache: Path) -> None:
+def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(cache / "modules"))
+    monkeypatch.setattr("sys.path", [*sys.path])  # transformers adds that folder
     given: Any = {"memory_budget": "4M", "cache_dir": str(cache), "local_files_only": True}
     asked: list[tuple[dict[str, Any], str]] = [
         ({}, MAIN), ({"revision": "old"}, OLD), ({"revision": OLD, "subfolder": "part"}, f"{OLD}/part"),
@@ -245,6 +250,19 @@ def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(cache
         with from_pretrained("org/name", **given, **options) as model, torch.no_grad():
             assert model.name_or_path == "org/name"
             assert torch.equal(model(IDS).logits, plain(IDS).logits)
+    mine = cache / "models--org--name" / "snapshots" / OLD
+    generation = json.loads((mine / "generation_config.json").read_text())
+    (mine / "generation_config.json").write_text(json.dumps({**generation, "max_length": 77}))
+    (mine / "custom.py").write_text("from transformers import LlamaForCausalLM\n\nclass Mine(LlamaForCausalLM): pass\n")
+    document = json.loads((mine / "config.json").read_text())
+    document["auto_map"] = {"AutoModelForCausalLM": "custom.Mine"}
+    (mine / "config.json").write_text(json.dumps(document))
+    with from_pretrained("org/name", **given, revision="old", trust_remote_code=True) as model:
+        assert type(model).__name__ == "Mine"
+        assert model.generation_config.max_length == 77
+    (mine / "adapter_config.json").write_text("{}")
+    with pytest.raises(ValueError, match="has an adapter"):
+        from_pretrained("org/name", **given, revision="old")
     for name, more in (("org/other", {}), ("org/name", {"revision": "bad"})):
         with pytest.raises(OSError, match="couldn't find them in the cached files"):
             from_pretrained(name, **{**given, **more})

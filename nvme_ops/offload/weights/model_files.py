@@ -103,8 +103,7 @@ def _local_folder(name: str, subfolder: str = "", variant: str | None = None, **
     optional = {"_raise_exceptions_for_missing_entries": False}
     config = find("config.json")
     options["revision"] = extract_commit_hash(config, None) or options.get("revision")
-    for file in (_ADAPTER, "generation_config.json"):
-        find(file, **optional)
+    find(_ADAPTER, **optional, _raise_exceptions_for_connection_errors=False)
     for file in _names(os.path.dirname(config or ""), variant):
         weights = find(file, **optional)
         if weights is not None:

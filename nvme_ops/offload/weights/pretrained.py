@@ -116,7 +116,7 @@ def from_pretrained(
         if value not in neutral and not getattr(value, "dequantize", False):  # which is done anyway
             raise ValueError(f"{argument}={value!r}: {words}")
     dtype = _dtype_of(kwargs.pop("torch_dtype", None) if dtype is None else dtype)
-    own = {key: kwargs.pop(key) for key in _IMPLEMENTATIONS if key in kwargs}
+    own = {key: kwargs[key] for key in _IMPLEMENTATIONS if key in kwargs}
     own.setdefault("experts_implementation", "eager")  # it computes with the selected experts alone
     allows_mismatch = bool(kwargs.pop("ignore_mismatched_sizes", False))
     wants_info = kwargs.pop("output_loading_info", False)
@@ -206,7 +206,8 @@ def _configure_generation(model: Any, origin: _Origin, fields: dict[str, Any]) -
     """Sets ``generation_config`` as transformers does, by the model's files and ``fields`` of the configuration."""
     if not model.can_generate() or not hasattr(model, "adjust_generation_fn"):
         return
-    fields = {key: value for key, value in fields.items() if key not in _INTERNAL and key != "code_revision"}
+    others = (*_INTERNAL, *_IMPLEMENTATIONS, "code_revision")
+    fields = {key: value for key, value in fields.items() if key not in others}
     options = {**dict.fromkeys((*HUB_OPTIONS, "trust_remote_code")), "subfolder": "", **origin.options, **fields}
     with contextlib.suppress(OSError):  # there is none
         model.adjust_generation_fn(None, False, None, origin.repository, **options)
@@ -263,7 +264,7 @@ def _configured(
 ) -> tuple[Any, dict[str, Any]]:
     """Returns the configuration, with those of the keywords that are its fields, and the others."""
     config = kwargs.pop("config", None)
-    rest = {key: value for key, value in kwargs.items() if key not in _CODE_OPTIONS}
+    rest = {key: value for key, value in kwargs.items() if key not in (*_CODE_OPTIONS, *_IMPLEMENTATIONS)}
     if isinstance(config, transformers.PreTrainedConfig):
         return config, rest  # all are for the model, as in transformers
     is_auto = model_class is None or hasattr(model_class, "_model_mapping")
@@ -271,7 +272,7 @@ def _configured(
     place, options = (origin.repository, origin.options) if config is None else (config, origin.hub)
     with naming("read of the configuration", origin.folder):
         try:
-            fields = kwargs if is_auto else rest
+            fields = {key: value for key, value in kwargs.items() if is_auto or key not in _CODE_OPTIONS}
             config, unused = kind.from_pretrained(place, return_unused_kwargs=True, **options, **fields)
         except (AttributeError, TypeError) as error:  # a field of another kind
             raise ValueError(f"{place}: transformers cannot read the configuration: {error}") from error

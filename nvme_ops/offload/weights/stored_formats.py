@@ -135,7 +135,8 @@ def require_understood(
     Args:
         joined: the tensors after ``with_scales`` and ``with_exponents``.
         state: those before.
-        settings: of quantization; if there are any, numbers that nothing was joined with are refused, too.
+        settings: of quantization; if there are any, integers in place of a weight are refused, too, before all missing
+            weights are initialized, which takes as much memory as the model.
     """
     narrow = {name for name, each in state.items() if each.dtype.itemsize == 1 and each.dtype != torch.bool}
     for name, tensor in joined.items():
@@ -146,7 +147,7 @@ def require_understood(
         if weight is not None and last not in (*OF_ACTIVATIONS, "weight") and not last.endswith("bias"):
             words = f"{name} is not understood, and {weight}, stored as {_dtype(state[weight])}, may need it"
             raise ValueError(words + format_words(settings))
-        if settings and tensor.dim() > 1 and tensor.dtype in _PACKED:
+        if settings and tensor.dim() > 1 and tensor.dtype in _PACKED and f"{owner}.weight" not in joined:
             raise ValueError(f"{name}, stored as {_dtype(tensor)}, is not understood{format_words(settings)}")
 
 
