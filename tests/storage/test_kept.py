@@ -379,3 +379,17 @@ def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkey
             elif begin >= durable:
                 with TensorStore(session) as store:
                     assert "first" in store
+
+
+def test_a_store_without_a_record_gives_back_the_rest_of_its_file_once_it_knows_what_is_in_it(folder: Path) -> None:
+    with kept(folder) as session, TensorStore(session, journal=False) as store:
+        store.put("a", OLD["a"]).result()
+        entries, slab = store.described(["a"]), Path(session.path(0, "slab"))
+    size = slab.stat().st_size
+    assert size < 100_000
+    with kept(folder) as session, TensorStore(session, journal=False):
+        pass  # its user has found nothing that it can use, and another one may
+    assert slab.stat().st_size == size
+    with kept(folder) as session, TensorStore(session, journal=False) as store:
+        store.adopt(entries)
+        assert torch.equal(got(store, "a"), OLD["a"])
