@@ -94,11 +94,19 @@ class Loan(NamedTuple):
     gradient: torch.Tensor | None
 
 
+class Layout(NamedTuple):
+    """The order in which a dense parameter's elements lie in memory."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class Slice:
-    """Elements ``begin`` to ``end`` of a parameter, in the order of its memory; ``at`` is their start in the chunk."""
+    """Elements ``begin`` to ``end`` of a parameter, in the order of ``layout``; ``at`` is their start in the chunk."""
 
     parameter: torch.Tensor
+    layout: Layout  #: of the parameter when the chunk was made
     begin: int
     end: int
     at: int
@@ -110,7 +118,15 @@ class Slice:
 
     def values(self) -> torch.Tensor:
         """Returns these elements of the parameter, lent or in memory, as a view of one dimension."""
-        return flat(local(self.parameter) if self.loan is None else self.loan.values)[self.begin : self.end]
+        return self._part(local(self.parameter) if self.loan is None else self.loan.values)
+
+    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+        if (tensor.shape, tensor.stride()) != self.layout:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(self.layout.shape)} got another shape or memory layout during a step of "
+                "NvmeOptimizer: change it before the backward pass or after step()"
+            )
+        return flat(tensor)[self.begin : self.end]
 
     def gradient(self) -> torch.Tensor | None:
         """Returns these elements of the gradient, or None if there is none. Raises RuntimeError for a sparse one."""
@@ -123,7 +139,7 @@ class Slice:
         values = local(self.parameter) if self.loan is None else self.loan.values
         if gradient.stride() != values.stride():
             gradient = torch.empty_like(values, dtype=gradient.dtype).copy_(gradient)
-        return flat(gradient)[self.begin : self.end]
+        return self._part(gradient)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +197,7 @@ class Version:
     slot: int | None = None  #: the place in the store; None: there are no elementwise states
     #: By slice: the states that are not elementwise, such as ``step``, and None for an elementwise state that the slice
     #: does not have yet. Slices without any states are missing.
-    scalars: Mapping[Slice, dict[str, Any]] = field(default_factory=dict)
+    scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)
     attempt: int = -1  #: the ``States.attempt`` that made it
 
 
@@ -278,22 +294,28 @@ class Chunk:
 
     def key(self, slot: int) -> str:
         """Returns the key in the store of one of the chunk's places."""
-        return f"{self.number}/{slot}"
+        return key_of(self.number, slot)
+
+
+def key_of(number: int, slot: int) -> str:
+    """Returns the key in the store of a place of the chunk of this number."""
+    return f"{number}/{slot}"
 
 
 def divide(
-    parameters: Sequence[torch.Tensor], group: int, layouts: Mapping[torch.Tensor, tuple[Region, ...]], buffer: int
+    parameters: Mapping[torch.Tensor, tuple[Layout, tuple[Region, ...]]], group: int, buffer: int
 ) -> Iterator[Chunk]:
     """Yields the chunks of a group of parameters, each of which fits with its backup into ``buffer`` bytes.
 
     The caller numbers them. Raises ValueError for a parameter with gaps in its memory.
     """
     unfinished: dict[tuple[Any, ...], list[Slice]] = {}
-    for parameter in parameters:
+    for parameter, (layout, regions) in parameters.items():
         values = outline(parameter)
         if not is_dense(values):
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory")
-        regions = layouts[parameter]
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory: give it its data.contiguous()"
+            )
         kind = (regions, values.dtype, parameter.device)
         each = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
         if regions and regions[0].name == MASTER:
@@ -308,7 +330,7 @@ def divide(
                 slices, at = [], 0
                 unfinished[kind] = slices
             end = min(values.numel(), begin + most - at)
-            slices.append(Slice(parameter, begin, end, at))
+            slices.append(Slice(parameter, layout, begin, end, at))
             begin, is_divided = end, end == values.numel()
     for kind, slices in unfinished.items():
         yield Chunk(group, *kind, slices)
@@ -359,7 +381,8 @@ class States:
         handle: aio_handle | None,
     ) -> None:
         self.chunks: list[Chunk] = []
-        self.groups = 0  #: how many parameter groups were divided into chunks
+        #: Identifies, by group, the parameters that were divided into chunks, and their layouts.
+        self.arrangement: list[list[Any]] = []
         self.current: dict[Chunk, Version] = {}  #: the valid version of each chunk
         self.changed: dict[Chunk, torch.Tensor] = {}  #: buffers of chunks whose parameters may be new
         self.attempt = 0  #: counts attempts at steps: chunks whose version has this number are done
@@ -367,10 +390,11 @@ class States:
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
         self.closed = False  #: whether ``close`` was called
-        self._durable: dict[Chunk, int | None] = {}  # slots that the durable record names
-        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of the last step, and its slots
+        self._durable: dict[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
+        self._flush: tuple[Flush, dict[int, int | None]] | None = None  # of the last step, and its slots
         self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
-        self._failed: dict[Chunk, Version] = {}  # current ones whose flush failed
+        self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
+        self._parts: tuple[list[Chunk], dict[torch.Tensor, list[tuple[Chunk, Slice]]]] = ([], {})
         self._process = os.getpid()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
@@ -395,13 +419,36 @@ class States:
                 self._adopt(self._records)
             self._undo = undo.pop_all()
 
-    def add(self, chunks: Iterable[Chunk], groups: int) -> None:
-        """Adds chunks without states; ``groups`` is the number of parameter groups that are divided then."""
+    def add(self, chunks: Iterable[Chunk], arrangement: list[list[Any]]) -> None:
+        """Adds chunks without states, which follow the others in number, of groups that follow in ``arrangement``."""
         new = list(chunks)
-        for number, chunk in enumerate(new, len(self.chunks)):
-            chunk.number = number
         self.current |= dict.fromkeys(new, _NOTHING)
-        self.chunks, self.groups = [*self.chunks, *new], groups
+        self.chunks, self.arrangement = [*self.chunks, *new], arrangement
+
+    def parts(self) -> dict[torch.Tensor, list[tuple[Chunk, Slice]]]:
+        """Returns the slices of each parameter that has elements, with their chunks."""
+        chunks, found = self._parts
+        if chunks is not self.chunks:
+            found = {}
+            for chunk in self.chunks:
+                for each in chunk.slices:
+                    found.setdefault(each.parameter, []).append((chunk, each))
+            self._parts = (self.chunks, found)
+        return found
+
+    def has_states(self, parameter: torch.Tensor) -> bool:
+        """Returns whether a parameter with elements has states."""
+        return any(each in self.current[chunk].scalars for chunk, each in self.parts()[parameter])
+
+    def is_between_steps(self) -> bool:
+        """Returns whether all chunks have the states of the same step: no step has failed after some were done."""
+        last = -1 if self.last_commit is None else self.last_commit
+        return all(version.attempt <= last for version in self.current.values())
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the states are left to the next session."""
+        return self._records is not None
 
     def is_done(self, chunk: Chunk) -> bool:
         """Returns whether the current attempt has updated a chunk."""
@@ -422,19 +469,33 @@ class States:
             for _ in passing:
                 pass
 
-    def fill(self, read: _Move, versions: dict[Chunk, Version]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+    def fill(
+        self, read: _Move | None, versions: dict[Chunk, Version], chunks: Sequence[Chunk] | None = None
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         """Yields each chunk with a buffer for new states, which ``read`` or the caller's loop fills.
 
         The loop sets ``chunk.scalars``. A chunk that gets any is written beside the current states. The new ones are
         added to ``versions``, and become valid, all or none, when these are given to ``commit``.
+
+        Args:
+            read: starts to fill a buffer; None: with the current states, and ``chunk.scalars`` are the current ones. A
+                chunk for which the loop leaves these alone is not written.
+            versions: of these chunks, once the generator has ended.
+            chunks: those to be filled, all of ``self.chunks`` when None. They may be others, which replace these then.
         """
-        tracked = self._tracked(read)
+        tracked = self._read if read is None else self._tracked(read)
 
         def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             chunk.reset()
-            return tracked(chunk, buffer)
+            transfer = tracked(chunk, buffer)
+            if read is None:
+                chunk.scalars, chunk.pending = self.current[chunk].scalars, self.current[chunk]
+            return transfer
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            if chunk.pending is not None and chunk.scalars is chunk.pending.scalars:
+                return None
+            chunk.pending = None
             if not chunk.scalars:
                 return None
             self.settle()
@@ -445,7 +506,9 @@ class States:
             if failure is None:
                 versions[chunk] = chunk.pending or _NOTHING
 
-        return self._pass(self.chunks, begin, write, ended)
+        chunks = self.chunks if chunks is None else chunks
+        versions.update(dict.fromkeys(chunks, _NOTHING))
+        return self._pass(chunks, begin, write, ended)
 
     def _pass(
         self,
@@ -510,8 +573,12 @@ class States:
 
         These are the same, and two places suffice, except after a failed step: the third is for its next attempt.
         """
-        free = set(range(_SLOTS + 1)) - {self.current[chunk].slot, self._durable.get(chunk)}
+        free = set(range(_SLOTS + 1)) - {self._slot(chunk.number), self._durable.get(chunk.number)}
         return min(free)
+
+    def _slot(self, number: int) -> int | None:
+        """Returns the slot with the current states of the chunk of a number; a chunk may be about to replace it."""
+        return self.current[self.chunks[number]].slot if number < len(self.chunks) else None
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
         """Makes the new states current, or after a failure restores the parameters. May be called again."""
@@ -541,13 +608,19 @@ class States:
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
         """Returns ``about`` with slot and scalar states of each chunk, of ``versions`` or the current ones."""
         found = []
-        for chunk in self.chunks:
-            version = (self.current if versions is None else versions)[chunk]
+        for chunk, version in (self.current if versions is None else versions).items():
             found.append([version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
-    def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
+    def commit(
+        self,
+        about: dict[str, Any],
+        versions: dict[Chunk, Version] | None = None,
+        arrangement: list[list[Any]] | None = None,
+    ) -> None:
         """Ends a step, or makes ``versions`` the current states, and records them with ``about``.
+
+        Their chunks replace the current ones; if these are others, ``arrangement`` is theirs.
 
         The next program finds them even if this process is killed; after a power failure it does once a thread, which
         starts here, has made them durable.
@@ -555,6 +628,10 @@ class States:
         self._recover()
         self.settle()
         now, attempt = (self.current, self.attempt) if versions is None else (versions, self.attempt + 1)
+        if arrangement is None:
+            chunks, arrangement = self.chunks, self.arrangement
+        else:
+            chunks, self._has_third_places = list(now), True  # the places of chunks that are gone
         flush = None
         if self._records is not None:
             if versions is None:
@@ -564,18 +641,24 @@ class States:
             content["places"] = self._store.described(key for key in stored if key in self._store)
             self._records.write(content)
             flush = self._flush_of(self._records, now, about)
-        self.current, self.stats.steps, self.attempt, self.last_commit, self._about, self._flush = (
-            now, about["steps"], attempt, self.attempt, about, flush
-        )  # fmt: skip
+        (
+            self.chunks, self.arrangement, self.current, self.stats.steps, self.attempt, self.last_commit, self._about,
+            self._flush,
+        ) = chunks, arrangement, now, about["steps"], attempt, self.attempt, about, flush  # fmt: skip
         if flush is None:
             self._free_third_places()
         else:
             self._drop_failed()
             flush[0].start()
 
+    def recommit(self, made: Any) -> None:
+        """Commits what there is again if groups were added, after the last step, to what this was ``made`` for."""
+        if self._about and self._about["made"] != made and self.is_between_steps():
+            self.commit({**self._about, "made": made})
+
     def _flush_of(
         self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
-    ) -> tuple[Flush, dict[Chunk, int | None]]:
+    ) -> tuple[Flush, dict[int, int | None]]:
         """Returns the work that makes versions durable, first their places and then the record, and their slots."""
         store = self._store
 
@@ -589,7 +672,7 @@ class States:
                 raise
 
         flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
-        return flush, {chunk: version.slot for chunk, version in now.items()}
+        return flush, {chunk.number: version.slot for chunk, version in now.items()}
 
     def settle(self) -> None:
         """Waits until the last step is durable; only then may places be written to that are not the current ones.
@@ -607,8 +690,8 @@ class States:
                 self._flush, self._durable = None, named
                 self._free_third_places()
             else:
-                durable = self._durable
-                self._failed = {chunk: each for chunk, each in self.current.items() if each.slot != durable.get(chunk)}
+                durable, now = self._durable, self.current.items()
+                self._failed = {chunk.number: each for chunk, each in now if each.slot != durable.get(chunk.number)}
                 self._flush = None
                 note(
                     flush.failure,
@@ -620,7 +703,7 @@ class States:
     def rewrite(self) -> None:
         """Copies current states whose flush has failed to other places, whose blocks another file may then share."""
         self.settle()
-        chunks = [chunk for chunk, version in self._failed.items() if self.current[chunk] is version]
+        chunks = [chunk for chunk, version in self.current.items() if self._failed.get(chunk.number) is version]
         if not chunks:
             return
 
@@ -638,10 +721,10 @@ class States:
 
     def _drop_failed(self) -> None:
         """Drops places whose flush has failed: as long as the store has them, it refuses each further sync."""
-        for chunk, version in self._failed.items():
-            if version.slot is not None and version.slot != self.current[chunk].slot:
+        for number, version in self._failed.items():
+            if version.slot is not None and version.slot != self._slot(number):
                 with contextlib.suppress(KeyError):
-                    self._store.drop(chunk.key(version.slot))
+                    self._store.drop(key_of(number, version.slot))
         self._failed = {}
 
     def _free_third_places(self) -> None:
@@ -649,7 +732,7 @@ class States:
         if not self._has_third_places:
             return
         now = self.current.items()
-        slots = {chunk: (each.slot, self._durable.get(chunk), self._free_slot(chunk)) for chunk, each in now}
+        slots = {chunk: (each.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, each in now}
         wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # the store is no mapping
@@ -688,7 +771,7 @@ class States:
             raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
         self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
         self.current, self.stats.steps, self._has_third_places = now, self._about["steps"], True
-        self._durable = dict(zip(self.chunks, slots, strict=False))
+        self._durable = dict(enumerate(slots))
         if newest is durable:
             self._free_third_places()
         else:  # the earlier program ended before the step was durable
@@ -708,7 +791,7 @@ class States:
         """Makes the last step durable. Raises OSError."""
         self.settle()
         if self._failed:
-            if any(version.attempt > (self.last_commit or -1) for version in self.current.values()):  # of two steps
+            if not self.is_between_steps():
                 raise OSError(
                     errno.EIO,
                     f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "
