@@ -14,7 +14,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.offload.optimizer.states import MASTER
+from nvme_ops.offload.optimizer.chunks import MASTER
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers

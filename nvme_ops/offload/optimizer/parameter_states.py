@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.offload.optimizer.states import Chunk, Slice, States, Version, cloned, flat, sharded
+from nvme_ops.offload.optimizer.chunks import Chunk, Slice, Version, cloned, flat, sharded
+from nvme_ops.offload.optimizer.states import States
 from nvme_ops.offload.residency import tensors_over
 
 

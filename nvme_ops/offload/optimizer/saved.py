@@ -21,20 +21,20 @@ from nvme_ops.errors import FormatError
 from nvme_ops.formats import safetensors_format
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.optimizer.records import required
-from nvme_ops.offload.optimizer.states import (
+from nvme_ops.offload.optimizer.chunks import (
     MASTER,
     Chunk,
     Layout,
     Region,
     Slice,
-    States,
     Version,
     cloned,
     flat,
     local,
     sharded,
 )
+from nvme_ops.offload.optimizer.records import required
+from nvme_ops.offload.optimizer.states import States
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import allocate, sync_above
 from nvme_ops.storage.publication import opened, replacing
