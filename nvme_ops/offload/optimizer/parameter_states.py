@@ -83,7 +83,8 @@ class ParameterStates(MutableMapping[str, Any]):
 
     def may_differ(self) -> bool:
         """Returns whether the program may have changed something."""
-        self._names()
+        if self._values or self._deleted:
+            self._names()
         return bool(self._values or self._deleted)
 
     def differs(self) -> bool:
@@ -106,7 +107,7 @@ class ParameterStates(MutableMapping[str, Any]):
 
         With ``anew`` they are left alone.
         """
-        if self._states is None:
+        if self._states is None or not (self._values or self._deleted):
             return
         values, self._values, self._deleted, self._versions = self._values, {}, set(), {}
         self._of = [self._states.current[chunk] for chunk, _ in self._parts()]
