@@ -85,6 +85,8 @@ def test_the_states_of_a_parameter_can_be_looked_up(folder: Path) -> None:
         assert differ(copy.deepcopy(state), dict(state)) == ""
         with pytest.raises(KeyError, match="lr"):
             state["lr"]
+        del found
+        ours.step()
     with pytest.raises(ValueError, match="is closed"):
         state["exp_avg"]
 

@@ -21,7 +21,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
-from nvme_ops.offload.optimizer.states import MASTER
+from nvme_ops.offload.optimizer.chunks import MASTER
 from tests.conftest import MIB, run_python
 from tests.contract.faulty import Faulty
 from tests.device.kinds import on_a_gpu

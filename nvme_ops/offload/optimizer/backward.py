@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from nvme_ops.offload.optimizer.states import Chunk, States
+from nvme_ops.offload.optimizer.chunks import Chunk
+from nvme_ops.offload.optimizer.states import States
 
 
 class BackwardPass:

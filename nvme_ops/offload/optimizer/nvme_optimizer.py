@@ -7,8 +7,8 @@ intact until the new ones are complete: a step writes all states once, and they 
 
 from __future__ import annotations
 
+import collections
 import contextlib
-import ctypes
 import os
 import time
 import weakref
@@ -23,167 +23,32 @@ from nvme_ops.file import shared_handle
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
-from nvme_ops.offload.optimizer.parameter_states import ParameterStates
-from nvme_ops.offload.optimizer.states import (
+from nvme_ops.offload.optimizer.chunks import (
     ELEMENTWISE,
+    HALF,
     MASTER,
     Chunk,
-    OptimizerStats,
+    Layout,
     Region,
-    Slice,
-    States,
     Version,
-    cloned,
     divide,
     options_of,
     outline,
     regions_of,
 )
+from nvme_ops.offload.optimizer.parameter_states import ParameterStates
+from nvme_ops.offload.optimizer.states import OptimizerStats, States
+from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.text import MIB, size_words
 
+_AS_IT_IS = "as it is"  # stands for all that state has
+
 MIN_BUDGET = 1 * MIB  #: bytes of the smallest budget
-_HALF = (torch.bfloat16, torch.float16)  # dtypes that get master weights
 
-_malloc_trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
-
-_Groups = Sequence[dict[str, Any]]
-_Kind = tuple[int, torch.dtype, torch.device]  # ``Chunk.kind``
 
 Path = str | os.PathLike[str]
-
-
-def _trim_heap() -> None:
-    """Returns free memory of the heap to the system."""
-    if _malloc_trim is not None:
-        _malloc_trim(0)
-
-
-class Updates:
-    """Updates chunks by an optimizer of torch. Its methods take ``groups``, the current parameter groups.
-
-    Args:
-        optimizer: the class of torch's optimizer.
-        options: keywords for it, beside the options of the groups.
-        states: has the chunks.
-    """
-
-    def __init__(self, optimizer: type[torch.optim.Optimizer], options: Mapping[str, Any], states: States) -> None:
-        self._class, self._options, self._states = optimizer, options, states
-        self._slow: tuple[int, set[_Kind]] = (-1, set())  # an attempt at a step and its slow_kinds
-        #: Whether parameters or gradients on storage were lent since the caller has set this to False.
-        self.has_lent = False
-
-    def decide(self, groups: _Groups) -> None:
-        """Finds the chunks that this step updates in the slow way, once for each attempt at it."""
-        if self._slow[0] != self._states.attempt:
-            self._slow = (self._states.attempt, self.slow_kinds(groups, early=False))
-
-    def update(self, groups: _Groups, chunk: Chunk, buffer: torch.Tensor) -> None:
-        """Updates a chunk's parameters, and its states in the buffer."""
-        first = len(self._states.current[chunk].scalars) < len(chunk.slices)
-        host = buffer[: chunk.nbytes]
-        memory = host if chunk.device.type == "cpu" else host.to(chunk.device)
-        with contextlib.closing(chunk.borrowed()) as parts:
-            for slices in parts:
-                self.has_lent |= slices[0].loan is not None
-                self._compute(options_of(groups[chunk.group]), chunk, buffer, memory, slices)
-        if memory is not host:
-            host.copy_(memory)
-        if first:
-            _trim_heap()  # torch has made states in the heap, and small ones of each chunk fragment it
-
-    def _compute(
-        self,
-        options: dict[str, Any],
-        chunk: Chunk,
-        buffer: torch.Tensor,
-        memory: torch.Tensor,
-        slices: Sequence[Slice],
-    ) -> None:
-        """Updates some slices, with the chunk's states in ``memory`` on its device."""
-        on_host = chunk.device.type == "cpu"
-        views, backup, before = chunk.views(memory), chunk.backup(buffer), self._states.current[chunk].scalars
-        nesterov = self._class is torch.optim.SGD and options["nesterov"]
-        # These change gradients in place, but gradients must stay as they are in case the step fails.
-        changes_gradients = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
-        given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
-        for each in slices:
-            gradient = each.gradient()
-            if gradient is None:
-                continue
-            values = target = each.values()
-            backup[each.place].copy_(values)
-            chunk.updated.append(each)
-            self._states.changed[chunk] = buffer
-            if MASTER in views:
-                target = views[MASTER][each.place]
-                if each not in before:
-                    target.copy_(values)
-                gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
-            elif changes_gradients:
-                gradient = gradient.clone()
-            target.grad = gradient
-            given.append((each, values, target))
-        if not given:
-            return
-        targets = [target for _, _, target in given]
-        attempt, slow = self._slow
-        if attempt == self._states.attempt and chunk.kind in slow:  # add an element without states, as in torch
-            targets.append(torch.zeros_like(targets[0][:1]))
-            targets[-1].grad = torch.zeros_like(targets[-1])
-        inner = self._class([{**options, "params": targets}], **self._options)
-        for each, _, target in given:
-            if each in before:
-                state = inner.state[target] = dict[str, Any]()
-                for name in chunk.names:
-                    if name not in before[each]:
-                        state[name] = views[name][each.place]
-                for name, value in before[each].items():
-                    if value is not None:  # None stands for an elementwise state that the slice does not have yet
-                        state[name] = cloned(value)
-        inner.step()
-        for each, values, target in given:
-            scalars: dict[str, Any] = dict.fromkeys(chunk.names)
-            for name, value in inner.state[target].items():
-                if name not in views:
-                    scalars[name] = value
-                elif value is not None:
-                    del scalars[name]
-                    if value.data_ptr() != (view := views[name][each.place]).data_ptr():
-                        view.copy_(value)
-            chunk.scalars[each] = scalars
-            if target is not values:
-                values.copy_(target)
-            target.grad = None
-        inner.state.clear()
-        inner.param_groups.clear()  # torch's optimizers are in reference cycles, which would keep the parameters
-
-    def slow_kinds(self, groups: _Groups, *, early: bool) -> set[_Kind]:
-        """Returns the kinds of chunks that torch's optimizer updates in its slow way, since some have no states yet.
-
-        ``SGD(momentum, foreach=True)`` updates momentum buffers one by one until all parameters with a gradient have
-        one, which rounds differently in bfloat16 and float16. With ``early``, any parameter may still get a gradient.
-        """
-        found: set[_Kind] = set()
-        if self._class is not torch.optim.SGD:
-            return found
-        for chunk in self._states.chunks:
-            options = groups[chunk.group]
-            foreach = options["foreach"] or (
-                options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]
-            )
-            if not (foreach and options["momentum"]) or chunk.dtype not in _HALF or chunk.has_master:
-                continue
-            scalars = self._states.current[chunk].scalars
-            if any(
-                (early or each.parameter.grad is not None)
-                and (each not in scalars or "momentum_buffer" in scalars[each])  # it is None
-                for each in chunk.slices
-            ):
-                found.add(chunk.kind)
-        return found
 
 
 def require_elementwise(optimizer: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
@@ -204,6 +69,21 @@ def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
     return {name: bool(value) for name, value in options.items() if isinstance(value, bool | int | float)}
 
 
+def _identities_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns what tells whether parameters are the same objects, with the same layout, as before."""
+    return [(id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters]
+
+
+def _layout_of(parameter: torch.Tensor) -> Layout:
+    whole = outline(parameter)
+    return Layout(whole.shape, whole.stride())
+
+
+def _without_strides(made: Any) -> Any:
+    optimizer, master, parameters, regions = made
+    return optimizer, master, [[described[:2] for described in group] for group in parameters], regions
+
+
 def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
     """Returns, for each parameter, a reference to its gradient and the gradient's version."""
     gradients = [each.grad for each in parameters]
@@ -216,7 +96,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         optimizer = NvmeOptimizer(model.parameters(), torch.optim.AdamW, "/mnt/nvme", memory_budget="1G", lr=1e-4)
 
     It is used like the optimizer itself, by schedulers, ``GradScaler`` and trainers too, and computes the same bits.
-    But what ``optimizer.state`` has for a parameter is read from storage when it is looked up, and cannot be changed.
+    What ``optimizer.state`` has for a parameter is read from storage when it is looked up. Changes to it, to the lists
+    of parameters in ``param_groups`` and to memory layouts are taken over by the next step, save or load.
 
     If a step fails (the device, a full disk, Ctrl-C), each chunk of parameters has either the values and states of the
     step before or those of this one. The exception says how many chunks are done; calling ``step`` again with the same
@@ -228,6 +109,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         folder: where the states go; several folders, one on each device, share them by their measured rates.
         memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
+            Elements of the parameter that the program has changed since are taken from the parameter.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
             last completed step, or after a power failure perhaps with the one before; its parameters must be those of
             that step, see ``steps``. A warning says if there are states, but those of another number of ranks.
@@ -276,14 +158,15 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         if budget < MIN_BUDGET:
             raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
-        self._cached_signature: tuple[int, list[Any]] = (0, [])  # the groups in it, and itself
+        self._cached_signature: tuple[list[Chunk], list[Any]] = ([], [])  # the chunks in it, and itself
+        self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
+        self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
         self._switches: dict[int, dict[str, bool]] = {}  # by group: what _switches was when room was made
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass: BackwardPass | None = None
         self._order: list[Chunk] = []  # in which their gradients became complete last time
         self._most_gradients: int | None = None  # bytes that may await their update
-        self._chunks_of: dict[torch.Tensor, list[Chunk]] = {}  # by parameter, once gradients are to be freed
         self._handle = handle or shared_handle()
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
@@ -304,28 +187,63 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if self._buffer > self._states.buffer:
                 needed = size_words(4 * self._buffer)
                 raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {needed}")
-            self._arrange()
-            if record is not None:
-                if record["made"] != self._signature():
+            if record is None:
+                self._arrange()
+            else:
+                if (made := self._chunks_for(record["made"])) is None:
                     raise ValueError(
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
+                self._states.add(*made)
+                self._after_arranging()
                 self._states.resume()
-                self._show_states(self._states.current)
+                self._show_states()
             undo.pop_all()
 
     def _signature(self) -> list[Any]:
         """Returns what identifies the optimizer and parameters that states were made for, as JSON has it."""
-        groups, found = self._cached_signature
-        if groups != self._states.groups:
-            parameters = [
-                [[str(parameter.dtype), list(outline(parameter).shape)] for parameter in group["params"]]
-                for group in self.param_groups
-            ]
-            regions = [[region.name for region in chunk.regions] for chunk in self._states.chunks]
-            found = [self._class.__name__, self._master, parameters, regions]
-            self._cached_signature = (self._states.groups, found)
+        chunks, found = self._cached_signature
+        if chunks is not self._states.chunks:
+            found = self._described(self._states.chunks)
+            self._cached_signature = (self._states.chunks, found)
         return found
+
+    def _described(self, chunks: Sequence[Chunk]) -> list[Any]:
+        """Returns ``_signature`` for some chunks."""
+        layouts = {each.parameter: each.layout for chunk in chunks for each in chunk.slices}
+        parameters = [
+            [
+                [str(each.dtype), *map(list, layouts[each] if each in layouts else _layout_of(each))]
+                for each in group["params"]
+            ]
+            for group in self.param_groups
+        ]
+        regions = [[region.name for region in chunk.regions] for chunk in chunks]
+        return [self._class.__name__, self._master, parameters, regions]
+
+    def _chunks_for(self, made: Any) -> tuple[list[Chunk], list[list[Any]]] | None:
+        """Returns chunks, and their arrangement, for states that were made for parameters like these.
+
+        Their memory layouts may be others, which ``_arrange`` sees, and puts the states in the order of now.
+
+        Args:
+            made: a ``_signature``; earlier versions did not have the strides in it, and took them for the same.
+
+        Returns:
+            None if it is of other parameters or another optimizer.
+        """
+        try:
+            strides = {
+                each: tuple(map(int, described[2]))
+                for group, those in zip(self.param_groups, made[2], strict=True)
+                for each, described in zip(group["params"], those, strict=True)
+                if len(described) > 2
+            }
+            wanted = _without_strides(made)
+        except (ValueError, TypeError, LookupError):
+            return None
+        chunks, arrangement = self._divided(0, strides)
+        return (chunks, arrangement) if wanted == _without_strides(self._described(chunks)) else None
 
     # Public methods
 
@@ -346,8 +264,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
         Raises:
             OSError: the device fails or is full; the exception's note says what is done, and how to continue.
-            RuntimeError: a gradient is sparse.
-            ValueError: the optimizer is closed.
+            RuntimeError: a gradient is sparse; with ``overlap``, states or groups were changed after the backward pass.
+            ValueError: the optimizer is closed; or states do not fit their parameters, or a parameter is in the groups
+                twice or has gaps in its memory. Nothing was done then.
         """
         loss = None
         if closure is not None:
@@ -356,10 +275,10 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         begin, computing = time.perf_counter(), 0.0
         states = self._states
         self._require_open()
-        self._arrange()
-        self._require_room()
         if self._pass is not None and self._pass.abandoned:
             self._abandon_pass()
+        self._arrange()
+        self._require_room()
         backward, with_gradient = self._pass, []
         under_way = backward is not None  # chunks may be done
         try:
@@ -381,11 +300,11 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if states.when_done is not None:
                 for chunk in with_gradient:
                     states.when_done(chunk)  # again for chunks of an interrupted attempt
-            self._show_states(states.current)
             states.commit(self._record(self.steps + (states.last_commit != states.attempt)))
+            self._show_states()
             if self._updates.has_lent:
                 self._updates.has_lent = False
-                _trim_heap()  # memory that libraries allocate for matrices fragments the heap, more with each step
+                trim_heap()  # memory that libraries allocate for matrices fragments the heap, more with each step
             seconds = time.perf_counter() - begin
             states.stats.seconds += seconds
             states.stats.seconds_waited += seconds - computing
@@ -429,10 +348,15 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
         Raises OSError if they cannot be made durable.
         """
-        for hook in self._hooks.values():
-            hook.remove()
-        self._abandon_pass()
-        self._states.close()
+        try:
+            self._abandon_pass()
+            if self._states.is_kept and not self._states.closed:
+                self._arrange()
+                self._states.recommit(self._signature())
+        finally:
+            for hook in self._hooks.values():
+                hook.remove()
+            self._states.close()
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states as the optimizer itself does, and ``master_weights`` with them.
@@ -445,13 +369,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        found = saved.to_state_dict(self._states, self._handle)
-        self.state.clear()
-        self.state.update(found)
+        shown = self.state
+        self.state = collections.defaultdict(dict, saved.to_state_dict(self._states, self._handle))
         try:
             return super().state_dict()
         finally:
-            self._show_states(self._states.current)
+            self.state = shown
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Replaces the groups' options and all states, for example by those that torch's optimizer has saved.
@@ -469,21 +392,44 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         found, before = state_dict["state"], self.param_groups
         versions: dict[Chunk, Version] | None = None
         try:
-            super().load_state_dict({**state_dict, "state": {}})
+            super().load_state_dict({**state_dict, "state": {_AS_IT_IS: True}})
+            for group in self.param_groups:
+                group.update(self._as_of_now(group, {})[0])
             self._require_room(ValueError)
-            numbers: dict[int, int] = {}
+            states: dict[torch.Tensor, dict[str, Any]] = {}
             for theirs, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
-                numbers.update(zip(map(id, group["params"]), theirs["params"], strict=True))
-            versions = saved.from_state_dict(
-                self._states, lambda parameter: found.get(numbers[id(parameter)]), self.param_groups, self._needed
-            )
-            self._show_states(versions)
+                for number, parameter in zip(theirs["params"], group["params"], strict=True):
+                    if number in found:
+                        given = saved.without_missing(found[number])
+                        states[parameter] = self._as_of_now(group, given, parameter.device)[1]
+            versions = saved.from_state_dict(self._states, states.get, self.param_groups, self._needed)
             self._states.commit(self._record(self.steps), versions)
         except BaseException:
             if self._states.current is not versions:
                 self.param_groups = before
-                self._show_states(self._states.current)
             raise
+        finally:
+            self._show_states(anew=self._states.current is versions)
+
+    def _as_of_now(
+        self, group: Mapping[str, Any], state: Mapping[str, Any], device: torch.device | str = "cpu"
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns a group's options and a parameter's states as this version of torch has them.
+
+        State dicts of earlier versions lack options such as ``foreach``, and have numbers in place of tensors.
+        """
+        sample = torch.zeros(1, device=device)
+        inner = self._class([sample], **self._options)
+        options = {name: value for name, value in group.items() if name != "params"}
+        states: dict[torch.Tensor, dict[str, Any]] = {sample: dict(state)} if state else {}
+        inner.__setstate__({"state": states, "param_groups": [{**options, "params": [sample]}]})
+        return {**options_of(inner.param_groups[0])}, states.get(sample, {})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Replaces attributes, as torch's ``load_state_dict`` does; ours leaves ``state`` as it is."""
+        if _AS_IT_IS in state.get("state", ()):
+            state = {**state, "state": self.state}
+        super().__setstate__(state)
 
     def save_states(self, path: Path, *, durable: bool = True) -> bool:
         """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
@@ -521,9 +467,19 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        record, versions = saved.from_file(self._states, os.fspath(path), self._signature(), self._handle)
-        self._states.commit(self._record(record["steps"]), versions)
-        self._show_states(self._states.current)
+        arrangements: list[list[list[Any]]] = []
+
+        def chunks_for(made: Any) -> list[Chunk] | None:
+            found = self._chunks_for(made)
+            if found is None:
+                return None
+            arrangements.append(found[1])
+            return found[0]
+
+        record, versions = saved.from_file(self._states, os.fspath(path), chunks_for, self._handle)
+        about = {**self._record(record["steps"]), "made": self._described(list(versions))}
+        self._states.commit(about, versions, arrangements[0])
+        self._show_states(anew=True)
 
     def __reduce_ex__(self, _: Any) -> Any:
         """Raises TypeError: the states are in files that belong to this optimizer."""
@@ -540,8 +496,10 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if self._pass is not None and self._pass.abandoned:
                 self._abandon_pass()
             if self._pass is None:
+                self._arrange()
                 self._states.attempt += 1
-                order = self._order or self._states.chunks[::-1]
+                chunks = self._states.chunks[::-1]
+                order = list(dict.fromkeys([*(each for each in self._order if each in chunks), *chunks]))
                 self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
                 self._pass.start()
             self._pass.arrived(parameter)
@@ -557,30 +515,38 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         if chunk.kind not in self._updates.slow_kinds(self.param_groups, early=True):
             self._updates.update(self.param_groups, chunk, buffer)
 
-    def _show_states(self, versions: Mapping[Chunk, Version]) -> None:
-        """Makes ``state`` say which parameters have states, and which: torch.distributed.checkpoint looks there."""
-        parts: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
-        for chunk, version in list(versions.items()):
-            for each in version.scalars:
-                parts.setdefault(each.parameter, []).append((chunk, each))
-        require_idle = weakref.WeakMethod(self._require_idle)
-        self.state.clear()
-        self.state.update((each, ParameterStates(self._states, found, require_idle)) for each, found in parts.items())
+    def _show_states(self, anew: bool = False) -> None:
+        """Makes ``state`` have the states of each parameter, which torch.distributed.checkpoint looks up there, too.
+
+        With ``anew`` tensors that the program has looked up keep what they have, as other ones were loaded.
+        """
+        states, require_readable = self._states, weakref.WeakMethod(self._require_readable)
+        for entry in list(self._shown.values()):
+            entry.renew(anew)
+        for parameter in states.parts():
+            if not states.has_states(parameter):
+                self._has_shown.discard(parameter)
+                self.state.pop(parameter, None)
+                continue
+            shown = self._shown.get(parameter)
+            if shown is None or not shown.is_of(states):
+                given = {} if anew else self.state.get(parameter, {})  # by the program, and taken over
+                self._shown[parameter] = shown = ParameterStates(states, parameter, require_readable, given)
+                del given
+            if self.state.get(parameter) is not shown:
+                self.state[parameter] = shown
+                shown.renew(anew)
+            self._has_shown.add(parameter)
 
     def _record(self, steps: int) -> dict[str, Any]:
         return {"steps": steps, "buffer": self._buffer, "made": self._signature()}
 
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients in a chunk of parameters whose chunks are all updated."""
-        if chunk.slices[0].parameter not in self._chunks_of:
-            found: dict[torch.Tensor, list[Chunk]] = {}
-            for other in self._states.chunks:
-                for each in other.slices:
-                    found.setdefault(each.parameter, []).append(other)
-            self._chunks_of = found
+        parts = self._states.parts()
         for each in chunk.slices:
             gradient = each.parameter.grad
-            if gradient is not None and all(map(self._states.is_done, self._chunks_of[each.parameter])):
+            if gradient is not None and all(self._states.is_done(other) for other, _ in parts[each.parameter]):
                 each.parameter.grad = None
                 if self._pass is not None:
                     self._pass.freed(gradient.nbytes)
@@ -589,30 +555,131 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         return [each for group in self.param_groups for each in group["params"]]
 
     def _arrange(self) -> None:
-        """Divides groups that are new into chunks."""
-        for number in range(self._states.groups, len(self.param_groups)):
-            group = self.param_groups[number]
-            found: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
-            layouts = {}
-            for each in group["params"]:
-                kind = (each.dtype, each.device)
-                if kind not in found:
-                    found[kind] = self._regions(group, each)
-                layouts[each] = found[kind]
-            chunks = list(divide(group["params"], number, layouts, self._buffer))
+        """Takes over what the program has changed in ``param_groups``, in layouts of parameters and in ``state``.
+
+        Raises:
+            ValueError: there are states that do not fit, a parameter twice, or one with gaps in its memory.
+            RuntimeError: a step has begun in the backward pass, or has failed after some chunks.
+        """
+        states, now = self._states, [_identities_of(group["params"]) for group in self.param_groups]
+        before = states.arrangement
+        is_other = now[: len(before)] != before
+        if not is_other and len(now) > len(before):
+            states.add(*self._divided(len(before)))
+        changed = self._changed_states()
+        if self._pass is not None:
+            if is_other or any(not isinstance(each, ParameterStates) or each.differs() for each in changed.values()):
+                raise RuntimeError(
+                    "parameter groups, layouts of parameters or optimizer.state were changed after a step had begun in "
+                    "the backward pass: change them before it or after step(); zero_grad() abandons this step"
+                )
+        elif is_other or changed:
+            if not states.is_between_steps():
+                if not is_other and self._same_gradients():
+                    return  # the step that these continue does not know of the changes
+                if states.is_kept:
+                    raise RuntimeError(
+                        "parameter groups, layouts of parameters or optimizer.state were changed after a step had "
+                        "failed halfway: call step() with the same gradients before, or load_state_dict()"
+                    )
+            self._take(changed, is_other)
+        self._after_arranging()
+
+    def _take(self, changed: Mapping[torch.Tensor, Mapping[str, Any]], is_other: bool) -> None:
+        """Writes ``changed`` states, all of them into new chunks if groups or layouts are other ones.
+
+        States of parameters that are in no group any more stay in ``state``, as in torch, but in memory.
+        """
+        states, wanted = self._states, {parameter: dict(each) for parameter, each in changed.items()}
+        stored: dict[torch.Tensor, dict[str, Any]] = {}
+        arrangement, about = None, self._record(self.steps)
+        versions: dict[Chunk, Version] | None
+        if is_other:
+            states.rewrite()
+            stored = saved.to_state_dict(states, self._handle)
+            chunks, arrangement = self._divided(0)
+            every = {each.parameter for chunk in chunks for each in chunk.slices}
+            new = {each: dict(self.state.get(each) or {}) for each in every - states.parts().keys()}
+            wanted = {**stored, **wanted, **new}
+            versions = saved.from_state_dict(states, wanted.get, None, self._needed, chunks)
+            about["made"] = self._described(chunks)
+        else:
+            every = set(states.parts())
+            versions = saved.change_states(states, wanted, self._needed)
+        for parameter, entry in list(self._shown.items()):
+            if parameter not in every or self.state.get(parameter) is not entry:
+                entry.detach(stored.get(parameter))
+        if versions is not None:
+            states.commit(about, versions, arrangement)
+            self._failed_with = []
+        if is_other:
+            self._switches.clear()
+        self._show_states()
+
+    def _changed_states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
+        """Returns the entries of ``state`` that may have other states than those on storage."""
+        found: dict[torch.Tensor, Mapping[str, Any]] = {}
+        for parameter in self._states.parts():
+            entry = self.state.get(parameter)
+            if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.is_of(self._states):
+                if entry.may_differ():
+                    found[parameter] = entry
+            elif entry or (parameter in self._has_shown and self._states.has_states(parameter)):
+                found[parameter] = entry or {}
+        return found
+
+    def _divided(
+        self, first: int, strides: Mapping[torch.Tensor, tuple[int, ...]] | None = None
+    ) -> tuple[list[Chunk], list[list[Any]]]:
+        """Divides the groups from number ``first`` on into chunks, and returns these with the arrangement of all.
+
+        Args:
+            first: the number of the first group.
+            strides: those in which states of parameters lie, where these may be others than the parameters' own.
+
+        Raises:
+            ValueError: a parameter has gaps in its memory or is there twice; with ``overlap``, ranks reduce gradients.
+        """
+        chunks: list[Chunk] = []
+        arrangement: list[list[Any]] = []
+        given = [id(each) for group in self.param_groups for each in group["params"]]
+        if len(given) != len(set(given)):
+            raise ValueError("a parameter is more than once in the parameter groups")
+        for number, group in enumerate(self.param_groups):
+            regions: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
+            parameters: dict[torch.Tensor, tuple[Layout, tuple[Region, ...]]] = {}
+            identities = _identities_of(group["params"])
+            for place, each in enumerate(group["params"]):
+                kind, layout = (each.dtype, each.device), _layout_of(each)
+                if strides is not None and (stride := strides.get(each, layout.stride)) != layout.stride:
+                    layout = Layout(layout.shape, stride)
+                    identities[place] = None  # none that a parameter can have
+                if number >= first:
+                    if kind not in regions:
+                        regions[kind] = self._regions(group, each)
+                    parameters[each] = layout, regions[kind]
+            arrangement.append(identities)
+            chunks += divide(parameters, number, self._buffer)
             if self._overlap:
                 require_one_rank(group["params"])
-                hook = _hook_of(weakref.ref(self))
-                for each in group["params"]:
-                    if each not in self._hooks:
-                        self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
-            self._switches[number] = _switches(group)
-            self._order = []
-            self._states.add(chunks, number + 1)
+        for number, chunk in enumerate(chunks, len(self._states.chunks) if first else 0):
+            chunk.number = number
+        return chunks, arrangement
+
+    def _after_arranging(self) -> None:
+        """Notes the options of groups, and adds hooks to parameters that may get a gradient."""
+        for number, group in enumerate(self.param_groups):
+            self._switches.setdefault(number, _switches(group))
+        if self._overlap:
+            hook, wanted = _hook_of(weakref.ref(self)), {each for each in self._parameters() if each.requires_grad}
+            for each in wanted - self._hooks.keys():
+                self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
+            for each in self._hooks.keys() - set(self._parameters()):
+                self._hooks.pop(each).remove()
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
         """Returns the elementwise states that the optimizer keeps of a parameter with the group's current options."""
-        return regions_of(self._class, group, parameter, self._master and parameter.dtype in _HALF)
+        return regions_of(self._class, group, parameter, self._master and parameter.dtype in HALF)
 
     def _needed(self, chunk: Chunk) -> Collection[str]:
         """Returns the names of elementwise states that parameters with any states must have."""
@@ -652,11 +719,15 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         )
 
     def _require_idle(self) -> None:
-        """Raises ValueError if closed, or RuntimeError within a step; divides new groups."""
+        """Raises ValueError if closed, or RuntimeError within a step; takes over what the program has changed."""
+        self._require_readable()
+        self._arrange()
+
+    def _require_readable(self) -> None:
+        """Raises ValueError if closed, or RuntimeError within a step."""
         self._require_open()
         if self._pass is not None:
             raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
-        self._arrange()
 
     def _require_open(self) -> None:
         if self._states.closed:

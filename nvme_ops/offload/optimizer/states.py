@@ -10,13 +10,12 @@ or the program, leaves the old states or the new ones.
 from __future__ import annotations
 
 import contextlib
-import copy
 import errno
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -26,297 +25,17 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.optimizer.records import Flush, Records, scalars_from_json, scalars_to_json
+from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Slice, Version, key_of
+from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency import Stats
-from nvme_ops.offload.weights.gradients import gradient_of
-from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import sync_above
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.tensors import dense_bytes, is_dense
 from nvme_ops.text import MIB
 
-MASTER = "master_weights"  #: the state that has a parameter's value in float32
-
-#: The optimizers of torch.optim that update each element by itself, so that a part of a parameter can be updated.
-ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
-
-_MASTER_BYTES = torch.float32.itemsize
-_GRAIN = 64  # elements to which slices in a chunk are aligned: 64 bytes or a multiple, for any dtype
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4
 _SLOTS = 2  # places of a chunk's states
-
-
-class Region(NamedTuple):
-    """A state with one element for each element of a parameter."""
-
-    name: str
-    dtype: torch.dtype
-
-
-def regions_of(
-    optimizer: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any], parameter: torch.Tensor, master: bool
-) -> tuple[Region, ...]:
-    """Returns the elementwise states that an optimizer keeps of a parameter, found by a step over three elements.
-
-    Args:
-        optimizer: a class of ``torch.optim``.
-        options: those of the parameter's group.
-        parameter: has the dtype and device.
-        master: whether the optimizer updates a copy in float32, which is then the first state.
-    """
-    dtype = torch.float32 if master else parameter.dtype
-    sample = torch.zeros(3, dtype=dtype, device=parameter.device)
-    sample.grad = torch.ones_like(sample)
-    inner = optimizer([{**options_of(options), "params": [sample]}])
-    inner.step()
-    states = ((name, state) for name, state in inner.state[sample].items() if isinstance(state, torch.Tensor))
-    found = (Region(name, state.dtype) for name, state in states if state.shape == sample.shape)
-    return (Region(MASTER, torch.float32), *found) if master else tuple(found)
-
-
-def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a copy of a group's options, without its parameters."""
-    return {name: copy.copy(value) for name, value in group.items() if name != "params"}
-
-
-def cloned(value: Any) -> Any:
-    """Returns a copy of a scalar state, which an optimizer may change in place."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
-
-
-class Loan(NamedTuple):
-    """A parameter and its gradient in memory, while a chunk with them is being updated."""
-
-    values: torch.Tensor
-    gradient: torch.Tensor | None
-
-
-@dataclass(eq=False)
-class Slice:
-    """Elements ``begin`` to ``end`` of a parameter, in the order of its memory; ``at`` is their start in the chunk."""
-
-    parameter: torch.Tensor
-    begin: int
-    end: int
-    at: int
-    loan: Loan | None = None  #: set while parameter or gradient, on storage themselves, are lent
-    place: slice = field(init=False)  #: where the elements are in the chunk
-
-    def __post_init__(self) -> None:
-        self.place = slice(self.at, self.at + self.end - self.begin)
-
-    def values(self) -> torch.Tensor:
-        """Returns these elements of the parameter, lent or in memory, as a view of one dimension."""
-        return flat(local(self.parameter) if self.loan is None else self.loan.values)[self.begin : self.end]
-
-    def gradient(self) -> torch.Tensor | None:
-        """Returns these elements of the gradient, or None if there is none. Raises RuntimeError for a sparse one."""
-        found = self.parameter.grad if self.loan is None else self.loan.gradient
-        if found is None:
-            return None
-        gradient = local(found)
-        if gradient.layout != torch.strided:
-            raise RuntimeError("NvmeOptimizer does not support sparse gradients")
-        values = local(self.parameter) if self.loan is None else self.loan.values
-        if gradient.stride() != values.stride():
-            gradient = torch.empty_like(values, dtype=gradient.dtype).copy_(gradient)
-        return flat(gradient)[self.begin : self.end]
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the local shard of a DTensor, and other tensors as they are; detached."""
-    tensor = tensor.detach()
-    to_local: Any = getattr(tensor, "to_local", None)
-    return tensor if to_local is None else to_local()
-
-
-def outline(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with shape, strides and dtype of ``local(tensor)``, without fetching values from storage."""
-    if isinstance(tensor, SwappedTensor):
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-    return local(tensor)
-
-
-@contextlib.contextmanager
-def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
-    """Yields a parameter and its gradient in memory, the parameter to be changed if there is a gradient."""
-    with contextlib.ExitStack() as uses:
-        gradient = values = None
-        try:
-            gradient = uses.enter_context(gradient_of(parameter))
-            if isinstance(parameter, SwappedTensor):
-                values = uses.enter_context(parameter.lent(change=gradient is not None))
-                torch.autograd.graph.increment_version(parameter)
-            else:
-                values = local(parameter)
-            yield Loan(values, gradient)
-        finally:
-            gradient = values = None  # the traceback of a failure would keep their memory
-
-
-def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Undoes ``local``: returns the DTensor, sharded as ``like``, whose local shard is ``part``; else ``part``."""
-    if not hasattr(like, "to_local"):
-        return part
-    from torch.distributed.tensor import DTensor  # importing it takes a while
-
-    each: Any = like
-    return DTensor.from_local(
-        part, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
-    )
-
-
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a dense tensor's elements in the order of its memory, as a view of one dimension."""
-    return tensor.view(-1) if tensor.is_contiguous() else dense_bytes(tensor).view(tensor.dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class Version:
-    """The states of a chunk after one step; ``States.current`` has the valid version."""
-
-    slot: int | None = None  #: the place in the store; None: there are no elementwise states
-    #: By slice: the states that are not elementwise, such as ``step``, and None for an elementwise state that the slice
-    #: does not have yet. Slices without any states are missing.
-    scalars: Mapping[Slice, dict[str, Any]] = field(default_factory=dict)
-    attempt: int = -1  #: the ``States.attempt`` that made it
-
-
-_NOTHING = Version()
-
-
-@dataclass(eq=False)
-class Chunk:
-    """Slices of parameters of one group, dtype and device, whose states lie together in the store.
-
-    In a buffer, the states are followed by a backup: the elements of the parameters before the step.
-    """
-
-    group: int
-    regions: tuple[Region, ...]
-    dtype: torch.dtype
-    device: torch.device
-    slices: Sequence[Slice]
-    number: int = -1  #: among all chunks
-    elements: int = field(init=False)  #: including gaps between the slices
-    nbytes: int = field(init=False)  #: of the states on storage, in whole pages
-    updated: list[Slice] = field(default_factory=list)  #: whose parameters are in the backup, and may be new
-    scalars: dict[Slice, dict[str, Any]] = field(default_factory=dict)  #: of the version in preparation
-    pending: Version | None = None  #: the version that is being written
-
-    def __post_init__(self) -> None:
-        self.elements = _aligned(self.slices[-1].place.stop)
-        size = sum(self.elements * region.dtype.itemsize for region in self.regions)
-        self.nbytes = -(-size // PAGE) * PAGE
-        self._end_of_backup = self.nbytes + self.elements * self.dtype.itemsize
-        #: Shared by all chunks that torch's optimizer could update in one call.
-        self.kind = (self.group, self.dtype, self.device)
-        #: Whether a copy of the parameters in float32 is among the states.
-        self.has_master = bool(self.regions) and self.regions[0].name == MASTER
-        #: The states that the optimizer itself keeps of each element.
-        self.names = [region.name for region in self.regions if region.name != MASTER]
-
-    def reset(self) -> None:
-        """Forgets the last pass over the chunks."""
-        self.updated, self.scalars, self.pending = [], {}, None
-
-    def has_gradient(self) -> bool:
-        """Returns whether a step changes any of its parameters."""
-        return any(each.parameter.grad is not None for each in self.slices)
-
-    def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
-        """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
-
-        Those in memory anyway come together; each on storage comes by itself. Close or exhaust the generator.
-        """
-        lent: list[Slice] = []
-        in_memory: list[Slice] = []
-        for each in self.slices if slices is None else slices:
-            on_storage = isinstance(each.parameter, SwappedTensor) or isinstance(each.parameter.grad, SwappedTensor)
-            (lent if on_storage else in_memory).append(each)
-        if in_memory:
-            yield in_memory
-        for each in lent:
-            with _loan_of(each.parameter) as each.loan:
-                try:
-                    yield [each]
-                finally:
-                    each.loan = None
-
-    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the elements of each state, by name, as views of the chunk's bytes in ``memory``."""
-        found, begin = {}, 0
-        for name, dtype in self.regions:
-            end = begin + self.elements * dtype.itemsize
-            found[name] = memory[begin:end].view(dtype)
-            begin = end
-        return found
-
-    def scalars_in(self, described: Sequence[dict[str, Any] | None]) -> dict[Slice, dict[str, Any]]:
-        """Returns the scalar states of each slice in a record. Raises ValueError if they are of other slices."""
-        slices = self.slices
-        if len(described) < len(slices):  # earlier versions left out parameters without elements
-            slices = [each for each in slices if each.begin < each.end]
-        found = {each: scalars_from_json(one, self.device) for each, one in zip(slices, described, strict=True)}
-        return {each: one for each, one in found.items() if one is not None}
-
-    def state_names(self, scalars: Mapping[str, Any]) -> list[str]:
-        """Returns the names of a slice's states, in the order of a state dict, given those in ``Version.scalars``."""
-        regions = [region.name for region in self.regions if scalars.get(region.name, region) is not None]
-        return [*(name for name in scalars if name not in self.names), *regions]
-
-    def backup(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the place in a buffer, behind the states, for the elements of the parameters before the step."""
-        return buffer[self.nbytes : self._end_of_backup].view(self.dtype)
-
-    def gradients(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Returns the place in a buffer, behind the backup, for gradients in float32, which master weights need."""
-        return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
-
-    def key(self, slot: int) -> str:
-        """Returns the key in the store of one of the chunk's places."""
-        return f"{self.number}/{slot}"
-
-
-def divide(
-    parameters: Sequence[torch.Tensor], group: int, layouts: Mapping[torch.Tensor, tuple[Region, ...]], buffer: int
-) -> Iterator[Chunk]:
-    """Yields the chunks of a group of parameters, each of which fits with its backup into ``buffer`` bytes.
-
-    The caller numbers them. Raises ValueError for a parameter with gaps in its memory.
-    """
-    unfinished: dict[tuple[Any, ...], list[Slice]] = {}
-    for parameter in parameters:
-        values = outline(parameter)
-        if not is_dense(values):
-            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory")
-        regions = layouts[parameter]
-        kind = (regions, values.dtype, parameter.device)
-        each = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
-        if regions and regions[0].name == MASTER:
-            each += _MASTER_BYTES
-        most = (buffer - PAGE) // each // _GRAIN * _GRAIN
-        begin, is_divided = 0, False
-        while not is_divided:  # one without elements, such as an empty shard, has states, too
-            slices = unfinished.setdefault(kind, [])
-            at = _aligned(slices[-1].place.stop) if slices else 0
-            if at >= most and values.numel():
-                yield Chunk(group, *kind, slices)
-                slices, at = [], 0
-                unfinished[kind] = slices
-            end = min(values.numel(), begin + most - at)
-            slices.append(Slice(parameter, begin, end, at))
-            begin, is_divided = end, end == values.numel()
-    for kind, slices in unfinished.items():
-        yield Chunk(group, *kind, slices)
-
-
-def _aligned(elements: int) -> int:
-    return -(-elements // _GRAIN) * _GRAIN
-
 
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
 
@@ -359,7 +78,8 @@ class States:
         handle: aio_handle | None,
     ) -> None:
         self.chunks: list[Chunk] = []
-        self.groups = 0  #: how many parameter groups were divided into chunks
+        #: Identifies, by group, the parameters that were divided into chunks, and their layouts.
+        self.arrangement: list[list[Any]] = []
         self.current: dict[Chunk, Version] = {}  #: the valid version of each chunk
         self.changed: dict[Chunk, torch.Tensor] = {}  #: buffers of chunks whose parameters may be new
         self.attempt = 0  #: counts attempts at steps: chunks whose version has this number are done
@@ -367,10 +87,11 @@ class States:
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
         self.closed = False  #: whether ``close`` was called
-        self._durable: dict[Chunk, int | None] = {}  # slots that the durable record names
-        self._flush: tuple[Flush, dict[Chunk, int | None]] | None = None  # of the last step, and its slots
+        self._durable: dict[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
+        self._flush: tuple[Flush, dict[int, int | None]] | None = None  # of the last step, and its slots
         self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
-        self._failed: dict[Chunk, Version] = {}  # current ones whose flush failed
+        self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
+        self._parts: tuple[list[Chunk], dict[torch.Tensor, list[tuple[Chunk, Slice]]]] = ([], {})
         self._process = os.getpid()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
@@ -395,13 +116,36 @@ class States:
                 self._adopt(self._records)
             self._undo = undo.pop_all()
 
-    def add(self, chunks: Iterable[Chunk], groups: int) -> None:
-        """Adds chunks without states; ``groups`` is the number of parameter groups that are divided then."""
+    def add(self, chunks: Iterable[Chunk], arrangement: list[list[Any]]) -> None:
+        """Adds chunks without states, which follow the others in number, of groups that follow in ``arrangement``."""
         new = list(chunks)
-        for number, chunk in enumerate(new, len(self.chunks)):
-            chunk.number = number
-        self.current |= dict.fromkeys(new, _NOTHING)
-        self.chunks, self.groups = [*self.chunks, *new], groups
+        self.current |= dict.fromkeys(new, NOTHING)
+        self.chunks, self.arrangement = [*self.chunks, *new], arrangement
+
+    def parts(self) -> dict[torch.Tensor, list[tuple[Chunk, Slice]]]:
+        """Returns the slices of each parameter that has elements, with their chunks."""
+        chunks, found = self._parts
+        if chunks is not self.chunks:
+            found = {}
+            for chunk in self.chunks:
+                for each in chunk.slices:
+                    found.setdefault(each.parameter, []).append((chunk, each))
+            self._parts = (self.chunks, found)
+        return found
+
+    def has_states(self, parameter: torch.Tensor) -> bool:
+        """Returns whether a parameter with elements has states."""
+        return any(each in self.current[chunk].scalars for chunk, each in self.parts()[parameter])
+
+    def is_between_steps(self) -> bool:
+        """Returns whether all chunks have the states of the same step: no step has failed after some were done."""
+        last = -1 if self.last_commit is None else self.last_commit
+        return all(version.attempt <= last for version in self.current.values())
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether the states are left to the next session."""
+        return self._records is not None
 
     def is_done(self, chunk: Chunk) -> bool:
         """Returns whether the current attempt has updated a chunk."""
@@ -422,19 +166,33 @@ class States:
             for _ in passing:
                 pass
 
-    def fill(self, read: _Move, versions: dict[Chunk, Version]) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
+    def fill(
+        self, read: _Move | None, versions: dict[Chunk, Version], chunks: Sequence[Chunk] | None = None
+    ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         """Yields each chunk with a buffer for new states, which ``read`` or the caller's loop fills.
 
         The loop sets ``chunk.scalars``. A chunk that gets any is written beside the current states. The new ones are
         added to ``versions``, and become valid, all or none, when these are given to ``commit``.
+
+        Args:
+            read: starts to fill a buffer; None: with the current states, and ``chunk.scalars`` are the current ones. A
+                chunk for which the loop leaves these alone is not written.
+            versions: of these chunks, once the generator has ended.
+            chunks: those to be filled, all of ``self.chunks`` when None. They may be others, which replace these then.
         """
-        tracked = self._tracked(read)
+        tracked = self._read if read is None else self._tracked(read)
 
         def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             chunk.reset()
-            return tracked(chunk, buffer)
+            transfer = tracked(chunk, buffer)
+            if read is None:
+                chunk.scalars, chunk.pending = self.current[chunk].scalars, self.current[chunk]
+            return transfer
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
+            if chunk.pending is not None and chunk.scalars is chunk.pending.scalars:
+                return None
+            chunk.pending = None
             if not chunk.scalars:
                 return None
             self.settle()
@@ -443,9 +201,11 @@ class States:
 
         def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
             if failure is None:
-                versions[chunk] = chunk.pending or _NOTHING
+                versions[chunk] = chunk.pending or NOTHING
 
-        return self._pass(self.chunks, begin, write, ended)
+        chunks = self.chunks if chunks is None else chunks
+        versions.update(dict.fromkeys(chunks, NOTHING))
+        return self._pass(chunks, begin, write, ended)
 
     def _pass(
         self,
@@ -510,8 +270,12 @@ class States:
 
         These are the same, and two places suffice, except after a failed step: the third is for its next attempt.
         """
-        free = set(range(_SLOTS + 1)) - {self.current[chunk].slot, self._durable.get(chunk)}
+        free = set(range(_SLOTS + 1)) - {self._slot(chunk.number), self._durable.get(chunk.number)}
         return min(free)
+
+    def _slot(self, number: int) -> int | None:
+        """Returns the slot with the current states of the chunk of a number; a chunk may be about to replace it."""
+        return self.current[self.chunks[number]].slot if number < len(self.chunks) else None
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
         """Makes the new states current, or after a failure restores the parameters. May be called again."""
@@ -541,13 +305,19 @@ class States:
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
         """Returns ``about`` with slot and scalar states of each chunk, of ``versions`` or the current ones."""
         found = []
-        for chunk in self.chunks:
-            version = (self.current if versions is None else versions)[chunk]
+        for chunk, version in (self.current if versions is None else versions).items():
             found.append([version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]])
         return {**about, "chunks": found}
 
-    def commit(self, about: dict[str, Any], versions: dict[Chunk, Version] | None = None) -> None:
+    def commit(
+        self,
+        about: dict[str, Any],
+        versions: dict[Chunk, Version] | None = None,
+        arrangement: list[list[Any]] | None = None,
+    ) -> None:
         """Ends a step, or makes ``versions`` the current states, and records them with ``about``.
+
+        Their chunks replace the current ones; if these are others, ``arrangement`` is theirs.
 
         The next program finds them even if this process is killed; after a power failure it does once a thread, which
         starts here, has made them durable.
@@ -555,6 +325,10 @@ class States:
         self._recover()
         self.settle()
         now, attempt = (self.current, self.attempt) if versions is None else (versions, self.attempt + 1)
+        if arrangement is None:
+            chunks, arrangement = self.chunks, self.arrangement
+        else:
+            chunks, self._has_third_places = list(now), True  # the places of chunks that are gone
         flush = None
         if self._records is not None:
             if versions is None:
@@ -564,18 +338,24 @@ class States:
             content["places"] = self._store.described(key for key in stored if key in self._store)
             self._records.write(content)
             flush = self._flush_of(self._records, now, about)
-        self.current, self.stats.steps, self.attempt, self.last_commit, self._about, self._flush = (
-            now, about["steps"], attempt, self.attempt, about, flush
-        )  # fmt: skip
+        (
+            self.chunks, self.arrangement, self.current, self.stats.steps, self.attempt, self.last_commit, self._about,
+            self._flush,
+        ) = chunks, arrangement, now, about["steps"], attempt, self.attempt, about, flush  # fmt: skip
         if flush is None:
             self._free_third_places()
         else:
             self._drop_failed()
             flush[0].start()
 
+    def recommit(self, made: Any) -> None:
+        """Commits what there is again if groups were added, after the last step, to what this was ``made`` for."""
+        if self._about and self._about["made"] != made and self.is_between_steps():
+            self.commit({**self._about, "made": made})
+
     def _flush_of(
         self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
-    ) -> tuple[Flush, dict[Chunk, int | None]]:
+    ) -> tuple[Flush, dict[int, int | None]]:
         """Returns the work that makes versions durable, first their places and then the record, and their slots."""
         store = self._store
 
@@ -589,7 +369,7 @@ class States:
                 raise
 
         flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
-        return flush, {chunk: version.slot for chunk, version in now.items()}
+        return flush, {chunk.number: version.slot for chunk, version in now.items()}
 
     def settle(self) -> None:
         """Waits until the last step is durable; only then may places be written to that are not the current ones.
@@ -607,8 +387,8 @@ class States:
                 self._flush, self._durable = None, named
                 self._free_third_places()
             else:
-                durable = self._durable
-                self._failed = {chunk: each for chunk, each in self.current.items() if each.slot != durable.get(chunk)}
+                durable, now = self._durable, self.current.items()
+                self._failed = {chunk.number: each for chunk, each in now if each.slot != durable.get(chunk.number)}
                 self._flush = None
                 note(
                     flush.failure,
@@ -620,7 +400,7 @@ class States:
     def rewrite(self) -> None:
         """Copies current states whose flush has failed to other places, whose blocks another file may then share."""
         self.settle()
-        chunks = [chunk for chunk, version in self._failed.items() if self.current[chunk] is version]
+        chunks = [chunk for chunk, version in self.current.items() if self._failed.get(chunk.number) is version]
         if not chunks:
             return
 
@@ -638,10 +418,10 @@ class States:
 
     def _drop_failed(self) -> None:
         """Drops places whose flush has failed: as long as the store has them, it refuses each further sync."""
-        for chunk, version in self._failed.items():
-            if version.slot is not None and version.slot != self.current[chunk].slot:
+        for number, version in self._failed.items():
+            if version.slot is not None and version.slot != self._slot(number):
                 with contextlib.suppress(KeyError):
-                    self._store.drop(chunk.key(version.slot))
+                    self._store.drop(key_of(number, version.slot))
         self._failed = {}
 
     def _free_third_places(self) -> None:
@@ -649,7 +429,7 @@ class States:
         if not self._has_third_places:
             return
         now = self.current.items()
-        slots = {chunk: (each.slot, self._durable.get(chunk), self._free_slot(chunk)) for chunk, each in now}
+        slots = {chunk: (each.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, each in now}
         wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # the store is no mapping
@@ -688,7 +468,7 @@ class States:
             raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
         self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
         self.current, self.stats.steps, self._has_third_places = now, self._about["steps"], True
-        self._durable = dict(zip(self.chunks, slots, strict=False))
+        self._durable = dict(enumerate(slots))
         if newest is durable:
             self._free_third_places()
         else:  # the earlier program ended before the step was durable
@@ -708,7 +488,7 @@ class States:
         """Makes the last step durable. Raises OSError."""
         self.settle()
         if self._failed:
-            if any(version.attempt > (self.last_commit or -1) for version in self.current.values()):  # of two steps
+            if not self.is_between_steps():
                 raise OSError(
                     errno.EIO,
                     f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "

@@ -1,0 +1,448 @@
+"""What a program changes between the steps of an NvmeOptimizer: parameters, layouts, groups, states."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops.offload import NvmeOptimizer, swap_params
+from nvme_ops.offload.optimizer.chunks import MASTER
+from tests.contract.conftest import lost_unraisable
+from tests.contract.faulty import Faulty
+from tests.moments import Interrupt, numbers
+from tests.offload.elsewhere import same as differ
+from tests.offload.elsewhere import values as values_of
+from tests.offload.training import backward, equal, network, states, values
+
+LOW = torch.bfloat16
+
+
+# Parameters
+
+
+def _load(model: torch.nn.Module, folder: Path) -> None:
+    nvme_ops.save({name: each * 2 for name, each in model.state_dict().items()}, folder / "twice.safetensors")
+    nvme_ops.load(folder / "twice.safetensors", into=model)
+
+
+def _replace(model: torch.nn.Module, _: Path) -> None:
+    for each in model.parameters():
+        each.data = (each.detach() * 0.3).clone()
+
+
+@torch.no_grad()
+def _prune(model: torch.nn.Module, _: Path) -> None:
+    for each in model.parameters():
+        each.mul_(values_of(each).abs() > 0.05)
+
+
+EDITS: dict[str, Callable[[torch.nn.Module, Path], Any]] = {
+    "clamp_": lambda model, _: [each.detach().clamp_(-0.1, 0.1) for each in model.parameters()],
+    "load_state_dict": lambda model, _: model.load_state_dict({k: v * 3 for k, v in model.state_dict().items()}),
+    "mask": _prune,
+    "data = t": _replace,
+    "data.mul_": lambda model, _: [each.data.mul_(-0.5) for each in model.parameters()],
+    "nan": lambda model, _: [each.detach()[..., 0].fill_(torch.nan) for each in model.parameters()],
+    "load(into=)": _load,
+}
+
+
+@pytest.mark.parametrize(
+    ("edit", "dtype", "swapped"),
+    [
+        *((edit, LOW, False) for edit in EDITS),
+        ("mask", torch.float16, False),
+        ("mask", LOW, True),
+        ("load(into=)", LOW, True),
+    ],
+)
+def test_float32_masters_follow_what_the_program_does_to_parameters(
+    folder: Path, edit: str, dtype: torch.dtype, swapped: bool
+) -> None:
+    """Elements that it has not changed keep the precision of their float32 copy."""
+    mine, other = network(dtype), network(dtype)
+    masters = [each.detach().float().requires_grad_() for each in other.parameters()]
+    plain = torch.optim.AdamW(masters, lr=0.001)
+    if swapped:
+        swap_params(mine, folder, memory_budget="2M", min_bytes=1)
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.001) as optimizer:
+        for step in range(4):
+            for model in (mine, other):
+                if step == 2:
+                    EDITS[edit](model, folder)
+                backward(model, step)
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, other.parameters(), strict=True):
+                    changed = parameter != master.to(dtype)
+                    master[changed] = parameter[changed].float()
+                    master.grad = None if parameter.grad is None else parameter.grad.float()
+                plain.step()
+                for master, parameter in zip(masters, other.parameters(), strict=True):
+                    if master.grad is not None:
+                        parameter.copy_(master)
+        assert differ([values_of(each) for each in mine.parameters()], values(other)) == ""
+        found = optimizer.state_dict()["state"]
+        assert (
+            differ([states[MASTER] for states in found.values()], [masters[number].detach() for number in found]) == ""
+        )
+
+
+# Layouts
+
+
+def _convolution() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Conv2d(16, 160, 3)
+
+
+def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
+    """Takes steps whose gradients depend on nothing but the step."""
+    for step in steps:
+        for number, each in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(10 * step + number)
+            each.grad = torch.randn(each.shape, generator=generator)
+        optimizer.step()
+
+
+def _reversed(model: torch.nn.Module) -> None:
+    for each in model.parameters():
+        each.data = each.detach().permute(*range(each.dim())[::-1]).clone().permute(*range(each.dim())[::-1])
+
+
+@pytest.mark.parametrize("edit", ["channels_last", "strides"])
+def test_states_follow_a_parameter_to_another_memory_layout(folder: Path, edit: str) -> None:
+    mine, other = _convolution(), _convolution()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as ours:
+        for model, optimizer in ((mine, ours), (other, plain)):
+            _train(model, optimizer, 0, 1)
+            if edit == "strides":
+                _reversed(model)
+            else:
+                model.to(memory_format=torch.channels_last)
+            _train(model, optimizer, 2, 3)
+        torch.testing.assert_close(values(mine), values(other), rtol=1e-6, atol=1e-7)
+        torch.testing.assert_close(dict(ours.state[mine.weight]), plain.state[other.weight], rtol=1e-6, atol=1e-7)
+        assert ours.steps == 4
+
+
+@pytest.mark.parametrize("how", ["reuse", "load_states"])
+@pytest.mark.parametrize("first", ["contiguous", "channels_last"])
+def test_states_of_another_memory_layout_are_put_in_order(folder: Path, how: str, first: str) -> None:
+    mine, other = _convolution(), _convolution()
+    layouts: Any = [torch.contiguous_format, torch.channels_last]
+    if first == "channels_last":
+        layouts.reverse()
+    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
+    _train(other, plain, 0, 1)
+    options: Any = {"memory_budget": "1M", "lr": 0.01, "reuse": how == "reuse"}
+    mine.to(memory_format=layouts[0])
+    with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, **options) as ours:
+        _train(mine, ours, 0, 1)
+        ours.save_states(folder / "saved")
+    mine.to(memory_format=layouts[1])
+    for step in (2, 3):
+        with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, **options) as ours:
+            if how == "load_states":
+                ours.load_states(folder / "saved")
+            assert ours.steps == step
+            torch.testing.assert_close(ours.state_dict()["state"], plain.state_dict()["state"], rtol=1e-6, atol=1e-7)
+            _train(mine, ours, step)
+            _train(other, plain, step)
+            torch.testing.assert_close(values(mine), values(other), rtol=1e-6, atol=1e-7)
+            ours.save_states(folder / "saved")
+
+
+# Groups and states
+
+
+class Pair:
+    """The same parameters, once with torch's optimizer and once with ours."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        torch.manual_seed(0)
+        shapes = [(300, 301), (50,), (7, 3)]
+        first = [torch.nn.Parameter(torch.randn(shape)) for shape in [*shapes, (50,), (20000,)]]
+        self.all = [first, [torch.nn.Parameter(each.detach().clone()) for each in first]]
+        kind: Any = torch.optim.AdamW
+        groups = [[{"params": each[:2]}, {"params": each[2:3], "lr": 0.02}] for each in self.all]
+        self.optimizers: list[Any] = [kind(groups[0], lr=0.01)]
+        self.optimizers.append(NvmeOptimizer(groups[1], kind, folder, memory_budget="1M", lr=0.01, **options))
+
+    def step(self, number: int) -> None:
+        for params, optimizer in zip(self.all, self.optimizers, strict=True):
+            for place, each in enumerate(params):
+                each.grad = (each.detach() * (number + place)).sin()
+            optimizer.step()
+
+    def edit(self, change: Callable[..., object]) -> None:
+        for params, optimizer in zip(self.all, self.optimizers, strict=True):
+            change(optimizer, *params)
+
+    def apart(self) -> str:
+        """What differs."""
+        found = [
+            [*params, *([dict(optimizer.state.get(each, {})) for each in params])]
+            for params, optimizer in zip(self.all, self.optimizers, strict=True)
+        ]
+        return differ(found[1], found[0])
+
+
+def _add_rows(optimizer: Any, one: Any, two: Any, *_: Any) -> None:
+    """As those do it who add or remove rows while they train."""
+    found = optimizer.state.get(two)
+    for name in ("exp_avg", "exp_avg_sq"):
+        found[name] = torch.cat([found[name], torch.zeros(5)])
+    del optimizer.state[two]
+    two.data = torch.cat([two.detach(), torch.ones(5)])
+    optimizer.state[two] = found
+
+
+def _to(optimizer: Any, *_: Any) -> None:
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.to("cpu", copy=True)
+
+
+def _forget(optimizer: Any, *_: Any) -> None:
+    optimizer.state = collections.defaultdict(dict)
+
+
+def _move(first: dict[str, Any], second: dict[str, Any]) -> None:
+    second["params"].append(first["params"].pop(0))
+
+
+GROUPS: dict[str, Callable[..., object]] = {
+    "append": lambda optimizer, *params: optimizer.param_groups[0]["params"].append(params[3]),
+    "insert": lambda optimizer, *params: optimizer.param_groups[1]["params"].insert(0, params[4]),
+    "replace": lambda optimizer, *params: optimizer.param_groups[0]["params"].__setitem__(1, params[3]),
+    "remove": lambda optimizer, *_: optimizer.param_groups[0]["params"].pop(0),
+    "move": lambda optimizer, *_: _move(*optimizer.param_groups),
+    "delete a group": lambda optimizer, *_: optimizer.param_groups.pop(0),
+    "swap groups": lambda optimizer, *_: optimizer.param_groups.reverse(),
+    "add a group": lambda optimizer, *params: optimizer.add_param_group({"params": params[3:]}),
+    "clear": lambda optimizer, *_: optimizer.state.clear(),
+    "del": lambda optimizer, one, *_: optimizer.state.__delitem__(one),
+    "pop": lambda optimizer, one, *_: optimizer.state.pop(one),
+    "empty": lambda optimizer, one, *_: optimizer.state[one].clear(),
+    "defaultdict": _forget,
+    "zero_": lambda optimizer, one, *_: optimizer.state[one]["exp_avg"].zero_(),
+    "data": lambda optimizer, one, *_: optimizer.state[one]["exp_avg_sq"].data.mul_(2),
+    "step": lambda optimizer, one, two, *_: optimizer.state[two]["step"].fill_(7),
+    "assign": lambda optimizer, one, *_: optimizer.state[one].update(exp_avg=torch.ones(300, 301)),
+    "a dict": lambda optimizer, one, *_: optimizer.state.update({one: dict(optimizer.state[one])}),
+    "rows": _add_rows,
+    "to": _to,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("edit", GROUPS)
+def test_groups_and_states_are_edited_as_in_torch(folder: Path, edit: str) -> None:
+    pair = Pair(folder)
+    for step in range(6):
+        if step == 2:
+            pair.edit(GROUPS[edit])
+        if step == 4 and edit in ("remove", "replace"):  # again, with the states that it had
+            pair.edit(lambda optimizer, one, two, *_: optimizer.param_groups[1]["params"].append(
+                one if edit == "remove" else two))  # fmt: skip
+        pair.step(step)
+        assert pair.apart() == "", step
+    pair.optimizers[1].close()
+
+
+def test_what_a_program_holds_of_the_states_is_what_steps_update(folder: Path) -> None:
+    pair, held = Pair(folder), list[Any]()
+    for step in range(6):
+        pair.step(step)
+        if step == 1:
+            pair.edit(lambda optimizer, one, two, *_: held.append((optimizer.state[one]["exp_avg"].view(-1),
+                                                                   optimizer.state[two]["step"])))  # fmt: skip
+        if step >= 1:
+            assert differ(held[1], held[0]) == ""
+        if step == 3:
+            for average, _ in held:
+                average[:9].zero_()
+    assert pair.apart() == ""
+    pair.optimizers[1].close()
+
+
+def test_what_was_edited_is_in_what_is_saved_and_kept(folder: Path) -> None:
+    pair = Pair(folder, reuse=True)
+    pair.step(0)
+    pair.edit(GROUPS["append"])
+    pair.edit(GROUPS["zero_"])
+    ours = pair.optimizers[1]
+    assert float(ours.state_dict()["state"][0]["exp_avg"].abs().max()) == 0
+    pair.edit(GROUPS["data"])
+    ours.save_states(folder / "saved")
+    pair.edit(GROUPS["del"])
+    ours.close()
+    groups = [{"params": pair.all[1][:2] + pair.all[1][3:4]}, {"params": pair.all[1][2:3], "lr": 0.02}]
+    options: Any = {"memory_budget": "1M", "lr": 0.01, "reuse": True}
+    pair.optimizers[1] = NvmeOptimizer(groups, torch.optim.AdamW, folder, **options)
+    assert pair.optimizers[1].steps == 1
+    for step in (1, 2):
+        pair.step(step)
+        assert pair.apart() == ""
+    pair.optimizers[1].load_states(folder / "saved")
+    assert (pair.optimizers[1].steps, len(pair.optimizers[1].state)) == (1, 3)
+    pair.optimizers[1].close()
+
+
+MISTAKES: dict[str, tuple[Callable[..., object], str]] = {
+    "shape": (
+        lambda _, one, two, *__: setattr(two, "data", torch.ones(9)),
+        r"'exp_avg' of shape \(50,\) is for a para",
+    ),
+    "dtype": (lambda _, one, two, *__: setattr(two, "data", two.detach().double()), "is torch.float32 and has to be"),
+    "state": (lambda optimizer, one, two, *_: optimizer.state[two].update(exp_avg=torch.ones(3)), r"\(3,\) is for a"),
+    "name": (lambda optimizer, one, two, *_: optimizer.state[two].update(more=torch.ones(50)), "has no room for"),
+    "lacking": (lambda optimizer, one, two, *_: optimizer.state[two].pop("exp_avg"), "there is no 'exp_avg'"),
+    "twice": (lambda optimizer, one, *_: optimizer.param_groups[1]["params"].append(one), "more than once"),
+    "gaps": (lambda _, one, two, *__: setattr(two, "data", torch.ones(50, 2)[:, 0]), r"gaps .* data\.contiguous"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_edits_that_do_not_fit_are_refused_by_the_next_step(folder: Path, mistake: str) -> None:
+    pair = Pair(folder)
+    pair.step(0)
+    edit, said = MISTAKES[mistake]
+    _, ours = pair.optimizers
+    edit(ours, *pair.all[1])
+    before = copy.deepcopy(pair.all[1])
+    for each in pair.all[1]:
+        each.grad = torch.ones_like(each)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            ours.step()
+    assert differ(pair.all[1], before) == ""
+    ours.close()
+
+
+def test_a_model_converted_between_steps_goes_on_with_float32_copies(folder: Path) -> None:
+    model: Any = network()
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        average = optimizer.state[model[0].weight]["exp_avg"].clone()
+        model.bfloat16()
+        backward(model, 1)
+        gradient = model[0].weight.grad
+        optimizer.step()
+        found = optimizer.state[model[0].weight]
+        assert differ(found["exp_avg"], average.lerp(gradient.float(), 1 - 0.9)) == ""
+        assert differ(found[MASTER].bfloat16(), model[0].weight.detach()) == ""
+
+
+def test_edits_after_a_step_has_begun_in_the_backward_pass_are_refused(folder: Path) -> None:
+    model = network()
+    options: Any = {"memory_budget": "1M", "overlap": "backward"}
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **options) as optimizer:
+        backward(model, 0)
+        optimizer.step()
+        for edit in (
+            optimizer.state.clear,
+            lambda: model[3].to(torch.float64),
+            optimizer.param_groups[0]["params"].pop,
+        ):
+            backward(model, 1)
+            edit()
+            with pytest.raises(RuntimeError, match=r"change them before it or after step\(\); zero_grad\(\) abandons"):
+                optimizer.step()
+            optimizer.zero_grad()
+            model.float()
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_a_parameter_that_takes_no_gradient_now_during_the_backward_pass(folder: Path, trained: bool) -> None:
+    """It can take one later; and an appended one is updated, too."""
+    mine, other = network(), network()
+    pairs: Any = [(mine, []), (other, [])]
+    for number, (model, made) in enumerate(pairs):
+        model[3].requires_grad_(False)
+        options: Any = {"memory_budget": "1M", "overlap": "backward", "free_gradients": True}
+        given = [each for each in model.parameters() if each is not model[0].bias], torch.optim.AdamW
+        made.append(given[1](given[0]) if number else NvmeOptimizer(*given, folder, **options))
+    for step in range(6):
+        for model, (optimizer,) in pairs:
+            if step == 2:
+                model[3].requires_grad_(trained)
+            if step == 3:
+                optimizer.param_groups[0]["params"].append(model[0].bias)
+            if step == 4:
+                model[0].weight.requires_grad_(False)
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert equal(values(mine), values(other))
+    pairs[0][1][0].close()
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Adagrad", "ASGD"])
+def test_state_dicts_of_earlier_versions_of_torch(folder: Path, name: str) -> None:
+    """Their steps are numbers, and their groups lack options such as foreach."""
+    kind: Any = getattr(torch.optim, name)
+    options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+    mine, other = network(), network()
+    plain = kind(other.parameters(), lr=0.01, **options)
+    with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", lr=0.01, **options) as ours:
+        for model, optimizer in ((mine, ours), (other, plain)):
+            backward(model, 0)
+            optimizer.step()
+            found = copy.deepcopy(optimizer.state_dict())
+            for state in found["state"].values():
+                state.update(
+                    {key: each.item() for key, each in state.items() if torch.is_tensor(each) and not each.dim()}
+                )
+                if "step" in state:
+                    state["step"] = int(state["step"])
+            for group in found["param_groups"]:
+                for key in ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay"):
+                    group.pop(key, None)
+            optimizer.load_state_dict(found)
+            for step in (1, 2):
+                backward(model, step)
+                optimizer.step()
+        assert equal(values(mine), values(other))
+        assert differ(states(ours), states(plain)) == ""
+
+
+# Failures
+
+
+@pytest.mark.usefixtures(lost_unraisable.__name__)
+@pytest.mark.parametrize("edit", ["append", "clear", "zero_", "move"])
+def test_an_edit_that_fails_or_is_interrupted_is_taken_by_the_next_step(folder: Path, edit: str) -> None:
+    """Wherever that happens."""
+    handle = Faulty()
+    pair = Pair(folder, handle=handle)
+    pair.step(0)
+    pair.edit(GROUPS[edit])
+    handle.will("write", "refuse", {1})
+    with contextlib.nullcontext() if edit == "clear" else pytest.raises(OSError, match="Input/output error"):
+        pair.optimizers[1].state_dict()  # nothing is written where all was deleted
+    handle.will()
+    counted = Interrupt()
+    with counted:
+        pair.optimizers[1].state_dict()
+    assert pair.apart() == ""
+    for number in numbers(edit, counted.count, 12):
+        pair.step(number)
+        pair.edit(GROUPS["clear" if edit == "clear" else "zero_"])
+        if edit != "zero_":
+            pair.edit(lambda optimizer, *_: optimizer.param_groups.reverse())
+        with contextlib.suppress(KeyboardInterrupt), Interrupt(number) as moment:
+            pair.optimizers[1].state_dict()
+        pair.step(number + 1)
+        assert pair.apart() == "", moment.where
+    pair.optimizers[1].close()
