@@ -108,7 +108,7 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
 
 
 def _described(archive: Archive) -> dict[str, Described | Other]:
-    root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+    root, _ = torch_pickle.read(archive.pickled(), archive.path)
     known: dict[str, Described | Other] = {}
     for name, each in torch_pickle.tensors(root, archive.path):
         if name in known:
@@ -161,7 +161,7 @@ def contents(path: str, files: OpenFiles, _: object = None) -> Contents:
         archive = file.archive()
         if archive is None:
             raise FormatError(f"{path} can be loaded but not inspected: it is not in torch.save's current format")
-        root, storages = torch_pickle.read(archive.content(PICKLE), path)
+        root, storages = torch_pickle.read(archive.pickled(), path)
         plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, Described)]
         views = {each.storage.record: each for each in reversed(plain)}
         names = names_by_record(root, path)

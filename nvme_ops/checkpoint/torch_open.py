@@ -121,7 +121,7 @@ def verify_by_zipfile(file: TorchFile) -> None:
 def require_undamaged(archive: Archive, wrong: Sequence[str]) -> None:
     """Raises ChecksumError with the names of the tensors in the ``wrong`` records, if there are any."""
     if wrong:
-        root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+        root, _ = torch_pickle.read(archive.pickled(), archive.path)
         names = names_by_record(root, archive.path)
         raise ChecksumError(archive.path, [name for record in wrong for name in names.get(record, [record])])
 

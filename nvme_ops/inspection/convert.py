@@ -23,7 +23,7 @@ from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
-from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
+from nvme_ops.formats.torch_zip import Archive, is_zip
 from nvme_ops.inspection.contents import OnProgress, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
@@ -221,7 +221,7 @@ class _Reader:
         archive = opened.archive()
         metadata = {} if archive is None else torch_file.metadata(archive)
         if archive is not None:
-            root, _ = torch_pickle.read(archive.content(PICKLE), file.path)
+            root, _ = torch_pickle.read(archive.pickled(), file.path)
             entries = _entry(root, key, file.path)
             described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
             _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
