@@ -29,6 +29,7 @@ from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
 from nvme_ops.inspection.convert import convert
 from nvme_ops.offload.order import Order
+from tests.checkpoint.torch_files import OBJECTS
 from tests.conftest import watched
 from tests.contract.faulty import flip
 
@@ -351,6 +352,41 @@ def test_across_formats(tmp_path: Path, first: str, capsys: pytest.CaptureFixtur
         flip(Path(item.path), item.end - 1)
         assert [main(["verify", str(one), str(two)]) for one, two in ((same, other), (other, same))] == [1, 1]
         capsys.readouterr()
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.filterwarnings("ignore")
+def test_files_from_before_torch_1_6(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    torch.save(OBJECTS[name](), old, _use_new_zipfile_serialization=False)
+    torch.manual_seed(0)
+    obj = torch.load(old) if name != "nested" else OBJECTS[name]()  # torch itself cannot load that one
+    torch.save(obj, new)
+    found = contents(old)
+    about = [(item.name, item.dtype, item.shape, item.bytes) for item in found.tensors]
+    assert about == [(item.name, item.dtype, item.shape, item.bytes) for item in contents(new).tensors]
+    assert main(["verify", str(old)]) == (1 if found.items else 0)
+    assert ("[NO CHECKSUMS]" if found.items else "[OKAY]") in capsys.readouterr().out
+    assert main(["diff", str(old), str(new)]) == 0 or name == "nested"
+    size = old.stat().st_size
+    for length in range(0, size, max(1, size // 40)):
+        os.truncate(old, size - length - 1)
+        with pytest.raises(FormatError):
+            contents(old)
+        torch.save(obj, old, _use_new_zipfile_serialization=False)
+
+
+def test_a_file_from_before_torch_1_6_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"a": torch.arange(300_000), "b": torch.ones(3)}
+    torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    torch.save(tensors | {"b": torch.zeros(3)}, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
+    assert capsys.readouterr().out == "values differ: b\n"
+    for hostile in (["no list of keys"], [[1], {}], ["0", "0"]):
+        head = b"".join(pickle.dumps(each, 2) for each in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}))
+        (tmp_path / "c.pt").write_bytes(head + pickle.dumps(hostile, 2))
+        with pytest.raises(FormatError, match="lists other storages"):
+            contents(tmp_path / "c.pt")
 
 
 def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -268,8 +268,9 @@ def test_files_from_before_zip(folder: Path) -> None:
     into = {"big": torch.zeros(3 * MIB, dtype=torch.uint8)}
     load(folder / "a.pt", into=into, keys=["big"])
     assert torch.equal(into["big"], obj["big"])
-    with pytest.raises(ValueError, match="not inspected"):
-        contents(folder / "a.pt")
+    assert {"big", "views.base = views.row = views.columns = views.turned = views.again"} <= {
+        item.name for item in contents(folder / "a.pt").items
+    }
 
 
 @pytest.mark.parametrize("kind", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
