@@ -98,7 +98,7 @@ def convert(
             if os.path.realpath(each) in reader.paths:
                 raise ValueError(f"{each} is part of the source: name another target")
         total = sum(tensor.nbytes for tensor in plan.tensors)
-        if total > max(_PLENTY, _MAX_EXPANSION * sum(map(os.path.getsize, reader.paths))):
+        if total > max(_PLENTY, _MAX_EXPANSION * reader.nbytes):
             name = max(tensors, key=lambda each: tensors[each].nbytes)
             raise ValueError(
                 f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
@@ -156,6 +156,7 @@ class _Reader:
         self._weights, self._ends, self._verify = weights, ends, verify
         self._files = ends.enter_context(OpenFiles())
         self.paths: set[str] = set()  # of the files that were opened
+        self.nbytes = 0  # in them
 
     def read(self, path: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
@@ -165,7 +166,7 @@ class _Reader:
 
     def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self._files.close()  # shards of another save
-        self.paths = {os.path.realpath(index.path)}
+        self.paths, self.nbytes = {os.path.realpath(index.path)}, 0
         if self._verify and index.fits is False:
             raise ChecksumError(index.path, [INDEX])
         shards = index.shards(index.places)
@@ -188,6 +189,7 @@ class _Reader:
         with self._files.opened(path) as fd:
             file = WeightFile(os.dup(fd), path, shared_handle())
         self._ends.callback(file.close)
+        self.nbytes += file.size
         if self._verify:
             self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
         if is_torch:
