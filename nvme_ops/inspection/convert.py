@@ -24,12 +24,12 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import Archive, is_zip
-from nvme_ops.inspection.contents import OnProgress, damaged
+from nvme_ops.inspection.contents import OnProgress, contents, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.publication import OpenFiles
+from nvme_ops.storage.publication import OpenFiles, open_leased
 from nvme_ops.tensors import cut, is_dense
 from nvme_ops.text import size_words
 
@@ -67,9 +67,9 @@ def convert(
     tensors than dense ones are loaded as a whole.
 
     Args:
-        source: a file of safetensors or of ``torch.save``, an index, or a folder with one of these.
+        source: a file of safetensors or of ``torch.save``, an index, a folder with one of these, or one of DCP.
         target: a path as for ``nvme_ops.save``: its suffix chooses the format.
-        key: the entry with the tensors, if a file of ``torch.save`` has others: ``"model"``, or ``"a.b"``.
+        key: the entry with the tensors, if a file of ``torch.save`` or of DCP has others: ``"model"``, or ``"a.b"``.
         format: the format of the target, instead of the one that its name implies.
         max_shard_size: as in ``nvme_ops.save``.
         checksums: as in ``nvme_ops.save``.
@@ -86,7 +86,8 @@ def convert(
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
-        tensors, metadata = reader.read(resolved(source), key)
+        is_dcp = os.path.exists(os.path.join(source, ".metadata"))
+        tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
         tied: dict[str, str] = {}
         if format_of(target, format).__name__ == FORMATS["torch"][0]:
             tensors, metadata = with_ties(tensors, metadata)
@@ -164,6 +165,27 @@ class _Reader:
             return self._file(path, key)
         return from_one_save(path, lambda index: self._shards(index, key))
 
+    def read_dcp(self, folder: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        """Does what ``read`` does for a checkpoint of torch.distributed.checkpoint; ``key``: how the names begin."""
+        from nvme_ops.inspection.dcp_tensors import sources_of  # slow to import
+
+        if self._verify:
+            found = contents(folder, None, self._files)
+            if wrong := damaged(found, files=self._files):
+                raise ChecksumError(folder, wrong)
+        sources = sources_of(folder, key, self._files, self._data_file)
+        return {
+            name: StoredTensor(self._weights, each) if isinstance(each, Source) else each
+            for name, each in sources.items()
+        }, {}
+
+    def _data_file(self, path: str, fd: int = -1) -> WeightFile:
+        self.paths.add(os.path.realpath(path))
+        file = WeightFile(open_leased(path) if fd < 0 else os.dup(fd), path, shared_handle())
+        self._ends.callback(file.close)
+        self.nbytes += file.size
+        return file
+
     def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self._files.close()  # shards of another save
         self.paths, self.nbytes = {os.path.realpath(index.path)}, 0
@@ -184,12 +206,9 @@ class _Reader:
     def _file(
         self, path: str, key: str, part: ShardEntry | None = None
     ) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
-        self.paths.add(os.path.realpath(path))
         is_torch = not path.endswith(".safetensors")
         with self._files.opened(path) as fd:
-            file = WeightFile(os.dup(fd), path, shared_handle())
-        self._ends.callback(file.close)
-        self.nbytes += file.size
+            file = self._data_file(path, fd)
         if self._verify:
             self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
         if is_torch:

@@ -5,13 +5,14 @@ It writes as ``save`` does, whose tests kill it, fill the disk and have others a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 import nvme_ops
 from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
 from nvme_ops.inspection.convert import convert
+from nvme_ops.inspection.dcp_tensors import _Chunk, _joined
 from nvme_ops.offload.order import Order
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.window import read_now
 from tests.checkpoint.torch_files import OBJECTS
 from tests.conftest import watched
 from tests.contract.faulty import flip
@@ -407,6 +412,53 @@ def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     nvme_ops.save(STATE, tmp_path / "model.pt")
     assert main(["diff", str(other), str(tmp_path / "model.pt")]) == 2
     assert "dcp_to_torch_save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+@pytest.mark.filterwarnings("ignore")
+def test_a_dcp_folder_becomes_a_file(writer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {name: each.detach() for name, each in state().items()}
+    saved = {"model": kept, "optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1}, "step": 3}
+    dcp.save(saved, storage_writer=writer(tmp_path / "dcp"))
+    convert(str(tmp_path / "dcp"), str(tmp_path / "a.safetensors"), key="model")
+    found = nvme_ops.load(tmp_path / "a.safetensors", verify=True)
+    assert equal(dict(sorted(found.items())), dict(sorted(kept.items())))
+    convert(str(tmp_path / "dcp"), str(tmp_path / "a.pt"), key="optimizer.state")
+    assert equal(torch.load(tmp_path / "a.pt"), {"0": torch.ones(3)})
+    for words, said in (
+        (
+            [],
+            "has more than tensors by name: 'optimizer.lr', 'step'; --key takes the tensors of one entry: 'model', 'op",
+        ),
+        (["--key", "optimizer"], "has more than tensors by name: 'optimizer.lr'"),
+        (["--key", "x"], "has no entry 'x'; it has 'model', 'optimizer', 'step'"),
+    ):
+        assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), *words]) == 2
+        assert said in capsys.readouterr().err
+    item = next(each for each in contents(tmp_path / "dcp").items if each.name == "model.large")
+    flip(Path(item.path), (item.start + item.end) // 2)
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--key", "model"]) == (
+        2 if writer is NvmeStorageWriter else 0  # torch's has no checksums
+    )
+
+
+def test_chunks_of_two_dimensions(tmp_path: Path) -> None:
+    whole = torch.arange(35 * 9).view(35, 9)
+    rows, columns = [0, 10, 11, 35], [0, 4, 9]
+    blocks = [(a, b, c, d) for a, b in itertools.pairwise(rows) for c, d in itertools.pairwise(columns)]
+    (tmp_path / "data").write_bytes(b"".join(whole[a:b, c:d].contiguous().numpy().tobytes() for a, b, c, d in blocks))
+    with closing(WeightFile(os.open(tmp_path / "data", os.O_RDONLY), "data", shared_handle())) as file:
+        chunks, place = [], 0
+        for a, b, c, d in blocks:
+            shape = (b - a, d - c)
+            extent = FileExtent(file, place, shape[0] * shape[1] * 8)
+            chunks.append(_Chunk((a, c), Source([extent], torch.int64, shape)))
+            place += extent.nbytes
+        for order in (chunks, chunks[::-1]):
+            (made,) = _joined(_joined(order, 1), 0)
+            assert torch.equal(read_now([made.source])[0], whole)
+        for missing in range(len(chunks)):
+            assert len(_joined(_joined(chunks[:missing] + chunks[missing + 1 :], 1), 0)) > 1 or missing in (0, 1, 4, 5)
 
 
 class Harm:
