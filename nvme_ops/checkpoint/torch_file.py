@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_r
 from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan
 from nvme_ops.errors import FormatError, UnsafeError
 from nvme_ops.file import shared_handle
-from nvme_ops.formats import torch_pickle
+from nvme_ops.formats import torch_legacy, torch_pickle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.torch_pickle import Described, Other
+from nvme_ops.formats.torch_pickle import Described, Other, Storage
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
 from nvme_ops.storage.publication import OpenFiles, opened
 from nvme_ops.tensors import Kind, is_plain
@@ -108,7 +108,7 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
 
 
 def _described(archive: Archive) -> dict[str, Described | Other]:
-    root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+    root, _ = torch_pickle.read(archive.pickled(), archive.path)
     known: dict[str, Described | Other] = {}
     for name, each in torch_pickle.tensors(root, archive.path):
         if name in known:
@@ -155,33 +155,54 @@ def _make(
 
 
 def contents(path: str, files: OpenFiles, _: object = None) -> Contents:
-    """Lists the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each."""
+    """Lists the pickle, and the storages by the names of the tensors in them, with the CRC-32 of each.
+
+    Files from before torch 1.6 have no checksums, and their pickles, which say where the storages were in memory, are
+    not listed.
+    """
     with files.opened(path) as fd:
         file = TorchFile(fd, path, shared_handle())
         archive = file.archive()
         if archive is None:
-            raise FormatError(f"{path} can be loaded but not inspected: it is not in torch.save's current format")
-        root, storages = torch_pickle.read(archive.content(PICKLE), path)
-        plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, Described)]
-        views = {each.storage.record: each for each in reversed(plain)}
-        names = names_by_record(root, path)
+            return _legacy_contents(file)
+        root, storages = torch_pickle.read(archive.pickled(), path)
         archive.locate([PICKLE, *(storage.record for storage in storages)])
-        seen: Counter[str] = Counter()
         checked = any(record.crc for record in archive.records.values())
         items = [_item(archive, PICKLE, PICKLE, "pickle", (archive.records[PICKLE].size,), checked)]
-        for storage in storages:
+        for storage, name, dtype, shape in _listed(root, storages, path):
             require_record(archive, storage.record, storage.size)
-            shape: tuple[int, ...] = (storage.size // storage.dtype.itemsize,)
-            dtype = storage.dtype
-            view = views.get(storage.record)
-            if view is not None and view.contiguous and view.extent == (0, storage.size):
-                shape, dtype = view.shape, view.dtype
-            name = " = ".join(names.get(storage.record, [storage.record]))
-            seen[name] += 1
-            if seen[name] > 1:  # indices and values of a sparse tensor, say
-                name = f"{name} ({seen[name]})"
-            items.append(_item(archive, storage.record, name, str(dtype).removeprefix("torch."), shape, checked))
+            items.append(_item(archive, storage.record, name, dtype, shape, checked))
         return Contents("torch", items, metadata(archive))
+
+
+def _legacy_contents(file: TorchFile) -> Contents:
+    if not file.is_legacy():
+        raise FormatError(f"{file.path} can be loaded but not inspected: it is compressed, or not torch.save's")
+    root, storages, starts = torch_legacy.read(file.fd, file.path)
+    items = []
+    for storage, name, dtype, shape in _listed(root, storages, file.path):
+        start = starts[storage.record]
+        items.append(Item(name, dtype, shape, file.path, start, start + storage.size))
+    return Contents("torch before 1.6", items)
+
+
+def _listed(root: Any, storages: Iterable[Storage], path: str) -> Iterator[tuple[Storage, str, str, tuple[int, ...]]]:
+    """Yields each storage with its name, dtype and shape: those of a tensor that is all of it, if there is one."""
+    plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, Described)]
+    views = {each.storage.record: each for each in reversed(plain)}
+    names = names_by_record(root, path)
+    seen: Counter[str] = Counter()
+    for storage in storages:
+        shape: tuple[int, ...] = (storage.size // storage.dtype.itemsize,)
+        dtype = storage.dtype
+        view = views.get(storage.record)
+        if view is not None and view.contiguous and view.extent == (0, storage.size):
+            shape, dtype = view.shape, view.dtype
+        name = " = ".join(names.get(storage.record, [storage.record]))
+        seen[name] += 1
+        if seen[name] > 1:  # indices and values of a sparse tensor, say
+            name = f"{name} ({seen[name]})"
+        yield storage, name, str(dtype).removeprefix("torch."), shape
 
 
 def _item(archive: Archive, record: str, name: str, dtype: str, shape: tuple[int, ...], checked: bool) -> Item:

@@ -38,7 +38,7 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
         return _load_by_torch(file, map_location, verify)
     if verify:
         verify_others(archive)
-    content = archive.content(PICKLE)
+    content = archive.pickled()
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
     fetch = fetcher(file, archive, _whole(archive, map_location, content), map_location, verify)

@@ -48,7 +48,7 @@ class TorchFile:
             refuse(self.path, "is an empty file")
         if not is_zip(self.fd):
             # tarfile would try to decompress the file first, however large it claims to be
-            if os.pread(self.fd, 15, 0)[2:] != _LEGACY and os.pread(self.fd, 5, 257) != b"ustar":
+            if not self.is_legacy() and os.pread(self.fd, 5, 257) != b"ustar":
                 refuse(self.path, "begins neither as a zip file nor as a pickle of torch.save", self.fd)
             return None
         archive = open_archive(self.fd, self.path, self.handle)
@@ -63,6 +63,10 @@ class TorchFile:
         script = "constants.pkl" in archive.records
         faked = torch._guards.detect_fake_mode(None) is not None
         return None if script or faked or not _is_native(archive) else archive
+
+    def is_legacy(self) -> bool:
+        """Returns whether the file begins as those that torch wrote before version 1.6."""
+        return os.pread(self.fd, 15, 0)[2:] == _LEGACY
 
 
 def _is_native(archive: Archive) -> bool:
@@ -121,7 +125,7 @@ def verify_by_zipfile(file: TorchFile) -> None:
 def require_undamaged(archive: Archive, wrong: Sequence[str]) -> None:
     """Raises ChecksumError with the names of the tensors in the ``wrong`` records, if there are any."""
     if wrong:
-        root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+        root, _ = torch_pickle.read(archive.pickled(), archive.path)
         names = names_by_record(root, archive.path)
         raise ChecksumError(archive.path, [name for record in wrong for name in names.get(record, [record])])
 

@@ -10,7 +10,7 @@ import torch
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.formats.torch_pickle import Described
-from nvme_ops.formats.torch_zip import CHECKSUM, Archive, spans_of
+from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, spans_of
 from nvme_ops.memory import pieces
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import ALIGNMENT
@@ -97,7 +97,7 @@ class Zip:
 
     def get_record(self, name: str) -> bytes:
         """Returns the bytes of a record."""
-        return self._archive.content(name)
+        return self._archive.pickled() if name == PICKLE else self._archive.content(name)
 
     def get_storage_from_record(self, name: str, size: int, _: object) -> torch.Tensor:
         """Returns a tensor over the storage of a record. Raises FormatError unless it has this size."""

@@ -66,8 +66,8 @@ class SampleWriter(Closing):
         folders: one, or several, each on a device of its own: data files are spread over all of them. The index goes to
             the first. Each is made if it is missing and its parent exists.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
-            and a shape, whose first dimension may be -1. One of these alone for samples that are not dicts; ``bytes``
-            when None.
+            and a shape, whose first dimension may be -1; ``int``, ``float`` and ``bool`` for numbers that are read as
+            Python's. One of these alone for samples that are not dicts; ``bytes`` when None.
         shard_bytes: approximate size of a data file, in bytes.
         alignment: records begin at multiples of this many bytes. None: a page if padding to it adds at most a sixteenth
             to about the first MiB of records; else 8. Never less than the size of an element.

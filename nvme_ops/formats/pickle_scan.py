@@ -19,10 +19,15 @@ _STOP, _LINES = pickle.STOP[0], pickle.GLOBAL[0]
 
 def scan(content: bytes, codes: Iterable[bytes]) -> str:
     """Returns why a pickle is refused; empty if it has only these opcodes and takes no more memory than its size."""
+    return walk(content, codes)[0]
+
+
+def walk(content: bytes, codes: Iterable[bytes], place: int = 0) -> tuple[str, int]:
+    """Does what ``scan`` does for a pickle that begins at ``place``; also returns where it ends."""
     allowed = {code[0] for code in codes}
     numbered, counted = ({code[0]: size for code, size in each.items()} for each in (_NUMBERED, _COUNTED))
-    place, end, largest = 0, len(content), 0
-    if end > _BYTE:  # no number of one byte can be larger than that
+    start, end, largest = place, len(content), 0
+    if end - start > _BYTE:  # no number of one byte can be larger than that
         del numbered[pickle.BINPUT[0]]
     steps = {code: 1 + _FOLLOWED.get(bytes([code]), 0) for code in allowed - {*numbered, *counted, _STOP, _LINES}}
     while place < end:
@@ -32,7 +37,7 @@ def scan(content: bytes, codes: Iterable[bytes]) -> str:
             place += step
             continue
         if code not in allowed:
-            return f"code {code} is not allowed"
+            return f"code {code} is not allowed", place
         place += 1
         if code in numbered:
             # Python's reader makes a table as long as the largest number. Optimized pickles skip numbers.
@@ -45,5 +50,5 @@ def scan(content: bytes, codes: Iterable[bytes]) -> str:
             for _ in range(2):
                 place = content.find(b"\n", place) + 1 or end
         else:
-            return "it numbers more objects than it has" if largest >= end else ""
-    return "it ends too early"
+            return "it numbers more objects than it has" if largest >= end - start else "", place
+    return "it ends too early", end

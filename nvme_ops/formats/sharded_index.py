@@ -104,7 +104,8 @@ def resolved(path: str) -> str:
             return os.path.join(path, name)
     what = f"is a folder that has none of {', '.join(_IN_FOLDERS)}"
     if os.path.isfile(os.path.join(path, ".metadata")):
-        what = "is a checkpoint of torch.distributed.checkpoint: nvme_ops.dcp.load(state_dict, path) reads it"
+        what = "is a checkpoint of torch.distributed.checkpoint: nvme_ops.dcp.load(state_dict, path) reads it, and "
+        what += "nvme-checkpoint convert makes a file of it"
     return refuse(path, what)
 
 

@@ -161,6 +161,8 @@ class _TorchUnpickler(Unpickler):
         return _named(path) if len(path) < _LONG_NAME else _named.__wrapped__(path)
 
     def persistent_load(self, identity: Any, /) -> Storage:
+        if isinstance(identity, tuple) and len(identity) == 6 and identity[5] is None:
+            identity = identity[:5]  # before torch 1.6: the last one is for views of storages
         if not isinstance(identity, tuple) or len(identity) != 5 or identity[0] != "storage":
             refuse(self._path, f"data.pkl: {identity!r} is not a storage")
         _, kind, key, location, count = identity

@@ -22,6 +22,7 @@ import torch
 
 from nvme_ops.errors import ChecksumError
 from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.pickle_protocol import in_protocol_2
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.tensors import bytes_of, pool_buffer
@@ -190,6 +191,10 @@ class Archive:
         if self.verified and zlib.crc32(found) != self.records[name].crc:
             raise ChecksumError(self.path, [name])
         return found
+
+    def pickled(self) -> bytes:
+        """Returns the pickle, in protocol 2. Raises as ``content``, and UnsafeError where that cannot express it."""
+        return in_protocol_2(self.content(PICKLE), self.path)
 
 
 def spans_of(places: Iterable[tuple[int, int]], gap: int, alignment: int = 1) -> list[tuple[int, int]]:

@@ -23,13 +23,13 @@ from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
-from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip
-from nvme_ops.inspection.contents import OnProgress, damaged
+from nvme_ops.formats.torch_zip import Archive, is_zip
+from nvme_ops.inspection.contents import OnProgress, contents, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.publication import OpenFiles
+from nvme_ops.storage.publication import OpenFiles, open_leased
 from nvme_ops.tensors import cut, is_dense
 from nvme_ops.text import size_words
 
@@ -67,9 +67,9 @@ def convert(
     tensors than dense ones are loaded as a whole.
 
     Args:
-        source: a file of safetensors or of ``torch.save``, an index, or a folder with one of these.
+        source: a file of safetensors or of ``torch.save``, an index, a folder with one of these, or one of DCP.
         target: a path as for ``nvme_ops.save``: its suffix chooses the format.
-        key: the entry with the tensors, if a file of ``torch.save`` has others: ``"model"``, or ``"a.b"``.
+        key: the entry with the tensors, if a file of ``torch.save`` or of DCP has others: ``"model"``, or ``"a.b"``.
         format: the format of the target, instead of the one that its name implies.
         max_shard_size: as in ``nvme_ops.save``.
         checksums: as in ``nvme_ops.save``.
@@ -86,7 +86,8 @@ def convert(
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
-        tensors, metadata = reader.read(resolved(source), key)
+        is_dcp = os.path.exists(os.path.join(source, ".metadata"))
+        tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
         tied: dict[str, str] = {}
         if format_of(target, format).__name__ == FORMATS["torch"][0]:
             tensors, metadata = with_ties(tensors, metadata)
@@ -98,7 +99,7 @@ def convert(
             if os.path.realpath(each) in reader.paths:
                 raise ValueError(f"{each} is part of the source: name another target")
         total = sum(tensor.nbytes for tensor in plan.tensors)
-        if total > max(_PLENTY, _MAX_EXPANSION * sum(map(os.path.getsize, reader.paths))):
+        if total > max(_PLENTY, _MAX_EXPANSION * reader.nbytes):
             name = max(tensors, key=lambda each: tensors[each].nbytes)
             raise ValueError(
                 f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
@@ -156,6 +157,7 @@ class _Reader:
         self._weights, self._ends, self._verify = weights, ends, verify
         self._files = ends.enter_context(OpenFiles())
         self.paths: set[str] = set()  # of the files that were opened
+        self.nbytes = 0  # in them
 
     def read(self, path: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Returns the tensors by name, and the metadata."""
@@ -163,9 +165,30 @@ class _Reader:
             return self._file(path, key)
         return from_one_save(path, lambda index: self._shards(index, key))
 
+    def read_dcp(self, folder: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        """Does what ``read`` does for a checkpoint of torch.distributed.checkpoint; ``key``: how the names begin."""
+        from nvme_ops.inspection.dcp_tensors import sources_of  # slow to import
+
+        if self._verify:
+            found = contents(folder, None, self._files)
+            if wrong := damaged(found, files=self._files):
+                raise ChecksumError(folder, wrong)
+        sources = sources_of(folder, key, self._files, self._data_file)
+        return {
+            name: StoredTensor(self._weights, each) if isinstance(each, Source) else each
+            for name, each in sources.items()
+        }, {}
+
+    def _data_file(self, path: str, fd: int = -1) -> WeightFile:
+        self.paths.add(os.path.realpath(path))
+        file = WeightFile(open_leased(path) if fd < 0 else os.dup(fd), path, shared_handle())
+        self._ends.callback(file.close)
+        self.nbytes += file.size
+        return file
+
     def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         self._files.close()  # shards of another save
-        self.paths = {os.path.realpath(index.path)}
+        self.paths, self.nbytes = {os.path.realpath(index.path)}, 0
         if self._verify and index.fits is False:
             raise ChecksumError(index.path, [INDEX])
         shards = index.shards(index.places)
@@ -183,11 +206,9 @@ class _Reader:
     def _file(
         self, path: str, key: str, part: ShardEntry | None = None
     ) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
-        self.paths.add(os.path.realpath(path))
         is_torch = not path.endswith(".safetensors")
         with self._files.opened(path) as fd:
-            file = WeightFile(os.dup(fd), path, shared_handle())
-        self._ends.callback(file.close)
+            file = self._data_file(path, fd)
         if self._verify:
             self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
         if is_torch:
@@ -221,7 +242,7 @@ class _Reader:
         archive = opened.archive()
         metadata = {} if archive is None else torch_file.metadata(archive)
         if archive is not None:
-            root, _ = torch_pickle.read(archive.content(PICKLE), file.path)
+            root, _ = torch_pickle.read(archive.pickled(), file.path)
             entries = _entry(root, key, file.path)
             described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
             _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)

@@ -320,15 +320,19 @@ class OpenFiles(contextlib.ExitStack):
     def opened(self, path: str) -> Iterator[int]:
         """Yields the descriptor of a file, which stays open. Names the file in errors as ``opened`` does."""
         if path not in self._fds:
+            self.callback(self._close, path)  # first: Ctrl-C may come between
             self._fds[path] = open_leased(path)
-            self.callback(os.close, self._fds[path])
         with naming("read", path):
             yield self._fds[path]
 
     def close(self) -> None:
         """Closes the files; those opened afterwards are what is there then."""
-        self._fds.clear()
         super().close()
+
+    def _close(self, path: str) -> None:
+        fd = self._fds.pop(path, -1)
+        if fd >= 0:
+            os.close(fd)
 
 
 def content_of(path: str, most: int) -> bytes:

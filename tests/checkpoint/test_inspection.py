@@ -5,13 +5,14 @@ It writes as ``save`` does, whose tests kill it, fill the disk and have others a
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import pickle
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 import nvme_ops
 from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.errors import FormatError
+from nvme_ops.file import shared_handle
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.contents import contents
 from nvme_ops.inspection.convert import convert
+from nvme_ops.inspection.dcp_tensors import _Chunk, _joined
 from nvme_ops.offload.order import Order
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.window import read_now
+from tests.checkpoint.torch_files import OBJECTS
 from tests.conftest import watched
 from tests.contract.faulty import flip
 
@@ -353,6 +359,41 @@ def test_across_formats(tmp_path: Path, first: str, capsys: pytest.CaptureFixtur
         capsys.readouterr()
 
 
+@pytest.mark.parametrize("name", OBJECTS)
+@pytest.mark.filterwarnings("ignore")
+def test_files_from_before_torch_1_6(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = tmp_path / "old.pt", tmp_path / "new.pt"
+    torch.save(OBJECTS[name](), old, _use_new_zipfile_serialization=False)
+    torch.manual_seed(0)
+    obj = torch.load(old) if name != "nested" else OBJECTS[name]()  # torch itself cannot load that one
+    torch.save(obj, new)
+    found = contents(old)
+    about = [(item.name, item.dtype, item.shape, item.bytes) for item in found.tensors]
+    assert about == [(item.name, item.dtype, item.shape, item.bytes) for item in contents(new).tensors]
+    assert main(["verify", str(old)]) == (1 if found.items else 0)
+    assert ("[NO CHECKSUMS]" if found.items else "[OKAY]") in capsys.readouterr().out
+    assert main(["diff", str(old), str(new)]) == 0 or name == "nested"
+    size = old.stat().st_size
+    for length in range(0, size, max(1, size // 40)):
+        os.truncate(old, size - length - 1)
+        with pytest.raises(FormatError):
+            contents(old)
+        torch.save(obj, old, _use_new_zipfile_serialization=False)
+
+
+def test_a_file_from_before_torch_1_6_that_differs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = {"a": torch.arange(300_000), "b": torch.ones(3)}
+    torch.save(tensors, tmp_path / "a.pt", _use_new_zipfile_serialization=False)
+    torch.save(tensors | {"b": torch.zeros(3)}, tmp_path / "b.pt", _use_new_zipfile_serialization=False)
+    assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
+    assert capsys.readouterr().out == "values differ: b\n"
+    for hostile in (["no list of keys"], [[1], {}], ["0", "0"]):
+        head = b"".join(pickle.dumps(each, 2) for each in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}))
+        (tmp_path / "c.pt").write_bytes(head + pickle.dumps(hostile, 2))
+        with pytest.raises(FormatError, match="lists other storages"):
+            contents(tmp_path / "c.pt")
+
+
 def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one, other, bare = (tmp_path / name for name in ("one", "other", "bare"))
     for path in (one, other, bare):
@@ -371,6 +412,53 @@ def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     nvme_ops.save(STATE, tmp_path / "model.pt")
     assert main(["diff", str(other), str(tmp_path / "model.pt")]) == 2
     assert "dcp_to_torch_save" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
+@pytest.mark.filterwarnings("ignore")
+def test_a_dcp_folder_becomes_a_file(writer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = {name: each.detach() for name, each in state().items()}
+    saved = {"model": kept, "optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1}, "step": 3}
+    dcp.save(saved, storage_writer=writer(tmp_path / "dcp"))
+    convert(str(tmp_path / "dcp"), str(tmp_path / "a.safetensors"), key="model")
+    found = nvme_ops.load(tmp_path / "a.safetensors", verify=True)
+    assert equal(dict(sorted(found.items())), dict(sorted(kept.items())))
+    convert(str(tmp_path / "dcp"), str(tmp_path / "a.pt"), key="optimizer.state")
+    assert equal(torch.load(tmp_path / "a.pt"), {"0": torch.ones(3)})
+    for words, said in (
+        (
+            [],
+            "has more than tensors by name: 'optimizer.lr', 'step'; --key takes the tensors of one entry: 'model', 'op",
+        ),
+        (["--key", "optimizer"], "has more than tensors by name: 'optimizer.lr'"),
+        (["--key", "x"], "has no entry 'x'; it has 'model', 'optimizer', 'step'"),
+    ):
+        assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), *words]) == 2
+        assert said in capsys.readouterr().err
+    item = next(each for each in contents(tmp_path / "dcp").items if each.name == "model.large")
+    flip(Path(item.path), (item.start + item.end) // 2)
+    assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--key", "model"]) == (
+        2 if writer is NvmeStorageWriter else 0  # torch's has no checksums
+    )
+
+
+def test_chunks_of_two_dimensions(tmp_path: Path) -> None:
+    whole = torch.arange(35 * 9).view(35, 9)
+    rows, columns = [0, 10, 11, 35], [0, 4, 9]
+    blocks = [(a, b, c, d) for a, b in itertools.pairwise(rows) for c, d in itertools.pairwise(columns)]
+    (tmp_path / "data").write_bytes(b"".join(whole[a:b, c:d].contiguous().numpy().tobytes() for a, b, c, d in blocks))
+    with closing(WeightFile(os.open(tmp_path / "data", os.O_RDONLY), "data", shared_handle())) as file:
+        chunks, place = [], 0
+        for a, b, c, d in blocks:
+            shape = (b - a, d - c)
+            extent = FileExtent(file, place, shape[0] * shape[1] * 8)
+            chunks.append(_Chunk((a, c), Source([extent], torch.int64, shape)))
+            place += extent.nbytes
+        for order in (chunks, chunks[::-1]):
+            (made,) = _joined(_joined(order, 1), 0)
+            assert torch.equal(read_now([made.source])[0], whole)
+        for missing in range(len(chunks)):
+            assert len(_joined(_joined(chunks[:missing] + chunks[missing + 1 :], 1), 0)) > 1 or missing in (0, 1, 4, 5)
 
 
 class Harm:

@@ -92,7 +92,7 @@ def test_diff_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.Monke
 def test_convert_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, target = saver(tmp_path / name), tmp_path / "target.safetensors"
     save(1)
-    once_before(monkeypatch, converter, "damaged", lambda *_: [save(2), save(3)])
+    once_before(monkeypatch, converter, "damaged", lambda *_: [save(2), save(3)])  # which remove its files
     convert(str(tmp_path / name), str(target))
     assert number_in(target) == 1
 

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
+from nvme_ops.inspection.cli import main
 from tests.checkpoint.torch_files import storable
 from tests.conftest import MIB, in_child, run_python
 from tests.dcp.job import reference
@@ -207,6 +208,21 @@ def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
             assert equal(found, reference(seed))
     for rank in range(2):  # the error of one reaches all
         assert (saved_on_two / f"failed-{rank}.json").read_text() == '{"1": "OSError"}'
+
+
+def test_a_checkpoint_of_two_ranks_becomes_a_file(saved_on_two: Path, tmp_path: Path) -> None:
+    """By rows from our writer, by columns from torch's."""
+    for name, prefix in (("fsdp", "model"), ("columns", "model")):
+        for target in (tmp_path / "target.safetensors", tmp_path / "target.pt"):
+            assert main(["convert", str(saved_on_two / name), str(target), "--key", prefix]) == 0
+            found = nvme_ops.load(target)
+            if name == "fsdp":
+                tensors = torch.load(saved_on_two / "fsdp.pt")
+                expected = {path.removeprefix("model/"): tensors[path] for path in tensors if path.startswith("model/")}
+            else:
+                expected = {each: value for each, value in reference(3).items() if isinstance(value, torch.Tensor)}
+            assert found.keys() == expected.keys()
+            assert equal(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_two_ranks_save_and_three_load(saved_on_two: Path) -> None:

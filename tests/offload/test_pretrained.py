@@ -199,7 +199,18 @@ def test_a_file_that_is_changed_meanwhile_is_told_and_one_that_is_replaced_stays
             stream.write(b"xxxx")
         os.utime(file, ns=(1, before.st_mtime_ns))
 
-    for changes, told in (((link, replace), False), ((write,), True), ((lambda: os.truncate(file, 100 * KIB),), True)):
+    def recycle() -> None:
+        shutil.copy(file, folder / "other")
+        for _ in range(2):  # the second over the file that is open, had it no lease
+            nvme_ops.save({"other": torch.ones(1 << 20)}, file, recycle=True)
+        os.replace(folder / "other", file)
+
+    for changes, told in (
+        ((recycle,), False),
+        ((link, replace), False),
+        ((write,), True),
+        ((lambda: os.truncate(file, 100 * KIB),), True),
+    ):
         with from_pretrained(path, memory_budget="2M") as model:
             output(model)
             for change in changes:

@@ -63,14 +63,25 @@ def contents(path: str, files: OpenFiles) -> Contents:
 
     Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError.
     """
+    return Contents("dcp", list(items_of(path, metadata_of(path, files))))
+
+
+def metadata_of(path: str, files: OpenFiles) -> Metadata:
+    """Reads ``.metadata``. Raises as ``contents``."""
     file = os.path.join(path, METADATA)
     with files.opened(file) as fd:
         found = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{file}: not the metadata of a checkpoint")
+    return found
+
+
+def items_of(folder: str, metadata: Metadata) -> Iterator[Item]:
+    """Yields what the checkpoint contains. Raises FormatError for what cannot be."""
     try:
-        return Contents("dcp", list(_items(path, found)))
+        yield from _items(folder, metadata)
     except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        file = os.path.join(folder, METADATA)
         raise FormatError(f"{file}: its parts contradict each other: {error_text(error)}") from error
 
 

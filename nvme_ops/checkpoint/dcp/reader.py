@@ -339,7 +339,7 @@ def _find(archive: Archive) -> Stored | None:
         return None
     if order is not None and (order.size > 10 or archive.content("byteorder").decode() != sys.byteorder):
         return None
-    root, _ = torch_pickle.read(archive.content(PICKLE), archive.path)
+    root, _ = torch_pickle.read(archive.pickled(), archive.path)
     tensor = torch_pickle.tensor(root, "", archive.path)
     if not isinstance(tensor, Described) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
         return None

@@ -29,7 +29,7 @@ from nvme_ops.offload.weights.stored_formats import (
 )
 from nvme_ops.offload.weights.stream_weights import budget_of, device_of
 from nvme_ops.offload.weights.streamed import stream
-from nvme_ops.storage.publication import open_to_read
+from nvme_ops.storage.publication import open_leased
 
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 
@@ -131,7 +131,7 @@ def from_pretrained(
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
         for each in origin.paths:
-            files.append(WeightFile(open_to_read(each), each, handle or shared_handle()))
+            files.append(WeightFile(open_leased(each), each, handle or shared_handle()))
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
