@@ -56,6 +56,10 @@ class FormatError(ValueError):
         return printable(super().__str__(), lines=True)
 
 
+class ChangedFileError(FormatError):
+    """A file may have been written to since it was opened."""
+
+
 class AnotherSaveError(FormatError):
     """A shard and its index are from different saves."""
 

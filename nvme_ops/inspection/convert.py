@@ -16,7 +16,7 @@ from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.errors import ChecksumError, named
+from nvme_ops.errors import ChangedFileError, ChecksumError, named
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.integrity import INDEX, ShardEntry
@@ -37,6 +37,7 @@ from nvme_ops.text import size_words
 BUDGET = 64 << 20
 # The most bytes that a byte of the source may become, where they are more than _PLENTY.
 _MAX_EXPANSION, _PLENTY = 16, 1 << 30
+_TRIES = 4  # while saves replace the source
 
 
 @dataclass
@@ -83,6 +84,24 @@ def convert(
         ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
             that the format of the target cannot store.
     """
+    for _ in range(_TRIES):
+        try:
+            return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
+        except ChangedFileError:  # or so it seems, where a killed save's second name of it is replaced by another
+            continue
+    return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
+
+
+def _convert(
+    source: str,
+    target: str,
+    key: str,
+    format: str | None,
+    max_shard_size: int | str | None,
+    checksums: bool,
+    verify: bool,
+    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None,
+) -> Converted:
     weights = _Counted()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)

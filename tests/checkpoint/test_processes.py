@@ -97,6 +97,23 @@ def test_convert_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     assert number_in(target) == 1
 
 
+def test_convert_begins_anew_where_its_source_seems_to_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed save has left a second name of the file, and the next one replaces that by another."""
+    path, spare, target = tmp_path / "model.safetensors", tmp_path / "spare", tmp_path / "target.safetensors"
+    saver(path)(1)
+    spare.hardlink_to(path)
+
+    def relinked(*_: object) -> None:
+        spare.unlink()
+        spare.hardlink_to(path)
+
+    once_before(monkeypatch, converter, "plan_for", relinked)
+    convert(str(path), str(target))
+    assert number_in(target) == 1
+
+
 def test_convert_finds_the_shards_of_a_save_that_replaced_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save, target = saver(tmp_path / "folder"), tmp_path / "target.safetensors"
     save(1)
