@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -118,10 +118,11 @@ class StoredTensor(OffloadedTensor):
         (values,) = read_now([self._source])
         return self.expanded(values.to(self._device))
 
-    def in_window(self) -> torch.Tensor:
+    def in_window(self, stored: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the values in memory of the budget, which is free again with the last tensor over it.
 
-        While the model is being put together, some weights are computed with: these are simply read.
+        They are made of what is ``stored``, which is read if it is not given. While the model is being put together,
+        some weights are computed with: these are simply read.
         """
         if self._weights.window is None and self._weights.budget:
             self._weights.early += self.nbytes
@@ -129,7 +130,7 @@ class StoredTensor(OffloadedTensor):
                 raise MemoryError(self._weights.too_early)
             return self.to_memory()
         room = functools.partial(self._weights.open().room, self._source)
-        return self.expanded(self._weights.fetch(self._source), room)
+        return self.expanded(self._weights.fetch(self._source) if stored is None else stored, room)
 
     def expanded(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
         """Returns the values of this tensor, made of the stored ``values`` in memory that ``room(nbytes)`` returns."""
@@ -191,6 +192,17 @@ class StoredTensor(OffloadedTensor):
     def _lend(self, uses: contextlib.ExitStack, change: bool) -> torch.Tensor:
         del uses, change
         return self.in_window()
+
+    @classmethod
+    def _lend_together(cls, lent: Mapping[int, StoredTensor], values: dict[int, torch.Tensor]) -> None:
+        for weights in {each._weights for each in lent.values() if each._weights.window is not None}:
+            of_model = {key: each for key, each in lent.items() if each._weights is weights}
+            stored = weights.open().fetch_all(dict.fromkeys(each._source for each in of_model.values()))
+            try:
+                for key, each in of_model.items():
+                    values[key] = each.in_window(stored[each._source])
+            finally:
+                stored.clear()  # a traceback would keep them alive
 
     def _whole(self) -> StoredTensor:
         return self if not self._steps else self.like(self._source, self._converted, self._stored_as)
