@@ -38,6 +38,7 @@ class StreamedModel(Closing, Derived):
     As a context manager, the model is closed at the end of the block.
     """
 
+    _nvme_weights: Weights
     _nvme_window: Window
     _nvme_undo: contextlib.ExitStack
 
@@ -102,9 +103,9 @@ class StreamedModel(Closing, Derived):
         return [name for name, value in named if stored_in(value) is not None]
 
     def __copy__(self) -> Self:
-        """Returns another model with the same weights, usable until this one, which it keeps alive, is closed."""
+        """Returns another model with the same weights, usable until one of the two is closed."""
         made = type(self).__new__(type(self))
-        made.__dict__ = {**self.__dict__, "_nvme_original": self}
+        made.__dict__ = self.__dict__.copy()
         return made
 
 
@@ -226,7 +227,7 @@ def stream(
     foreseen = [source for source in alone if source not in tables]
     others += tables
     experts = None
-    if share := _share(left, least_budget([*alone, *unrouted]), foreseen, routed):
+    if share := _share(left, max(least_budget([*alone, *unrouted]), at_once_stored), foreseen, routed):
         experts = Experts(share, device, routed)
         others, left = [*unrouted, *tables], left - experts.nbytes
         for file in files:
@@ -253,12 +254,13 @@ def stream(
                 parameter.requires_grad_(False)
         if experts is not None:
             route(groups, experts)
-        derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+        derive(model, StreamedModel, _nvme_weights=weights, _nvme_window=window, _nvme_undo=undo)
         undo.callback(_CONVERSIONS.take())
     except BaseException:
         undo.close()
         raise
-    weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
+    # if nobody has closed it: with the last of the model, its copies, its parts and its weights, at exit at the latest
+    weakref.finalize(weights, undo.close)
 
 
 def _recurrent(
