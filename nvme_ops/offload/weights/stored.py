@@ -270,6 +270,7 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
         and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in [weight, *others]))
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()  # what reads would be transformed, too
     )
 
 
