@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import json
 import os
@@ -176,6 +177,36 @@ def test_an_operation_of_more_than_the_budget_is_refused_at_once(folder: Path) -
     model = several(300, 300, 300, 300).eval()
     with streamed(model, folder, "500K"), pytest.raises(MemoryError, match="2 weights, 704 KiB together, but"):
         torch.linalg.multi_dot([*model.parameters()][::2])
+
+
+class Products(nn.Module):
+    """Products of inputs whose batches lie apart, on either side of a weight, with and without a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.with_bias, self.without = nn.Linear(256, 300), nn.Linear(256, 300, bias=False)
+        self.attention = nn.MultiheadAttention(256, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        apart = x.transpose(1, 2)
+        found = self.with_bias(apart), self.without(apart), self.without.weight @ x, self.attention(x.mT, x.mT, x.mT)[0]
+        row = x[:, :, :1].contiguous().transpose(1, 2)  # contiguous, but for strides that do not matter
+        more = self.with_bias(row), self.without(row), self.with_bias(apart[:, 3:])
+        return found, more, apart[..., None, :] @ self.without.weight.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.no_grad()
+def test_batches_that_lie_apart_are_multiplied_as_in_memory(dtype: torch.dtype, folder: Path) -> None:
+    torch.manual_seed(1)
+    model, x = Products().to(dtype).eval(), torch.randn(3, 256, 20).to(dtype)
+    wanted = tree_leaves(model(x))
+    with streamed(model, folder, "800K"):
+        for _ in range(2):
+            assert all(map(torch.equal, tree_leaves(model(x)), wanted))
+        close = functools.partial(torch.allclose, atol=0.02 if dtype is torch.bfloat16 else 1e-5)
+        with torch.inference_mode():
+            assert all(map(close, tree_leaves(model(x)), wanted))
 
 
 def test_memory_is_bounded_and_used(folder: Path) -> None:

@@ -227,19 +227,18 @@ class StoredTensor(OffloadedTensor):
     def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls the function, after making inputs of matrix products contiguous.
+        """Calls the function, with weights as they are in memory.
 
-        Given an input of three or more dimensions that is not contiguous, ``matmul`` repeats a weight that takes no
-        gradient in memory, once per batch (``should_fold`` in ATen's LinearAlgebra.cpp). With the contiguous input it
-        does not, and the last bits may differ.
+        There parameters require a gradient, also where none is computed, and ``matmul`` multiplies all rows of an input
+        of three or more dimensions by such a one at once, but by another batch by batch if the input is not contiguous
+        (``should_fold`` in ATen's LinearAlgebra.cpp). The last bits differ.
         """
-        if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
-            made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
-            args = tuple(made.get(id(each), each) for each in args)  # attention checks whether inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
             if func is _linear and not kwargs and _is_simple(*args):
                 inputs, weight, *bias = args
                 return func(inputs, weight.in_window(), *bias)
+            if func in _MULTIPLYING and not torch.is_grad_enabled() and _in_batches(func, args):
+                args = tuple(map(_as_trained, args))
             return func(*args, **(kwargs or {}))
 
 
@@ -256,10 +255,28 @@ def stored_tensors(
 
 
 _linear = torch.nn.functional.linear
-_MULTIPLYING = (
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, _linear,
-    torch.nn.functional.multi_head_attention_forward,
-)  # fmt: skip
+_attention = torch.nn.functional.multi_head_attention_forward
+_MULTIPLYING = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, _linear, _attention)
+
+
+def _in_batches(func: Any, args: Sequence[Any]) -> bool:
+    """Returns whether a product may be computed batch by batch."""
+    if func is _attention:
+        return True
+    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 2]
+    return any(isinstance(args[0], StoredTensor) or not _is_foldable(each) for each in batches)
+
+
+def _is_foldable(value: torch.Tensor) -> bool:
+    """Returns whether all rows lie at equal distances; one that is contiguous may have others where a size is 1."""
+    shape, stride = value.shape, value.stride()
+    return all(stride[dim] == stride[dim + 1] * shape[dim + 1] for dim in range(value.dim() - 2))
+
+
+def _as_trained(value: Any) -> Any:
+    if isinstance(value, StoredTensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
 
 
 def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
@@ -268,6 +285,7 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
     return (
         isinstance(weight, StoredTensor)
         and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
+        and _is_foldable(inputs)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in [weight, *others]))
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()  # what reads would be transformed, too
