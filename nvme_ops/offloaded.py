@@ -134,6 +134,10 @@ class OffloadedTensor(torch.Tensor):
         """Returns the values in memory, valid until ``uses`` is closed; with ``change``, to be written to."""
         raise NotImplementedError
 
+    @classmethod
+    def _lend_together(cls, lent: Mapping[int, Any], values: dict[int, torch.Tensor]) -> None:
+        """Adds to ``values``, by key, those of tensors of this class that cannot be lent one after the other."""
+
     def _whole(self) -> OffloadedTensor:
         """Returns the tensor that this is a view of, or this one."""
         raise NotImplementedError
@@ -324,8 +328,12 @@ def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     targets: dict[int, torch.Tensor] = {}
     try:
         with contextlib.ExitStack() as uses:
+            if len(lent) > 1:
+                for kind in {type(each) for each in lent.values()}:
+                    kind._lend_together({key: each for key, each in lent.items() if type(each) is kind}, values)
             for key, each in lent.items():
-                values[key] = each._lend(uses, key in written)
+                if key not in values:
+                    values[key] = each._lend(uses, key in written)
                 if use_scratch and key in written:
                     targets[key], values[key] = values[key], torch.empty_like(values[key])
             uses.callback(targets.clear)

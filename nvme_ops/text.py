@@ -70,6 +70,16 @@ def size_words(size: int) -> str:
     return f"{value:.4g} TiB"
 
 
+def least_words(size: int) -> str:
+    """Formats a size, rounded up: the least that suffices."""
+    words = size_words(size)
+    if parse_size(words, zero=True) >= size:
+        return words
+    unit = words.split()[1]
+    thousandths = -(-size * 1000 // 1024 ** ("B", "KiB", "MiB", "GiB", "TiB").index(unit))
+    return f"{thousandths / 1000:.10g} {unit}"
+
+
 def rate_words(rate: float) -> str:
     """Formats bytes per second, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"

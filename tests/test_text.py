@@ -16,6 +16,7 @@ from nvme_ops.text import (
     MIB,
     columns_text,
     fitted,
+    least_words,
     parse_size,
     rate_words,
     rounded,
@@ -51,6 +52,15 @@ def test_sizes_in_words_are_sizes(size: int) -> None:
     assert re.fullmatch(r"\d+(\.\d+)? (B|KiB|MiB|GiB|TiB)", words)
     assert math.isclose(parse_size(words), size, rel_tol=1e-3)
     assert float(words.split()[0]) < 1024 or words.endswith("TiB")
+
+
+@given(st.integers(0, 9999 << 40))
+@example(1404937)
+@example((1 << 30) + 1)
+def test_the_least_size_in_words_suffices(size: int) -> None:
+    found = parse_size(least_words(size), zero=True)
+    assert found >= size
+    assert math.isclose(found, size, rel_tol=2e-3)
 
 
 def test_numbers_read_well() -> None:

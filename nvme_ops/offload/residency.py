@@ -13,7 +13,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Collection, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -203,31 +203,51 @@ class Residency(Usable, Generic[E]):
 
     def _fetch(self, entry: E, use: Any, *, change: bool = False) -> torch.Tensor:
         """Returns a tensor over the values of an entry once they have arrived, and reads ahead what follows ``use``."""
+        return self._fetch_all({entry: use}, change=change)[0]
+
+    def _fetch_all(self, uses: Mapping[E, Any], *, change: bool = False) -> list[torch.Tensor]:
+        """Returns the same for entries that are used at once, each with its use."""
         patience = Patience(self.patience)
         while True:
-            self._prepare(entry)
+            for entry in uses:
+                self._prepare(entry)
             seen = native().endings()
             with self._lock:
                 self.require_open()
-                begun = entry.values is None
-                if begun and not self._begin(entry, Priority.DEMAND):
-                    values = None
-                else:
-                    values = None if entry.values is None else entry.values.detach()
-                    arriving = entry.arriving
-                    self._note_use(use)
+                begun = [entry for entry in uses if entry.values is None]
+                values: list[torch.Tensor] = []
+                if not begun or self._begin_all(begun, uses):
+                    values = [entry.values.detach() for entry in uses if entry.values is not None]
+                    arriving = [entry.arriving for entry in uses]
+                    for use in uses.values():
+                        self._note_use(use)
             try:
-                if values is None:
-                    self._wait_for_memory(entry, patience, seen)
-                elif (arriving is None or self._await_arrival(entry, arriving, begun)) and (
-                    not change or self._changes(entry, values)
-                ):
-                    if (arrival := entry.arrival) is not None:
-                        arrival.before(current_stream(values.device))
+                if not values:
+                    self._wait_for_memory(max(uses, key=_size), patience, seen)
+                elif all(
+                    transfer is None or self._await_arrival(entry, transfer, entry in begun)
+                    for entry, transfer in zip(uses, arriving, strict=True)
+                ) and (not change or all(map(self._changes, uses, values))):
+                    for entry in uses:
+                        if (arrival := entry.arrival) is not None:
+                            arrival.before(current_stream(values[0].device))
                     return values
             except BaseException:
-                values = None  # the traceback would keep them alive
+                values.clear()  # the traceback would keep them alive
                 raise
+
+    def _begin_all(self, missing: Iterable[E], together: Collection[E]) -> bool:
+        """Starts to fetch what is ``missing`` of entries that are used ``together``; returns False if it does not fit.
+
+        Between those that are in memory, others may not fit in one piece. Then all leave, to arrive side by side.
+        """
+        for entry in sorted(missing, key=_size, reverse=True):
+            if not self._begin(entry, Priority.DEMAND, spared=together):
+                if len(together) > 1:
+                    for each in together:
+                        self._evict(each)
+                return False
+        return True
 
     def _memory_beside(self, entry: E, after: int) -> torch.Tensor:
         """Waits for memory that is not to hold an entry's stored values; see ``_victims`` for ``after``."""
@@ -247,11 +267,11 @@ class Residency(Usable, Generic[E]):
             raise self._out_of_memory(entry)
         self._stats.seconds_waited += time.perf_counter() - begin
 
-    def _begin(self, entry: E, priority: Priority, after: int = -1) -> bool:
-        """Starts to fetch an entry; returns False if there is no memory for it now."""
+    def _begin(self, entry: E, priority: Priority, after: int = -1, spared: Collection[E] = ()) -> bool:
+        """Starts to fetch an entry; returns False if there is no memory for it now, unless those ``spared`` leave."""
         # inference tensors could not be changed outside of that mode
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            memory = self._memory_for(entry, after)
+            memory = self._memory_for(entry, after, spared)
             if memory is None:
                 return False
             try:
@@ -267,14 +287,14 @@ class Residency(Usable, Generic[E]):
         entry.values, entry.memory = values, memory
         return True
 
-    def _memory_for(self, entry: E, after: int) -> torch.Tensor | None:
+    def _memory_for(self, entry: E, after: int, spared: Collection[E] = ()) -> torch.Tensor | None:
         """Evicts entries until there is memory in one piece; returns None if there is none now."""
         memory = self._allocate(entry)
         if memory is not None:
             return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
         for each in self._victims(after):
-            if self._evict(each):
+            if each not in spared and self._evict(each):
                 memory = self._allocate(entry)
                 if memory is not None:
                     return memory
@@ -326,6 +346,10 @@ class Residency(Usable, Generic[E]):
                     if transfer is not None:
                         transfer.exception()
                 self._discard(each)
+
+
+def _size(entry: Entry) -> int:
+    return entry.nbytes
 
 
 def tensors_over(tensor: torch.Tensor) -> int:

@@ -141,8 +141,8 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         with pytest.raises(ValueError, match="this NvmeCache is closed"):
             use()
     unknown = config(False)
-    unknown.layer_types[1] = "hybrid"
-    with pytest.raises(ValueError, match="layer 1 of this model, of type 'hybrid'"):
+    unknown.layer_types[1] = "indexed_attention"
+    with pytest.raises(ValueError, match="layer 1 of this model, of type 'indexed_attention'"):
         NvmeCache(folder, "1M", config=unknown)
     with NvmeCache(folder, "500K") as cache:
         with pytest.raises(MemoryError, match=r"memory_budget of 500 KiB is too small: layer \d, .* at least \d+ KiB"):
@@ -171,6 +171,22 @@ MODELS: dict[str, Callable[[], Any]] = {
         transformers.MixtralConfig(**SIZES, sliding_window=90, num_local_experts=4, num_experts_per_tok=2)
     ),
 }
+RECURRENT: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 3, "num_key_value_heads": 8, "use_mamba_kernels": False, "tie_word_embeddings": False,
+}  # fmt: skip
+HYBRIDS: dict[str, Callable[[], Any]] = {
+    "falcon_h1": lambda: transformers.FalconH1ForCausalLM(
+        transformers.FalconH1Config(
+            **RECURRENT, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_state=8, mamba_n_groups=1, mamba_chunk_size=8
+        )
+    ),
+    "zamba2": lambda: transformers.Zamba2ForCausalLM(
+        transformers.Zamba2Config(
+            **RECURRENT, mamba_d_state=8, n_mamba_heads=8, mamba_ngroups=1, chunk_size=8,
+            layers_block_type=["mamba", "hybrid", "hybrid"],
+        )
+    ),
+}  # fmt: skip
 BEAMS: dict[str, Any] = {"num_beams": 3}
 PROMPTS = torch.randint(3, 199, (2, 230), generator=torch.Generator().manual_seed(5))
 PADDED = torch.ones_like(PROMPTS)
@@ -180,7 +196,7 @@ PADDED[0, :70] = 0
 @functools.cache
 def model(name: str) -> Any:
     torch.manual_seed(2)
-    return MODELS[name]().eval()
+    return {**MODELS, **HYBRIDS}[name]().eval()
 
 
 def generated(name: str, cache: Any, new: int = 8, **way: Any) -> torch.Tensor:
@@ -213,6 +229,21 @@ def test_the_tokens_are_those_of_a_cache_in_memory(name: str, way: dict[str, Any
             assert cache.get_seq_length() == 237
             assert cache.stats().bytes_cached == size_of(name, 2, of.sliding_window - 1), "the config has windows"
             assert cache.is_sliding == [True] * of.num_hidden_layers
+
+
+@pytest.mark.parametrize("way", [{}, BEAMS], ids=["greedy", "beams"])
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_with_keys_and_a_recurrent_state_keep_the_state_in_memory(
+    name: str, way: dict[str, Any], folder: Path
+) -> None:
+    of = model(name).config
+    wanted = generated(name, transformers.DynamicCache(config=of), **way)
+    for budget in ("9M", "64M"):
+        with NvmeCache(folder, budget, config=of) as cache:
+            for _ in range(2):
+                assert torch.equal(generated(name, cache, **way), wanted)
+                assert cache.get_seq_length() == 237
+                cache.reset()
 
 
 def test_prompt_lookup_crops_what_was_guessed_wrong_and_the_cache_goes_on(folder: Path) -> None:

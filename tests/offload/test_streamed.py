@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import io
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 import nvme_ops
 from nvme_ops.offload import stream_weights, swap_params
@@ -94,6 +96,45 @@ def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
     gc.collect()
     assert torch.equal(model(X), wanted)
     model.close()
+
+
+def test_a_part_and_a_weight_outlive_the_model_and_with_the_last_of_them_it_is_closed(folder: Path) -> None:
+    model = streamed(nn.Sequential(layers(), nn.Tanh()), folder)
+    part, window, wanted = model[0], model._nvme_window, model[0](X)
+    weight: Any = part[7].weight
+    del model
+    gc.collect()
+    assert torch.equal(part(X), wanted)
+    del part
+    gc.collect()
+    assert weight.sum().isfinite()
+    assert not window.closed
+    del weight
+    gc.collect()
+    assert window.closed
+    assert not os.listdir(folder)
+
+
+TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
+    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x + 1,)),
+    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(4, 512)),
+    "grad": lambda model, x: torch.func.grad(lambda values: model(values).sum())(x),
+    "grad of vmap": lambda model, x: torch.func.grad(lambda values: torch.vmap(model)(values).sum())(x),
+    "vmap of grad": lambda model, x: torch.vmap(torch.func.grad(lambda values: model(values).sum()))(x),
+    "vmap": lambda model, x: torch.vmap(model, in_dims=1)(x.t().contiguous()),
+    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x[0]),
+    "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]),
+    "hessian": lambda model, x: torch.func.hessian(lambda values: model(values).sum())(x[0]),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_torch_func_transforms_what_is_read_for_it(name: str, folder: Path) -> None:
+    plain = layers(2, 512).eval().requires_grad_(False)
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(3))
+    with streamed(copy.deepcopy(plain), folder, "1200K") as model:
+        wanted, found = (tree_leaves(TRANSFORMS[name](one, x)) for one in (plain, model))
+    assert all(map(torch.allclose, found, wanted))
 
 
 @pytest.mark.parametrize("move", [stream_weights, swap_params])

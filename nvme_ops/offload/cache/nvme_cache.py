@@ -15,6 +15,8 @@ from transformers.cache_utils import (
     CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
     LinearAttentionLayer,
     get_layer_types_and_kwargs,
 )
@@ -139,6 +141,44 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Does nothing: the cache itself reads ahead."""
 
 
+class NvmeHybridLayer(LinearAttentionLayer, NvmeLayer):  # type: ignore[override]  # as transformers' own ones
+    """Keys and values of a layer that has a recurrent state as well, which stays in memory."""
+
+    is_compileable = False
+
+    def __init__(self, pager: Pager, number: int, sliding_window: int | None = None, number_of_states: int = 1) -> None:
+        NvmeLayer.__init__(self, pager, number, sliding_window)
+        LinearAttentionLayer.__init__(self, number_of_states=number_of_states)  # type: ignore[no-untyped-call]
+
+    def lazy_initialization(self, *keys_and_values: torch.Tensor, **state: Any) -> None:  # type: ignore[override]
+        """Takes the shapes of keys and values, or, by name, those of the state."""
+        kind: Any = NvmeLayer if keys_and_values else LinearAttentionLayer
+        kind.lazy_initialization(self, *keys_and_values, **state)
+
+    def activate_past_recording(self) -> None:
+        """Keeps what is needed for ``crop``."""
+        self._both("activate_past_recording")
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens, as transformers does where there is no recurrent state."""
+        self._both("crop", tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forgets everything."""
+        self._both("reset")
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Reorders the batch."""
+        self._both("reorder_cache", beam_idx)
+
+    def _both(self, method: str, *arguments: Any) -> None:
+        for kind in (LinearAttentionLayer, NvmeLayer):
+            getattr(kind, method)(self, *arguments)
+
+    offload = NvmeLayer.offload
+    prefetch = NvmeLayer.prefetch
+
+
 class NvmeCache(Closing, DynamicCache):
     """Keys and values in bounded host memory, and beyond it in files, for contexts and batches larger than memory.
 
@@ -174,8 +214,9 @@ class NvmeCache(Closing, DynamicCache):
         layers = None if config is None else _layers_of(config)
         self._pager = pager = Pager(folder, budget, handle)
         if layers is not None:
+            paged = (NvmeLayer, NvmeHybridLayer)
             Cache.__init__(
-                self, layers=[made(**given) if made else NvmeLayer(pager, **given) for made, given in layers]
+                self, layers=[made(pager, **given) if made in paged else made(**given) for made, given in layers]
             )
             return
         numbers = itertools.count()
@@ -209,13 +250,15 @@ class NvmeCache(Closing, DynamicCache):
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns each layer's class, None for ``NvmeLayer``, and arguments. Raises ValueError for an unsupported one."""
+    """Returns each layer's class and arguments. Raises ValueError for an unsupported one."""
     found: list[tuple[Any, dict[str, Any]]] = []
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
         made = DYNAMIC_LAYER_TYPE_MAPPING[kind]
         if made in (DynamicLayer, DynamicSlidingWindowLayer):
-            found.append((None, {"number": number, "sliding_window": given.get("sliding_window")}))
+            found.append((NvmeLayer, {"number": number, "sliding_window": given.get("sliding_window")}))
+        elif made in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+            found.append((NvmeHybridLayer, {"number": number, **given}))
         elif kind == "dummy" or made is LinearAttentionLayer:
             found.append((made, given))
         else:

@@ -21,7 +21,7 @@ from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.residency import Stats, Usable
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.text import size_words
+from nvme_ops.text import least_words, size_words
 
 _PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
@@ -249,7 +249,7 @@ class Pager(Usable):
                 f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "
                 f"{layer.tokens} tokens of a batch of {layer.batch} and what is added now, takes "
                 f"{size_words(charge_of(nbytes))}, and the incomplete pages of the layers {size_words(tails)}: at "
-                f"least {size_words(least)} are needed"
+                f"least {least_words(least)} are needed"
             )
         return MemoryError(
             f"no memory for layer {layer.number}, {size_words(nbytes)}: keys and values in use have "

@@ -47,8 +47,8 @@ def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
 
 def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
     """Returns whether a parameter has the matrices of several experts, one for each index of its first dimension."""
-    is_convolution = isinstance(module, torch.nn.modules.conv._ConvNd)
-    return tensor.has_parts() and tensor.shape[0] > 1 and tensor.numel() > 0 and not is_convolution
+    is_whole = isinstance(module, torch.nn.modules.conv._ConvNd | torch.nn.Bilinear)
+    return tensor.has_parts() and tensor.shape[0] > 1 and tensor.numel() > 0 and not is_whole
 
 
 def _packed_in(module: torch.nn.Module) -> list[list[Source]]:

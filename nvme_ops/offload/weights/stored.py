@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -118,10 +118,11 @@ class StoredTensor(OffloadedTensor):
         (values,) = read_now([self._source])
         return self.expanded(values.to(self._device))
 
-    def in_window(self) -> torch.Tensor:
+    def in_window(self, stored: torch.Tensor | None = None) -> torch.Tensor:
         """Returns the values in memory of the budget, which is free again with the last tensor over it.
 
-        While the model is being put together, some weights are computed with: these are simply read.
+        They are made of what is ``stored``, which is read if it is not given. While the model is being put together,
+        some weights are computed with: these are simply read.
         """
         if self._weights.window is None and self._weights.budget:
             self._weights.early += self.nbytes
@@ -129,7 +130,7 @@ class StoredTensor(OffloadedTensor):
                 raise MemoryError(self._weights.too_early)
             return self.to_memory()
         room = functools.partial(self._weights.open().room, self._source)
-        return self.expanded(self._weights.fetch(self._source), room)
+        return self.expanded(self._weights.fetch(self._source) if stored is None else stored, room)
 
     def expanded(self, values: torch.Tensor, room: Callable[[int], torch.Tensor] | None = None) -> torch.Tensor:
         """Returns the values of this tensor, made of the stored ``values`` in memory that ``room(nbytes)`` returns."""
@@ -192,6 +193,17 @@ class StoredTensor(OffloadedTensor):
         del uses, change
         return self.in_window()
 
+    @classmethod
+    def _lend_together(cls, lent: Mapping[int, StoredTensor], values: dict[int, torch.Tensor]) -> None:
+        for weights in {each._weights for each in lent.values() if each._weights.window is not None}:
+            of_model = {key: each for key, each in lent.items() if each._weights is weights}
+            stored = weights.open().fetch_all(dict.fromkeys(each._source for each in of_model.values()))
+            try:
+                for key, each in of_model.items():
+                    values[key] = each.in_window(stored[each._source])
+            finally:
+                stored.clear()  # a traceback would keep them alive
+
     def _whole(self) -> StoredTensor:
         return self if not self._steps else self.like(self._source, self._converted, self._stored_as)
 
@@ -215,19 +227,18 @@ class StoredTensor(OffloadedTensor):
     def __torch_function__(  # type: ignore[override]  # the base class has torch's own that does nothing
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Calls the function, after making inputs of matrix products contiguous.
+        """Calls the function, with weights as they are in memory.
 
-        Given an input of three or more dimensions that is not contiguous, ``matmul`` repeats a weight that takes no
-        gradient in memory, once per batch (``should_fold`` in ATen's LinearAlgebra.cpp). With the contiguous input it
-        does not, and the last bits may differ.
+        There parameters require a gradient, also where none is computed, and ``matmul`` multiplies all rows of an input
+        of three or more dimensions by such a one at once, but by another batch by batch if the input is not contiguous
+        (``should_fold`` in ATen's LinearAlgebra.cpp). The last bits differ.
         """
-        if func in _MULTIPLYING and any(type(each) is torch.Tensor and each.dim() > 2 for each in args):
-            made = {id(each): each.contiguous() for each in args if type(each) is torch.Tensor and each.dim() > 2}
-            args = tuple(made.get(id(each), each) for each in args)  # attention checks whether inputs are one tensor
         with torch._C.DisableTorchFunctionSubclass():
             if func is _linear and not kwargs and _is_simple(*args):
                 inputs, weight, *bias = args
                 return func(inputs, weight.in_window(), *bias)
+            if func in _MULTIPLYING and not torch.is_grad_enabled() and _in_batches(func, args):
+                args = tuple(map(_as_trained, args))
             return func(*args, **(kwargs or {}))
 
 
@@ -244,10 +255,28 @@ def stored_tensors(
 
 
 _linear = torch.nn.functional.linear
-_MULTIPLYING = (
-    torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, _linear,
-    torch.nn.functional.multi_head_attention_forward,
-)  # fmt: skip
+_attention = torch.nn.functional.multi_head_attention_forward
+_MULTIPLYING = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__, _linear, _attention)
+
+
+def _in_batches(func: Any, args: Sequence[Any]) -> bool:
+    """Returns whether a product may be computed batch by batch."""
+    if func is _attention:
+        return True
+    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 2]
+    return any(isinstance(args[0], StoredTensor) or not _is_foldable(each) for each in batches)
+
+
+def _is_foldable(value: torch.Tensor) -> bool:
+    """Returns whether all rows lie at equal distances; one that is contiguous may have others where a size is 1."""
+    shape, stride = value.shape, value.stride()
+    return all(stride[dim] == stride[dim + 1] * shape[dim + 1] for dim in range(value.dim() - 2))
+
+
+def _as_trained(value: Any) -> Any:
+    if isinstance(value, StoredTensor) and value.is_floating_point():
+        return value.detach().requires_grad_()
+    return value
 
 
 def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
@@ -256,8 +285,10 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
     return (
         isinstance(weight, StoredTensor)
         and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
+        and _is_foldable(inputs)
         and not (torch.is_grad_enabled() and any(each.requires_grad for each in [weight, *others]))
         and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()  # what reads would be transformed, too
     )
 
 

@@ -19,9 +19,10 @@ from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.patches import Patch
 from nvme_ops.settings import PAGE
-from nvme_ops.text import size_words
+from nvme_ops.text import least_words, size_words
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -37,6 +38,7 @@ class StreamedModel(Closing, Derived):
     As a context manager, the model is closed at the end of the block.
     """
 
+    _nvme_weights: Weights
     _nvme_window: Window
     _nvme_undo: contextlib.ExitStack
 
@@ -101,9 +103,9 @@ class StreamedModel(Closing, Derived):
         return [name for name, value in named if stored_in(value) is not None]
 
     def __copy__(self) -> Self:
-        """Returns another model with the same weights, usable until this one, which it keeps alive, is closed."""
+        """Returns another model with the same weights, usable until one of the two is closed."""
         made = type(self).__new__(type(self))
-        made.__dict__ = {**self.__dict__, "_nvme_original": self}
+        made.__dict__ = self.__dict__.copy()
         return made
 
 
@@ -118,6 +120,8 @@ class _Entry(StoredTensor):
         same = (tensor._weights, tensor.source, tensor._converted, tensor.device, tensor._stored_as)
         return _Entry(*same, tensor._outline, tensor._steps)
 
+    _lend_together = OffloadedTensor._lend_together  # they have memory of their own
+
     def to_memory(self) -> torch.Tensor:
         """Returns the values, the same tensor each time."""
         if self._made is None:
@@ -125,7 +129,10 @@ class _Entry(StoredTensor):
                 self._made = super().to_memory()
         return self._made
 
-    in_window = to_memory
+    def in_window(self, stored: torch.Tensor | None = None) -> torch.Tensor:
+        """Returns the same."""
+        del stored
+        return self.to_memory()
 
     def untyped_storage(self) -> torch.UntypedStorage:  # type: ignore[override]  # others refuse
         """Returns the storage of the values, by which ``save_pretrained`` finds tied weights."""
@@ -200,13 +207,16 @@ def stream(
     rows = [source.rows(row, row + 1) for source, count in sliced.items() for row in range(count)]
     unrouted = [row for row in rows if row.view(row.shape[1:]) not in parts]
     others = [*rows, *(parts & stored.keys())]
-    expanding = max((_room_to_expand(stored[source][0][2], source in sliced) for source in stored), default=0)
-    least = least_budget([*weights_alone, *others]) + expanding
+    rooms = {source: _room_to_expand(places[0][2], source in sliced) for source, places in stored.items()}
+    at_once = _recurrent(stored, device)
+    expanding = max([*rooms.values(), *(sum(rooms[source] for source in used) for used in at_once)], default=0)
+    at_once_stored = max((sum(source.room for source in used) for used in at_once), default=0)
+    least = max(least_budget([*weights_alone, *others]), at_once_stored) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
     if room < 0:
         raise ValueError(
             f"a memory_budget of {size_words(total)} is too small for this model: at least "
-            f"{size_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
+            f"{least_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
         )
     small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
     total_small = sum(source.nbytes for source in small)
@@ -217,7 +227,7 @@ def stream(
     foreseen = [source for source in alone if source not in tables]
     others += tables
     experts = None
-    if share := _share(left, least_budget([*alone, *unrouted]), foreseen, routed):
+    if share := _share(left, max(least_budget([*alone, *unrouted]), at_once_stored), foreseen, routed):
         experts = Experts(share, device, routed)
         others, left = [*unrouted, *tables], left - experts.nbytes
         for file in files:
@@ -244,12 +254,26 @@ def stream(
                 parameter.requires_grad_(False)
         if experts is not None:
             route(groups, experts)
-        derive(model, StreamedModel, _nvme_window=window, _nvme_undo=undo)
+        derive(model, StreamedModel, _nvme_weights=weights, _nvme_window=window, _nvme_undo=undo)
         undo.callback(_CONVERSIONS.take())
     except BaseException:
         undo.close()
         raise
-    weakref.finalize(model, undo.close)  # if nobody has closed it, at exit at the latest
+    # if nobody has closed it: with the last of the model, its copies, its parts and its weights, at exit at the latest
+    weakref.finalize(weights, undo.close)
+
+
+def _recurrent(
+    stored: Mapping[Source, Sequence[tuple[torch.nn.Module, str, StoredTensor]]], device: torch.device
+) -> list[list[Source]]:
+    """Returns the weights that one operation of a recurrent network uses: those of a layer; on accelerators, all."""
+    found: dict[tuple[torch.nn.Module, str], list[Source]] = {}
+    for source, places in stored.items():
+        for module, name, _ in places:
+            if isinstance(module, torch.nn.RNNBase | torch.nn.modules.rnn.RNNCellBase):
+                layer = name.partition("_l")[2] if device.type == "cpu" else ""  # weight_ih_l0_reverse
+                found.setdefault((module, layer), []).append(source)
+    return list(found.values())
 
 
 def _is_table(module: torch.nn.Module) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -118,6 +118,20 @@ class Window(Residency[_Weight]):
             elif any(each in self._packed for each, _ in sources[0].holders()):
                 self._note_whole(sources[0])
         return (self._fetch(weight, weight) for weight in map(self._weight, sources))
+
+    def fetch_all(self, sources: Collection[Source]) -> dict[Source, torch.Tensor]:
+        """Returns weights that one operation uses at once. Raises what ``fetch`` does."""
+        experts = self.experts
+        apart = [each for each in sources if experts is not None and (each in experts or each in self._packed)]
+        found = {each: self.fetch(each) for each in apart}
+        rest = [each for each in sources if each not in found]
+        if (size := sum(each.room for each in rest)) > self._memory.nbytes and len(rest) > 1:
+            raise MemoryError(
+                f"one operation uses {len(rest)} weights, {size_words(size)} together, but the memory_budget leaves "
+                f"only {size_words(self._memory.nbytes)} for them"
+            )
+        weights = {weight: weight for weight in map(self._weight, rest)}
+        return found | dict(zip(rest, self._fetch_all(weights) if weights else (), strict=True))
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
         """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
