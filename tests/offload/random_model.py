@@ -130,9 +130,3 @@ def namespace(model: nn.Module, see: Callable[..., None], saving: Any) -> Namesp
         "in_threads": in_threads, "failing": failing, "through_file": through_file,
         "amp": functools.partial(torch.autocast, "cpu", torch.bfloat16),
     }  # fmt: skip
-
-
-def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model:
-    """The same model for the same seed."""
-    model = Model(seed, without)
-    return model.eval().requires_grad_(False) if capability == "stream_weights" else model

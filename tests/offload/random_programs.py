@@ -21,13 +21,14 @@ from collections.abc import Sequence
 import torch
 
 from nvme_ops.offload import residency
-from nvme_ops.offload.weights import residents, streamed, window
+from nvme_ops.offload.weights import experts, residents, streamed, window
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
-from tests.offload.random_model import Statement, model_of
+from tests.offload.random_mixture import Mixture, MixtureWriter
+from tests.offload.random_model import Model, Statement
 from tests.offload.random_statements import Writer
 
-CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "save_on_nvme")
+CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "stream_mixture", "save_on_nvme")
 LONGEST = 20  # seconds that a program may take
 
 
@@ -50,19 +51,28 @@ def run_program(capability: str, seed: int, folder: str, without: Sequence[str] 
 def write_program(capability: str, seed: int, without: Sequence[str] = ()) -> list[Statement]:
     """Returns the program of a seed; ``without`` some kinds of words."""
     count = random.Random(seed).randint(6, 30)
-    return Writer(capability, seed, without).write(count)
+    writer = MixtureWriter if capability == "stream_mixture" else Writer
+    return writer(capability, seed, model_of(capability, seed, without), without).write(count)
+
+
+def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model | Mixture:
+    """The same model for the same seed."""
+    model = Mixture(seed) if capability == "stream_mixture" else Model(seed, without)
+    return model.eval().requires_grad_(False) if capability.startswith("stream_") else model
 
 
 def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] = ()) -> tuple[list[str], int]:
     """Runs the programs of seeds in children; returns failures, and how many statements were equal on both sides."""
     for owner, name, value in (  # memory that others hold is given up soon, and small weights are streamed too
         (residents.Residents, "patience", 0.03), (residency, "_POLL", 0.01), (window.Window, "patience", 0.03),
+        (experts.Experts, "patience", 0.03),
         (streamed, "_SMALL", 0),
     ):  # fmt: skip
         setattr(owner, name, value)
     torch.set_num_threads(1)
     for seed in range(30):  # what torch imports when it is used first
         write_program("swap_params", seed)
+        write_program(capability, seed)
     gc.collect()
     gc.freeze()
 

@@ -12,8 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
-from tests.offload.random_model import Statement, model_of, namespace
+from tests.offload.random_model import Statement, namespace
 
 #: By dimensions of a tensor, ``+`` for any: what is computed with it.
 VALUES = {
@@ -206,23 +207,27 @@ class Words(dict[str, str]):
 
     def make(self, kind: str) -> str:
         """Returns a new word of a kind."""
-        if kind in WORDS:
-            return self._writer.rng.choice(phrases(WORDS[kind])).format_map(self)
+        if kind in self._writer.words:
+            return self._writer.rng.choice(phrases(self._writer.words[kind])).format_map(self)
         return MADE[kind](self._writer, self) if kind in MADE else str(getattr(self._writer, f"_{kind}")(self))
 
 
 class Writer:
     """Writes a program from a seed; runs it on plain torch meanwhile, to know what its names stand for."""
 
-    def __init__(self, capability: str, seed: int, without: Sequence[str] = ()) -> None:
+    statements, words = STATEMENTS, WORDS
+
+    def __init__(self, capability: str, seed: int, model: nn.Module, without: Sequence[str] = ()) -> None:
         self.capability, self.without = capability, without
         self.rng, self.number = random.Random(f"{capability} {seed}"), 0
-        self.names = namespace(model_of(capability, seed, without), lambda *_: None, contextlib.nullcontext())
+        self.names = namespace(model, lambda *_: None, contextlib.nullcontext())
         self.program: list[Statement] = []
 
     def write(self, count: int) -> list[Statement]:
         """Returns a program of so many statements."""
-        usable = {name: each for name, each in STATEMENTS.items() if ONLY.get(name, self.capability) == self.capability}
+        usable = {
+            name: each for name, each in self.statements.items() if ONLY.get(name, self.capability) == self.capability
+        }
         while len(self.program) < count:
             _, kind, text = self.rng.choices(list(usable.values()), [weight for weight, *_ in usable.values()])[0]
             with contextlib.suppress(IndexError):  # there is nothing of a kind that it needs

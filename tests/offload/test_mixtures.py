@@ -295,3 +295,19 @@ def test_layers_are_computed_again_for_backward_as_in_memory(kind: str, folder: 
                 found.square().sum().backward()
                 gradients.append(x.grad)
             assert torch.equal(*gradients)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("part", ["experts", "router"])
+def test_a_module_of_a_class_derived_since_is_copied_into_memory(part: str, folder: Path) -> None:
+    plain: Any = layers(Layer)
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain) // 2) as model:
+        for each in (plain, model):
+            for layer in each:
+                name = "up" if part == "experts" else "weight"
+                nn.utils.parametrize.register_parametrization(getattr(layer, part), name, nn.Tanh())
+        wanted = plain(X)
+        assert torch.equal(model(X), wanted)
+        copied = copy.deepcopy(nn.Sequential(*model))
+        assert torch.equal(model(X), wanted)
+    assert torch.equal(copied(X), wanted)

@@ -12,7 +12,7 @@ import torch
 class Derived(torch.nn.Module):
     """What is the same for all: copies that are in memory are of the class before.
 
-    Attributes of the derived class begin with ``_nvme_``.
+    Attributes of the derived class begin with ``_nvme_``. A copy has none, but may still be of a class derived from it.
     """
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -20,7 +20,8 @@ class Derived(torch.nn.Module):
         plain = plain_class(type(self))
         module = plain.__new__(plain)
         module.__dict__ = self._in_memory()
-        return module.__reduce_ex__(1)  # protocol 2 insists on the class of this one
+        reduce = object.__reduce_ex__ if isinstance(module, Derived) else type(module).__reduce_ex__
+        return reduce(module, 1)  # protocol 2 insists on the class of this one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.nn.Module:
         """Returns a module in memory, of the class that it had before."""
@@ -35,10 +36,10 @@ class Derived(torch.nn.Module):
 
 
 def plain_class(derived: type) -> type[torch.nn.Module]:
-    """Returns the class that a module had before."""
+    """Returns the class that a module had before; one that the user, or torch, has derived since is its own."""
     found: Any = derived
-    while issubclass(found, Derived):
-        found = found.__bases__[1]
+    while "_nvme_plain" in vars(found):
+        found = found._nvme_plain
     plain: type[torch.nn.Module] = found
     return plain
 
@@ -51,7 +52,7 @@ def derive(module: torch.nn.Module, base: type[Derived], **attributes: object) -
     plain = type(module)
     found = _classes.get((base, plain))
     if found is None:
-        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+        names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nvme_plain": plain}
         _classes[base, plain] = found = type(plain.__name__, (base, plain), names)
     module.__class__ = found
     module.__dict__.update(attributes)

@@ -102,7 +102,7 @@ class RoutedExperts(Derived):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begins to read the experts that the router has chosen, and computes as before."""
-        if not _is_traced():
+        if "_nvme_experts" in self.__dict__ and not _is_traced():
             chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
             if chosen is not None:
                 self._expect(chosen, args[0] if args else None)
@@ -134,7 +134,7 @@ class ListRouter(Derived):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes as before, and begins to read the experts that this seems to choose."""
         result = super().forward(*args, **kwargs)
-        if not _is_traced():
+        if "_nvme_experts" in self.__dict__ and not _is_traced():
             for group in self._nvme_groups:
                 self._guess(group, result)
         return result
