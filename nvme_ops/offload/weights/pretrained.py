@@ -154,9 +154,9 @@ def from_pretrained(
         named = () if model_class is None else config.architectures or ()
         new = _require_complete(info, model, origin.folder, named, allows_mismatch, settings)
         require_expanded(model, settings)
-        model.name_or_path = model.config.name_or_path = (
-            origin.name or origin.folder
-        )  # adapters are saved with this name
+        for module in model.modules():  # adapters are saved with this name
+            if getattr(module, "name_or_path", None) == str(None):  # made of this configuration, or of a copy
+                module.name_or_path = module.config.name_or_path = origin.name or origin.folder
         if "generation_config" not in rest:
             _configure_generation(model, origin, {key: value for key, value in kwargs.items() if key not in rest})
         for module in model.modules():
