@@ -233,7 +233,8 @@ class _Tying(TorchFunctionMode):
     """Handles operations by which transformers ties weights: there is no window yet, and weights may be large.
 
     If a file has both names of a tied weight, transformers compares the two. It also pads a bias to as many elements as
-    the tied weight has rows, most often by none.
+    the tied weight has rows, most often by none. Some classes set a part of a weight whenever they are loaded, such as
+    the row of an embedding that is for padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +244,21 @@ class _Tying(TorchFunctionMode):
                 return _equal(args[0], other)
             if func is torch.nn.functional.pad and other is not None and not any(other):
                 return args[0]
+            if func is torch.Tensor.zero_ and args[0].dim() < 2:
+                return _require_equal(args[0], 0)
+            if func is torch.Tensor.__setitem__ and (part := args[0][other]).dim() < 2:
+                return _require_equal(part, args[2])
         return func(*args, **(kwargs or {}))
+
+
+def _require_equal(part: Any, value: Any) -> Any:
+    """Returns a part of a weight that is to become ``value``. Raises RuntimeError if it has other values."""
+    if not bool((part.to_memory() == value).all()):
+        raise RuntimeError(
+            "transformers changes a part of a weight whenever it loads this model, but the files have other values: "
+            "load it by transformers and save it by save_pretrained, once"
+        )
+    return part
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
