@@ -199,9 +199,6 @@ def tiny_model(cls: Any) -> Any:
     with torch.no_grad():
         for each in model.parameters():  # else norms are ones and biases zeros
             each.add_(torch.randn(each.shape).to(each.dtype) * 0.02)
-        for module in model.modules():
-            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
-                module.weight[module.padding_idx] = 0.0  # as some classes do whenever they are loaded
     return model
 
 

@@ -125,7 +125,10 @@ def tight(model: torch.nn.Module, make: Callable[[int], Any]) -> Any:
 
 def unlike(cls: Any, model: Any, inputs: dict[str, Any], folder: Path) -> Iterator[str]:
     """Yields in what streamed and swapped models differ from ``model``, of class ``cls``."""
-    model.save_pretrained(folder / "model")
+    model.save_pretrained(folder / "made")
+    cls.from_pretrained(folder / "made").save_pretrained(
+        folder / "model"
+    )  # with what some set whenever they are loaded
 
     def in_memory() -> Any:
         return cls.from_pretrained(folder / "model", experts_implementation="eager").eval()

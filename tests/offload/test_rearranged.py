@@ -16,6 +16,7 @@ from nvme_ops.offload import from_pretrained
 from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.storage.publication import open_to_read
+from tests.offload.llama import SIZES
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -171,3 +172,29 @@ def test_weights_that_loading_has_computed_count_towards_the_budget(
     monkeypatch.undo()
     with from_pretrained(tmp_path, memory_budget="100K") as model:
         assert isinstance(model.lm_head.weight, StoredTensor)
+
+
+@pytest.mark.parametrize("sets", [False, True])
+def test_what_a_class_sets_whenever_it_is_loaded_is_so_already_or_refused(
+    sets: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, pad_token_id=0)).eval()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = -float(sets)
+    model.save_pretrained(tmp_path)
+    before = transformers.LlamaPreTrainedModel._init_weights
+
+    def change(itself: Any, module: torch.nn.Module) -> None:
+        before(itself, module)
+        if isinstance(module, torch.nn.Embedding) and sets:
+            module.weight.data[0] = -1.0  # as Zaya does
+        elif isinstance(module, torch.nn.Embedding):
+            torch.nn.init.zeros_(module.weight.data[0])  # as Funnel and Youtu do, of the row of padding
+
+    monkeypatch.setattr(transformers.LlamaPreTrainedModel, "_init_weights", change)
+    with torch.no_grad(), from_pretrained(tmp_path, memory_budget="64M") as streamed:
+        assert torch.equal(streamed(IDS).logits, model(IDS).logits)
+        model.get_input_embeddings().weight[0] = 1.0
+    model.save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="changes a part of a weight whenever it loads"):
+        from_pretrained(tmp_path, memory_budget="64M")

@@ -154,9 +154,9 @@ def from_pretrained(
         named = () if model_class is None else config.architectures or ()
         new = _require_complete(info, model, origin.folder, named, allows_mismatch, settings)
         require_expanded(model, settings)
-        model.name_or_path = model.config.name_or_path = (
-            origin.name or origin.folder
-        )  # adapters are saved with this name
+        for module in model.modules():  # adapters are saved with this name
+            if getattr(module, "name_or_path", None) == str(None):  # made of this configuration, or of a copy
+                module.name_or_path = module.config.name_or_path = origin.name or origin.folder
         if "generation_config" not in rest:
             _configure_generation(model, origin, {key: value for key, value in kwargs.items() if key not in rest})
         for module in model.modules():
@@ -233,7 +233,8 @@ class _Tying(TorchFunctionMode):
     """Handles operations by which transformers ties weights: there is no window yet, and weights may be large.
 
     If a file has both names of a tied weight, transformers compares the two. It also pads a bias to as many elements as
-    the tied weight has rows, most often by none.
+    the tied weight has rows, most often by none. Some classes set a part of a weight whenever they are loaded, such as
+    the row of an embedding that is for padding.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -243,7 +244,21 @@ class _Tying(TorchFunctionMode):
                 return _equal(args[0], other)
             if func is torch.nn.functional.pad and other is not None and not any(other):
                 return args[0]
+            if func is torch.Tensor.zero_ and args[0].dim() < 2:
+                return _require_equal(args[0], 0)
+            if func is torch.Tensor.__setitem__ and (part := args[0][other]).dim() < 2:
+                return _require_equal(part, args[2])
         return func(*args, **(kwargs or {}))
+
+
+def _require_equal(part: Any, value: Any) -> Any:
+    """Returns a part of a weight that is to become ``value``. Raises RuntimeError if it has other values."""
+    if not bool((part.to_memory() == value).all()):
+        raise RuntimeError(
+            "transformers changes a part of a weight whenever it loads this model, but the files have other values: "
+            "load it by transformers and save it by save_pretrained, once"
+        )
+    return part
 
 
 def _equal(one: StoredTensor, other: StoredTensor) -> bool:
