@@ -19,7 +19,7 @@ from nvme_ops.offload.weights import streamed as weights_of_streamed
 from nvme_ops.offload.weights.derived import Derived, plain_class
 from tests.offload.architectures import classes, inputs_of, tiny_model
 
-PARTS = 10
+PARTS = 20
 SAMPLE = (
     "BertForMaskedLM", "DeepseekV3ForCausalLM", "GPT2ForSequenceClassification", "Gemma3ForCausalLM",
     "KimiLinearForCausalLM", "LlavaForConditionalGeneration", "LongcatFlashForCausalLM", "Qwen3MoeForCausalLM",
