@@ -21,7 +21,7 @@ _SPACE = ["bavail", "bfree", "blocks", "bsize", "favail", "ffree", "files", "fla
 
 def serve(root: str, place: str, *manners: str) -> None:
     """Answers the kernel until ``place`` is unmounted."""
-    import fuse  # type: ignore[import-not-found, unused-ignore]
+    import fuse
 
     def refuse(manner: str, code: int, call: Callable[..., Any]) -> Callable[..., Any]:
         def refused(*_: Any) -> None:
