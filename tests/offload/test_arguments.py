@@ -348,6 +348,13 @@ def test_a_file_beside_an_index_is_read_as_transformers_and_load_read_it(files: 
         from_pretrained(path, memory_budget="4M")
 
 
+def test_an_empty_path_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(files)
+    for path in ("", ["model.safetensors", ""]):
+        with pytest.raises(FileNotFoundError, match="the path is empty"):
+            from_pretrained(path, memory_budget="4M")
+
+
 def test_a_variant_that_is_missing_and_an_adapter_are_named(files: Path, tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"no model\.fp8\.safetensors or model\.safetensors\.index\.fp8\.json"):
         from_pretrained(files, memory_budget="4M", variant="fp8")

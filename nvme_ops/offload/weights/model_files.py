@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from nvme_ops.errors import named
 from nvme_ops.formats.sharded_index import read_index
 
 Path = str | os.PathLike[str]
@@ -29,11 +30,11 @@ def weight_files(
         ValueError: the folder has an adapter of peft.
     """
     if not isinstance(path, str | os.PathLike):
-        return [os.path.abspath(each) for each in path]
+        return [os.path.abspath(named(each)) for each in path]
     if is_hub_name(path):
         folder = _local_folder(str(path), subfolder, variant, **options)
     else:
-        folder = os.path.abspath(os.path.join(path, subfolder) if subfolder else path)
+        folder = os.path.abspath(os.path.join(named(path), subfolder))
     if not os.path.isdir(folder):
         os.stat(folder)  # raises if it does not exist
         return [folder]
@@ -66,13 +67,13 @@ def _names(folder: str, variant: str | None) -> list[str]:
     if os.path.isfile(config):
         with open(config, encoding="utf-8") as stream:
             try:
-                named = json.load(stream).get("transformers_weights")
+                given = json.load(stream).get("transformers_weights")
             except (ValueError, AttributeError):  # transformers says what is wrong
-                named = None
-        if named is not None:
-            if not isinstance(named, str) or os.path.isabs(named) or ".." in named.split("/"):
-                raise ValueError(f"{config}: transformers_weights, {named!r}, is not in the folder")
-            return [named]
+                given = None
+        if given is not None:
+            if not isinstance(given, str) or os.path.isabs(given) or ".." in given.split("/"):
+                raise ValueError(f"{config}: transformers_weights, {given!r}, is not in the folder")
+            return [given]
     if variant is None:
         return list(_FILES)
     return [f"{stem}.{variant}.{end}" for stem, end in (each.rsplit(".", 1) for each in _FILES)]
