@@ -57,7 +57,7 @@ class FormatError(ValueError):
 
 
 class ChangedFileError(FormatError):
-    """A file may have been written to since it was opened."""
+    """Only the change time (ctime) of a file differs from when it was opened: its links have changed, or its bytes."""
 
 
 class AnotherSaveError(FormatError):

@@ -87,7 +87,7 @@ def convert(
     for _ in range(_TRIES):
         try:
             return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
-        except ChangedFileError:  # or so it seems, where a killed save's second name of it is replaced by another
+        except ChangedFileError:  # such as where a killed save's second name of it is replaced by another
             continue
     return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
 

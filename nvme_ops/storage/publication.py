@@ -485,6 +485,10 @@ class FileState:
         self._name = name
         return True
 
+    def is_written(self, status: os.stat_result) -> bool:
+        """Returns whether ``status`` is that of another file, or of other bytes without doubt."""
+        return _file(status) != self._file
+
 
 def _file(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

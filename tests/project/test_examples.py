@@ -201,9 +201,9 @@ BEFORE = {
     ("offload.md", 3): LLAMA,
     ("offload.md", 4): LLAMA,
     ("training.md", 0): MODEL + BATCHES,
-    ("training.md", 2): MODEL,
-    ("training.md", 4): MODEL + BATCHES,
-    ("training.md", 5): LLAMA,
+    ("training.md", 3): MODEL,
+    ("training.md", 5): MODEL + BATCHES,
+    ("training.md", 6): LLAMA,
     ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
 }
 #: Packages without which the blocks of a page cannot run.

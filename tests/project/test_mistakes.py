@@ -108,7 +108,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.save_on_nvme('dir', min_bytes=None)", TypeError, "min_bytes must be bytes"),
     ("offload.save_on_nvme('dir', handle=3)", TypeError, "an aio_handle"),
     # Data
-    ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, a dtype"),
+    ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, int, float, bool, a dtype"),
     ("data.SampleWriter('dir/s', {})", ValueError, "columns must not be empty"),
     ("data.SampleWriter('/no/such/x', {'a': bytes})", FileNotFoundError, "is a disk not mounted"),
     ("data.SampleStore('dir')", nvme_ops.FormatError, "has no samples: no index.nvmedata"),

@@ -12,7 +12,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
-from nvme_ops.errors import ChangedFileError
+from nvme_ops.errors import ChangedFileError, FormatError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import PAGE
@@ -45,9 +45,11 @@ class WeightFile:
         self.size = os.fstat(self._fd).st_size
 
     def require_unchanged(self) -> None:
-        """Raises ChangedFileError if the file was written or truncated since it was opened."""
-        if self._seen is not None and not self._seen.holds(os.fstat(self._fd), self._fd):
-            raise ChangedFileError(f"{self.path} was changed while its weights were in use")
+        """Raises FormatError if the file was written or truncated since it was opened; ChangedFileError if perhaps."""
+        status = os.fstat(self._fd)
+        if self._seen is not None and not self._seen.holds(status, self._fd):
+            kind = FormatError if self._seen.is_written(status) else ChangedFileError
+            raise kind(f"{self.path} was changed while its weights were in use")
 
     def close(self) -> None:
         """Waits for transfers of the file and closes it. Further calls do nothing."""
