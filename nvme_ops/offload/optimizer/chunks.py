@@ -71,7 +71,7 @@ class Loan(NamedTuple):
     gradient: torch.Tensor | None
 
 
-class Layout(NamedTuple):
+class MemoryLayout(NamedTuple):
     """The order in which a dense parameter's elements lie in memory."""
 
     shape: torch.Size
@@ -83,7 +83,7 @@ class Slice:
     """Elements ``begin`` to ``end`` of a parameter, in the order of ``layout``; ``at`` is their start in the chunk."""
 
     parameter: torch.Tensor
-    layout: Layout  #: of the parameter when the chunk was made
+    layout: MemoryLayout  #: of the parameter when the chunk was made
     begin: int
     end: int
     at: int
@@ -280,7 +280,7 @@ def key_of(number: int, slot: int) -> str:
 
 
 def divide(
-    parameters: Mapping[torch.Tensor, tuple[Layout, tuple[Region, ...]]], group: int, buffer: int
+    parameters: Mapping[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]], group: int, buffer: int
 ) -> Iterator[Chunk]:
     """Yields the chunks of a group of parameters, each of which fits with its backup into ``buffer`` bytes.
 

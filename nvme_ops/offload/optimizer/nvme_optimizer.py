@@ -28,7 +28,7 @@ from nvme_ops.offload.optimizer.chunks import (
     HALF,
     MASTER,
     Chunk,
-    Layout,
+    MemoryLayout,
     Region,
     Version,
     divide,
@@ -74,9 +74,9 @@ def _identities_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
     return [(id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters]
 
 
-def _layout_of(parameter: torch.Tensor) -> Layout:
+def _layout_of(parameter: torch.Tensor) -> MemoryLayout:
     whole = outline(parameter)
-    return Layout(whole.shape, whole.stride())
+    return MemoryLayout(whole.shape, whole.stride())
 
 
 def _without_strides(made: Any) -> Any:
@@ -647,12 +647,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             raise ValueError("a parameter is more than once in the parameter groups")
         for number, group in enumerate(self.param_groups):
             regions: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
-            parameters: dict[torch.Tensor, tuple[Layout, tuple[Region, ...]]] = {}
+            parameters: dict[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]] = {}
             identities = _identities_of(group["params"])
             for place, each in enumerate(group["params"]):
                 kind, layout = (each.dtype, each.device), _layout_of(each)
                 if strides is not None and (stride := strides.get(each, layout.stride)) != layout.stride:
-                    layout = Layout(layout.shape, stride)
+                    layout = MemoryLayout(layout.shape, stride)
                     identities[place] = None  # none that a parameter can have
                 if number >= first:
                     if kind not in regions:

@@ -24,7 +24,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer.chunks import (
     MASTER,
     Chunk,
-    Layout,
+    MemoryLayout,
     Region,
     Slice,
     Version,
@@ -47,7 +47,7 @@ _METADATA = "nvme_ops.optimizer"
 def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
     """Returns the states of each parameter; the tensors are mapped from a file without a name."""
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
-    layouts: dict[torch.Tensor, Layout] = {}
+    layouts: dict[torch.Tensor, MemoryLayout] = {}
     found: dict[torch.Tensor, dict[str, Any]] = {}
     for chunk in states.chunks:
         for each, scalars in states.current[chunk].scalars.items():
