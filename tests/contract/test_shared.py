@@ -67,7 +67,7 @@ def test_a_child_forked_while_another_thread_is_at_it_can_use_and_close_it_or_is
     def work(number: int) -> None:
         with Interrupt(number, wait_for_fork):
             one.work()
-        reached.set()
+        wait_for_fork()  # a thread that ends may hold MKL's lock, which the child would wait for for ever
 
     def child() -> None:
         with contextlib.suppress(RuntimeError, PermissionError):

@@ -119,7 +119,7 @@ class Layer(nn.Module):
 
     def __init__(self, kind: str, rng: random.Random) -> None:
         super().__init__()
-        count = rng.choice([4, 8])
+        self.count = count = rng.choice([4, 8])
         self.kind = kind
         of_scores = rng.random() < 0.4
         self.router: Any = (Scores if of_scores else Router)(rng, count, rng.random() < 0.9)
@@ -137,7 +137,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         found = self.router(x)
-        weights, chosen = found if isinstance(found, tuple) else found.topk(2, -1)
+        # of as many scores as there are experts: for one that is not there "grouped_mm" returns uninitialised memory
+        weights, chosen = found if isinstance(found, tuple) else found[..., : self.count].topk(2, -1)
         if isinstance(self.experts, nn.ModuleList):
             return x + mixed(x, chosen, weights, self._one)
         return x + torch.as_tensor(self.experts(x, chosen, weights.to(x.dtype)))
@@ -226,7 +227,7 @@ y.square().sum().backward()\nsee(x.grad)
         | {l}.router.forward = lambda x, f={l}.router.forward: see(x) or f(x)
         | {l}.experts._apply_gate = lambda x: see(x) or x.chunk(2, -1)[1] | {l}.experts.act_fn = nn.Tanh()
         | {l}.experts.act_fn = lambda x: see(x) or x | {l}.experts.act_fn = F.gelu | {l}.experts.scale = 0.5
-        | {l}.experts.num_experts = 3 | {l}.experts.is_transposed = True | {l}.experts.has_bias = False"""),
+        | {l}.experts.num_experts = 9 | {l}.experts.is_transposed = True | {l}.experts.has_bias = False"""),
     "implementation": (1, "call", """{l}.experts.config._experts_implementation = 'eager'
         | {l}.experts.config._experts_implementation = 'grouped_mm'
         | {l}.experts.config._experts_implementation = 'batched_mm'"""),

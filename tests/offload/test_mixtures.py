@@ -173,6 +173,33 @@ def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(("name", "make"), [("experts", lambda: None), ("router", experts_list)])
+def test_the_class_of_a_streamed_module_has_the_forward_that_it_has_in_memory(
+    name: str, make: Callable[[], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: Any = layers(lambda: Layer(make()))
+    kind: Any = type(getattr(plain[0], name))
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain) // 2) as model:
+        modules: Any = [getattr(layer, name) for layer in model]
+        monkeypatch.setattr(kind, "forward", type(modules[0]).forward)  # as who ends a patch does
+        assert torch.equal(model(X), expected := plain(X))
+        for each in modules:
+            before = type(each).forward
+            own = {"forward": lambda self, *given, before=before: before(self, *given)}
+            each.__class__ = type("Own", (type(each),), own)
+        monkeypatch.setattr(kind, "forward", None)  # not what was taken before
+        assert torch.equal(model(X), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [lambda: None, experts_list])
+def test_a_mixture_can_be_compiled(make: Callable[[], Any], folder: Path) -> None:
+    plain: Any = layers(lambda: Layer(make()), count=2)
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain)) as model:
+        torch.testing.assert_close(torch.compile(model, backend="aot_eager")(X[:2]), plain(X[:2]))
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("name", MODELS)
 def test_experts_of_transformers_own_classes_are_computed_as_they_arrive(

@@ -3,10 +3,31 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from copy import deepcopy
+from types import MethodType
 from typing import Any
 
 import torch
+
+
+class OfModule:
+    """A method by which the modules of a derived class compute, and which the class itself does not show.
+
+    Who asks the class gets the function of the class before, as in memory: that may be called later, when the class
+    before has been patched, or be assigned to that class to end a patch.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.owner, self.name = owner, name
+
+    def __get__(self, module: Any, owner: type) -> Any:
+        if module is None:
+            return getattr(super(self.owner, owner), self.name)
+        return MethodType(self.function, module)
 
 
 class Derived(torch.nn.Module):

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.offload.weights.derived import Derived, derive
+from nvme_ops.offload.weights.derived import Derived, OfModule, derive
 from nvme_ops.offload.weights.experts import Experts
 from nvme_ops.offload.weights.grouped import compute
 from nvme_ops.offload.weights.source import Source
@@ -100,6 +100,7 @@ class RoutedExperts(Derived):
     _nvme_group: int
     _nvme_next: torch.nn.Module | None  # the router of the next layer
 
+    @OfModule
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Begins to read the experts that the router has chosen, and computes as before."""
         if "_nvme_experts" in self.__dict__ and not _is_traced():
@@ -131,6 +132,7 @@ class ListRouter(Derived):
     _nvme_experts: Experts
     _nvme_groups: Sequence[int]
 
+    @OfModule
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Computes as before, and begins to read the experts that this seems to choose."""
         result = super().forward(*args, **kwargs)
