@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops.offload import from_pretrained, stream_weights
@@ -130,12 +131,22 @@ def activated_and_counted(module: Any, *_: Any) -> None:
     module.act_fn.register_forward_hook(lambda _, given, found: module.seen.append(found.clone()))
 
 
+def parametrized_and_counted(module: Any, *_: Any) -> None:
+    module.seen = []
+    parametrize.register_parametrization(module, "down_proj", nn.Identity())
+    counted = module.parametrizations.down_proj[0]
+    counted.register_forward_hook(lambda *_: module.seen.append(torch.ones(1)))
+
+
 def registered_by_the_user(_: Any, __: Any, patch: pytest.MonkeyPatch) -> None:
     known = pytest.importorskip("transformers.integrations.moe").ALL_EXPERTS_FUNCTIONS
     patch.setitem(known._global_mapping, "grouped_mm", lambda module, x, chosen, weights: x * module.down_proj[0, 0, 0])
 
 
-OWN = [clamped, scaled_by_its_layer, patched_in_its_class, patched_itself, gated_otherwise, activated_and_counted]
+OWN = [
+    clamped, scaled_by_its_layer, patched_in_its_class, patched_itself, gated_otherwise, activated_and_counted,
+    parametrized_and_counted,
+]  # fmt: skip
 
 
 @torch.no_grad()
@@ -188,6 +199,21 @@ def test_the_class_of_a_streamed_module_has_the_forward_that_it_has_in_memory(
             own = {"forward": lambda self, *given, before=before: before(self, *given)}
             each.__class__ = type("Own", (type(each),), own)
         monkeypatch.setattr(kind, "forward", None)  # not what was taken before
+        assert torch.equal(model(X), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "make"), [("experts", lambda: None), ("router", experts_list)])
+def test_a_method_that_is_bound_before_its_class_is_patched_is_what_it_was(
+    name: str, make: Callable[[], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain: Any = layers(lambda: Layer(make()))
+    with stream_weights(copy.deepcopy(plain), folder, memory_budget=nbytes(plain) // 2) as model:
+        expected = plain(X)
+        for layer in model:
+            module = getattr(layer, name)
+            module.forward = lambda *given, bound=module.forward: bound(*given)
+        monkeypatch.setattr(type(getattr(plain[0], name)), "forward", None)
         assert torch.equal(model(X), expected)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from copy import deepcopy
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -15,7 +16,8 @@ class OfModule:
     """A method by which the modules of a derived class compute, and which the class itself does not show.
 
     Who asks the class gets the function of the class before, as in memory: that may be called later, when the class
-    before has been patched, or be assigned to that class to end a patch.
+    before has been patched, or be assigned to that class to end a patch. For the same reason a module's method is given
+    what the method of the class before is when it is looked up, as its first argument.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -25,9 +27,8 @@ class OfModule:
         self.owner, self.name = owner, name
 
     def __get__(self, module: Any, owner: type) -> Any:
-        if module is None:
-            return getattr(super(self.owner, owner), self.name)
-        return MethodType(self.function, module)
+        before = getattr(super(self.owner, owner if module is None else module), self.name)
+        return before if module is None else MethodType(partial(self.function, before), module)
 
 
 class Derived(torch.nn.Module):

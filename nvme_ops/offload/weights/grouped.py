@@ -110,17 +110,15 @@ def _grouped(module: Any, function: Any) -> _Form | None:
 
 def _is_known(module: Any, form: _Form) -> bool:
     """Returns whether the weights are those in the file, and what is applied to products is the same in any order."""
+    weights = [module._parameters.get(name) for name in (form.up, "down_proj")]  # reading a parametrized one computes
+    if torch_module._has_any_global_hook() or not all(map(_is_stored, weights)):
+        return False
     applied = [module.act_fn] if hasattr(module, "act_fn") else []
     if form.has_gate and form.applies_gate:
         applied.append(module._apply_gate)
     if form.has_norm:
         applied.append(module.post_expert_norm)
-    return (
-        all(_is_stored(getattr(module, name, None)) for name in (form.up, "down_proj"))
-        and getattr(module, "num_experts", None) == module.down_proj.shape[0]
-        and all(map(_is_theirs, applied))
-        and not torch_module._has_any_global_hook()
-    )
+    return getattr(module, "num_experts", None) == len(weights[1]) and all(map(_is_theirs, applied))
 
 
 def _is_theirs(function: Any) -> bool:

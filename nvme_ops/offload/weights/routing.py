@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -101,16 +101,16 @@ class RoutedExperts(Derived):
     _nvme_next: torch.nn.Module | None  # the router of the next layer
 
     @OfModule
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(before: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Begins to read the experts that the router has chosen, and computes as before."""
         if "_nvme_experts" in self.__dict__ and not _is_traced():
             chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
             if chosen is not None:
                 self._expect(chosen, args[0] if args else None)
-                found = compute(self, super().forward, chosen, args, kwargs)
+                found = compute(self, before, chosen, args, kwargs)
                 if found is not None:
                     return found
-        return super().forward(*args, **kwargs)
+        return before(*args, **kwargs)
 
     def _expect(self, chosen: torch.Tensor, hidden: Any) -> None:
         experts, group = self._nvme_experts, self._nvme_group
@@ -133,9 +133,9 @@ class ListRouter(Derived):
     _nvme_groups: Sequence[int]
 
     @OfModule
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(before: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         """Computes as before, and begins to read the experts that this seems to choose."""
-        result = super().forward(*args, **kwargs)
+        result = before(*args, **kwargs)
         if "_nvme_experts" in self.__dict__ and not _is_traced():
             for group in self._nvme_groups:
                 self._guess(group, result)
