@@ -180,10 +180,14 @@ class Turn:
             return self._queue[0] is not self and self.thread in map(attrgetter("thread"), self._before())
 
     def wait(self) -> None:
-        """Waits until all earlier saves have ended."""
-        with turns_lock:
-            while self._queue[0] is not self and self._before():
-                _changed.wait(_RECHECK)
+        """Waits until all earlier saves have ended.
+
+        Needs no lock if there is none: the main thread may have it, in a signal handler that waits for this save.
+        """
+        while self._queue[0] is not self and self._before():
+            with turns_lock:
+                if self._before():
+                    _changed.wait(_RECHECK)
 
     def end(self) -> None:
         """Leaves the queue and lets the next save begin. Further calls do nothing."""

@@ -165,9 +165,8 @@ def _keep(copies: _Copies | None) -> None:
     """Keeps the memory of the copies for the next save."""
     if copies is None or copies.memory is None:
         return
-    with api.turns_lock:
-        _kept[:] = [max([*_kept, copies.memory], key=torch.Tensor.numel)]
-        copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread, not ended yet, holds ``copies``
+    _kept.append(copies.memory)
+    copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread, not ended yet, holds ``copies``
 
 
 def _work(
@@ -181,17 +180,20 @@ def _work(
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors
-        with api.turns_lock:
-            _failed[:] = [earlier for earlier in _failed if not earlier._retrieved] + [future]
+        _failed.append(future)
     plan.tensors = []
     _keep(copies)
     turn.over = True
-    turn.end()
     future._borrowed.release()
     if failure is None:
         future.set_result(None)
     else:
         future.set_exception(failure)
+    turn.end()  # last, since it waits for a lock: a signal handler that has interrupted its holder may await the result
+    with api.turns_lock:
+        _kept[:] = [max(_kept, key=torch.Tensor.numel)] if _kept else []
+        for earlier in [each for each in _failed if each._retrieved]:
+            _failed.remove(earlier)
 
 
 class _Copies:
@@ -219,7 +221,7 @@ class _Copies:
 
 def _memory(size: int) -> torch.Tensor:
     with api.turns_lock:
-        kept = _kept.pop() if _kept and _kept[0].numel() >= size else None
+        kept = _kept.pop(0) if _kept and _kept[0].numel() >= size else None
         if kept is None:
             _kept.clear()  # freed before the larger one is allocated
     return empty(size, dtype=torch.uint8) if kept is None else kept

@@ -6,6 +6,7 @@ written to the file while the next ones are filled.
 
 from __future__ import annotations
 
+import errno
 import os
 from collections import deque
 from collections.abc import Container
@@ -235,7 +236,10 @@ class ReadAhead:
 def _read_into(fd: int, data: memoryview, offset: int) -> int:
     try:
         return os.preadv(fd, [data], offset)
-    except PermissionError:  # Python calls preadv2, which the filters of some containers refuse
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP):
+            raise
+        # Python calls preadv2, which the filters of some containers refuse
         part = os.pread(fd, len(data), offset)
         data[: len(part)] = part
         return len(part)

@@ -224,6 +224,15 @@ def test_a_signal_handler_may_save_the_path_that_it_interrupts_the_save_of(
 # What goes wrong
 
 
+def test_a_signal_handler_may_await_a_save_wherever_it_interrupts_another(path: Path, folder: Path) -> None:
+    """The main thread may just have the lock of all saves."""
+    for _ in range(2):
+        with api.turns_lock:
+            nvme_ops.save_async(varied(), folder / "other.pt").result(timeout=30)
+    with api.turns_lock, pytest.raises(OSError, match="No space left"):
+        nvme_ops.save_async(varied(), "/dev/full", format="pt").result(timeout=30)
+
+
 @pytest.mark.parametrize("options", [{"memory": 0}, {"strategy": "copy_free"}], ids=["none", "lent"])
 def test_an_error_comes_out_of_the_future(path: Path, options: Any) -> None:
     async def awaited(tensors: dict[str, torch.Tensor]) -> None:
