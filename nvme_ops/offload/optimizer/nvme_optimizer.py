@@ -41,6 +41,7 @@ from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.tensors import is_dense
 from nvme_ops.text import MIB, size_words
 
 _AS_IT_IS = "as it is"  # stands for all that state has
@@ -240,7 +241,10 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 if len(described) > 2
             }
             wanted = _without_strides(made)
-        except (ValueError, TypeError, LookupError):
+            laid_out = [torch.empty_strided(outline(each).shape, strides[each], device="meta") for each in strides]
+        except (ValueError, TypeError, LookupError, OverflowError, RuntimeError):  # torch's, for strides that are none
+            return None
+        if not all(map(is_dense, laid_out)):
             return None
         chunks, arrangement = self._divided(0, strides)
         return (chunks, arrangement) if wanted == _without_strides(self._described(chunks)) else None
