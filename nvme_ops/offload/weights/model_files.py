@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nvme_ops.errors import named
+from nvme_ops.errors import named, naming
 from nvme_ops.formats.sharded_index import read_index
 
 Path = str | os.PathLike[str]
@@ -65,7 +65,7 @@ def _names(folder: str, variant: str | None) -> list[str]:
     """Returns the names that a model's file or index may have: the one that its configuration says, if it does."""
     config = os.path.join(folder, "config.json")
     if os.path.isfile(config):
-        with open(config, encoding="utf-8") as stream:
+        with naming("read", config), open(config, encoding="utf-8") as stream:
             try:
                 given = json.load(stream).get("transformers_weights")
             except (ValueError, AttributeError):  # transformers says what is wrong
