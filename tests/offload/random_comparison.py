@@ -104,6 +104,8 @@ def is_refusal(error: BaseException) -> bool:
         return False  # torch has to say the same
     if str(error).startswith("new_fn INTERNAL ASSERT FAILED"):
         return True  # torch's replay of a view of a wrapper that has been frozen since
+    if str(error).startswith("Calling remove_parametrizations()") and error.__cause__ is not None:
+        return is_refusal(error.__cause__)
     if str(error).startswith("Error(s) in loading state_dict"):
         return "storage" in str(error) or "no memory" in str(error)
     last = error.__traceback__
@@ -125,6 +127,8 @@ class Side:
     def see(self, *observed: Any) -> None:
         if threading.current_thread() is not threading.main_thread():
             return  # whose turn it is is nobody's choice
+        if torch._C._functorch.maybe_current_level() is not None:
+            return  # tensors of torch.func end with it
         with torch.no_grad():
             self.log += map(snapshot, tree_leaves(observed))
 

@@ -23,6 +23,7 @@ from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.optimizer import nvme_optimizer
 from tests.offload.elsewhere import apart, values
 from tests.offload.elsewhere import same as differ
+from tests.offload.masters import with_masters
 from tests.offload.random_model import through_file
 from tests.offload.training import states
 
@@ -88,7 +89,7 @@ class Program:
         name, self.options = OPTIMIZERS[seed % len(OPTIMIZERS)]
         self.kind: Any = getattr(torch.optim, name)
         budget = SMALL_BUDGET if small else "1M"
-        self.ours: dict[str, Any] = {"memory_budget": budget, "reuse": True, "master_weights": False}
+        self.ours: dict[str, Any] = {"memory_budget": budget, "reuse": True, "master_weights": self.rng.random() < 0.4}
         self.ours |= {"checksums": self.rng.random() < 0.3, "free_gradients": self.rng.random() < 0.25}
         self.overlap = self.rng.random() < 0.3
         self.saved: Any = None
@@ -97,7 +98,8 @@ class Program:
 
     def make(self, groups: Any) -> Any:
         if self.folder is None:
-            plain = self.kind(groups, **self.options)
+            kind = with_masters(self.kind) if self.ours["master_weights"] else self.kind
+            plain = kind(groups, **self.options)
             if self.ours["free_gradients"]:
                 plain.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad())
             return plain

@@ -91,4 +91,4 @@ def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as where:
-        print(*run_many(sys.argv[1], range(int(sys.argv[2])), where)[0], sep="\n")
+        print(*run_many(sys.argv[1], range(*map(int, sys.argv[2:])), where)[0], sep="\n")

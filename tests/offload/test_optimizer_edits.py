@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copy
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from tests.contract.faulty import Faulty
 from tests.moments import Interrupt, numbers
 from tests.offload.elsewhere import same as differ
 from tests.offload.elsewhere import values as values_of
+from tests.offload.masters import with_masters
 from tests.offload.training import backward, equal, network, states, values
 
 LOW = torch.bfloat16
@@ -69,8 +71,7 @@ def test_float32_masters_follow_what_the_program_does_to_parameters(
 ) -> None:
     """Elements that it has not changed keep the precision of their float32 copy."""
     mine, other = network(dtype), network(dtype)
-    masters = [each.detach().float().requires_grad_() for each in other.parameters()]
-    plain = torch.optim.AdamW(masters, lr=0.001)
+    plain = with_masters(torch.optim.AdamW)(other.parameters(), lr=0.001)
     if swapped:
         swap_params(mine, folder, memory_budget="2M", min_bytes=1)
     with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.001) as optimizer:
@@ -80,20 +81,9 @@ def test_float32_masters_follow_what_the_program_does_to_parameters(
                     EDITS[edit](model, folder)
                 backward(model, step)
             optimizer.step()
-            with torch.no_grad():
-                for master, parameter in zip(masters, other.parameters(), strict=True):
-                    changed = parameter != master.to(dtype)
-                    master[changed] = parameter[changed].float()
-                    master.grad = None if parameter.grad is None else parameter.grad.float()
-                plain.step()
-                for master, parameter in zip(masters, other.parameters(), strict=True):
-                    if master.grad is not None:
-                        parameter.copy_(master)
+            plain.step()
         assert differ([values_of(each) for each in mine.parameters()], values(other)) == ""
-        found = optimizer.state_dict()["state"]
-        assert (
-            differ([states[MASTER] for states in found.values()], [masters[number].detach() for number in found]) == ""
-        )
+        assert differ(states(optimizer), states(plain)) == ""
 
 
 # Layouts
@@ -273,6 +263,25 @@ def test_what_a_program_holds_of_the_states_is_what_steps_update(folder: Path) -
                 average[:9].zero_()
     assert pair.apart() == ""
     pair.optimizers[1].close()
+
+
+def test_states_that_a_program_holds_while_a_step_begins_in_the_backward_pass(folder: Path) -> None:
+    """What has been updated is on storage; the program sees it after the step, and must not change it before."""
+    params = [torch.nn.Parameter(torch.ones(300, 301)) for _ in range(3)]
+    with NvmeOptimizer(params, torch.optim.AdamW, folder, memory_budget="1M", overlap="backward") as optimizer:
+        for step in range(3):
+            average = optimizer.state[params[0]]["exp_avg"] if step else torch.empty(0)
+            sum(each.square().sum() for each in params).backward()  # type: ignore[union-attr]
+            end = time.monotonic() + 60
+            while not all(map(optimizer._states.is_done, optimizer._states.chunks)):
+                assert time.monotonic() < end
+                time.sleep(0.01)
+            if step < 2:
+                optimizer.step()
+                assert not step or equal([average], [copy.deepcopy(optimizer.state[params[0]])["exp_avg"]])
+        average.zero_()
+        with pytest.raises(RuntimeError, match=r"optimizer.state were changed after a step had begun"):
+            optimizer.step()
 
 
 def test_what_was_edited_is_in_what_is_saved_and_kept(folder: Path) -> None:

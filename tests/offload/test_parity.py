@@ -21,12 +21,12 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nvme_ops.offload import NvmeOptimizer, save_on_nvme, swap_gradients, swap_params
-from nvme_ops.offload.optimizer.chunks import MASTER
 from tests.conftest import MIB, run_python
 from tests.contract.faulty import Faulty
 from tests.device.kinds import on_a_gpu
 from tests.doubles import private_device
 from tests.offload.elsewhere import alone, same
+from tests.offload.masters import with_masters
 from tests.offload.saving import few_in_flight, settled, take_few_in_flight
 from tests.offload.training import KIB, MODELS, backward, equal, network, states, values
 
@@ -281,22 +281,15 @@ def test_master_weights_are_as_by_hand(folder: Path, name: str) -> None:
     """A float32 copy is updated with the gradients in float32, and copied to the parameter."""
     mine, other = network(LOW), network(LOW)
     kind: Any = getattr(torch.optim, name)
-    masters = [each.detach().float().requires_grad_() for each in other.parameters()]
-    plain = kind(masters, lr=0.01)
+    plain = with_masters(kind)(other.parameters(), lr=0.01)
     with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", lr=0.01) as optimizer:
         for step in range(4):
             for model in (mine, other):
                 backward(model, step)
             optimizer.step()
-            for master, parameter in zip(masters, other.parameters(), strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
             plain.step()
-            with torch.no_grad():
-                for master, parameter in zip(masters, other.parameters(), strict=True):
-                    parameter.copy_(master)
         assert equal(values(mine), values(other))
-        found = optimizer.state_dict()["state"]
-        assert all(torch.equal(states[MASTER], masters[number]) for number, states in found.items())
+        assert same(states(optimizer), states(plain)) == ""
 
 
 # Random programs compute the same, or are refused in a sentence

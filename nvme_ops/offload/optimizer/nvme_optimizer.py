@@ -572,7 +572,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             states.add(*self._divided(len(before)))
         changed = self._changed_states()
         if self._pass is not None:
-            if is_other or any(not isinstance(each, ParameterStates) or each.differs() for each in changed.values()):
+            if is_other or changed:
                 raise RuntimeError(
                     "parameter groups, layouts of parameters or optimizer.state were changed after a step had begun in "
                     "the backward pass: change them before it or after step(); zero_grad() abandons this step"
@@ -621,12 +621,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._show_states()
 
     def _changed_states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
-        """Returns the entries of ``state`` that may have other states than those on storage."""
+        """Returns the entries of ``state`` that may have other states than those on storage, or had before the pass."""
         found: dict[torch.Tensor, Mapping[str, Any]] = {}
         for parameter in self._states.parts():
             entry = self.state.get(parameter)
             if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.is_of(self._states):
-                if entry.may_differ():
+                if entry.may_differ() if self._pass is None else entry.differs():
                     found[parameter] = entry
             elif entry or (parameter in self._has_shown and self._states.has_states(parameter)):
                 found[parameter] = entry or {}

@@ -88,10 +88,9 @@ class ParameterStates(MutableMapping[str, Any]):
         return bool(self._values or self._deleted)
 
     def differs(self) -> bool:
-        """Returns whether the program has changed something, other than through ``data``."""
-        return self.may_differ() and (
-            bool(self._deleted)
-            or any(_version_of(value) != self._versions.get(name) for name, value in self._values.items())
+        """Returns whether the program has changed something, other than through ``data``; also within a step."""
+        return bool(self._deleted) or any(
+            _version_of(value) != self._versions.get(name) for name, value in self._values.items()
         )
 
     def detach(self, states: Mapping[str, Any] | None = None) -> None:
