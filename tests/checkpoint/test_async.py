@@ -27,6 +27,7 @@ from tests.crashing_save import (
     OLD,
     Gated,
     assert_untouched,
+    await_event,
     beside,
     content,
     interrupted_by,
@@ -188,7 +189,12 @@ def preempted(begin: Callable[[Gated], object], handler: Callable[[], Future[Non
         futures.append(handler())
 
     signal.signal(signal.SIGUSR1, handle)
-    threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGUSR1]).start()
+
+    def send() -> None:
+        await_event(gate.reached)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    threading.Thread(target=send).start()
     begin(gate)
     for future in futures:
         if future is not None:
