@@ -444,6 +444,16 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.fixture
+def quiet_transformers() -> Iterator[None]:
+    """transformers says errors alone."""
+    logging: Any = pytest.importorskip("transformers").logging
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    yield
+    logging.set_verbosity(before)
+
+
+@pytest.fixture
 def unraisable(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The exceptions that went to ``sys.unraisablehook``."""
     caught: list[Any] = []

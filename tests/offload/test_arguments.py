@@ -9,7 +9,6 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ import nvme_ops
 from nvme_ops.offload import from_pretrained
 
 transformers: Any = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 SIZES: dict[str, Any] = {
@@ -81,14 +82,6 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 RECENT = ("fusion_config", "disable_mmap", "tqdm_class", "allow_all_kernels")
-
-
-@pytest.fixture(autouse=True)
-def _quiet(one_thread: None) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 def saved(folder: Path, kind: str = "LlamaForCausalLM", seed: int = 1, **changes: Any) -> Path:

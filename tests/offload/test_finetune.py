@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +20,10 @@ transformers: Any = pytest.importorskip("transformers")
 peft: Any = pytest.importorskip("peft", reason="peft is not installed")
 accelerate: Any = pytest.importorskip("accelerate")
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
 BUDGET = "4M"
 LORA: dict[str, Any] = {"r": 4, "lora_dropout": 0.1, "target_modules": ["q_proj", "v_proj", "down_proj"]}
-
-
-@pytest.fixture(autouse=True)
-def _quiet(one_thread: None) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,8 @@ from nvme_ops.offload import from_pretrained
 from tests.conftest import KIB, MIB
 
 transformers: Any = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
 
 def of(name: str, kind: str, **options: Any) -> Callable[[], Any]:
@@ -48,14 +50,6 @@ MODELS: dict[str, Callable[[], Any]] = {
 }  # fmt: skip
 LOW = torch.bfloat16
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-
-
-@pytest.fixture(autouse=True)
-def _quiet(one_thread: None) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 def saved(folder: Path, name: str = "llama", **options: Any) -> Path:

@@ -20,17 +20,9 @@ from tests.offload.llama import SIZES
 
 transformers: Any = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-
-
-@pytest.fixture(autouse=True)
-def _quiet(one_thread: None) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
-
-
 LINEAR: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,

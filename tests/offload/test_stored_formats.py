@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from nvme_ops.offload import from_pretrained
 
 transformers: Any = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
+
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 SIZES: dict[str, Any] = {
     "vocab_size": 256, "hidden_size": 96, "intermediate_size": 192, "num_attention_heads": 4, "num_hidden_layers": 2,
@@ -25,14 +27,6 @@ SIZES: dict[str, Any] = {
 }  # fmt: skip
 FIRST = "model.layers.0.mlp.down_proj"
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _quiet(one_thread: None) -> Iterator[None]:
-    before = transformers.logging.get_verbosity()
-    transformers.logging.set_verbosity_error()
-    yield
-    transformers.logging.set_verbosity(before)
 
 
 def written(folder: Path, change: Callable[[torch.Tensor], dict[str, torch.Tensor]], settings: Any = None) -> Path:
