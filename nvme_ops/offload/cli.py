@@ -29,6 +29,7 @@ from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, si
 from nvme_ops.offload.weights.generation import generate
 from nvme_ops.offload.weights.model_files import is_hub_name, weight_files
 from nvme_ops.offload.weights.pretrained import from_pretrained
+from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.progress import progress_bar
 from nvme_ops.text import (
     command,
@@ -85,7 +86,7 @@ def parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     command.add_argument("--price-per-hour", type=_amount, metavar="X", help="of the machine, in any currency")
     command.add_argument("--watts", type=_amount, metavar="X", help="power of the machine (measured if possible)")
-    command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
+    command.add_argument("--device", metavar="cpu|cuda", help="where it computes (cuda where there is a GPU)")
 
     words = "generate text, and compare its speed with what storage and computing allow"
     command = _command(commands, "generate", words)
@@ -96,7 +97,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
     command.add_argument("--batch", type=positive, default=1, metavar="N", help="copies of the prompt at once (1)")
     command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
-    command.add_argument("--device", default="cpu", metavar="cpu|cuda", help="where it computes (cpu)")
+    command.add_argument("--device", metavar="cpu|cuda", help="where it computes (cuda where there is a GPU)")
     return made
 
 
@@ -303,13 +304,11 @@ def _opened(args: argparse.Namespace, device: torch.device) -> Any:
     return from_pretrained(args.model, memory_budget=args.memory, device=device)
 
 
-def _device(name: str) -> torch.device:
+def _device(name: str | None) -> torch.device:
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
+        return device_of(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise ValueError(f"--device {name}: {str(error).splitlines()[0]}") from None
-    return device
 
 
 def _require_context(config: Any, tokens: int) -> None:

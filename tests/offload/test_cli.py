@@ -254,6 +254,7 @@ def test_what_is_refused(llama: Path, folder: Path, capsys: Capture) -> None:
     bert = transformers.BertConfig(**sizes, intermediate_size=512, num_attention_heads=4)
     transformers.BertModel(bert).save_pretrained(folder / "bert")
     transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).save_pretrained(folder / "mamba")
+    capsys.readouterr()
     for command, name, words, reason in (
         ("plan", "only_weights", [], "config.json"),
         ("generate", "damaged", ["--ids", "1"], "model.safetensors"),

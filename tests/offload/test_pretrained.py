@@ -277,3 +277,13 @@ def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(
     (cache / "models--org--name" / ".no_exist" / MAIN / "model.safetensors.index.json").touch()
     with pytest.raises(FileNotFoundError, match=r"org/name has no safetensors files: .* nvme-checkpoint convert"):
         from_pretrained("org/name", **given)
+
+
+def test_it_computes_on_the_gpu_where_there_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here torch, which has none, is asked for memory of it."""
+    path = saved(folder)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises((AssertionError, RuntimeError), match="CUDA"):
+        from_pretrained(path, memory_budget="4M")
+    with from_pretrained(path, memory_budget="4M", device="cpu") as model:
+        assert model.device.type == "cpu"

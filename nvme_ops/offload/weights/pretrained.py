@@ -84,7 +84,7 @@ def from_pretrained(
             does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder`` and ``variant``.
         memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Intermediate results and a
             key-value cache come on top of it.
-        device: where the model computes; the CPU when None.
+        device: where the model computes; when None the current GPU, or the CPU where there is none.
         dtype: in which it computes; that of the files, as transformers chooses it, when None.
         model_class: the class of the model, or an Auto class; the one that the configuration names when None. Layers
             of another class that the files do not have, such as a head for ``num_labels=`` classes, are initialized
@@ -108,7 +108,7 @@ def from_pretrained(
             "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
         ) from error
     budget = budget_of(memory_budget)
-    target = device_of(device or "cpu")
+    target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
     for argument, (neutral, words) in _REFUSED.items():

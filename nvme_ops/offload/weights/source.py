@@ -15,6 +15,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.errors import ChangedFileError, FormatError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.offload.weights.page_cache import PageCache
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.publication import FileState
 
@@ -36,6 +37,7 @@ class WeightFile:
 
     def __init__(self, fd: int, path: str, handle: aio_handle, checked: bool = True) -> None:
         self._fd, self.path, self.handle = fd, path, handle
+        self.cache: PageCache | None = None  #: may choose another handle
         self.file: OpenFile = native().OpenFile(fd)
         self._seen = FileState(os.fstat(fd), fd) if checked else None
         self.note_size()
@@ -43,6 +45,10 @@ class WeightFile:
     def note_size(self) -> None:
         """Updates ``size``, in bytes."""
         self.size = os.fstat(self._fd).st_size
+
+    def reader(self, extents: Sequence[FileExtent]) -> aio_handle:
+        """Returns the handle that reads extents of this file."""
+        return self.handle if self.cache is None else self.cache.reader(self.handle, extents)
 
     def require_unchanged(self) -> None:
         """Raises FormatError if the file was written or truncated since it was opened; ChangedFileError if perhaps."""
@@ -191,14 +197,14 @@ def submit_reads(
     pieces: Iterable[tuple[FileExtent, torch.Tensor]], priority: Priority = Priority.DEMAND
 ) -> list[IoFuture]:
     """Starts to read extents into tensors, by one call per file. Raises FormatError if a file was changed."""
-    by_file: dict[WeightFile, tuple[list[torch.Tensor], list[int]]] = {}
+    by_file: dict[WeightFile, tuple[list[torch.Tensor], list[FileExtent]]] = {}
     for extent, tensor in pieces:
-        targets, offsets = by_file.setdefault(extent.file, ([], []))
+        targets, extents = by_file.setdefault(extent.file, ([], []))
         targets.append(tensor)
-        offsets.append(extent.start)
+        extents.append(extent)
     for file in by_file:
         file.require_unchanged()
     return [
-        file.handle.submit_preadv(targets, file.file, offsets, priority=priority)
-        for file, (targets, offsets) in by_file.items()
+        file.reader(extents).submit_preadv(targets, file.file, [each.start for each in extents], priority=priority)
+        for file, (targets, extents) in by_file.items()
     ]

@@ -153,8 +153,10 @@ def device_of_all(tensors: Iterable[torch.Tensor], they_are: str) -> torch.devic
     return next(iter(devices), torch.device("cpu"))
 
 
-def device_of(device: str | torch.device) -> torch.device:
-    """Returns a device with its index, as tensors have it."""
+def device_of(device: str | torch.device | None) -> torch.device:
+    """Returns a device with its index, as tensors have it; for None the current GPU, or the CPU where there is none."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.empty(0, device=device).device
 
 

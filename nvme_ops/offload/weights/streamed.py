@@ -15,6 +15,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.file import shared_handle
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
+from nvme_ops.offload.weights.page_cache import PageCache
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
@@ -233,6 +234,10 @@ def stream(
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
+    if not fits:
+        cache = PageCache(sum(file.size for file in files))
+        for file in files:
+            file.cache = cache
     packed = {source for source in sliced if source.rows(0, 1) not in unrouted}
     window = Window(left, device, foreseen, others, expanding, experts, packed)
     undo = contextlib.ExitStack()

@@ -1,0 +1,60 @@
+"""Weights in the machine's free memory: the page cache takes what is read through it."""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from nvme_ops.handle import aio_handle
+from nvme_ops.limits import free_memory
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.weights.source import FileExtent
+
+_PERIOD = 1.0  # seconds between looks at the free memory
+_LARGE = 1 << 20  # bytes from which an extent is read through the page cache once
+
+
+class PageCache:
+    """Fills the page cache with weights that are read again and again, while free memory holds them all.
+
+    A handle with ``cache="auto"`` reads from there what it has, and the rest directly. So each weight is read through
+    the page cache once, and what the kernel has given to others since then comes from the device as if nothing had been
+    cached. Weights are read through it anew when there was too little memory and is enough again.
+
+    Args:
+        nbytes: bytes of the weights.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._filled: set[tuple[str, int, int]] = set()
+        self._has_room, self._next = False, 0.0
+
+    def reader(self, handle: aio_handle, extents: Sequence[FileExtent]) -> aio_handle:
+        """Returns the handle that reads extents: this one, or one like it that fills the page cache."""
+        if time.monotonic() >= self._next:
+            before, self._has_room = self._has_room, free_memory() >= self._nbytes
+            self._next = time.monotonic() + _PERIOD
+            if not before:
+                self._filled.clear()
+        if not self._has_room:
+            return handle
+        names = [(each.file.path, each.start, each.nbytes) for each in extents]
+        missing = [name for name in names if name not in self._filled]
+        self._filled.update(name for name in missing if name[2] >= _LARGE)
+        return _filling(handle) if missing else handle
+
+
+def _filling(handle: aio_handle) -> aio_handle:
+    """Returns a handle like this one that reads through the page cache, or this one if it has another cache mode."""
+    if type(handle) is not aio_handle or handle._dictionary is not None or handle._settings["cache"] != "auto":
+        return handle
+    return _buffered(**{**handle._settings, "cache": "buffered"})
+
+
+@functools.cache
+def _buffered(**settings: Any) -> aio_handle:
+    return aio_handle(**settings)

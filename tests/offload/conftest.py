@@ -1,0 +1,16 @@
+"""Where models of the tests compute."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+_HAS_GPU = torch.cuda.is_available()
+
+
+@pytest.fixture(autouse=True)
+def _gpu_for_tests_of_it(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are of the CPU, which is not the default where there is a GPU."""
+    if _HAS_GPU and request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of programs that they start

@@ -1,0 +1,105 @@
+"""Weights that do not fit in their budget: the page cache has them where memory is free."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import aio_handle
+from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
+from nvme_ops.offload import stream_weights
+from nvme_ops.offload.weights import page_cache
+from tests.conftest import MIB
+
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.skipif(not handles_read_the_cache(), reason="NVME_OPS_CACHE=direct leaves the page cache as it is"),
+]
+
+WEIGHTS = 8 * MIB
+
+
+class Memory:
+    """The machine's, as far as it is free."""
+
+    def __init__(self) -> None:
+        self.free = 1 << 40
+
+    def __call__(self) -> int:
+        return self.free
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> Memory:
+    memory = Memory()
+    monkeypatch.setattr(page_cache, "free_memory", memory)
+    monkeypatch.setattr(page_cache, "_PERIOD", 0.0)
+    return memory
+
+
+class Streamed:
+    """A model of eight weights of 1 MiB and its file."""
+
+    def __init__(self, folder: Path, budget: str = "3M", **options: Any) -> None:
+        torch.manual_seed(1)
+        model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(8)))
+        self.inputs = torch.randn(2, 512)
+        self.wanted = model(self.inputs)
+        self.model = stream_weights(model, folder, memory_budget=budget, **options)
+        (self.path,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= WEIGHTS]
+        self.forget()
+
+    def forget(self) -> None:
+        """The page cache gives up the file, as for a program that needs the memory."""
+        with self.path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def cached(self) -> int:
+        """Bytes of the file that the page cache has, after a forward pass."""
+        assert torch.equal(self.model(self.inputs), self.wanted)
+        return cached_bytes(str(self.path)) or 0
+
+
+@pytest.fixture
+def streamed(folder: Path, memory: Memory) -> Iterator[Streamed]:
+    streamed = Streamed(folder)
+    yield streamed
+    streamed.model.close()
+
+
+def test_free_memory_keeps_what_does_not_fit_in_the_budget(streamed: Streamed) -> None:
+    assert streamed.cached() >= WEIGHTS
+
+
+def test_with_too_little_memory_the_page_cache_stays_as_it_is(streamed: Streamed, memory: Memory) -> None:
+    memory.free = WEIGHTS - 1
+    assert streamed.cached() == 0
+    memory.free = 1 << 40
+    assert streamed.cached() >= WEIGHTS
+
+
+def test_what_others_needed_the_memory_of_is_not_cached_again(streamed: Streamed, memory: Memory) -> None:
+    """Unless memory was short meanwhile: otherwise a model larger than the memory would read all of it in vain."""
+    streamed.cached()
+    streamed.forget()
+    assert streamed.cached() == 0
+    memory.free = 0
+    assert streamed.cached() == 0
+    memory.free = 1 << 40
+    assert streamed.cached() >= WEIGHTS
+
+
+@pytest.mark.parametrize("options", [{"budget": "20M"}, {"handle": "direct"}], ids=str)
+def test_nothing_is_cached_that_is_read_once_or_by_a_direct_handle(
+    folder: Path, memory: Memory, options: dict[str, Any]
+) -> None:
+    if "handle" in options:
+        options = {"handle": aio_handle(cache=options["handle"])}
+    streamed = Streamed(folder, **options)
+    assert streamed.cached() == 0
+    streamed.model.close()
