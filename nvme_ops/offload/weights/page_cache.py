@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nvme_ops.offload.weights.source import FileExtent
 
 _PERIOD = 1.0  # seconds between looks at the free memory
+_RENEWAL = 60.0  # seconds after which weights are read through the page cache again
 _LARGE = 1 << 20  # bytes from which an extent is read through the page cache once
 
 
@@ -21,8 +22,8 @@ class PageCache:
     """Fills the page cache with weights that are read again and again, while free memory holds them all.
 
     A handle with ``cache="auto"`` reads from there what it has, and the rest directly. So each weight is read through
-    the page cache once, and what the kernel has given to others since then comes from the device as if nothing had been
-    cached. Weights are read through it anew when there was too little memory and is enough again.
+    the page cache once a minute at most, and what the kernel has given to others since then comes from the device as if
+    nothing had been cached.
 
     Args:
         nbytes: bytes of the weights.
@@ -31,17 +32,17 @@ class PageCache:
     def __init__(self, nbytes: int) -> None:
         self._nbytes = nbytes
         self._filled: set[tuple[str, int, int]] = set()
-        self._has_room, self._next = False, 0.0
+        self._has_room, self._next, self._renewal = False, 0.0, 0.0
 
     def reader(self, handle: aio_handle, extents: Sequence[FileExtent]) -> aio_handle:
         """Returns the handle that reads extents: this one, or one like it that fills the page cache."""
-        if time.monotonic() >= self._next:
-            before, self._has_room = self._has_room, free_memory() >= self._nbytes
-            self._next = time.monotonic() + _PERIOD
-            if not before:
-                self._filled.clear()
+        now = time.monotonic()
+        if now >= self._next:
+            self._has_room, self._next = free_memory() >= self._nbytes, now + _PERIOD
         if not self._has_room:
             return handle
+        if now >= self._renewal:
+            self._filled, self._renewal = set(), now + _RENEWAL
         names = [(each.file.path, each.start, each.nbytes) for each in extents]
         missing = [name for name in names if name not in self._filled]
         self._filled.update(name for name in missing if name[2] >= _LARGE)
