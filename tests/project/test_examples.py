@@ -118,128 +118,54 @@ def test_demo_refuses_what_cannot_be_done(words: list[str], expected: int, said:
 # Blocks of Python on pages
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-
-MODEL = """
-import torch, nvme_ops
-class Model(torch.nn.Sequential):  # as those of transformers, it returns the loss in training
-    def __init__(self):
-        super().__init__(torch.nn.Linear(512, 512), torch.nn.Linear(512, 4))
-    def forward(self, x):
-        return super().forward(x).square().mean()
-model = Model()
-"""
-LLAMA = """
-import torch, transformers, nvme_ops
-from transformers import Trainer, TrainingArguments
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-small = transformers.LlamaConfig(
-    vocab_size=256, hidden_size=64, intermediate_size=128, num_attention_heads=2, num_hidden_layers=2
-)
-model = transformers.LlamaForCausalLM(small)
-model.save_pretrained("Llama-70B")
-inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
-arguments = TrainingArguments("out", max_steps=1, report_to=[], use_cpu=True, disable_tqdm=True)
-texts = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}] * 8
-"""
-MIXTURE = """
-import torch, transformers
-transformers.logging.disable_progress_bar()
-small = transformers.Qwen3MoeConfig(
-    vocab_size=99, hidden_size=32, moe_intermediate_size=32, num_hidden_layers=2, num_experts=8, num_experts_per_tok=2
-)
-transformers.Qwen3MoeForCausalLM(small).save_pretrained("Qwen3-30B-A3B")
-inputs = {"input_ids": torch.tensor([[1, 2, 3]])}
-"""
-ACCELERATOR = """
-from tests.doubles import private_device
-private_device()
-"""
-HEAD = """
-class Head(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.bias, self.lm_head = torch.nn.Parameter(torch.zeros(3)), torch.nn.Linear(4, 3000, bias=False)
-model = Head()
-state, rank, train_on = model.state_dict(), 1, lambda: None
-"""
-SAMPLES = """
-import torch
-source = [(b"..." * 100, torch.tensor(1))] * 600
-def decode(sample):
-    return torch.zeros(3, 8, 8), sample["label"]
-"""
-FILE = """
-nvme_ops.aio_handle().sync_pwrite(torch.ones(1000), "/mnt/nvme/weights")
-nvme_ops.aio_handle().sync_pwrite(torch.ones(1000), "weights")
-tensor = torch.zeros(1000)
-"""
-BATCHES = """
-loader = [(torch.ones(3, 512), torch.zeros(()))] * 2
-batches = [torch.ones(3, 512)] * 3
-criterion, optimizer = torch.nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1)
-"""
-ONE_RANK = """
+#: The line before a block, and the block. A line that ends in "needs ...:" says what its reader has to have.
+BLOCK = re.compile(r"^([^\n]*)\n+```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NEED = re.compile(r"\bneeds (.+):$")
+#: What stands here for what a reader needs.
+STAND_INS = {
+    "a GPU": "from tests.doubles import private_device\nprivate_device()\n",
+    "DeepSpeed": "import deepspeed\n",
+    "`torchrun`, which starts the ranks": """
 import os
 os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-"""
-
-#: What is there before a block, by its page and number: what its reader has, or the text before it says.
-BEFORE = {
-    ("README.md", 0): MODEL,
-    ("activations.md", 0): MODEL + BATCHES,
-    ("checkpoint.md", 0): MODEL + ACCELERATOR + HEAD,
-    ("checkpoint.md", 3): "nvme_ops.save(model, 'model.safetensors')",
-    ("data.md", 0): SAMPLES + ACCELERATOR,
-    ("dcp.md", 0): MODEL + "state_dict = model.state_dict()",
-    ("experts.md", 0): MIXTURE,
-    ("gds.md", 0): MODEL + FILE + ACCELERATOR + "tensor_on_gpu = tensor.to('cuda')".replace("'", '"'),
-    ("offload.md", 0): LLAMA,
-    ("offload.md", 1): MODEL + "x = torch.ones(2, 512)",
-    ("offload.md", 2): ONE_RANK,
-    ("offload.md", 3): LLAMA,
-    ("offload.md", 4): LLAMA,
-    ("training.md", 0): MODEL + BATCHES,
-    ("training.md", 3): MODEL,
-    ("training.md", 5): MODEL + BATCHES,
-    ("training.md", 6): LLAMA,
-    ("tune.md", 0): MODEL + FILE + """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')""",
+""",
+    "the file of the last command above": """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')\n""",
 }
-#: Packages without which the blocks of a page cannot run.
-PAGE_NEEDS = {
-    "deepspeed.md": "deepspeed",
-    "experts.md": "transformers",
-    "offload.md": "peft",
-    "training.md": "transformers",
-}
-
+OPTIONAL = re.compile(r"^(?:from|import) (transformers|peft|deepspeed)\b", re.MULTILINE)
 PROGRAM = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
 names = {"__name__": "__main__"}
-for number, (before, block) in enumerate(json.loads(sys.argv[1])):
-    exec(before, names)
+for number, block in enumerate(json.loads(sys.argv[1])):
     exec(compile(block, f"block {number}", "exec"), names)
 """
 
 
-def blocks(page: Path) -> list[str]:
-    return BLOCK.findall(page.read_text(encoding="utf-8"))
+def blocks(page: Path) -> list[tuple[str, str]]:
+    """What each block of a page needs, or nothing, and its text."""
+    found = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(need[1] if (need := NEED.search(before)) else "", code) for before, code in found]
+
+
+def run_blocks(code: list[str], folder: Path) -> None:
+    for package in OPTIONAL.findall("\n".join(code)):
+        pytest.importorskip(package)
+    heavy = HEAVY if "transformers" in str(code) else ()
+    alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "NVME_OPS_GDS": "off"}
+    found = prepared.run("-c", PROGRAM, json.dumps(code), folder=folder, environment=alone, imported=heavy)
+    assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
-def test_every_block_runs(page: Path, folder: Path) -> None:
-    if page.name in PAGE_NEEDS:
-        pytest.importorskip(PAGE_NEEDS[page.name])
-    (folder / "nvme").mkdir()
+def test_blocks_of_a_page_run_as_they_stand(page: Path, folder: Path) -> None:
+    """In order, in an empty folder, without a GPU or a network: all but those that say what they need."""
+    run_blocks([code for need, code in blocks(page) if not need], folder)
 
-    def placed(code: str) -> str:
-        return code.replace("/mnt/nvme", str(folder / "nvme")).replace('"cuda"', '"privateuseone"')
 
-    assert {number for name, number in BEFORE if name == page.name} <= set(range(len(blocks(page))))
-    code = [(placed(BEFORE.get((page.name, number), "")), placed(each)) for number, each in enumerate(blocks(page))]
-    heavy = HEAVY if "transformers" in str(code) else ()
-    off = {"NVME_OPS_GDS": "off"}
-    found = prepared.run("-c", PROGRAM, json.dumps(code), folder=folder, environment=off, imported=heavy)
-    assert found.returncode == 0, found.stdout + found.stderr
+NEEDY = [page for page in PAGES if any(need for need, _ in blocks(page))]
+
+
+@pytest.mark.parametrize("page", NEEDY, ids=lambda page: page.name)
+def test_blocks_that_need_something_run_with_it(page: Path, folder: Path) -> None:
+    code = [STAND_INS[need] + each if need else each for need, each in blocks(page)]
+    run_blocks([each.replace('"cuda"', '"privateuseone"') for each in code], folder)
