@@ -1,4 +1,4 @@
-"""Makes docs/benchmarks.md and the README's table: measures section by section, keeps the results, writes the page."""
+"""Makes the figures of docs/*.md and of the README: measures by section, keeps the results, writes the pages."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import re
 import shlex
 import shutil
 import socket
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-import torch
 from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
 from benchmarks import command as shared
@@ -47,12 +47,12 @@ class Section:
 
     command: str
     json: bool = True  # it writes JSON; otherwise its output is the result
-    needs_gpu: bool = False
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
 _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}} {{plot}}"
-# A section is one line here, and two on the page, <!-- section NAME --> and its end; page_results.md formats results.
+_FIXED = "python benchmarks {} {{folders}} --rounds {{rounds}} {{plot}}"
+# A section is one line here, and two on a page, <!-- section NAME --> and its end; page_results.md formats results.
 SECTIONS = {
     "raw_io": Section(_PROGRAM.format("raw_io")),
     "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
@@ -60,7 +60,13 @@ SECTIONS = {
     "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
     "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
     "explain": Section("nvme-bench explain {place}", json=False),
-    "gpu": Section(_PROGRAM.format("gpu_io"), needs_gpu=True),
+    "inference": Section(
+        _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
+    ),
+    "training_engines": Section(_FIXED.format("training --only engines")),
+    "activations": Section(_FIXED.format("activations --only convolutional transformer")),
+    "data": Section(_FIXED.format("data --only random")),
+    "adaptive": Section(_PROGRAM.format("adaptive")),
 }
 
 
@@ -89,7 +95,8 @@ def arguments(argv: Sequence[str]) -> Namespace:
     add("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
     add("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
     add("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
-    add("--page", type=Path, default=ROOT / "docs" / "benchmarks.md", help="the page with its markers")
+    add("--page", type=Path, default=ROOT / "docs" / "benchmarks.md",
+        help="the page with its markers; other pages beside it may have sections, too")  # fmt: skip
     add("--readme", type=Path, default=ROOT / "README.md", help="the README with its markers")
     args = made.parse_args(argv)
     args.places = dict(args.place)
@@ -115,14 +122,8 @@ def _place(text: str) -> tuple[str, str]:
 
 
 def measure(name: str, args: Namespace) -> bool:
-    """Runs the commands of a section and stores their results; returns False if one failed.
-
-    If a section cannot be run, the results of an earlier run stay.
-    """
+    """Runs the commands of a section and stores their results; returns False if one failed."""
     stored, results = args.results / f"{name}.json", args.results
-    if SECTIONS[name].needs_gpu and not torch.cuda.is_available():
-        print(f"{name}: not run: there is no CUDA GPU here")
-        return True
     size = f"{args.size >> 30}G" if args.size % (1 << 30) == 0 else f"{args.size >> 20}M"
     with scratch_folder(tempfile.gettempdir(), 0) as folder:
         scrub, scratch = scrub_for(args.places, folder), Path(folder)
@@ -165,7 +166,8 @@ def _execute(argv: Sequence[str]) -> tuple[int, str, str]:
     """Returns status, output and errors. If this process is stopped, so is the command, which removes its files."""
     programs = {"python": [sys.executable], "nvme-bench": [sys.executable, "-m", "nvme_ops.bench"]}
     with subprocess.Popen(
-        stop.tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM"), cwd=ROOT, env=shared.environment(),
+        stop.tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM"), cwd=ROOT,
+        env={**shared.environment(), "COLUMNS": "160"},  # of text that is shown as it is
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,  # it gets one signal from us, not also the terminal's while it cleans up
     ) as process:  # fmt: skip
@@ -181,16 +183,19 @@ def _execute(argv: Sequence[str]) -> tuple[int, str, str]:
 
 
 def write(args: Namespace) -> None:
-    """Writes the page and the README's table from the stored results. Raises OSError."""
+    """Writes the pages and the README's table from the stored results. Raises OSError."""
     stored = {name: found for name in SECTIONS if (found := _read(args.results / f"{name}.json"))}
-    pictures = os.path.relpath(args.results, args.page.parent)
+    pictures, others = os.path.relpath(args.results, args.page.parent), set(args.page.parent.glob("*.md"))
+    texts = {file: file.read_text(encoding="utf-8") for file in {args.page, args.readme, *others}}
     try:
-        text = render_page(args.page.read_text(encoding="utf-8"), stored, pictures)
-        readme = render_readme(args.readme.read_text(encoding="utf-8"), stored)
+        made = {args.readme: render_readme(texts[args.readme], stored)}
+        made |= {args.page: render_page(texts[args.page], stored, pictures)}
+        made |= {file: render_other(texts[file], stored, pictures) for file in others - set(made)}
     except _DAMAGED as error:
         raise OSError(f"results cannot be shown ({error!r}): measure the sections again") from error
-    args.page.write_text(text, encoding="utf-8")
-    args.readme.write_text(readme, encoding="utf-8")
+    for file, text in made.items():
+        if text != texts[file]:
+            file.write_text(text, encoding="utf-8")
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -296,8 +301,8 @@ def scrub_for(places: Mapping[str, str], gone: str = "") -> Callable[[Any], Any]
 
 _DAMAGED = (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError)  # what other results raise here
 
-# The README's rows: what is moved, raw_io's group and row
-_ROWS = [
+# The summary's rows: what is moved, raw_io's group and row
+_SUMMARY = [
     ("read, page-locked tensor", "read", "nvme_ops, locked"),
     ("read, ordinary tensor that was in use", "read", "nvme_ops, pageable"),
     ("write, page-locked tensor", "write", "nvme_ops, locked"),
@@ -305,6 +310,18 @@ _ROWS = [
     ("read from the page cache, ordinary tensor that was in use", "cached", "nvme_ops, pageable"),
     ("16,384 random 4 KiB reads in one call", "random", "nvme_ops submit_preadv, nvme_ops.empty"),
 ]
+# The README's rows: what is done; the section, the begin of a table's title, this package's row; what others use,
+# and its row
+_README = [
+    ("computing with a model larger than memory, batch 4", "inference", "batch 4", "nvme_ops from_pretrained, ",
+     "accelerate's disk map, in transformers", "transformers, disk map, "),
+    ("saving a checkpoint of 1 GiB, durably", "checkpoint", "save, durably; large", "nvme_ops .safetensors",
+     "`torch.save` and `fsync`", "torch.save, torch.load"),
+    ("a training step with AdamW's states on NVMe", "training_engines", "AdamW", "nvme_ops, states",
+     "DeepSpeed's offload to NVMe", "DeepSpeed, states"),
+    ("reading samples of 128 KiB in random order", "data", "random samples of 128 KiB", "nvme_ops",
+     "a file for each, torch's `DataLoader`", "plain"),
+]  # fmt: skip
 
 Json = Mapping[str, Any]
 Results = Mapping[str, Json]  # by section, in the order of the page
@@ -312,20 +329,51 @@ Results = Mapping[str, Json]  # by section, in the order of the page
 
 def render_page(text: str, results: Results, pictures: str = "") -> str:
     """Returns the page with its results made anew. ``pictures``: the folder of the plots, relative to the page."""
-    machines: list[Json] = []  # that results come from
-    for stored in results.values():
-        if stored["description"] and stored["description"] not in machines:
-            machines.append(stored["description"])
+    text = render_other(text, results, pictures, "")
+    parts = {"machines": _part("machines", _machines(results)), "summary": _summary(results)}
+    return between_marks(
+        text, {name: part for name, part in parts.items() if name == "machines" or f"<!-- {name}" in text}
+    )
+
+
+def render_other(text: str, results: Results, pictures: str = "", page: str = "benchmarks.md") -> str:
+    """Returns a page with its sections made anew. ``page``: where the machines are described."""
+    machines = _machines(results)
     numbers = {name: machines.index(stored["description"]) + 1 for name, stored in results.items()
                if stored["description"]}  # fmt: skip
-    parts = {f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures)
-             for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)}  # fmt: skip
-    return between_marks(text, {"machines": _part("machines", machines), **parts})
+    return between_marks(text, {
+        f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures, page)
+        for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)
+    })  # fmt: skip
+
+
+def _machines(results: Results) -> list[Json]:
+    """Returns the descriptions of the machines that results come from."""
+    found: list[Json] = []
+    for stored in results.values():
+        if stored["description"] and stored["description"] not in found:
+            found.append(stored["description"])
+    return found
 
 
 def render_readme(text: str, results: Results) -> str:
     """Returns the README with its table made anew."""
-    return between_marks(text, {"benchmarks": _readme_block(results)})
+    rows = list(_readme_rows(results))
+    return between_marks(text, {"benchmarks": _part("readme", rows) if rows else _part("section", {})})
+
+
+def _readme_rows(results: Results) -> Iterator[Cells]:
+    for words, section, title, ours, other, theirs in _README:
+        documents = [run["document"] or {} for run in results.get(section, {}).get("runs", [])]
+        tables = [table for document in documents for each in document.get("folders", {}).values()
+                  for table in each["tables"] if title in table["title"]]  # fmt: skip
+        rows = [[row for row in table["rows"] if row["name"].startswith(name) and row["spread"]][:1]
+                for table in tables[:1] for name in (ours, theirs)]  # fmt: skip
+        for own, its in zip(*rows, strict=False) if rows else ():  # one pair, or none
+            values = [f"{row['spread']['median']:.3g} {tables[0]['unit']}" for row in (own, its)]
+            times = statistics.median(one / two for one, two in zip(own["values"], its["values"], strict=True))
+            yield {"": words, "nvme_ops": values[0], "what people use today": f"{values[1]}: {other}",
+                   "times as fast": f"{times:.1f}", "measured": results[section]["date"]}  # fmt: skip
 
 
 def between_marks(text: str, parts: Mapping[str, str]) -> str:
@@ -341,7 +389,7 @@ def between_marks(text: str, parts: Mapping[str, str]) -> str:
     return text
 
 
-def _readme_block(results: Results) -> str:
+def _summary(results: Results) -> str:
     documents = (run["document"] or {} for run in results.get("raw_io", {}).get("runs", []))
     raw_io: Json = next((document for document in documents if document.get("folders")), {})
     if not raw_io:
@@ -351,7 +399,7 @@ def _readme_block(results: Results) -> str:
     lacks = "; ".join(sorted(note for note in notes if note and not note.startswith("failed")))
     known = results["raw_io"]["description"]["places"]
     places = "; ".join(f"{name.lower()} is {_storage(known.get(name, {}))}" for name in raw_io["folders"])
-    return _part("readme", results["raw_io"], raw_io, lacks, places, _readme_rows(raw_io["folders"]))
+    return _part("summary", results["raw_io"], raw_io, lacks, places, _summary_rows(raw_io["folders"]))
 
 
 def _storage(place: Mapping[str, str]) -> str:
@@ -359,8 +407,8 @@ def _storage(place: Mapping[str, str]) -> str:
     return kind if device.startswith("none") else f"{kind} on {device}"
 
 
-def _readme_rows(folders: Json) -> Iterator[Cells]:
-    for words, group, name in _ROWS:
+def _summary_rows(folders: Json) -> Iterator[Cells]:
+    for words, group, name in _SUMMARY:
         made, cpu = {"": words}, "-"
         for place, found in folders.items():
             wanted = ((table, row) for table in found["tables"] if table["group"] == group for row in table["rows"])
@@ -388,6 +436,32 @@ def _median(found: Json | None, digits: int) -> str:
 # Filters of the templates
 
 
+def by_size(document: Json, tables: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
+    """Yields titles and rows: tables as they are; or, of a program with several sizes, one table for each group.
+
+    Its columns are the sizes, its cells medians and, in brackets, how many times as fast the reference is.
+    """
+    if not document.get("sizes"):
+        yield from ((table["title"], cells(table)) for table in tables)
+        return
+    for group in dict.fromkeys(table["group"] for table in tables):
+        one = [table for table in tables if table["group"] == group]
+        made: dict[str, Cells] = {row["name"]: {"": row["name"]} for table in one for row in table["rows"]}
+        for table in one:
+            size = _SIZE.findall(table["title"])[0]
+            for row in table["rows"]:
+                if row["spread"]:
+                    times = 1 / row["against_reference"]["median"]
+                    ratio = "" if row["name"] == table["reference"] else f" ({times:.2g})"
+                    made[row["name"]][size] = f"{row['spread']['median']:.2g}{ratio}"
+        title = re.split(", |: ", _SIZE.sub("each size", one[0]["title"]))[0]
+        reference = f"in brackets: how many times as fast {one[0]['reference']} is"
+        yield f"{title}, {one[0]['unit']}; {reference}", [row for row in made.values() if len(row) > 1]
+
+
+_SIZE = re.compile(r"\d+ [KMG]iB")
+
+
 def table(rows: Iterable[Cells]) -> str:
     """Returns a table in Markdown. A column that no row fills is left out."""
     lines = used_columns(rows)
@@ -411,7 +485,9 @@ def _part(macro: str, *values: object) -> str:
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True
 )
-_ENVIRONMENT.filters.update(table=table, rows=cells, blocks=blocks_rows, machine=machine_rows, size=size_words)
+_ENVIRONMENT.filters.update(
+    table=table, rows=cells, by_size=by_size, blocks=blocks_rows, machine=machine_rows, size=size_words
+)
 _ENVIRONMENT.filters["wrapped"] = lambda text: textwrap.fill(
     " ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False
 )

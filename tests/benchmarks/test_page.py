@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 pytest.importorskip("tabulate")  # of the extra bench
 
@@ -24,6 +23,7 @@ DESCRIPTION = {
     "settings": {"memlock limit": "8 MiB"},
     "places": {"DISK": {"file system": "ext4 on DISK from /dev/sda1 (rw,relatime)", "device": "sda, NVMe, Example 9"}},
 }
+SUMMARY = "\n<!-- summary -->\n<!-- /summary -->\n"
 README = "intro\n\n<!-- benchmarks -->\nold\n<!-- /benchmarks -->\n\nrest\n"
 PAGE = "intro\n\n<!-- section {} -->\nold\n<!-- /section {} -->\n\n<!-- machines -->\n<!-- /machines -->\n"
 
@@ -139,15 +139,6 @@ def test_a_command_that_fails_is_told_and_the_next_go_on(run: Run) -> None:
     assert "| found DISK" in text
 
 
-def test_a_section_that_cannot_run_here_keeps_what_there_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    run.program("gpu", WRITE, needs_gpu=True)
-    run.results.mkdir()
-    (run.results / "gpu.json").write_text(json.dumps(stored()))
-    assert run("--only", "gpu") == 0
-    assert run.stored("gpu") == stored()
-
-
 @pytest.mark.parametrize("text", ["", "{", json.dumps({"date": "", "description": None, "runs": [{}]})])
 def test_rendering_measures_nothing_and_names_a_damaged_file(
     run: Run, text: str, capsys: pytest.CaptureFixture[str]
@@ -179,14 +170,82 @@ def emptied(text: str) -> str:
     return re.sub(r"(<!-- ((?:section )?\w+) -->\n).*?(<!-- /\2 -->)", r"\1\3", text, flags=re.DOTALL)
 
 
-def test_page_and_readme_are_what_the_stored_results_say_and_no_figure_is_by_hand() -> None:
-    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+DOCS = ROOT / "docs"
+FIGURE = re.compile(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|ms|s|samples/s|tokens/s)(?![\w/])|times as fast")
+
+
+def test_pages_and_readme_are_what_the_stored_results_say_and_no_figure_is_by_hand() -> None:
+    text = (DOCS / "benchmarks.md").read_text(encoding="utf-8")
     assert page.render_page(emptied(text), results(), "benchmarks") == text
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert page.render_readme(emptied(readme), results()) == readme
-    assert re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE) == list(page.SECTIONS)
-    prose = emptied(text).replace("of 10^9 bytes", "")
-    assert re.findall(r"\d+(?:\.\d+)? (?:GB/s|kIOPS|us|s)\b", prose) == []
+    assert [found for found in FIGURE.findall(emptied(readme)) if found != "times as fast"] == []
+    assert FIGURE.findall(emptied(text).replace("of 10^9 bytes", "")) == []
+
+
+SECTION = re.compile(r"^<!-- section (\w+) -->$", re.MULTILINE)
+OTHERS = [
+    file for file in sorted(DOCS.glob("*.md")) if file.name != "benchmarks.md" and SECTION.search(file.read_text())
+]
+
+
+@pytest.mark.parametrize("file", OTHERS, ids=lambda file: file.name)
+def test_figures_of_other_pages_are_what_the_stored_results_say(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert page.render_other(emptied(text), results(), "benchmarks") == text
+    assert FIGURE.findall(emptied(text).partition("\n## Figures\n")[2].partition("\n## ")[0]) == []
+
+
+RATE = re.compile(r"\d (?:GB/s|kIOPS|samples/s|tokens/s|tokens a second)(?![\w/])|times as fast")
+DATED = re.compile(r"20\d\d-\d\d-\d\d|gpu-results\.md")
+
+
+@pytest.mark.parametrize("file", sorted({*DOCS.glob("*.md")} - {DOCS / "gpu-results.md"}), ids=lambda file: file.name)
+def test_a_rate_that_is_not_from_stored_results_has_a_date(file: Path) -> None:
+    """Or says where it is from. Text in code, such as an example of output, is no claim."""
+    text = re.sub(r"```.*?```|`[^`]+`", "", emptied(file.read_text(encoding="utf-8")), flags=re.DOTALL)
+    claims = [part for part in re.split(r"\n\n|\n(?=[-|] )", text) if RATE.search(part)]
+    assert [part for part in claims if not DATED.search(part)] == []
+
+
+def test_every_section_is_on_one_page_and_every_result_is_of_a_section() -> None:
+    assert sorted(name for file in DOCS.glob("*.md") for name in SECTION.findall(file.read_text())) == sorted(SECTIONS)
+    assert {file.stem for file in (DOCS / "benchmarks").glob("*.json")} == set(SECTIONS)
+    pictures = {run["plot"] for found in results().values() for run in found["runs"]} - {""}
+    assert {file.name for file in (DOCS / "benchmarks").glob("*.png")} == pictures
+
+
+def test_the_readme_compares_with_what_is_used_today_and_gives_the_date() -> None:
+    found = results()
+    made = [line.split("|") for line in page.render_readme(README, found).splitlines() if line.startswith("| ")]
+    (save,) = [cells for cells in made if "checkpoint" in cells[1]]
+    rows = {
+        row["name"]: row for row in found["checkpoint"]["runs"][0]["document"]["folders"]["DISK"]["tables"][0]["rows"]
+    }
+    ours, theirs = (rows[name] for name in ("nvme_ops .safetensors", "torch.save, torch.load"))
+    assert save[2].split() == [f"{ours['spread']['median']:.3g}", "GB/s"]
+    assert save[3].split()[0] == f"{theirs['spread']['median']:.3g}"
+    assert 2 < float(save[4]) < 3
+    assert save[5].strip() == found["checkpoint"]["date"]
+    theirs["spread"] = None
+    assert (
+        len(page.render_readme(README, found).splitlines())
+        == len(page.render_readme(README, results()).splitlines()) - 1
+    )
+
+
+def test_a_program_with_several_sizes_has_one_table_for_a_group() -> None:
+    def table(size: str, *medians: float) -> dict[str, Any]:
+        rows = [{**ROW, "name": name, "spread": {**SPREAD, "median": median},
+                 "against_reference": {**SPREAD, "median": median / medians[0]}}
+                for name, median in zip(("ours", "theirs"), medians, strict=False)]  # fmt: skip
+        return {**TABLE, "title": f"reads of {size}, cold", "reference": "ours", "rows": rows}
+
+    one, other = table("4 KiB", 2.0, 1.0), table("1 MiB", 3.0)
+    ((title, rows),) = page.by_size({"sizes": [4096, 1 << 20]}, [one, other])
+    assert title.startswith("reads of each size, GB/s; in brackets: how many times as fast ours is")
+    assert rows == [{"": "ours", "4 KiB": "2", "1 MiB": "3"}, {"": "theirs", "4 KiB": "1 (2)"}]
+    assert [title for title, _ in page.by_size({}, [one, other])] == ["reads of 4 KiB, cold", "reads of 1 MiB, cold"]
 
 
 def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
@@ -204,7 +263,8 @@ def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
     assert re.search(r"^\| a \\\| b +\| - +\| .*\| not installed: pip install it +\|$", text, re.MULTILINE)
     assert "- ours / theirs: reached" in text
     assert "gpu Example; cuda 13" in text
-    made = page.render_readme(README, {"raw_io": found})
+    made = page.render_page(PAGE.replace("{}", "raw_io") + SUMMARY, {"raw_io": found})
+    made = made.partition("<!-- summary -->")[2]
     assert "Against fio at its best (without huge pages" in made
     cells = [[cell.strip() for cell in line.split("|")[2:-1]] for line in made.splitlines() if line.startswith("| ")]
     assert (cells[2][:3], cells[-1][3:6]) == (["-"] * 3, ["-"] * 3)
