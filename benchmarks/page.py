@@ -59,7 +59,7 @@ SECTIONS = {
     "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async")),
     "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
     "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
-    "explain": Section("nvme-bench explain {place}", json=False),
+    "explain": Section("nvme-bench explain {place} --rounds 9", json=False),
     "inference": Section(
         _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
     ),
