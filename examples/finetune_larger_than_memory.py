@@ -9,12 +9,14 @@ import torch
 
 from nvme_ops import offload
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where from_pretrained computes
+
 
 def losses(model: Any) -> list[torch.Tensor]:
     optimizer, found = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2), []
     for step in range(3):
         torch.manual_seed(step)  # for the text and for dropout
-        ids = torch.randint(0, 512, (2, 16))
+        ids = torch.randint(0, 512, (2, 16), device=DEVICE)
         found.append(model(input_ids=ids, labels=ids).loss)
         found[-1].backward()
         optimizer.step()
@@ -34,7 +36,7 @@ def main(folder: str) -> None:
     disable_progress_bar()
     sizes: Any = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 512}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, attention_dropout=0.1)).save_pretrained(folder)
-    expected = losses(adapted(LlamaForCausalLM.from_pretrained(folder)))
+    expected = losses(adapted(LlamaForCausalLM.from_pretrained(folder).to(DEVICE)))
     with offload.from_pretrained(folder, memory_budget="6M") as streamed:  # of 28 MiB
         for step, (loss, other) in enumerate(zip(losses(adapted(streamed)), expected, strict=True)):
             print(f"step {step}: loss {loss:.6f}: {'equal' if loss == other else 'DIFFERENT'}")

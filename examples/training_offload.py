@@ -8,16 +8,18 @@ import torch
 
 from nvme_ops.offload import NvmeOptimizer
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
 
 def model() -> torch.nn.Module:
     torch.manual_seed(7)
-    return torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512))
+    return torch.nn.Sequential(torch.nn.Linear(512, 2048), torch.nn.GELU(), torch.nn.Linear(2048, 512)).to(DEVICE)
 
 
 def train(module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> float:
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 5)
     for step in range(5):
-        x = torch.randn(16, 512, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(16, 512, generator=torch.Generator().manual_seed(step)).to(DEVICE)
         optimizer.zero_grad()
         loss = (module(x) - x.roll(1, 1)).square().mean()
         loss.backward()

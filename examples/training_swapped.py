@@ -9,15 +9,16 @@ import torch
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 
 OPTIONS: Any = {"lr": 1e-3, "fused": True}
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def model() -> torch.nn.Module:
     torch.manual_seed(7)
-    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8)))
+    return torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).to(DEVICE)
 
 
 def loss_of(module: torch.nn.Module, step: int) -> torch.Tensor:
-    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(step))
+    x = torch.randn(16, 1024, generator=torch.Generator().manual_seed(step)).to(DEVICE)
     return (module(x) - x.roll(1, 1)).square().mean()
 
 
