@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nvme_ops.file import File
-    from nvme_ops.ops.async_io import Engine, OpenFile, Operation, Pending
+    from nvme_ops.ops.async_io import Engine, OpenFile, Pending
     from nvme_ops.tuning.dictionary import Dictionary, Learned
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
@@ -369,7 +369,6 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
@@ -382,8 +381,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offset: in bytes.
             priority: ``nvme_ops.Priority``. More urgent transfers of this process overtake less urgent ones.
         """
-        # the native code adds the transfer to ``_begun`` before it begins: the result may be lost to Ctrl-C
-        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority, _begun))
+        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
 
     def submit_pwrite(
         self,
@@ -392,10 +390,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
-        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority, _begun))
+        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority))
 
     def submit_preadv(
         self,
@@ -404,7 +401,6 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many reads in one call; the future's result is the total number of bytes moved.
 
@@ -415,7 +411,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offsets: one for each read, in bytes. None: offset 0 of each file.
             priority: as in ``submit_pread``.
         """
-        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority, _begun))
+        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority))
 
     def submit_pwritev(
         self,
@@ -424,10 +420,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many writes in one call; like ``submit_preadv``. Without offsets each tensor is its whole file."""
-        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority, _begun))
+        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority))
 
     def statistics(self) -> Statistics:
         """Returns what this handle has moved, and how, since it was made. Costs a few nanoseconds for each request.
