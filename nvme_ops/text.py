@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -58,6 +59,24 @@ def parse_size(text: str, *, zero: bool = False) -> int:
     if not (1 <= size < 1 << 63 or (zero and size == 0)):
         raise ValueError(f"{text!r} is not a size; examples: 512M, 2GiB (powers of 1024), 5GB (of 1000)")
     return int(size)
+
+
+def bytes_of(name: str, value: object, least: int = 1) -> int:
+    """Returns an argument that is bytes, or a size such as ``"4G"``.
+
+    Raises TypeError or ValueError, which call it ``name``, if it is no size of at least ``least``.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_size(value, zero=True)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(value).__name__}")
+    found = operator.index(value)
+    if found < least:
+        raise ValueError(f"{name} must be at least {least} byte{'s' * (least != 1)}, not {found}")
+    return found
 
 
 def size_words(size: int) -> str:

@@ -6,6 +6,7 @@ import math
 import re
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -14,6 +15,7 @@ from nvme_ops.text import (
     GIB,
     KIB,
     MIB,
+    bytes_of,
     columns_text,
     fitted,
     least_words,
@@ -34,6 +36,14 @@ def test_sizes_are_understood_or_refused() -> None:
             if not (zero and text == "0"):
                 with pytest.raises(ValueError, match="is not a size"):
                     parse_size(text, zero=zero)
+
+
+def test_an_argument_that_is_a_size() -> None:
+    values = ("64M", "1 GB", 4096, torch.tensor(5))  # what has __index__ is an int
+    assert [bytes_of("budget", value) for value in values] == [64 * MIB, 10**9, 4096, 5]
+    assert bytes_of("budget", "0", least=0) == 0
+    with pytest.raises(ValueError, match="budget must be at least 1 byte, not 0"):
+        bytes_of("budget", "0")
 
 
 @given(

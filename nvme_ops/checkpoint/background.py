@@ -23,6 +23,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.tensors import collector_paused, copy, empty, placed
+from nvme_ops.text import bytes_of
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -78,7 +79,7 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     strategy: Strategy = "copy",
-    memory: int | None = None,
+    memory: int | str | None = None,
     format: Format | None = None,
     durable: bool = True,
     checksums: bool = True,
@@ -99,9 +100,9 @@ def save_async(
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
-        memory: bytes that the copies may take; when None, half of what is free on the machine and within the limits of
-            its cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
-            memory is kept for the next call: ``release_memory()`` frees it.
+        memory: bytes that the copies may take, or a size such as ``"4G"``; when None, half of what is free on the
+            machine and within the limits of its cgroups (containers). What exceeds it is written before the call
+            returns, straight from the tensors. The memory is kept for the next call: ``release_memory()`` frees it.
         format: as for ``save``.
         durable: as for ``save``.
         checksums: as for ``save``.
@@ -116,8 +117,7 @@ def save_async(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be {' or '.join(map(repr, STRATEGIES))}, not {strategy!r}")
-    if memory is not None and memory < 0:
-        raise ValueError(f"memory must not be negative: {memory}")
+    budget = None if memory is None else bytes_of("memory", memory, least=0)
     name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
@@ -129,7 +129,7 @@ def save_async(
         if not (in_handler := turn.begin()):
             turn.wait()
         if strategy == "copy":
-            copies = _Copies(plan.tensors, None if in_handler else _budget() if memory is None else memory)
+            copies = _Copies(plan.tensors, None if in_handler else _budget() if budget is None else budget)
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, Borrowed(lent))

@@ -40,7 +40,7 @@ from nvme_ops.storage.files import (
 )
 from nvme_ops.storage.publication import content_of
 from nvme_ops.tensors import checksums_of, joined_checksum
-from nvme_ops.text import parse_json, parse_size
+from nvme_ops.text import bytes_of, parse_json
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment
@@ -94,11 +94,9 @@ class SampleWriter(Closing):
         self.columns = Columns(columns)
         given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
         self._folders = [os.path.realpath(named(folder)) for folder in given]
-        self._shard_bytes = parse_size(shard_bytes) if isinstance(shard_bytes, str) else int(shard_bytes)
+        self._shard_bytes = bytes_of("shard_bytes", shard_bytes)
         if not self._folders or len(set(self._folders)) < len(self._folders):
             raise ValueError("folders must name at least one folder, and none twice")
-        if self._shard_bytes < 1:
-            raise ValueError(f"shard_bytes must be at least 1, not {self._shard_bytes}")
         if alignment is not None and not (1 <= alignment <= PAGE and PAGE % alignment == 0):
             raise ValueError(f"alignment must be a power of two up to {PAGE}, not {alignment}")
         for folder in self._folders:

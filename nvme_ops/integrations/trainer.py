@@ -23,7 +23,7 @@ from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import bytes_of
 
 Path = str | os.PathLike[str]
 
@@ -82,11 +82,11 @@ def use_nvme(
             "fully_shard and NvmeOptimizer in a loop of your own"
         )
     if optimizer_budget is not None:
-        optimizer_budget = budget_of(optimizer_budget, MIN_BUDGET, name="optimizer_budget")
+        optimizer_budget = bytes_of("optimizer_budget", optimizer_budget, MIN_BUDGET)
         if trainer.optimizer is not None:
             _require_movable(trainer, trainer.optimizer)
     if activations_budget is not None:
-        activations_budget = budget_of(activations_budget, least=0, name="activations_budget")
+        activations_budget = bytes_of("activations_budget", activations_budget, least=0)
         if found := _offloading(trainer.args):
             raise ValueError(f"{found} moves activations to the CPU: leave it out, or give activations_budget=None")
     if (before := getattr(trainer, "nvme_training", None)) is not None:

@@ -21,7 +21,7 @@ from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
 from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
-from nvme_ops.text import size_words
+from nvme_ops.text import bytes_of, size_words
 
 T = TypeVar("T")
 
@@ -129,21 +129,17 @@ class Pool:
     parent's.
 
     Args:
-        budget: bytes, at least 1. A lease counts as what is allocated for it: a power of two of pages, from 2 MiB on a
-            multiple of 2 MiB.
+        budget: bytes, or a size such as ``"64M"``. A lease counts as what is allocated for it: a power of two of
+            pages, from 2 MiB on a multiple of 2 MiB.
         pinned: lease page-locked memory, from which an accelerator copies at full speed; ignored without one.
 
     Raises:
         ValueError: a budget below 1.
-        TypeError: a budget that is not an int.
+        TypeError: a budget that is neither an int nor a str.
     """
 
-    def __init__(self, budget: int, *, pinned: bool = False) -> None:
-        if isinstance(budget, bool) or not hasattr(budget, "__index__"):
-            raise TypeError(f"budget must be an int, not {type(budget).__name__}")
-        if budget < 1:
-            raise ValueError(f"budget must be at least 1 byte, not {budget}")
-        self._budget = budget
+    def __init__(self, budget: int | str, *, pinned: bool = False) -> None:
+        self._budget = bytes_of("budget", budget)
         self._pinned = pinned and can_pin()
         self._reset()
         _all.add(self)

@@ -18,6 +18,7 @@ import torch
 import nvme_ops
 from nvme_ops import data, offload
 from nvme_ops.integrations.safetensors import safe_open
+from nvme_ops.storage import Pool
 from tests.conftest import refusal
 
 #: What is written, the class of the exception, and words of its sentence.
@@ -88,6 +89,13 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.stream_weights(m, 'dir', memory_budget='4M', quantize='int3')", ValueError, "None or 'int8'"),
     ("offload.from_pretrained('dir', memory_budget='4M')", FileNotFoundError, "nvme-checkpoint convert"),
     ("offload.from_pretrained(5, memory_budget='4M')", TypeError, "path must be a folder, files or a name"),
+    # Sizes
+    ("Pool('64X')", ValueError, "budget: '64X' is not a size; examples: 512M"),
+    ("nvme_ops.save({'a': t}, 'dir/x', max_shard_size=1.5)", TypeError, "max_shard_size must be bytes or a size"),
+    ("nvme_ops.save_async({'a': t}, 'x.pt', memory='lots')", ValueError, "memory: 'lots' is not a size"),
+    ("data.AsyncLog('dir/log', buffer_bytes='4X')", ValueError, "buffer_bytes: '4X' is not a size"),
+    ("data.SampleWriter('dir/s', shard_bytes=True)", TypeError, "shard_bytes must be bytes or a size such as '4G'"),
+    ("offload.swap_params(m, 'dir', memory_budget='4M', min_bytes='')", ValueError, "min_bytes: '' is not a size"),
     # Training
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.SGD(m.parameters(), lr=1), 'dir')", TypeError, "its class"),
     ("offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), 'dir')", TypeError, "not the class AdamW"),
@@ -126,7 +134,14 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     t = torch.ones(1000)
     for name in ("ok.pt", "ok.safetensors"):
         nvme_ops.save({"a": t}, name)
-    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload, "safe_open": safe_open}
+    names = {
+        "Pool": Pool,
+        "torch": torch,
+        "nvme_ops": nvme_ops,
+        "data": data,
+        "offload": offload,
+        "safe_open": safe_open,
+    }
     return {**names, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
 
 

@@ -25,7 +25,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import bytes_of
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class NvmeCache(Closing, DynamicCache):
         config: Any = None,
         handle: aio_handle | None = None,
     ) -> None:
-        budget = budget_of(memory_budget)
+        budget = bytes_of("memory_budget", memory_budget)
         layers = None if config is None else _layers_of(config)
         self._pager = pager = Pager(folder, budget, handle)
         if layers is not None:

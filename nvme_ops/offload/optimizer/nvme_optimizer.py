@@ -40,9 +40,8 @@ from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
-from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.tensors import is_dense
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import MIB, bytes_of, size_words
 
 _AS_IT_IS = "as it is"  # stands for all that state has
 
@@ -155,7 +154,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
-        budget = budget_of(memory_budget)
+        budget = bytes_of("memory_budget", memory_budget)
         if budget < MIN_BUDGET:
             raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step

@@ -22,8 +22,9 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of_all
+from nvme_ops.offload.weights.stream_weights import device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.text import bytes_of
 
 aten = torch.ops.aten
 
@@ -274,7 +275,7 @@ def swap_gradients(
         TypeError: a parameter is a ``DTensor``.
         OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
-    budget, least = budget_of(memory_budget), budget_of(min_bytes)
+    budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
     every = [each for each in params if each.requires_grad]

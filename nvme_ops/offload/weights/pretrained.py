@@ -27,9 +27,10 @@ from nvme_ops.offload.weights.stored_formats import (
     with_exponents,
     with_scales,
 )
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of
+from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.storage.publication import open_leased
+from nvme_ops.text import bytes_of
 
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 
@@ -107,7 +108,7 @@ def from_pretrained(
         raise ImportError(
             "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
         ) from error
-    budget = budget_of(memory_budget)
+    budget = bytes_of("memory_budget", memory_budget)
     target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")

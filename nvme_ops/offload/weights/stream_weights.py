@@ -25,22 +25,12 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import is_dense
-from nvme_ops.text import parse_size
+from nvme_ops.text import bytes_of
 
 _WRITES = 8  # transfers of weights that are being written at once
 _MIN = 1 << 16  # elements of the smallest matrix that is quantized
 
 Path = str | os.PathLike[str]
-
-
-def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budget") -> int:
-    """Returns an argument in bytes. Raises ValueError or TypeError if it is no size of at least ``least``."""
-    budget = parse_size(memory_budget, zero=True) if isinstance(memory_budget, str) else memory_budget
-    if isinstance(budget, bool) or not isinstance(budget, int):
-        raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(budget).__name__}")
-    if budget < least:
-        raise ValueError(f"{name} must be at least {least} byte{'s' * (least != 1)}, not {budget}")
-    return budget
 
 
 def stream_weights(
@@ -88,7 +78,7 @@ def stream_weights(
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    budget = budget_of(memory_budget)
+    budget = bytes_of("memory_budget", memory_budget)
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
