@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import run_python
+
 PACKAGES = ("", ".data", ".dcp", ".offload", ".op_builder", ".storage")
 #: Their keywords are frozen when memories other than the host's are there; until then only their names are.
 NAMES_ONLY = "nvme_ops.offload"
@@ -67,6 +69,11 @@ def surface() -> str:
 
 def test_the_surface_is_what_was_frozen() -> None:
     assert surface().splitlines() == FROZEN.read_text().splitlines(), __doc__
+
+
+def test_packages_need_no_import_of_their_own() -> None:
+    lines = [f"nvme_ops{each}; assert {each[1:]!r} in dir(nvme_ops)" for each in PACKAGES if each]
+    assert not run_python("\n".join(["import nvme_ops", *lines]), fresh=True).stderr
 
 
 def public() -> Iterator[tuple[str, Any]]:
