@@ -79,7 +79,7 @@ def bytes_of(name: str, value: object, least: int = 1) -> int:
     return found
 
 
-def size_words(size: int) -> str:
+def size_words(size: float) -> str:
     """Formats a size: ``512 B``, ``1 GiB``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -102,6 +102,11 @@ def least_words(size: int) -> str:
 def rate_words(rate: float) -> str:
     """Formats bytes per second, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
+
+
+def seconds_words(seconds: float) -> str:
+    """Formats a duration: ``1.25 s``, ``30.0 ms``."""
+    return f"{rounded(seconds, 3)} s" if seconds >= 1 else f"{rounded(1000 * seconds, 3)} ms"
 
 
 def share_words(share: float) -> str:
@@ -166,6 +171,30 @@ def fitted(text: str) -> str:
         else textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), **_WORDS)
         for line in text.split("\n")
     )
+
+
+class Counts:
+    """Base of dataclasses of counts: ``print`` shows a table of those that are not 0, in words.
+
+    A name has its unit in it: ``bytes``, ``seconds`` or ``share``.
+    """
+
+    def __str__(self) -> str:
+        derived = [name for kind in type(self).__mro__ for name, value in vars(kind).items() if type(value) is property]
+        values = {name: getattr(self, name) for name in (*vars(self), *derived)}
+        lines = [(name, _count_words(name, value)) for name, value in values.items() if value]
+        return columns_text(lines) if lines else "nothing yet"
+
+    def __repr__(self) -> str:
+        """Returns for example ``SwapStats(bytes_read=4096)``."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if value)})"
+
+
+def _count_words(name: str, value: float) -> str:
+    for unit, words in (("bytes", size_words), ("seconds", seconds_words), ("share", share_words)):
+        if unit in name.split("_"):
+            return words(value)
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
 # Parsing, checking and printing that all command lines share

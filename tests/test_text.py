@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 
@@ -10,11 +11,13 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nvme_ops import progress
+from nvme_ops import offload, progress
+from nvme_ops.engine import Statistics
 from nvme_ops.text import (
     GIB,
     KIB,
     MIB,
+    Counts,
     bytes_of,
     columns_text,
     fitted,
@@ -117,3 +120,39 @@ def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: py
             advance(100)
         assert capsys.readouterr().err == told
         monkeypatch.setattr(progress, "_LINE_INTERVAL", 0.0)
+
+
+# Counts
+
+
+KINDS = ("ActivationStats", "CacheStats", "OptimizerStats", "Stats", "SwapStats", "WindowStats")
+
+
+@pytest.mark.parametrize(
+    "kind", [Statistics, *(getattr(offload, name) for name in KINDS)], ids=lambda kind: kind.__name__
+)
+def test_statistics_are_tables_when_printed(kind: type[Counts]) -> None:
+    names = list(inspect.signature(kind).parameters)
+    one, none = (kind(**dict.fromkeys(names, value)) for value in (1, 0))
+    lines = str(one).splitlines()[: len(names)]
+    assert [line.split()[0] for line in lines] == names, "each under its name"
+    assert all(re.fullmatch(r"\w+ +1( B|\.00 s)?", line) for line in lines), lines
+    assert str(none) == "nothing yet"
+    assert eval(repr(none), {kind.__name__: lambda **given: given}) == {}
+    assert eval(repr(one), {kind.__name__: kind}) == one
+
+
+def test_a_table_of_statistics() -> None:
+    done = offload.OptimizerStats(
+        bytes_read=3 * GIB, seconds_waited=0.0301, bytes_written=6 * GIB, steps=4, seconds=61.5
+    )
+    assert str(done).splitlines() == [
+        "bytes_read              3 GiB",
+        "bytes_written           6 GiB",
+        "seconds_waited          30.1 ms",
+        "steps                   4",
+        "seconds                 61.5 s",
+        "bytes_written_per_step  1.5 GiB",
+    ]
+    error = offload.WindowStats(quantization_error=0.00714)
+    assert str(error) == "quantization_error  0.00714"

@@ -29,7 +29,7 @@ _GOLDEN = 0.6180339887498949
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
-@dataclass
+@dataclass(repr=False)
 class CacheStats(Stats):
     """What a cache has moved since it was made, and what it has now.
 
