@@ -19,7 +19,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.files import Syncing, sync_folder
 from nvme_ops.stream import Stream
-from nvme_ops.text import URL
+from nvme_ops.text import URL, never_raising
 
 if TYPE_CHECKING:
     import torch
@@ -302,6 +302,7 @@ class File(_RawFile):
             warnings.warn(f"unclosed file {self!r}", ResourceWarning, stacklevel=2, source=self)
             self.close()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<nvme_ops.File name='weights' mode='r'>``."""
         return f"<nvme_ops.File name={self.name!r} mode={self.mode!r}{' closed' if self.closed else ''}>"

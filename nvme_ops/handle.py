@@ -19,6 +19,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
+from nvme_ops.text import never_raising
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -112,6 +113,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             "cache": cache_mode(cache),
         }
         self._engine: Engine = self._make_engine()
+        self._backend = self._engine.backend()  # kept: in a forked child the engine is made anew to answer
         self._pending: Pending = native().Pending()
 
     @classmethod
@@ -219,9 +221,10 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         """True after ``close``."""
         return isinstance(self._engine, ClosedEngine)
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
-        settings = self._settings if self.closed else {**self._settings, "backend": self.backend}
+        settings = {**self._settings, "backend": self._backend}
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
 

@@ -16,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 # Control characters, halves of surrogate pairs, and characters that change the direction of text.
 _ACTED_ON_IN_LINES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
@@ -26,6 +26,8 @@ _WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths an
 
 #: The beginning of a name that no local file has: ``s3://``, ``hf://``, ``https://``.
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+_T = TypeVar("_T")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -75,7 +77,7 @@ def bytes_of(name: str, value: object, least: int = 1) -> int:
         raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(value).__name__}")
     found = operator.index(value)
     if found < least:
-        raise ValueError(f"{name} must be at least {least} byte{'s' * (least != 1)}, not {found}")
+        raise ValueError(f"{name} must be at least {counted(least, 'byte')}, not {found}")
     return found
 
 
@@ -87,6 +89,11 @@ def size_words(size: float) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def counted(number: int, thing: str) -> str:
+    """Formats a count: ``1 tensor``, ``2 tensors``."""
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def least_words(size: int) -> str:
@@ -171,6 +178,22 @@ def fitted(text: str) -> str:
         else textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), **_WORDS)
         for line in text.split("\n")
     )
+
+
+def never_raising(words: Callable[[_T], str]) -> Callable[[_T], str]:
+    """Decorates a ``__repr__``, so that an object whose ``__init__`` has raised has one as well.
+
+    A ``__repr__`` takes no lock and does no I/O: a debugger or a signal handler may call it anywhere.
+    """
+
+    @functools.wraps(words)
+    def shown(self: _T) -> str:
+        try:
+            return words(self)
+        except AttributeError:
+            return f"<{type(self).__name__}, incomplete>"
+
+    return shown
 
 
 class Counts:

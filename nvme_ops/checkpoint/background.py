@@ -23,7 +23,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.tensors import collector_paused, copy, empty, placed
-from nvme_ops.text import bytes_of
+from nvme_ops.text import bytes_of, never_raising
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -68,6 +68,15 @@ class SaveFuture(Future[None]):
         failure = super().exception(timeout)
         self._retrieved = True  # only now: the wait may have been interrupted or timed out
         return failure
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SaveFuture 'model.pt': saving>``. Takes no lock, unlike that of other futures."""
+        failure = self._exception
+        state = "saved" if self._state == "FINISHED" else "saving"
+        if state == "saving" and self._process != os.getpid():
+            state = "saving in the parent process"
+        return f"<SaveFuture {self.path!r}: {state if failure is None else f'failed, {type(failure).__name__}'}>"
 
     def __await__(self) -> Generator[Any, None, None]:
         """Waits in asyncio: ``await nvme_ops.save_async(state, path)`` returns when the save is complete."""

@@ -24,7 +24,7 @@ from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
-from nvme_ops.text import MIB, bytes_of
+from nvme_ops.text import MIB, bytes_of, never_raising
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MAX_BATCHES = 64
@@ -260,6 +260,7 @@ class Loader:
             return value
         return value.to(self.device, non_blocking=value.is_pinned())  # pageable memory could be freed before the copy
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<Loader '/mnt/nvme/train': 16 batches of 64, rank 0 of 1>``."""
         ranks = f"rank {self.rank} of {self.num_replicas}"

@@ -19,7 +19,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.errors import named
 from nvme_ops.storage.files import make_last_folder, try_lock
-from nvme_ops.text import bytes_of, size_words
+from nvme_ops.text import bytes_of, never_raising, size_words
 
 _MAX = (1 << 32) - 1  # bytes of a record
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there
@@ -299,9 +299,11 @@ class AsyncLog(Closing):
             warnings.warn(_loss(self, self._failure), RuntimeWarning, stacklevel=1)
         warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<AsyncLog '/mnt/nvme/requests': 12 KiB to be written>``."""
-        return f"<AsyncLog {self.path!r}: {size_words(self._bytes) if self._bytes else 'nothing'} to be written>"
+        waiting = f"{size_words(self._bytes) if self._bytes else 'nothing'} to be written"
+        return f"<AsyncLog {self.path!r}: {'closed' if self._ended else waiting}>"
 
 
 def _encoded(record: object) -> bytes:

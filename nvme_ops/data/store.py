@@ -33,7 +33,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
 from nvme_ops.tensors import checksums_of, empty, groups
-from nvme_ops.text import size_words
+from nvme_ops.text import counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -201,9 +201,11 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
             return self.index.id
         return zlib.crc32(repr((self.index.files, self.index.more.get("about"))).encode())
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<SampleStore '/mnt/nvme/train': 1000 samples, native>``."""
-        return f"<SampleStore {self.path!r}: {len(self)} samples, {self.index.kind}>"
+        content = f"{counted(len(self), 'sample')}, {self.index.kind}"
+        return f"<SampleStore {self.path!r}: {content}{', closed' * self._closed}>"
 
 
 def _open(arguments: dict[str, Any], identity: str | int) -> SampleStore:
@@ -383,6 +385,12 @@ class Read:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<Read of 64 samples, 4 MiB: pending>``."""
+        done = self._waited or all(future._has_ended() for future in self._futures.copy())
+        return f"<Read of {counted(len(self), 'sample')}, {size_words(self.nbytes)}: {'done' if done else 'pending'}>"
 
     def __del__(self) -> None:
         if getattr(self, "_futures", None) and self._process == os.getpid():

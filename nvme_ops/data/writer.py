@@ -40,7 +40,7 @@ from nvme_ops.storage.files import (
 )
 from nvme_ops.storage.publication import content_of
 from nvme_ops.tensors import checksums_of, joined_checksum
-from nvme_ops.text import bytes_of, parse_json
+from nvme_ops.text import bytes_of, counted, never_raising, parse_json
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment
@@ -315,9 +315,10 @@ class SampleWriter(Closing):
         finally:
             self._lock.release()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
-        return f"<SampleWriter {self.path!r}: {len(self)} samples{', closed' * (self._state == 'closed')}>"
+        return f"<SampleWriter {self.path!r}: {counted(len(self), 'sample')}{', closed' * (self._state == 'closed')}>"
 
 
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:

@@ -16,6 +16,7 @@ from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.publication import open_leased
+from nvme_ops.text import counted, never_raising
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
@@ -101,7 +102,14 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "_fd", -1) >= 0 and os is not None:  # at Python's end modules may be gone
+            self.close()
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<safe_open 'model.safetensors': 291 tensors>``."""
+        content = "closed" if self._fd < 0 else counted(len(self._header.entries), "tensor")
+        return f"<safe_open {self._path!r}: {content}>"
 
     def _read(self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         if self._fd < 0:
@@ -117,6 +125,11 @@ class TensorSlice:
         self._file = file
         self._entry = file._header.entries[name]
         self._dtype, self._shape = self._entry.in_torch(file._path, name)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<TensorSlice: F32, [4096, 4096]>``."""
+        return f"<TensorSlice: {self.get_dtype()}, {self.get_shape()}>"
 
     def get_shape(self) -> list[int]:
         """Returns the shape in the file."""

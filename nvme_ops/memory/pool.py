@@ -21,7 +21,7 @@ from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
 from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
-from nvme_ops.text import bytes_of, size_words
+from nvme_ops.text import bytes_of, never_raising, size_words
 
 T = TypeVar("T")
 
@@ -58,6 +58,11 @@ class Held(Generic[T]):
         except BaseException:
             self.interrupted = True
             raise
+
+    def left(self) -> list[T]:
+        """Returns the things whose owners are not freed. Needs no lock."""
+        freed = set(map(id, self._freed.copy()))
+        return [thing for number, (thing, _) in list(self._all.items()) if number not in freed]
 
     def collect(self, give_back: Callable[[T], None], recount: Callable[[Iterable[T]], None]) -> None:
         """Gives back the things whose owners were freed since the last call.
@@ -112,6 +117,11 @@ class Lease:
         if thread is not None:
             self._pool._count(thread, -self._charge)
         self._tensor = None
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<Lease of 8 MiB>``."""
+        return f"<Lease of {size_words(self._charge)}{', released' if self._tensor is None else ''}>"
 
     def __enter__(self) -> torch.Tensor:
         self._thread = threading.get_ident()
@@ -289,9 +299,11 @@ class Pool:
             if self._by_thread[thread] <= 0:
                 del self._by_thread[thread]
 
+    @never_raising
     def __repr__(self) -> str:
-        """Returns for example ``Pool(268435456): 8388608 bytes in use``."""
-        return f"Pool({self._budget}{', pinned=True' if self._pinned else ''}): {self.bytes_in_use} bytes in use"
+        """Returns for example ``<Pool of 256 MiB: 8 MiB in use>``."""
+        used, kind = size_words(sum(self._leased.left())), ", page-locked" if self._pinned else ""
+        return f"<Pool of {size_words(self._budget)}{kind}: {used} in use>"
 
 
 @dataclass(eq=False)

@@ -39,7 +39,7 @@ from nvme_ops.storage.files import (
     unlock_and_close,
 )
 from nvme_ops.storage.publication import remove_litter
-from nvme_ops.text import parse_json
+from nvme_ops.text import never_raising, parse_json
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
@@ -318,6 +318,7 @@ class Session(Closing):
         if getattr(self, "_places", None):  # a closed one does nothing: at Python's end its modules may be gone
             self.close()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
         return f"<Session {self.name!r}" + (" closed>" if self.closed else f" in {self.folders}>")

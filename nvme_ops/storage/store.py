@@ -23,6 +23,7 @@ from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_i
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
+from nvme_ops.text import counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
@@ -107,6 +108,11 @@ class Claims:
             claim = Claim(self, thing, self._claimed.get(thing))
             self._claimed[thing] = weakref.ref(claim)
             return claim
+
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._closed
 
     def close(self) -> bool:
         """Refuses new claims, and waits until other threads have none left. Returns False from the second call on."""
@@ -508,6 +514,13 @@ class TensorStore(Closing):
             self._slabs.close_descriptors()
         if self._journal:
             self._journal.close()
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<TensorStore 'optimizer': 12 tensors, 64 MiB on storage>``."""
+        name = self._session.name + f".{self._name}" * bool(self._name)
+        used = f"{counted(len(self._values), 'tensor')}, {size_words(self._slabs.bytes_in_use)} on storage"
+        return f"<TensorStore {name!r}: {'closed' if self._claims.closed else used}>"
 
     # Internals
 

@@ -33,6 +33,7 @@ from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
 from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined_checksum
+from nvme_ops.text import never_raising
 
 _log = logging.getLogger("nvme_ops.dcp")
 
@@ -65,6 +66,11 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         self._reading: Reading | None = None  # protects the files until their data are read
         self._alone = False  # each rank reads what it saved alone, by metadata of its own
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``NvmeStorageReader('checkpoint', verify=False)``."""
+        return f"{type(self).__name__}({os.fspath(self.path)!r}, verify={self._verify})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None, "_reading": None}

@@ -44,6 +44,7 @@ from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.storage.files import make_folder
 from nvme_ops.storage.publication import replacing
 from nvme_ops.tensors import checksums_of, collector_paused, joined_checksum
+from nvme_ops.text import never_raising
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -82,6 +83,12 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         self._checksums = checksums
         self._handle = handle
         self._saving: folder.Saving | None = None  # on the coordinator, from the global plan to the end
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``NvmeStorageWriter('checkpoint', durable=True, checksums=True, overwrite=True)``."""
+        options = f"durable={self.sync_files}, checksums={self._checksums}, overwrite={self.overwrite}"
+        return f"{type(self).__name__}({os.fspath(self.path)!r}, {options})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None, "_saving": None}

@@ -16,7 +16,7 @@ from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.activations.units import ActivationStats
-from nvme_ops.text import bytes_of
+from nvme_ops.text import bytes_of, never_raising
 
 Path = str | os.PathLike[str]
 
@@ -92,6 +92,11 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
                     self._choice.__exit__(*about)
             finally:
                 native().allocate_from_pool(False)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<save_on_nvme: 64 MiB saved, 48 MiB written, at most 16 MiB in memory>``."""
+        return f"<save_on_nvme: {self._activations!r}>"
 
     def stats(self) -> ActivationStats:
         """Returns what was moved so far."""

@@ -25,7 +25,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
-from nvme_ops.text import bytes_of
+from nvme_ops.text import bytes_of, counted, never_raising
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -242,11 +242,12 @@ class NvmeCache(Closing, DynamicCache):
     def __reduce__(self) -> NoReturn:
         raise TypeError("an NvmeCache cannot be pickled: its content is in files of its own")
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<NvmeCache: 32 layers, 4096 tokens>``."""
-        if self._pager.closed:
-            return "<NvmeCache closed>"
-        return f"<NvmeCache: {len(self.layers)} layers, {self.get_seq_length() if self.layers else 0} tokens>"
+        tokens = self.get_seq_length() if self.layers else 0
+        content = f"{counted(len(self.layers), 'layer')}, {counted(tokens, 'token')}"
+        return f"<NvmeCache: {'closed' if self._pager.closed else content}>"
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:

@@ -41,7 +41,7 @@ from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
 from nvme_ops.tensors import is_dense
-from nvme_ops.text import MIB, bytes_of, size_words
+from nvme_ops.text import MIB, bytes_of, never_raising, size_words
 
 _AS_IT_IS = "as it is"  # stands for all that state has
 
@@ -341,6 +341,11 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             yield
         finally:
             self._overlap = before
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns the parameter groups as those of other optimizers: ``NvmeOptimizer of AdamW (...)``."""
+        return super().__repr__().replace(" ", f" of {self._class.__name__}{', closed' * self._states.closed} ", 1)
 
     def stats(self) -> OptimizerStats:
         """Returns what was moved so far."""

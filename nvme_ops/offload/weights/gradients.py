@@ -24,7 +24,7 @@ from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.weights.stream_weights import device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.text import bytes_of
+from nvme_ops.text import bytes_of, never_raising
 
 aten = torch.ops.aten
 
@@ -161,6 +161,11 @@ class SwappedGradients(Closing):
                     uses.callback(_restore_placeholder, each, grad, values)
                     each.grad = values
             yield
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SwappedGradients: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
+        return f"<SwappedGradients: {self._residents!r}>"
 
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""

@@ -19,7 +19,7 @@ from nvme_ops.offload.weights.saved_entries import STATE_DICTS
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.offloaded import outline_of
-from nvme_ops.text import bytes_of
+from nvme_ops.text import bytes_of, never_raising
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
 
@@ -51,6 +51,11 @@ class SwappedParams(Closing):
                 else:
                     found.append(each.detach())
             yield found
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SwappedParams: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
+        return f"<SwappedParams: {self._residents!r}>"
 
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
