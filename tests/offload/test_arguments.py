@@ -220,6 +220,7 @@ def test_a_head_that_the_files_do_not_have_is_initialized_and_can_be_trained(
         wanted = dict(plain.named_parameters())
         for name, each in trained.items():
             assert torch.equal(each, wanted[name])
+            assert each.grad is not None
             assert torch.equal(each.grad, wanted[name].grad)
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(type(plain).from_pretrained(tmp_path / "again")(IDS)[0], plain(IDS)[0])

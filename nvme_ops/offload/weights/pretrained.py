@@ -6,7 +6,7 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -31,6 +31,9 @@ from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.storage.publication import open_leased
 from nvme_ops.text import bytes_of
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.weights.streamed import Streamed
 
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 
@@ -69,7 +72,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     handle: aio_handle | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Streamed:
     """Returns a transformers model that reads its weights while it computes, in bounded memory.
 
         model = nvme_ops.offload.from_pretrained("mistralai/Mixtral-8x7B-v0.1", memory_budget="16G")
@@ -170,7 +173,7 @@ def from_pretrained(
         kept = {id(each) for key, each in model.named_parameters(remove_duplicate=False) if key in new}
         stream(model, weights, files, budget, target, kept)
         undo.pop_all()
-    return (model, info) if wants_info else model
+    return cast("Streamed", (model, info) if wants_info else model)
 
 
 class _Origin(NamedTuple):

@@ -7,7 +7,7 @@ import fnmatch
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -27,6 +27,9 @@ from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import is_dense
 from nvme_ops.text import bytes_of
 
+if TYPE_CHECKING:
+    from nvme_ops.offload.weights.streamed import Streamed
+
 _WRITES = 8  # transfers of weights that are being written at once
 _MIN = 1 << 16  # elements of the smallest matrix that is quantized
 
@@ -42,7 +45,7 @@ def stream_weights(
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
     handle: aio_handle | None = None,
-) -> Any:  # a StreamedModel and its class before, for which Python has no type
+) -> Streamed:
     """Moves the weights of a model to storage and reads them, in bounded memory, while it computes.
 
         model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
@@ -115,10 +118,10 @@ def stream_weights(
             stream(model, weights, files, budget, target, kept, training)
             before.pop_all()
         opened = undo.pop_all()
-    streamed = cast(StreamedModel, model)
+    streamed = cast("Streamed", model)
     streamed.on_close(opened.close)
     streamed._nvme_window.note_error(error)
-    return model
+    return streamed
 
 
 def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
