@@ -53,6 +53,15 @@ def shared_handle() -> aio_handle:
     return aio_handle()
 
 
+def handle_of(handle: aio_handle | None) -> aio_handle:
+    """Returns the handle that was given, or the shared one. Raises TypeError for anything else."""
+    if handle is None:
+        return shared_handle()
+    if not isinstance(handle, aio_handle):
+        raise TypeError(f"handle must be an aio_handle or a gds_handle, not {type(handle).__name__}")
+    return handle
+
+
 def open(  # noqa: A001  (used as nvme_ops.open)
     path: str | bytes | os.PathLike[str] | os.PathLike[bytes], mode: Mode = "r", *, handle: aio_handle | None = None
 ) -> File:
@@ -105,7 +114,7 @@ class File(_RawFile):
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
         self._name = path
         self._mode = plain
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
         self._sync_errno: int | None = None  # of a sync that failed

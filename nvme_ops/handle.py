@@ -103,6 +103,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if not 1 <= value < 2**63:
                 raise ValueError(f"{name} must lie between 1 and 2**63 - 1, not {value}")
+        for name, word in (("backend", backend), ("cache", cache)):
+            if word is not None and not isinstance(word, str):
+                raise TypeError(f"{name} must be a str, not {type(word).__name__}")
         self._settings: dict[str, Any] = {
             "block_size": block_size,
             "queue_depth": queue_depth,

@@ -18,7 +18,7 @@ from nvme_ops._native import native
 from nvme_ops.checkpoint import Format, api
 from nvme_ops.checkpoint.api import Turn, name_of
 from nvme_ops.checkpoint.request import Plan, plan_for
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.pieces import Borrowed
@@ -130,7 +130,7 @@ def save_async(
     name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
-    handle = handle or shared_handle()
+    handle = handle_of(handle)
     turn = Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None
     thread: threading.Thread | None = None

@@ -56,6 +56,8 @@ def plan_for(
     Raises what ``nvme_ops.save`` raises before it writes.
     """
     module = format_of(path, format)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")
     if isinstance(obj, torch.nn.Module):
         obj, left_out = without_ties(obj.state_dict())
         metadata = {**left_out, **(metadata or {})}

@@ -28,6 +28,7 @@ from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.index import SampleIndex, aligned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError, named, naming
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
@@ -90,7 +91,7 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         self._columns = Columns.from_json(self.index.columns) if self.index.kind == "native" else None
         places = [os.path.dirname(path) for path in self._files.paths]
         folders = list(dict.fromkeys(places)) if self.index.kind == "native" else []
-        first = handle or aio_handle()
+        first = aio_handle() if handle is None else handle_of(handle)
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
         self._handle_of = [folders.index(place) if folders else 0 for place in places]
         self._verify = verify
@@ -111,7 +112,12 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int | list[int]) -> Any:
         """Reads a sample, or a list of them. Raises IndexError, TypeError, and what ``read`` raises."""
-        return self.read(number) if isinstance(number, list) else self.read([operator.index(number)])[0]
+        if isinstance(number, list):
+            return self.read(number)
+        if not hasattr(number, "__index__"):
+            kind = type(number).__name__
+            raise TypeError(f"{self.path}: the number of a sample must be an int, not {kind}: read() takes several")
+        return self.read([operator.index(number)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Reads a batch: torch's fetcher calls this."""

@@ -23,7 +23,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
-from nvme_ops.errors import FormatError, named, naming
+from nvme_ops.errors import FormatError, named, naming, paths_of
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
@@ -92,8 +92,7 @@ class SampleWriter(Closing):
     ) -> None:
         self._state = "closed"
         self.columns = Columns(columns)
-        given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
-        self._folders = [os.path.realpath(named(folder)) for folder in given]
+        self._folders = [os.path.realpath(named(folder)) for folder in paths_of(folders, "folders")]
         self._shard_bytes = bytes_of("shard_bytes", shard_bytes)
         if not self._folders or len(set(self._folders)) < len(self._folders):
             raise ValueError("folders must name at least one folder, and none twice")

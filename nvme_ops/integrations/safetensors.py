@@ -11,7 +11,7 @@ import torch
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import missing_error
 from nvme_ops.closing import Closing
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
@@ -60,7 +60,7 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
         self._numpy = framework in _NUMPY
         self._path = os.fspath(filename)
         self._device = torch.device(device)
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         self._fd = open_leased(self._path)
         try:
             self._header = layout.read(self._fd, self._path)

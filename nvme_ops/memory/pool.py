@@ -185,11 +185,11 @@ class Pool:
         """The most bytes that were leased at once."""
         return self._peak
 
-    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+    def lease(self, nbytes: int | str, timeout: float | None = None) -> Lease:
         """Leases ``nbytes`` bytes; waits while the budget is spent. Ctrl-C ends the wait.
 
         Args:
-            nbytes: at least 1.
+            nbytes: at least 1, or a size such as ``"8M"``.
             timeout: the most seconds to wait; without limit when None, not at all when 0.
 
         Raises:
@@ -198,8 +198,7 @@ class Pool:
             TimeoutError: not enough was freed within ``timeout`` seconds.
             DeadlockError: the threads that hold the missing memory are themselves waiting for memory of this pool.
         """
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be at least 1, not {nbytes}")
+        nbytes = bytes_of("nbytes", nbytes)
         charge = charge_of(nbytes)
         if charge > self._budget:
             raise MemoryError(

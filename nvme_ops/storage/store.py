@@ -14,7 +14,7 @@ import torch
 
 from nvme_ops.closing import Closing
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
@@ -183,6 +183,10 @@ class TensorStore(Closing):
         name: str = "",
         journal: bool = True,
     ) -> None:
+        if not isinstance(session, Session):
+            raise TypeError(f"session must be a Session, not {type(session).__name__}: Session(folder, name=...)")
+        if pool is not None and not isinstance(pool, Pool):
+            raise TypeError(f"pool must be a Pool, not {type(pool).__name__}: Pool('64M')")
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -198,7 +202,7 @@ class TensorStore(Closing):
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
             undo.callback(session.take_back, name, self)
-            self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
+            self._slabs = StripedSlabs(session, _SLAB + name, handle_of(handle), weights)
             undo.callback(self._slabs.close)
             if session.reuse and journal:
                 self._journal = Journal(session, _INDEX + name)

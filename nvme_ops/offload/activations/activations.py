@@ -20,7 +20,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations.recompute import Pass
@@ -95,7 +95,7 @@ class Activations(Residency[Unit]):
         self._pooling = False  # torch takes memory for large tensors from the pool
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
-            self._files = _Files(session, "activations", handle or shared_handle(), None)
+            self._files = _Files(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
             if not self._files.is_measured:
                 self._files.measure()

@@ -65,8 +65,6 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     ) -> None:
         if policy not in ("nvme", "auto"):
             raise ValueError(f"policy={policy!r} is not one of nvme, auto")
-        if handle is not None and not isinstance(handle, aio_handle):
-            raise TypeError(f"handle must be an aio_handle, not {type(handle).__name__}")
         least = max(1, bytes_of("min_bytes", min_bytes, least=0))
         self._activations = Activations(
             folder, budget=bytes_of("memory_budget", memory_budget, least=0), checksums=checksums, handle=handle

@@ -19,7 +19,7 @@ import torch
 
 from nvme_ops.closing import Closing
 from nvme_ops.errors import note
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
@@ -167,7 +167,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._pass: BackwardPass | None = None
         self._order: list[Chunk] = []  # in which their gradients became complete last time
         self._most_gradients: int | None = None  # bytes that may await their update
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())

@@ -283,6 +283,9 @@ def swap_gradients(
     budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
+    params = list(params)
+    if wrong := [each for each in params if not isinstance(each, torch.Tensor)]:
+        raise TypeError(f"params must be parameters, not {type(wrong[0]).__name__}: model.parameters()")
     every = [each for each in params if each.requires_grad]
     large = [each for each in every if each.nbytes >= least]
     if not large:

@@ -12,7 +12,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nvme_ops.errors import naming
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
 from nvme_ops.handle import aio_handle
@@ -115,6 +115,8 @@ def from_pretrained(
     target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
+    if not isinstance(path, str | os.PathLike) and not path:
+        raise ValueError("path must name at least one file")
     for argument, (neutral, words) in _REFUSED.items():
         value = kwargs.pop(argument, None)
         if value not in neutral and not getattr(value, "dequantize", False):  # which is done anyway
@@ -135,7 +137,7 @@ def from_pretrained(
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
         for each in origin.paths:
-            files.append(WeightFile(open_leased(each), each, handle or shared_handle()))
+            files.append(WeightFile(open_leased(each), each, handle_of(handle)))
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))

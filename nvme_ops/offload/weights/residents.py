@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.device_memory import memory_on
@@ -116,7 +116,7 @@ class Residents(Residency[Resident]):
     ) -> None:
         super().__init__(SwapStats())
         self._memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
-        self.budget, self.device, self._handle = budget, device, handle or shared_handle()
+        self.budget, self.device, self._handle = budget, device, handle_of(handle)
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         # By place in the order; nothing may be at a place that was foreseen.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import quantized
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
@@ -97,7 +97,7 @@ def stream_weights(
         raise ValueError("exclude= leaves nothing to stream")
     with contextlib.ExitStack() as undo:
         session = undo.enter_context(Session(folder, name="weights"))
-        slabs = StripedSlabs(session, "weights", handle or shared_handle(), None)
+        slabs = StripedSlabs(session, "weights", handle_of(handle), None)
         undo.callback(slabs.close)
         slabs.measure()
         files = []

@@ -124,6 +124,8 @@ def swap_params(
             on the meta device.
     """
     budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     every = list(_places(module))
     target = _device_of([each for _, _, each in every], device)
     large = {id(each): each for _, _, each in every if each.nbytes >= least}
