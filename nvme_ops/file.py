@@ -243,7 +243,12 @@ class File(_RawFile):
     def write(self, buffer: ReadableBuffer, /) -> int:
         """Writes all of ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns its bytes."""
         self._require(self.writable(), "writable")
-        with memoryview(buffer) as whole, whole.cast("B") as view:
+        try:
+            whole = memoryview(buffer)
+        except TypeError:
+            kind = type(buffer).__name__
+            raise TypeError(f"write takes bytes, not {kind}: pwrite(tensor, offset) writes a tensor") from None
+        with whole, whole.cast("B") as view:
             self._stream.write(view)
             return len(view)
 

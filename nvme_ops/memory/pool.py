@@ -189,7 +189,7 @@ class Pool:
         """Leases ``nbytes`` bytes; waits while the budget is spent. Ctrl-C ends the wait.
 
         Args:
-            nbytes: at least 1, or a size such as ``"8M"``.
+            nbytes: bytes, or a size such as ``"8M"``.
             timeout: the most seconds to wait; without limit when None, not at all when 0.
 
         Raises:

@@ -342,6 +342,12 @@ def test_a_file_beside_an_index_is_read_as_transformers_and_load_read_it(files: 
         from_pretrained(path, memory_budget="4M")
 
 
+@pytest.mark.parametrize("wrong", ["LlamaForCausalLM", torch.nn.Linear])
+def test_what_is_no_class_of_a_model_is_named(files: Path, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"model_class must be a class of .* not ('LlamaForCausalLM'|Linear)"):
+        from_pretrained(files, memory_budget="4M", model_class=wrong)
+
+
 def test_an_empty_path_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
     for path in ("", ["model.safetensors", ""]):

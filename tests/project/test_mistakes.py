@@ -49,6 +49,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("h.submit_pread(t, 'text', priority='high')", TypeError, r"Priority\.PREFETCH, not 'high'"),
     ("h.new_cpu_locked_tensor(-1, t)", ValueError, "num_elem must not be negative"),
     ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
+    ("nvme_ops.open('x', 'w').write(t)", TypeError, r"write takes bytes, not Tensor: pwrite\(tensor, offset\)"),
+    ("nvme_ops.open('x', 'w').write('words')", TypeError, "write takes bytes, not str"),
     ("nvme_ops.open('x', None)", TypeError, "mode must be a str, not NoneType"),
     ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
     ("nvme_ops.load('hf://org/model')", ValueError, "only local files can be saved and loaded: copy it to"),
@@ -142,6 +144,9 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("data.AsyncLog('dir/log', buffer_bytes='4X')", ValueError, "buffer_bytes: '4X' is not a size"),
     ("data.SampleWriter('dir/s', shard_bytes=True)", TypeError, "shard_bytes must be bytes or a size such as '4G'"),
     ("offload.swap_params(m, 'dir', memory_budget='4M', min_bytes='')", ValueError, "min_bytes: '' is not a size"),
+    ("offload.NvmeCache('dir', '4M', config=m)", TypeError, r"config must be .* \(model\.config\), not Linear"),
+    ("offload.from_pretrained('dir', memory_budget='4M', quantize='int8')", ValueError, "argument of stream_weights"),
+    ("offload.from_pretrained('dir', memory_budget='4M', exclude=['a'])", ValueError, "argument of stream_weights"),
     ("offload.from_pretrained([], memory_budget='4M')", ValueError, "path must name at least one file"),
     # Training
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.SGD(m.parameters(), lr=1), 'dir')", TypeError, "its class"),
@@ -197,7 +202,7 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("call", "kind", "words"), CALLS, ids=[call for call, _, _ in CALLS])
 def test_a_mistake_is_one_sentence(place: dict[str, Any], call: str, kind: type[BaseException], words: str) -> None:
-    if "from_pretrained" in call:
+    if "from_pretrained" in call or "NvmeCache" in call:
         pytest.importorskip("transformers")
     with pytest.raises(kind) as raised:
         exec(call, place)

@@ -251,8 +251,10 @@ class NvmeCache(Closing, DynamicCache):
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns each layer's class and arguments. Raises ValueError for an unsupported one."""
+    """Returns each layer's class and arguments. Raises ValueError for an unsupported one, TypeError for no config."""
     found: list[tuple[Any, dict[str, Any]]] = []
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be a model's configuration (model.config), not {type(config).__name__}")
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
         made = DYNAMIC_LAYER_TYPE_MAPPING[kind]

@@ -47,6 +47,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         "weights are read as they are stored; stream_weights(model, folder, quantize='int8') quantizes them",
     ),
     **dict.fromkeys(
+        ("exclude", "quantize"), ((None, ()), "is an argument of stream_weights(model, folder), for a model in memory")
+    ),
+    **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "offload_buffers"),
         ((None, False), "a streamed model computes on one device=, with its weights in memory_budget"),
     ),
@@ -117,6 +120,9 @@ def from_pretrained(
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
     if not isinstance(path, str | os.PathLike) and not path:
         raise ValueError("path must name at least one file")
+    if model_class is not None and not (hasattr(model_class, "config_class") or hasattr(model_class, "_model_mapping")):
+        words = model_class.__name__ if isinstance(model_class, type) else repr(model_class)
+        raise TypeError(f"model_class must be a class of transformers' models, not {words}")
     for argument, (neutral, words) in _REFUSED.items():
         value = kwargs.pop(argument, None)
         if value not in neutral and not getattr(value, "dequantize", False):  # which is done anyway
