@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from nvme_ops import data as data
     from nvme_ops import dcp as dcp
     from nvme_ops import offload as offload
+    from nvme_ops import op_builder as op_builder
+    from nvme_ops import storage as storage
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import save_async as save_async
@@ -52,7 +54,9 @@ _MODULE_OF = {
 }
 
 
-__all__ = ["__version__", "data", "dcp", "offload", *_MODULE_OF]
+_PACKAGES = ["data", "dcp", "offload", "op_builder", "storage"]
+
+__all__ = ["__version__", *_PACKAGES, *_MODULE_OF]
 
 if not TYPE_CHECKING:  # so that type checkers report names that do not exist
 
@@ -61,7 +65,7 @@ if not TYPE_CHECKING:  # so that type checkers report names that do not exist
             value = getattr(importlib.import_module(_MODULE_OF[name]), name)
             globals()[name] = value
             return value
-        if name in ("checkpoint", "data", "dcp", "offload", "storage"):  # importing sets the attribute
+        if name in (*_PACKAGES, "checkpoint"):  # importing sets the attribute
             return importlib.import_module(f"nvme_ops.{name}")
         raise AttributeError(f"module 'nvme_ops' has no attribute {name!r}")
 

@@ -10,6 +10,8 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from nvme_ops.text import Counts
+
 if TYPE_CHECKING:
     from nvme_ops.handle import aio_handle
     from nvme_ops.ops.async_io import Engine
@@ -34,8 +36,8 @@ class Priority(enum.IntEnum):
     BACKGROUND = 3  #: it may take its time
 
 
-@dataclass(frozen=True)
-class Statistics:
+@dataclass(frozen=True, repr=False)
+class Statistics(Counts):
     """What a handle has done in this process since it was made."""
 
     read_bytes: int

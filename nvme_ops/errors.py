@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from nvme_ops.text import printable
 
@@ -46,6 +47,15 @@ def named(path: str | os.PathLike[str]) -> str:
     if not name:
         raise FileNotFoundError(errno.ENOENT, "the path is empty", name)
     return name
+
+
+def paths_of(given: Any, argument: str) -> list[Any]:
+    """Returns a path, or several in a list or other collection, as a list. Raises TypeError for anything else."""
+    if isinstance(given, str | os.PathLike):
+        return [given]
+    if isinstance(given, bytes) or not isinstance(given, Iterable):
+        raise TypeError(f"{argument} must be a path, or a list of several, not {type(given).__name__}")
+    return list(given)
 
 
 class FormatError(ValueError):

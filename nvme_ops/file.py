@@ -19,7 +19,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.files import Syncing, sync_folder
 from nvme_ops.stream import Stream
-from nvme_ops.text import URL
+from nvme_ops.text import URL, never_raising
 
 if TYPE_CHECKING:
     import torch
@@ -51,6 +51,15 @@ Mode: TypeAlias = Literal[
 def shared_handle() -> aio_handle:
     """Returns the handle with default settings that the whole process shares."""
     return aio_handle()
+
+
+def handle_of(handle: aio_handle | None) -> aio_handle:
+    """Returns the handle that was given, or the shared one. Raises TypeError for anything else."""
+    if handle is None:
+        return shared_handle()
+    if not isinstance(handle, aio_handle):
+        raise TypeError(f"handle must be an aio_handle or a gds_handle, not {type(handle).__name__}")
+    return handle
 
 
 def open(  # noqa: A001  (used as nvme_ops.open)
@@ -105,7 +114,7 @@ class File(_RawFile):
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
         self._name = path
         self._mode = plain
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         self._engine = engine_of(self._handle)
         self._pending: set[Operation] = set()  # tensor transfers
         self._sync_errno: int | None = None  # of a sync that failed
@@ -234,7 +243,12 @@ class File(_RawFile):
     def write(self, buffer: ReadableBuffer, /) -> int:
         """Writes all of ``buffer`` at the position, in mode ``"a"`` at the end of the file; returns its bytes."""
         self._require(self.writable(), "writable")
-        with memoryview(buffer) as whole, whole.cast("B") as view:
+        try:
+            whole = memoryview(buffer)
+        except TypeError:
+            kind = type(buffer).__name__
+            raise TypeError(f"write takes bytes, not {kind}: pwrite(tensor, offset) writes a tensor") from None
+        with whole, whole.cast("B") as view:
             self._stream.write(view)
             return len(view)
 
@@ -302,6 +316,7 @@ class File(_RawFile):
             warnings.warn(f"unclosed file {self!r}", ResourceWarning, stacklevel=2, source=self)
             self.close()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<nvme_ops.File name='weights' mode='r'>``."""
         return f"<nvme_ops.File name={self.name!r} mode={self.mode!r}{' closed' if self.closed else ''}>"

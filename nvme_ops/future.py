@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvme_ops.text import never_raising, size_words
+
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
@@ -146,9 +148,20 @@ class IoFuture(_Future):
             state.end(self)
         return state
 
+    def _has_ended(self) -> bool:
+        """Returns whether the transfer has ended; of several that are joined, without doing what is done at the end."""
+        found: bool = getattr(self._operation, "has_ended", self._operation.done)()
+        return found
+
+    @never_raising
     def __repr__(self) -> str:
-        """Returns for example ``<IoFuture: pending>``."""
-        return f"<IoFuture: {'done' if self.done() else 'pending'}>"
+        """Returns for example ``<IoFuture: done, 4 KiB moved>``."""
+        state = "done" if self._has_ended() else "pending"
+        if self._exception is not None:
+            state = f"failed, {type(self._exception).__name__}"
+        elif state == "done" and (moved := self._operation.bytes()):
+            state = f"done, {size_words(moved)} moved"
+        return f"<{type(self).__name__}: {state}>"
 
 
 class _Transfer(Protocol):

@@ -19,6 +19,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
 from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
+from nvme_ops.text import never_raising
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nvme_ops.file import File
-    from nvme_ops.ops.async_io import Engine, OpenFile, Operation, Pending
+    from nvme_ops.ops.async_io import Engine, OpenFile, Pending
     from nvme_ops.tuning.dictionary import Dictionary, Learned
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
@@ -102,6 +103,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
                 raise TypeError(f"{name} must be an int, not {type(value).__name__}")
             if not 1 <= value < 2**63:
                 raise ValueError(f"{name} must lie between 1 and 2**63 - 1, not {value}")
+        for name, word in (("backend", backend), ("cache", cache)):
+            if word is not None and not isinstance(word, str):
+                raise TypeError(f"{name} must be a str, not {type(word).__name__}")
         self._settings: dict[str, Any] = {
             "block_size": block_size,
             "queue_depth": queue_depth,
@@ -112,6 +116,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             "cache": cache_mode(cache),
         }
         self._engine: Engine = self._make_engine()
+        self._backend = self._engine.backend()  # kept: in a forked child the engine is made anew to answer
         self._pending: Pending = native().Pending()
 
     @classmethod
@@ -219,9 +224,10 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         """True after ``close``."""
         return isinstance(self._engine, ClosedEngine)
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``aio_handle(block_size=1048576, ..., backend='io_uring', cache='auto')``."""
-        settings = self._settings if self.closed else {**self._settings, "backend": self.backend}
+        settings = {**self._settings, "backend": self._backend}
         words = ", ".join(f"{name}={value!r}" for name, value in settings.items())
         return f"{type(self).__name__}({words})" + (" closed" if self.closed else "")
 
@@ -369,7 +375,6 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to fill ``tensor`` from ``file``; the future's result is the bytes moved. ``wait`` does not count it.
 
@@ -382,8 +387,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offset: in bytes.
             priority: ``nvme_ops.Priority``. More urgent transfers of this process overtake less urgent ones.
         """
-        # the native code adds the transfer to ``_begun`` before it begins: the result may be lost to Ctrl-C
-        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority, _begun))
+        return IoFuture(self._engine.submit(Op.READ, tensor, file, file_offset, False, True, priority))
 
     def submit_pwrite(
         self,
@@ -392,10 +396,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offset: int | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts to store ``tensor`` in ``file``; otherwise like ``submit_pread``."""
-        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority, _begun))
+        return IoFuture(self._engine.submit(Op.WRITE, tensor, file, file_offset, False, True, priority))
 
     def submit_preadv(
         self,
@@ -404,7 +407,6 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many reads in one call; the future's result is the total number of bytes moved.
 
@@ -415,7 +417,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             file_offsets: one for each read, in bytes. None: offset 0 of each file.
             priority: as in ``submit_pread``.
         """
-        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority, _begun))
+        return IoFuture(self._engine.submit_many(Op.READ, tensors, files, _as_list(file_offsets), priority))
 
     def submit_pwritev(
         self,
@@ -424,10 +426,9 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         file_offsets: Sequence[int] | torch.Tensor | None = None,
         *,
         priority: Priority = Priority.DEMAND,
-        _begun: set[Operation] | None = None,
     ) -> IoFuture:
         """Starts many writes in one call; like ``submit_preadv``. Without offsets each tensor is its whole file."""
-        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority, _begun))
+        return IoFuture(self._engine.submit_many(Op.WRITE, tensors, files, _as_list(file_offsets), priority))
 
     def statistics(self) -> Statistics:
         """Returns what this handle has moved, and how, since it was made. Costs a few nanoseconds for each request.

@@ -6,8 +6,9 @@ import contextlib
 import ctypes
 import gc
 import math
+import operator
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
@@ -50,10 +51,10 @@ def empty(*size: int | tuple[int, ...] | torch.Size, dtype: torch.dtype | None =
         TypeError: a size that is not an int, or a dtype that is not a torch.dtype.
         MemoryError: there is not enough memory.
     """
-    given = tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
-    if not all(isinstance(length, int) for length in given):
+    given: Any = size[0] if len(size) == 1 and isinstance(size[0], Iterable) else size
+    if not all(hasattr(length, "__index__") for length in given):
         raise TypeError(f"size must consist of integers: {given}")
-    shape = cast("tuple[int, ...]", given)
+    shape = tuple(map(operator.index, given))
     if any(length < 0 for length in shape):
         raise ValueError(f"size must not be negative: {shape}")
     dtype = dtype or torch.get_default_dtype()

@@ -8,6 +8,7 @@ import functools
 import inspect
 import itertools
 import json
+import operator
 import os
 import re
 import shutil
@@ -15,7 +16,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 # Control characters, halves of surrogate pairs, and characters that change the direction of text.
 _ACTED_ON_IN_LINES = re.compile("[\\x00-\\x08\\x0b-\\x1f\\x7f-\\x9f\\u2028-\\u202e\\u2066-\\u2069\\ud800-\\udfff]")
@@ -25,6 +26,8 @@ _WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}  # paths an
 
 #: The beginning of a name that no local file has: ``s3://``, ``hf://``, ``https://``.
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
+_T = TypeVar("_T")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
@@ -60,7 +63,25 @@ def parse_size(text: str, *, zero: bool = False) -> int:
     return int(size)
 
 
-def size_words(size: int) -> str:
+def bytes_of(name: str, value: object, least: int = 1) -> int:
+    """Returns an argument that is bytes, or a size such as ``"4G"``.
+
+    Raises TypeError or ValueError, which call it ``name``, if it is no size of at least ``least``.
+    """
+    if isinstance(value, str):
+        try:
+            value = parse_size(value, zero=True)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(value).__name__}")
+    found = operator.index(value)
+    if found < least:
+        raise ValueError(f"{name} must be at least {counted(least, 'byte')}, not {found}")
+    return found
+
+
+def size_words(size: float) -> str:
     """Formats a size: ``512 B``, ``1 GiB``."""
     value = float(size)
     for unit in ("B", "KiB", "MiB", "GiB"):
@@ -68,6 +89,11 @@ def size_words(size: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def counted(number: int, thing: str) -> str:
+    """Formats a count: ``1 tensor``, ``2 tensors``."""
+    return f"{number} {thing}{'s' * (number != 1)}"
 
 
 def least_words(size: int) -> str:
@@ -83,6 +109,11 @@ def least_words(size: int) -> str:
 def rate_words(rate: float) -> str:
     """Formats bytes per second, in powers of 1000: ``2.71 GB/s``, ``42 MB/s``."""
     return f"{rate / 1e9:.3g} GB/s" if rate >= 1e8 else f"{rate / 1e6:.3g} MB/s"
+
+
+def seconds_words(seconds: float) -> str:
+    """Formats a duration: ``1.25 s``, ``30.0 ms``."""
+    return f"{rounded(seconds, 3)} s" if seconds >= 1 else f"{rounded(1000 * seconds, 3)} ms"
 
 
 def share_words(share: float) -> str:
@@ -147,6 +178,46 @@ def fitted(text: str) -> str:
         else textwrap.fill(line, width, subsequent_indent=" " * (len(line) - len(line.lstrip()) + 2), **_WORDS)
         for line in text.split("\n")
     )
+
+
+def never_raising(words: Callable[[_T], str]) -> Callable[[_T], str]:
+    """Decorates a ``__repr__``, so that an object whose ``__init__`` has raised has one as well.
+
+    A ``__repr__`` takes no lock and does no I/O: a debugger or a signal handler may call it anywhere.
+    """
+
+    @functools.wraps(words)
+    def shown(self: _T) -> str:
+        try:
+            return words(self)
+        except AttributeError:
+            return f"<{type(self).__name__}, incomplete>"
+
+    return shown
+
+
+class Counts:
+    """Base of dataclasses of counts: ``print`` shows a table of those that are not 0, in words.
+
+    A name has its unit in it: ``bytes``, ``seconds`` or ``share``.
+    """
+
+    def __str__(self) -> str:
+        derived = [name for kind in type(self).__mro__ for name, value in vars(kind).items() if type(value) is property]
+        values = {name: getattr(self, name) for name in (*vars(self), *derived)}
+        lines = [(name, _count_words(name, value)) for name, value in values.items() if value]
+        return columns_text(lines) if lines else "nothing yet"
+
+    def __repr__(self) -> str:
+        """Returns for example ``SwapStats(bytes_read=4096)``."""
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items() if value)})"
+
+
+def _count_words(name: str, value: float) -> str:
+    for unit, words in (("bytes", size_words), ("seconds", seconds_words), ("share", share_words)):
+        if unit in name.split("_"):
+            return words(value)
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
 
 
 # Parsing, checking and printing that all command lines share

@@ -66,6 +66,11 @@ class OpBuilder:
         #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
+    def __repr__(self) -> str:
+        """Returns for example ``<AsyncIOBuilder of async_io, loaded>``."""
+        name = vars(self).get("name", self.NAME)
+        return f"<{type(self).__name__} of {name}{', loaded' * (name in _loaded)}>"
+
     # What the op consists of
 
     def absolute_name(self) -> str:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nvme_ops import progress
+from nvme_ops import offload, progress
+from nvme_ops.engine import Statistics
 from nvme_ops.text import (
     GIB,
     KIB,
     MIB,
+    Counts,
+    bytes_of,
     columns_text,
     fitted,
     least_words,
@@ -34,6 +39,14 @@ def test_sizes_are_understood_or_refused() -> None:
             if not (zero and text == "0"):
                 with pytest.raises(ValueError, match="is not a size"):
                     parse_size(text, zero=zero)
+
+
+def test_an_argument_that_is_a_size() -> None:
+    values = ("64M", "1 GB", 4096, torch.tensor(5))  # what has __index__ is an int
+    assert [bytes_of("budget", value) for value in values] == [64 * MIB, 10**9, 4096, 5]
+    assert bytes_of("budget", "0", least=0) == 0
+    with pytest.raises(ValueError, match="budget must be at least 1 byte, not 0"):
+        bytes_of("budget", "0")
 
 
 @given(
@@ -107,3 +120,39 @@ def test_a_line_now_and_then(capsys: pytest.CaptureFixture[str], monkeypatch: py
             advance(100)
         assert capsys.readouterr().err == told
         monkeypatch.setattr(progress, "_LINE_INTERVAL", 0.0)
+
+
+# Counts
+
+
+KINDS = ("ActivationStats", "CacheStats", "OptimizerStats", "Stats", "SwapStats", "WindowStats")
+
+
+@pytest.mark.parametrize(
+    "kind", [Statistics, *(getattr(offload, name) for name in KINDS)], ids=lambda kind: kind.__name__
+)
+def test_statistics_are_tables_when_printed(kind: type[Counts]) -> None:
+    names = list(inspect.signature(kind).parameters)
+    one, none = (kind(**dict.fromkeys(names, value)) for value in (1, 0))
+    lines = str(one).splitlines()[: len(names)]
+    assert [line.split()[0] for line in lines] == names, "each under its name"
+    assert all(re.fullmatch(r"\w+ +1( B|\.00 s)?", line) for line in lines), lines
+    assert str(none) == "nothing yet"
+    assert eval(repr(none), {kind.__name__: lambda **given: given}) == {}
+    assert eval(repr(one), {kind.__name__: kind}) == one
+
+
+def test_a_table_of_statistics() -> None:
+    done = offload.OptimizerStats(
+        bytes_read=3 * GIB, seconds_waited=0.0301, bytes_written=6 * GIB, steps=4, seconds=61.5
+    )
+    assert str(done).splitlines() == [
+        "bytes_read              3 GiB",
+        "bytes_written           6 GiB",
+        "seconds_waited          30.1 ms",
+        "steps                   4",
+        "seconds                 61.5 s",
+        "bytes_written_per_step  1.5 GiB",
+    ]
+    error = offload.WindowStats(quantization_error=0.00714)
+    assert str(error) == "quantization_error  0.00714"

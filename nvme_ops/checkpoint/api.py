@@ -14,7 +14,7 @@ import torch
 from nvme_ops.checkpoint import Format
 from nvme_ops.checkpoint.request import Request, format_of, plan_for
 from nvme_ops.errors import named
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
 
 Path: TypeAlias = str | os.PathLike[str]
@@ -84,7 +84,7 @@ def save(
                 "continue until the handler returns: call save_async() there, whose thread saves afterwards"
             )
         turn.wait()
-        plan.write(name, durable=durable, handle=handle or shared_handle())
+        plan.write(name, durable=durable, handle=handle_of(handle))
     finally:
         turn.over = True
         turn.end()
@@ -137,11 +137,11 @@ def load(
     name = name_of(path, "load(path)")
     if into is not None and not isinstance(into, Mapping | list | tuple | torch.nn.Module):
         raise TypeError(f"into must be a module or a dict of tensors, not {type(into).__name__}")
-    if isinstance(map_location, int):
+    if isinstance(map_location, int | str):
         map_location = torch.device(map_location)
     if keys is not None:
         keys = (keys,) if isinstance(keys, str) else tuple(keys)
-    request = Request(handle or shared_handle(), map_location, keys, verify, mmap, strict)
+    request = Request(handle_of(handle), map_location, keys, verify, mmap, strict)
     return format_of(name, format).load(name, into, request)
 
 

@@ -18,11 +18,12 @@ from nvme_ops._native import native
 from nvme_ops.checkpoint import Format, api
 from nvme_ops.checkpoint.api import Turn, name_of
 from nvme_ops.checkpoint.request import Plan, plan_for
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.tensors import collector_paused, copy, empty, placed
+from nvme_ops.text import bytes_of, never_raising
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -68,6 +69,15 @@ class SaveFuture(Future[None]):
         self._retrieved = True  # only now: the wait may have been interrupted or timed out
         return failure
 
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SaveFuture 'model.pt': saving>``. Takes no lock, unlike that of other futures."""
+        failure = self._exception
+        state = "saved" if self._state == "FINISHED" else "saving"
+        if state == "saving" and self._process != os.getpid():
+            state = "saving in the parent process"
+        return f"<SaveFuture {self.path!r}: {state if failure is None else f'failed, {type(failure).__name__}'}>"
+
     def __await__(self) -> Generator[Any, None, None]:
         """Waits in asyncio: ``await nvme_ops.save_async(state, path)`` returns when the save is complete."""
         return asyncio.wrap_future(self).__await__()
@@ -78,7 +88,7 @@ def save_async(
     path: str | os.PathLike[str],
     *,
     strategy: Strategy = "copy",
-    memory: int | None = None,
+    memory: int | str | None = None,
     format: Format | None = None,
     durable: bool = True,
     checksums: bool = True,
@@ -99,9 +109,9 @@ def save_async(
         path: the file or folder.
         strategy: ``"copy"`` copies the tensors before it returns, so that they may be changed at once. ``"copy_free"``
             copies nothing: do not change the tensors before ``future.wait_until_safe()`` has returned.
-        memory: bytes that the copies may take; when None, half of what is free on the machine and within the limits of
-            its cgroups (containers). What exceeds it is written before the call returns, straight from the tensors. The
-            memory is kept for the next call: ``release_memory()`` frees it.
+        memory: bytes that the copies may take, or a size such as ``"4G"``; when None, half of what is free on the
+            machine and within the limits of its cgroups (containers). What exceeds it is written before the call
+            returns, straight from the tensors. The memory is kept for the next call: ``release_memory()`` frees it.
         format: as for ``save``.
         durable: as for ``save``.
         checksums: as for ``save``.
@@ -116,12 +126,11 @@ def save_async(
     """
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy must be {' or '.join(map(repr, STRATEGIES))}, not {strategy!r}")
-    if memory is not None and memory < 0:
-        raise ValueError(f"memory must not be negative: {memory}")
+    budget = None if memory is None else bytes_of("memory", memory, least=0)
     name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
     plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
-    handle = handle or shared_handle()
+    handle = handle_of(handle)
     turn = Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None
     thread: threading.Thread | None = None
@@ -129,7 +138,7 @@ def save_async(
         if not (in_handler := turn.begin()):
             turn.wait()
         if strategy == "copy":
-            copies = _Copies(plan.tensors, None if in_handler else _budget() if memory is None else memory)
+            copies = _Copies(plan.tensors, None if in_handler else _budget() if budget is None else budget)
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, Borrowed(lent))

@@ -21,7 +21,7 @@ from nvme_ops.errors import MissingTensorError
 from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.text import URL, parse_size
+from nvme_ops.text import URL, bytes_of
 
 _SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # of a file; versions and dates are parts of names
 
@@ -56,6 +56,8 @@ def plan_for(
     Raises what ``nvme_ops.save`` raises before it writes.
     """
     module = format_of(path, format)
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")
     if isinstance(obj, torch.nn.Module):
         obj, left_out = without_ties(obj.state_dict())
         metadata = {**left_out, **(metadata or {})}
@@ -70,10 +72,7 @@ def plan_for(
     if max_shard_size is not None:
         if not sharded:
             raise ValueError(f"{path}: max_shard_size is for checkpoints in several files: name a folder or an index")
-        limit = parse_size(max_shard_size) if isinstance(max_shard_size, str) else max_shard_size
-        if limit < 1:
-            raise ValueError(f"max_shard_size must be at least 1 byte, not {limit}")
-        options["max_shard_size"] = limit
+        options["max_shard_size"] = bytes_of("max_shard_size", max_shard_size)
     made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **options)
     return made
 

@@ -176,8 +176,9 @@ class Columns:
             return [self.all[0].packed(sample)]
         if not isinstance(sample, Mapping) or sample.keys() != {column.name for column in self.all}:
             names = ", ".join(repr(column.name) for column in self.all)
-            actual = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
-            raise KeyError(f"a sample must be a dict of {names}, not {actual}")
+            if not isinstance(sample, Mapping):
+                raise TypeError(f"a sample must be a dict of {names}, not {type(sample).__name__}")
+            raise KeyError(f"a sample must be a dict of {names}, not of {', '.join(map(repr, sample))}")
         values = {column.name: column.packed(sample[column.name]) for column in self.all}
         parts = [memoryview(len(values[column.name]).to_bytes(_WORD, "little")) for column in self.variable[:-1]]
         end = self._lengths

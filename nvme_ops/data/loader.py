@@ -24,7 +24,7 @@ from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
-from nvme_ops.text import MIB, parse_size
+from nvme_ops.text import MIB, bytes_of, never_raising
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MAX_BATCHES = 64
@@ -90,8 +90,7 @@ class Loader:
         self.collate_fn = collate_fn
         self.rank, self.num_replicas = _ranks(rank, num_replicas)
         self.device = None if device is None else torch.device(device)
-        budget = parse_size(memory_budget) if isinstance(memory_budget, str) else memory_budget
-        self._budget = _int("memory_budget", budget, 1)
+        self._budget = bytes_of("memory_budget", memory_budget)
         if threads is not None and decode is None:
             raise ValueError("threads are for decode, which is not given")
         self._threads = min(8, len(os.sched_getaffinity(0))) if threads is None else _int("threads", threads, 1)
@@ -261,6 +260,7 @@ class Loader:
             return value
         return value.to(self.device, non_blocking=value.is_pinned())  # pageable memory could be freed before the copy
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<Loader '/mnt/nvme/train': 16 batches of 64, rank 0 of 1>``."""
         ranks = f"rank {self.rank} of {self.num_replicas}"

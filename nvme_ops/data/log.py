@@ -19,7 +19,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.errors import named
 from nvme_ops.storage.files import make_last_folder, try_lock
-from nvme_ops.text import parse_size, size_words
+from nvme_ops.text import bytes_of, never_raising, size_words
 
 _MAX = (1 << 32) - 1  # bytes of a record
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there
@@ -61,15 +61,13 @@ class AsyncLog(Closing):
         keep: int | None = None,
     ) -> None:
         self.path, self.window, self.on_full = os.path.abspath(named(path)), window, on_full
-        self._limit = parse_size(buffer_bytes) if isinstance(buffer_bytes, str) else buffer_bytes
-        self._rotate = parse_size(rotate_bytes) if isinstance(rotate_bytes, str) else rotate_bytes
+        self._limit = bytes_of("buffer_bytes", buffer_bytes)
+        self._rotate = bytes_of("rotate_bytes", rotate_bytes)
         self._keep = keep
-        whole = {"buffer_bytes": self._limit, "rotate_bytes": self._rotate, "keep": 1 if keep is None else keep}
-        for name, value in whole.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name} must be an int, not {value!r}")
-            if value < 1:
-                raise ValueError(f"{name} must be at least 1, not {value}")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int)):
+            raise TypeError(f"keep must be an int, not {keep!r}")
+        if keep is not None and keep < 1:
+            raise ValueError(f"keep must be at least 1, not {keep}")
         if isinstance(window, bool) or not 0.001 <= window <= 3600:
             raise ValueError(f"window must be between 0.001 and 3600 seconds, not {window}")
         if on_full not in ("block", "drop", "raise"):
@@ -301,9 +299,11 @@ class AsyncLog(Closing):
             warnings.warn(_loss(self, self._failure), RuntimeWarning, stacklevel=1)
         warnings.warn(f"{self.path}: a log was dropped without close()", ResourceWarning, stacklevel=1)
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<AsyncLog '/mnt/nvme/requests': 12 KiB to be written>``."""
-        return f"<AsyncLog {self.path!r}: {size_words(self._bytes) if self._bytes else 'nothing'} to be written>"
+        waiting = f"{size_words(self._bytes) if self._bytes else 'nothing'} to be written"
+        return f"<AsyncLog {self.path!r}: {'closed' if self._ended else waiting}>"
 
 
 def _encoded(record: object) -> bytes:

@@ -28,12 +28,13 @@ from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.index import SampleIndex, aligned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError, named, naming
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
 from nvme_ops.tensors import checksums_of, empty, groups
-from nvme_ops.text import size_words
+from nvme_ops.text import counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -90,7 +91,7 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         self._columns = Columns.from_json(self.index.columns) if self.index.kind == "native" else None
         places = [os.path.dirname(path) for path in self._files.paths]
         folders = list(dict.fromkeys(places)) if self.index.kind == "native" else []
-        first = handle or aio_handle()
+        first = aio_handle() if handle is None else handle_of(handle)
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
         self._handle_of = [folders.index(place) if folders else 0 for place in places]
         self._verify = verify
@@ -111,7 +112,12 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
 
     def __getitem__(self, number: int | list[int]) -> Any:
         """Reads a sample, or a list of them. Raises IndexError, TypeError, and what ``read`` raises."""
-        return self.read(number) if isinstance(number, list) else self.read([operator.index(number)])[0]
+        if isinstance(number, list):
+            return self.read(number)
+        if not hasattr(number, "__index__"):
+            kind = type(number).__name__
+            raise TypeError(f"{self.path}: the number of a sample must be an int, not {kind}: read() takes several")
+        return self.read([operator.index(number)])[0]
 
     def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
         """Reads a batch: torch's fetcher calls this."""
@@ -201,9 +207,11 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
             return self.index.id
         return zlib.crc32(repr((self.index.files, self.index.more.get("about"))).encode())
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<SampleStore '/mnt/nvme/train': 1000 samples, native>``."""
-        return f"<SampleStore {self.path!r}: {len(self)} samples, {self.index.kind}>"
+        content = f"{counted(len(self), 'sample')}, {self.index.kind}"
+        return f"<SampleStore {self.path!r}: {content}{', closed' * self._closed}>"
 
 
 def _open(arguments: dict[str, Any], identity: str | int) -> SampleStore:
@@ -383,6 +391,12 @@ class Read:
 
     def __len__(self) -> int:
         return len(self._numbers)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<Read of 64 samples, 4 MiB: pending>``."""
+        done = self._waited or all(future._has_ended() for future in self._futures.copy())
+        return f"<Read of {counted(len(self), 'sample')}, {size_words(self.nbytes)}: {'done' if done else 'pending'}>"
 
     def __del__(self) -> None:
         if getattr(self, "_futures", None) and self._process == os.getpid():

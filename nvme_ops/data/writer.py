@@ -23,7 +23,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
-from nvme_ops.errors import FormatError, named, naming
+from nvme_ops.errors import FormatError, named, naming, paths_of
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
 from nvme_ops.settings import PAGE
@@ -40,7 +40,7 @@ from nvme_ops.storage.files import (
 )
 from nvme_ops.storage.publication import content_of
 from nvme_ops.tensors import checksums_of, joined_checksum
-from nvme_ops.text import parse_json, parse_size
+from nvme_ops.text import bytes_of, counted, never_raising, parse_json
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment
@@ -92,13 +92,10 @@ class SampleWriter(Closing):
     ) -> None:
         self._state = "closed"
         self.columns = Columns(columns)
-        given = [folders] if isinstance(folders, str | os.PathLike) else list(folders)
-        self._folders = [os.path.realpath(named(folder)) for folder in given]
-        self._shard_bytes = parse_size(shard_bytes) if isinstance(shard_bytes, str) else int(shard_bytes)
+        self._folders = [os.path.realpath(named(folder)) for folder in paths_of(folders, "folders")]
+        self._shard_bytes = bytes_of("shard_bytes", shard_bytes)
         if not self._folders or len(set(self._folders)) < len(self._folders):
             raise ValueError("folders must name at least one folder, and none twice")
-        if self._shard_bytes < 1:
-            raise ValueError(f"shard_bytes must be at least 1, not {self._shard_bytes}")
         if alignment is not None and not (1 <= alignment <= PAGE and PAGE % alignment == 0):
             raise ValueError(f"alignment must be a power of two up to {PAGE}, not {alignment}")
         for folder in self._folders:
@@ -317,9 +314,10 @@ class SampleWriter(Closing):
         finally:
             self._lock.release()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
-        return f"<SampleWriter {self.path!r}: {len(self)} samples{', closed' * (self._state == 'closed')}>"
+        return f"<SampleWriter {self.path!r}: {counted(len(self), 'sample')}{', closed' * (self._state == 'closed')}>"
 
 
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:

@@ -11,11 +11,12 @@ import torch
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import missing_error
 from nvme_ops.closing import Closing
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.handle import aio_handle
 from nvme_ops.storage.publication import open_leased
+from nvme_ops.text import counted, never_raising
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 
@@ -59,7 +60,7 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
         self._numpy = framework in _NUMPY
         self._path = os.fspath(filename)
         self._device = torch.device(device)
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         self._fd = open_leased(self._path)
         try:
             self._header = layout.read(self._fd, self._path)
@@ -101,7 +102,14 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
             os.close(fd)
 
     def __del__(self) -> None:
-        self.close()
+        if getattr(self, "_fd", -1) >= 0 and os is not None:  # at Python's end modules may be gone
+            self.close()
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<safe_open 'model.safetensors': 291 tensors>``."""
+        content = "closed" if self._fd < 0 else counted(len(self._header.entries), "tensor")
+        return f"<safe_open {self._path!r}: {content}>"
 
     def _read(self, start: int, end: int, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         if self._fd < 0:
@@ -117,6 +125,11 @@ class TensorSlice:
         self._file = file
         self._entry = file._header.entries[name]
         self._dtype, self._shape = self._entry.in_torch(file._path, name)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<TensorSlice: F32, [4096, 4096]>``."""
+        return f"<TensorSlice: {self.get_dtype()}, {self.get_shape()}>"
 
     def get_shape(self) -> list[int]:
         """Returns the shape in the file."""

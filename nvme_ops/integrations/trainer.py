@@ -23,7 +23,7 @@ from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import bytes_of, never_raising, size_words
 
 Path = str | os.PathLike[str]
 
@@ -82,11 +82,11 @@ def use_nvme(
             "fully_shard and NvmeOptimizer in a loop of your own"
         )
     if optimizer_budget is not None:
-        optimizer_budget = budget_of(optimizer_budget, MIN_BUDGET, name="optimizer_budget")
+        optimizer_budget = bytes_of("optimizer_budget", optimizer_budget, MIN_BUDGET)
         if trainer.optimizer is not None:
             _require_movable(trainer, trainer.optimizer)
     if activations_budget is not None:
-        activations_budget = budget_of(activations_budget, least=0, name="activations_budget")
+        activations_budget = bytes_of("activations_budget", activations_budget, least=0)
         if found := _offloading(trainer.args):
             raise ValueError(f"{found} moves activations to the CPU: leave it out, or give activations_budget=None")
     if (before := getattr(trainer, "nvme_training", None)) is not None:
@@ -111,6 +111,13 @@ class NvmeTraining:
         for name in _METHODS:
             setattr(trainer, name, functools.partial(getattr(self, f"_on_{name.strip('_')}"), getattr(trainer, name)))
         trainer.nvme_training = self
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<NvmeTraining in '/mnt/nvme': optimizer 4 GiB, activations in memory>``."""
+        budgets = {"optimizer": self._optimizer_budget, "activations": self._activations_budget}
+        words = [f"{name} {'in memory' if size is None else size_words(size)}" for name, size in budgets.items()]
+        return f"<NvmeTraining in {self._folder!r}: {', '.join(words)}>"
 
     def __enter__(self) -> NvmeTraining:
         self._in_block = True

@@ -21,7 +21,7 @@ from nvme_ops._native import native
 from nvme_ops.errors import DeadlockError
 from nvme_ops.settings import PAGE
 from nvme_ops.tensors import pool_buffer
-from nvme_ops.text import size_words
+from nvme_ops.text import bytes_of, never_raising, size_words
 
 T = TypeVar("T")
 
@@ -58,6 +58,11 @@ class Held(Generic[T]):
         except BaseException:
             self.interrupted = True
             raise
+
+    def left(self) -> list[T]:
+        """Returns the things whose owners are not freed. Needs no lock."""
+        freed = set(map(id, self._freed.copy()))
+        return [thing for number, (thing, _) in list(self._all.items()) if number not in freed]
 
     def collect(self, give_back: Callable[[T], None], recount: Callable[[Iterable[T]], None]) -> None:
         """Gives back the things whose owners were freed since the last call.
@@ -113,6 +118,11 @@ class Lease:
             self._pool._count(thread, -self._charge)
         self._tensor = None
 
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<Lease of 8 MiB>``."""
+        return f"<Lease of {size_words(self._charge)}{', released' if self._tensor is None else ''}>"
+
     def __enter__(self) -> torch.Tensor:
         self._thread = threading.get_ident()
         self._pool._count(self._thread, self._charge)
@@ -129,21 +139,17 @@ class Pool:
     parent's.
 
     Args:
-        budget: bytes, at least 1. A lease counts as what is allocated for it: a power of two of pages, from 2 MiB on a
-            multiple of 2 MiB.
+        budget: bytes, or a size such as ``"64M"``. A lease counts as what is allocated for it: a power of two of
+            pages, from 2 MiB on a multiple of 2 MiB.
         pinned: lease page-locked memory, from which an accelerator copies at full speed; ignored without one.
 
     Raises:
         ValueError: a budget below 1.
-        TypeError: a budget that is not an int.
+        TypeError: a budget that is neither an int nor a str.
     """
 
-    def __init__(self, budget: int, *, pinned: bool = False) -> None:
-        if isinstance(budget, bool) or not hasattr(budget, "__index__"):
-            raise TypeError(f"budget must be an int, not {type(budget).__name__}")
-        if budget < 1:
-            raise ValueError(f"budget must be at least 1 byte, not {budget}")
-        self._budget = budget
+    def __init__(self, budget: int | str, *, pinned: bool = False) -> None:
+        self._budget = bytes_of("budget", budget)
         self._pinned = pinned and can_pin()
         self._reset()
         _all.add(self)
@@ -179,11 +185,11 @@ class Pool:
         """The most bytes that were leased at once."""
         return self._peak
 
-    def lease(self, nbytes: int, timeout: float | None = None) -> Lease:
+    def lease(self, nbytes: int | str, timeout: float | None = None) -> Lease:
         """Leases ``nbytes`` bytes; waits while the budget is spent. Ctrl-C ends the wait.
 
         Args:
-            nbytes: at least 1.
+            nbytes: bytes, or a size such as ``"8M"``.
             timeout: the most seconds to wait; without limit when None, not at all when 0.
 
         Raises:
@@ -192,8 +198,7 @@ class Pool:
             TimeoutError: not enough was freed within ``timeout`` seconds.
             DeadlockError: the threads that hold the missing memory are themselves waiting for memory of this pool.
         """
-        if nbytes < 1:
-            raise ValueError(f"nbytes must be at least 1, not {nbytes}")
+        nbytes = bytes_of("nbytes", nbytes)
         charge = charge_of(nbytes)
         if charge > self._budget:
             raise MemoryError(
@@ -293,9 +298,11 @@ class Pool:
             if self._by_thread[thread] <= 0:
                 del self._by_thread[thread]
 
+    @never_raising
     def __repr__(self) -> str:
-        """Returns for example ``Pool(268435456): 8388608 bytes in use``."""
-        return f"Pool({self._budget}{', pinned=True' if self._pinned else ''}): {self.bytes_in_use} bytes in use"
+        """Returns for example ``<Pool of 256 MiB: 8 MiB in use>``."""
+        used, kind = size_words(sum(self._leased.left())), ", page-locked" if self._pinned else ""
+        return f"<Pool of {size_words(self._budget)}{kind}: {used} in use>"
 
 
 @dataclass(eq=False)

@@ -21,7 +21,6 @@ from nvme_ops.offload.plan.estimate import (
     estimate,
     inference_plan,
     inference_text,
-    seconds_words,
     training_plan,
     training_text,
 )
@@ -40,6 +39,7 @@ from nvme_ops.text import (
     rate_words,
     rounded,
     say,
+    seconds_words,
     share_words,
     show,
     size_words,

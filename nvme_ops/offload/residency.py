@@ -24,13 +24,14 @@ from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
 from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.device_memory import Memory, current_stream
+from nvme_ops.text import Counts
 
 _POLL = 0.2  # seconds to wait for a transfer to end before looking again
 
 
-@dataclass
-class Stats:
-    """Counts what was moved since the start."""
+@dataclass(repr=False)
+class Stats(Counts):
+    """Counts what was moved since the start. ``print`` shows a table of what is not 0."""
 
     bytes_read: int = 0
     bytes_on_demand: int = 0  #: the part of ``bytes_read`` that was not read ahead

@@ -198,7 +198,10 @@ def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | 
 
     Raises:
         FileNotFoundError: that folder does not exist; the error names it.
+        ValueError: an unknown ``way``.
     """
+    if way not in WAYS:
+        raise ValueError(f"way must be one of {', '.join(map(repr, WAYS))}, not {way!r}")
     host, place, folder = host or Host(), nearest(path), os.path.dirname(os.path.abspath(path))
     if not os.path.exists(path) and place != folder:
         raise no_folder(folder)

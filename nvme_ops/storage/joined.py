@@ -53,6 +53,10 @@ class JoinedOperation:
         self._end()
         return self._ended
 
+    def has_ended(self) -> bool:
+        """Returns whether all have ended, but unlike ``done`` takes no lock and leaves ``finish`` to others."""
+        return self._ended or all(transfer._has_ended() for transfer in self._transfers.copy())
+
     def wait(self, seconds: float | None) -> bool:
         """Waits for all; returns False if ``seconds`` passed first. Raises RuntimeError in a forked child."""
         if seconds is not None and math.isnan(seconds):

@@ -22,7 +22,7 @@ from typing import Protocol
 
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
-from nvme_ops.errors import naming
+from nvme_ops.errors import naming, paths_of
 from nvme_ops.locks import forkable_lock
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
@@ -39,7 +39,7 @@ from nvme_ops.storage.files import (
     unlock_and_close,
 )
 from nvme_ops.storage.publication import remove_litter
-from nvme_ops.text import parse_json
+from nvme_ops.text import never_raising, parse_json
 from nvme_ops.whole import read_whole
 
 OWNER = "owner"
@@ -159,12 +159,15 @@ class Session(Closing):
         reuse: bool = False,
         fingerprint: str = "",
     ) -> None:
+        for argument, value in (("name", name), ("fingerprint", fingerprint)):
+            if not isinstance(value, str):
+                raise TypeError(f"{argument} must be a str, not {type(value).__name__}")
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
         self._process = os.getpid()
         self._lock = forkable_lock()
         self._places: list[_Place] = []
         self._users: dict[str, _User] = {}
-        given = list(map(expanded, [folders] if isinstance(folders, str | os.PathLike) else folders))
+        given = list(map(expanded, paths_of(folders, "folder")))
         if not given:
             raise ValueError("a session needs at least one folder")
         _open_sessions.add(self)  # before it has a lock, which a forked child would inherit
@@ -318,6 +321,7 @@ class Session(Closing):
         if getattr(self, "_places", None):  # a closed one does nothing: at Python's end its modules may be gone
             self.close()
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<Session 'optimizer' in ['/mnt/nvme/.nvme_ops-...']>``."""
         return f"<Session {self.name!r}" + (" closed>" if self.closed else f" in {self.folders}>")

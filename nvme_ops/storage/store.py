@@ -14,7 +14,7 @@ import torch
 
 from nvme_ops.closing import Closing
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool
@@ -23,6 +23,7 @@ from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_i
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
+from nvme_ops.text import counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation
@@ -108,6 +109,11 @@ class Claims:
             self._claimed[thing] = weakref.ref(claim)
             return claim
 
+    @property
+    def closed(self) -> bool:
+        """True after ``close``."""
+        return self._closed
+
     def close(self) -> bool:
         """Refuses new claims, and waits until other threads have none left. Returns False from the second call on."""
         with self._lock:
@@ -177,6 +183,10 @@ class TensorStore(Closing):
         name: str = "",
         journal: bool = True,
     ) -> None:
+        if not isinstance(session, Session):
+            raise TypeError(f"session must be a Session, not {type(session).__name__}: Session(folder, name=...)")
+        if pool is not None and not isinstance(pool, Pool):
+            raise TypeError(f"pool must be a Pool, not {type(pool).__name__}: Pool('64M')")
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -192,7 +202,7 @@ class TensorStore(Closing):
         with contextlib.ExitStack() as undo:
             session.lend(name, self)
             undo.callback(session.take_back, name, self)
-            self._slabs = StripedSlabs(session, _SLAB + name, handle or shared_handle(), weights)
+            self._slabs = StripedSlabs(session, _SLAB + name, handle_of(handle), weights)
             undo.callback(self._slabs.close)
             if session.reuse and journal:
                 self._journal = Journal(session, _INDEX + name)
@@ -508,6 +518,13 @@ class TensorStore(Closing):
             self._slabs.close_descriptors()
         if self._journal:
             self._journal.close()
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<TensorStore 'optimizer': 12 tensors, 64 MiB on storage>``."""
+        name = self._session.name + f".{self._name}" * bool(self._name)
+        used = f"{counted(len(self._values), 'tensor')}, {size_words(self._slabs.bytes_in_use)} on storage"
+        return f"<TensorStore {name!r}: {'closed' if self._claims.closed else used}>"
 
     # Internals
 

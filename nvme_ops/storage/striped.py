@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from nvme_ops._native import native
-from nvme_ops.engine import Priority
+from nvme_ops.engine import Op, Priority, engine_of
 from nvme_ops.errors import ChecksumError
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
@@ -111,11 +111,11 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
         slab.free(extent)
 
 
-def _add(transfers: list[IoFuture], submit: Callable[..., IoFuture]) -> None:
+def _add(transfers: list[IoFuture], submit: Callable[[set[Operation]], Operation]) -> None:
     """Adds a transfer that ``submit`` begins, also if Ctrl-C comes between the two."""
-    begun: set[Operation] = set()
+    begun: set[Operation] = set()  # the native code adds it before it begins
     try:
-        transfers.append(submit(_begun=begun))
+        transfers.append(IoFuture(submit(begun)))
     except BaseException:
         known = {id(each._operation) for each in transfers}
         transfers += [IoFuture(each) for each in begun if id(each) not in known]
@@ -206,12 +206,11 @@ class StripedSlabs:
         self, pieces: Sequence[Piece], memory: torch.Tensor, transfers: list[IoFuture], write: bool, priority: Priority
     ) -> None:
         """Submits the transfers of a contiguous tensor's bytes one by one, adding each to ``transfers``."""
-        whole = memory if len(pieces) < 2 else dense_bytes(memory)
+        whole, op = memory if len(pieces) < 2 else dense_bytes(memory), Op.WRITE if write else Op.READ
         for folder, begin, nbytes, extent in pieces:
-            handle = self.handles[folder]
-            submit: Callable[..., IoFuture] = handle.submit_pwrite if write else handle.submit_pread
+            engine, file = engine_of(self.handles[folder]), self._files[folder]
             part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
-            _add(transfers, partial(submit, part, self._files[folder], extent.start, priority=priority))
+            _add(transfers, partial(engine.submit, op, part, file, extent.start, False, True, priority))
 
     def write(
         self, stored: StoredBytes, memory: torch.Tensor, transfers: list[IoFuture], priority: Priority, checksum: bool
@@ -237,10 +236,10 @@ class StripedSlabs:
             tensors, starts = found.setdefault(folder, ([], []))
             tensors.append(tensor)
             starts.append(extent.start)
+        op = Op.WRITE if write else Op.READ
         for folder, (tensors, starts) in found.items():
-            handle = self.handles[folder]
-            submit: Callable[..., IoFuture] = handle.submit_pwritev if write else handle.submit_preadv
-            _add(transfers, partial(submit, tensors, self._files[folder], starts, priority=priority))
+            engine = engine_of(self.handles[folder])
+            _add(transfers, partial(engine.submit_many, op, tensors, self._files[folder], starts, priority))
 
     def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:
         """Makes an open file share a tensor's bytes from byte ``place`` on; returns False if that is impossible."""

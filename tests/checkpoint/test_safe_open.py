@@ -15,7 +15,7 @@ import torch
 import nvme_ops
 from nvme_ops.integrations import transformers as hook
 from nvme_ops.integrations.safetensors import safe_open
-from tests.conftest import MIB, watched
+from tests.conftest import MIB, run_python, watched
 
 STATE = {
     "matrix": torch.arange(24.0).view(4, 6),
@@ -86,6 +86,11 @@ def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
     with pytest.raises(nvme_ops.FormatError):
         safe_open(path)
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_one_that_is_open_when_python_ends_says_nothing(path: Path) -> None:
+    program = "import sys\nfrom nvme_ops.integrations.safetensors import safe_open\nsys.kept = safe_open(sys.argv[1])"
+    assert run_python(program, path, fresh=True).stderr == ""
 
 
 def test_no_more_is_read_than_the_rows_asked_for(tmp_path: Path) -> None:

@@ -86,13 +86,17 @@ class Faulty(aio_handle):
             return self.count if concerned else 0
 
 
-class _Engine:
-    def __init__(self, engine: Any, handle: Faulty) -> None:
+class WrappedEngine:
+    """The engine of a handle, for a class that changes some of its methods."""
+
+    def __init__(self, engine: Any, handle: Any) -> None:
         self._engine, self._handle = engine, handle
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+
+class _Engine(WrappedEngine):
     def run(self, op: int, memory: Any, *others: Any) -> Any:
         number = self._before(op)
         if number and self._handle.do == "hold":

@@ -100,7 +100,7 @@ def test_what_is_no_column_or_a_sample_of_others() -> None:
     for spec in wrong:
         with pytest.raises((TypeError, ValueError), match=r"column|a record"):
             Columns(spec)
-    for sample in ({}, {"x": 1, "y": 2}, 5):
+    for sample in ({}, {"x": 1, "y": 2}):
         with pytest.raises(KeyError, match="a sample must be a dict of 'x'"):
             Columns({"x": torch.int64}).packed(sample)
 

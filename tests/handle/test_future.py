@@ -67,7 +67,7 @@ def test_while_it_goes_on(pending: IoFuture) -> None:
     assert pending.running()
     assert repr(pending) == "<IoFuture: pending>"
     pending.result(1e12)
-    assert repr(pending) == "<IoFuture: done>"
+    assert repr(pending) == "<IoFuture: done, 96 MiB moved>"
 
 
 def test_a_failure_is_raised_each_time_and_told_if_nobody_asks(failing, unraisable: list[Any]) -> None:

@@ -73,8 +73,8 @@ def test_memory_comes_back_with_the_last_tensor_over_it() -> None:
     ("call", "error", "words"),
     [
         (lambda: Pool(0), ValueError, "budget must be at least 1"),
-        (lambda: Pool(1.5), TypeError, "budget must be an int"),  # type: ignore[arg-type]
-        (lambda: Pool(True), TypeError, "budget must be an int"),
+        (lambda: Pool(1.5), TypeError, "budget must be bytes or a size"),  # type: ignore[arg-type]
+        (lambda: Pool(True), TypeError, "budget must be bytes or a size"),
         (lambda: Pool(MIB).lease(0), ValueError, "nbytes must be at least 1"),
         (lambda: Pool(3 * MIB).lease(3 * MIB), MemoryError, "in whole pages 4 MiB, do not fit the pool's budget"),
         (lambda: Pool(1 << 60).lease(1 << 59), MemoryError, "."),  # the system cannot give it

@@ -220,6 +220,7 @@ def test_a_head_that_the_files_do_not_have_is_initialized_and_can_be_trained(
         wanted = dict(plain.named_parameters())
         for name, each in trained.items():
             assert torch.equal(each, wanted[name])
+            assert each.grad is not None
             assert torch.equal(each.grad, wanted[name].grad)
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(type(plain).from_pretrained(tmp_path / "again")(IDS)[0], plain(IDS)[0])
@@ -339,6 +340,12 @@ def test_a_file_beside_an_index_is_read_as_transformers_and_load_read_it(files: 
     (path / "config.json").write_text(json.dumps({**document, "transformers_weights": "../model.safetensors"}))
     with pytest.raises(ValueError, match=r"transformers_weights, '\.\./model\.safetensors', is not in the folder"):
         from_pretrained(path, memory_budget="4M")
+
+
+@pytest.mark.parametrize("wrong", ["LlamaForCausalLM", torch.nn.Linear])
+def test_what_is_no_class_of_a_model_is_named(files: Path, wrong: Any) -> None:
+    with pytest.raises(TypeError, match=r"model_class must be a class of .* not ('LlamaForCausalLM'|Linear)"):
+        from_pretrained(files, memory_budget="4M", model_class=wrong)
 
 
 def test_an_empty_path_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:

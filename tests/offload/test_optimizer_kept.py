@@ -23,6 +23,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
+from nvme_ops.engine import Op
 from nvme_ops.errors import FormatError
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.offload.optimizer.records import Records, _checksum
@@ -32,6 +33,7 @@ from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import in_child, run_python
 from tests.contract.adapters import WrongResultError
+from tests.contract.faulty import WrappedEngine
 from tests.crashing_save import kill_at, save_under_strace
 from tests.faults import promises_keep
 from tests.offload.training import adamw, equal, values
@@ -155,16 +157,23 @@ class Acting(aio_handle):
 
     act: Callable[[], object] = staticmethod(lambda: None)
 
-    def submit_pwrite(self, *arguments: Any, **options: Any) -> Any:
-        self.act()
-        future = super().submit_pwrite(*arguments, **options)
-        future.result()
-        return future
+    def _make_engine(self) -> Any:
+        return _ActingEngine(super()._make_engine(), self)
 
     def after(self, writes: int, act: Callable[[], object]) -> None:
         """Calls something before the write of this number, once."""
         left = iter(range(1, writes))
         self.act = lambda: None if next(left, None) else act()
+
+
+class _ActingEngine(WrappedEngine):
+    def submit(self, op: int, *arguments: Any) -> Any:
+        if op == Op.WRITE:
+            self._handle.act()
+        operation = self._engine.submit(op, *arguments)
+        if op == Op.WRITE:
+            operation.wait(None)
+        return operation
 
 
 def kill() -> None:

@@ -11,17 +11,18 @@ import resource
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
+from typing_extensions import assert_type
 
 import nvme_ops
 from nvme_ops.engine import Priority
 from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_scale
-from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload import WindowStats, from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
@@ -49,6 +50,28 @@ def _no_fused_layer() -> Iterator[None]:
     torch.backends.mha.set_fastpath_enabled(False)
     yield
     torch.backends.mha.set_fastpath_enabled(True)
+
+
+def test_type_checkers_know_what_is_streamed(folder: Path) -> None:
+    """mypy checks this: a model is accepted as what it was, and has ``stats`` and ``close`` besides."""
+
+    def width(model: nn.Linear) -> int:
+        return model.in_features
+
+    linear = nn.Linear(256, 256)
+    with stream_weights(linear, folder, memory_budget="1M") as streamed:
+        assert width(streamed) == 256
+        assert assert_type(streamed.stats(), WindowStats).bytes_read == 0
+    linear = stream_weights(nn.Linear(256, 256), folder, memory_budget="1M")
+    assert width(linear) == 256
+    linear.close()
+    if TYPE_CHECKING:
+        print(streamed.stats().bytes)  # type: ignore[attr-defined]
+        linear = from_pretrained("org/name", memory_budget="1M", model_class=nn.Linear)
+        assert_type(linear.stats(), WindowStats)
+        for each in from_pretrained("org/name", memory_budget="1M", output_loading_info=True):
+            print(each)
+        from_pretrained("org/name", memory_budget=1.5)  # type: ignore[arg-type]
 
 
 def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Any]:

@@ -15,13 +15,14 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nvme_ops import IoFuture, aio_handle
+from nvme_ops import aio_handle
+from nvme_ops.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.weights import residents
 from nvme_ops.offload.weights.gradients import SwappedGradient
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
-from tests.contract.faulty import Faulty
+from tests.contract.faulty import Faulty, WrappedEngine
 from tests.moments import Interrupt, numbers
 from tests.offload.training import KIB, equal, layers, sentences, values, words
 
@@ -148,16 +149,18 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
 # Failures
 
 
-class Asked(IoFuture):
+class Asked:
     """A write that has ended when it was asked whether it has so many times."""
 
     def __init__(self, operation: Any, times: int) -> None:
-        super().__init__(operation)
-        self.times = times
+        self._operation, self.times = operation, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operation, name)
 
     def done(self) -> bool:
         self.times -= 1
-        return self.times < 0 and super().done()
+        return self.times < 0 and bool(self._operation.done())
 
 
 class Later(aio_handle):
@@ -165,11 +168,16 @@ class Later(aio_handle):
 
     times = 0
 
-    def submit_pwrite(self, tensor: Any, *arguments: Any, **options: Any) -> Any:
-        if not self.times:
-            return super().submit_pwrite(tensor, *arguments, **options)
-        (future := super().submit_pwrite(tensor.clone(), *arguments, **options)).result()
-        return Asked(future._operation, self.times)
+    def _make_engine(self) -> Any:
+        return _LaterEngine(super()._make_engine(), self)
+
+
+class _LaterEngine(WrappedEngine):
+    def submit(self, op: int, tensor: Any, *arguments: Any) -> Any:
+        if op != Op.WRITE or not self._handle.times:
+            return self._engine.submit(op, tensor, *arguments)
+        (operation := self._engine.submit(op, tensor.clone(), *arguments)).wait(None)
+        return Asked(operation, self._handle.times)
 
 
 def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> None:

@@ -1,7 +1,7 @@
 """What people do wrong in their first minutes: each ends in one sentence that says what to do instead.
 
 ``t`` is a tensor, ``m`` a module, ``h`` a handle; ``text`` a file of words, ``dir`` an empty folder, ``ok.pt`` and
-``ok.safetensors`` checkpoints of a tensor ``a``.
+``ok.safetensors`` checkpoints of a tensor ``a``, ``store`` samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops import data, offload
+from nvme_ops import data, offload, storage
 from nvme_ops.integrations.safetensors import safe_open
 from tests.conftest import refusal
 
@@ -30,7 +30,11 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.aio_handle(blocksize=3)", TypeError, "unexpected keyword argument 'blocksize'"),
     ("nvme_ops.aio_handle.tuned('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("nvme_ops.aio_handle.adaptive('.', objective='time')", TypeError, "objective"),
+    ("nvme_ops.aio_handle(backend=5)", TypeError, "backend must be a str, not int"),
+    ("nvme_ops.aio_handle(cache=False)", TypeError, "cache must be a str, not bool"),
+    ("nvme_ops.aio_handle.tuned('.', way='gpus')", ValueError, "way must be one of 'cpu', 'gpu', 'gds', not 'gpus'"),
     ("nvme_ops.empty('a')", TypeError, "size must consist of integers"),
+    ("nvme_ops.empty(1.5)", TypeError, "size must consist of integers"),
     # Transfers
     ("h.sync_pread(t, 'missing')", FileNotFoundError, "opening the file to read: No such file.*'missing'"),
     ("h.sync_pread(t, 'dir')", IsADirectoryError, "'dir'"),
@@ -45,6 +49,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("h.submit_pread(t, 'text', priority='high')", TypeError, r"Priority\.PREFETCH, not 'high'"),
     ("h.new_cpu_locked_tensor(-1, t)", ValueError, "num_elem must not be negative"),
     ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
+    ("nvme_ops.open('x', 'w').write(t)", TypeError, r"write takes bytes, not Tensor: pwrite\(tensor, offset\)"),
+    ("nvme_ops.open('x', 'w').write('words')", TypeError, "write takes bytes, not str"),
     ("nvme_ops.open('x', None)", TypeError, "mode must be a str, not NoneType"),
     ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
     ("nvme_ops.load('hf://org/model')", ValueError, "only local files can be saved and loaded: copy it to"),
@@ -77,6 +83,48 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ),
     ("safe_open('ok.safetensors', 'tf')", ValueError, "framework must be 'pt' or 'np'"),
     ("safe_open('ok.safetensors', 'pt').get_tensor('b')", KeyError, "has no tensor 'b'"),
+    ("nvme_ops.save({'a': t}, 'x.safetensors', metadata='a')", TypeError, "metadata must map .* not be a str"),
+    ("nvme_ops.load('ok.pt', map_location='gpu')", RuntimeError, "device string: gpu"),
+    ("nvme_ops.dcp.save('x', {'a': t})", TypeError, r"the path must be .* not dict: save\(state_dict, checkpoint_id\)"),
+    ("nvme_ops.dcp.load('x', {'a': t})", TypeError, r"the path must be .* not dict: load\(state_dict, checkpoint_id\)"),
+    # Handles and folders of all kinds of objects
+    *[
+        (call.format("handle=5"), TypeError, "handle must be an aio_handle or a gds_handle, not int")
+        for call in (
+            "nvme_ops.open('text', {})",
+            "nvme_ops.save({{'a': t}}, 'x.pt', {})",
+            "nvme_ops.save_async({{'a': t}}, 'x.pt', {})",
+            "nvme_ops.load('ok.pt', {})",
+            "nvme_ops.dcp.NvmeStorageWriter('x', {})",
+            "nvme_ops.dcp.NvmeStorageReader('x', {})",
+            "data.SampleStore('store', {})",
+            "storage.TensorStore(storage.Session('dir', name='x'), {})",
+            "safe_open('ok.safetensors', 'pt', {})",
+            "offload.stream_weights(m, 'dir', memory_budget='4M', {})",
+            "offload.swap_params(m, 'dir', memory_budget='4M', {})",
+            "offload.swap_gradients(m.parameters(), 'dir', {})",
+            "offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', {})",
+            "offload.save_on_nvme('dir', {})",
+        )
+    ],
+    *[
+        (call, TypeError, "folders? must be a path, or a list of several, not (int|Linear)")
+        for call in (
+            "storage.Session(5, name='x')",
+            "data.SampleWriter(5)",
+            "offload.stream_weights(m, 5, memory_budget='4M')",
+            "offload.swap_gradients(m.parameters(), m)",
+            "offload.save_on_nvme(m)",
+        )
+    ],
+    ("storage.Session('dir', name=5)", TypeError, "name must be a str, not int"),
+    ("storage.Session('dir', name='x', fingerprint=5)", TypeError, "fingerprint must be a str, not int"),
+    ("storage.TensorStore('dir')", TypeError, r"must be a Session, not str: Session\(folder, name=...\)"),
+    (
+        "storage.TensorStore(storage.Session('dir', name='x'), 5)",
+        TypeError,
+        "must be a Pool, not int: Pool",
+    ),
     # Models larger than memory
     ("offload.stream_weights(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
@@ -88,6 +136,18 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.stream_weights(m, 'dir', memory_budget='4M', quantize='int3')", ValueError, "None or 'int8'"),
     ("offload.from_pretrained('dir', memory_budget='4M')", FileNotFoundError, "nvme-checkpoint convert"),
     ("offload.from_pretrained(5, memory_budget='4M')", TypeError, "path must be a folder, files or a name"),
+    # Sizes
+    ("storage.Pool('4M').lease(1.5)", TypeError, "nbytes must be bytes or a size"),
+    ("storage.Pool('64X')", ValueError, "budget: '64X' is not a size; examples: 512M"),
+    ("nvme_ops.save({'a': t}, 'dir/x', max_shard_size=1.5)", TypeError, "max_shard_size must be bytes or a size"),
+    ("nvme_ops.save_async({'a': t}, 'x.pt', memory='lots')", ValueError, "memory: 'lots' is not a size"),
+    ("data.AsyncLog('dir/log', buffer_bytes='4X')", ValueError, "buffer_bytes: '4X' is not a size"),
+    ("data.SampleWriter('dir/s', shard_bytes=True)", TypeError, "shard_bytes must be bytes or a size such as '4G'"),
+    ("offload.swap_params(m, 'dir', memory_budget='4M', min_bytes='')", ValueError, "min_bytes: '' is not a size"),
+    ("offload.NvmeCache('dir', '4M', config=m)", TypeError, r"config must be .* \(model\.config\), not Linear"),
+    ("offload.from_pretrained('dir', memory_budget='4M', quantize='int8')", ValueError, "argument of stream_weights"),
+    ("offload.from_pretrained('dir', memory_budget='4M', exclude=['a'])", ValueError, "argument of stream_weights"),
+    ("offload.from_pretrained([], memory_budget='4M')", ValueError, "path must name at least one file"),
     # Training
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.SGD(m.parameters(), lr=1), 'dir')", TypeError, "its class"),
     ("offload.NvmeOptimizer(torch.optim.AdamW, m.parameters(), 'dir')", TypeError, "not the class AdamW"),
@@ -102,15 +162,23 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ),
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', overlap='x')", ValueError, "None or 'backward'"),
     ("offload.swap_params(m, 'dir', memory_budget='1K')", MemoryError, r"of 1\.373 MiB.* does not fit .* 1 KiB"),
+    ("offload.swap_params('dir', m, memory_budget='4M')", TypeError, r"module must be a torch\.nn\.Module, not str"),
+    ("offload.swap_gradients('dir', m.parameters())", TypeError, r"not str: model\.parameters\(\)"),
     ("offload.swap_gradients([], 'dir')", ValueError, "no parameters that take a gradient"),
     ("offload.save_on_nvme('dir', policy='never')", ValueError, "is not one of nvme, auto"),
     ("offload.save_on_nvme('dir', memory_budget=-1)", ValueError, "memory_budget must be at least 0 bytes, not -1"),
     ("offload.save_on_nvme('dir', min_bytes=None)", TypeError, "min_bytes must be bytes"),
-    ("offload.save_on_nvme('dir', handle=3)", TypeError, "an aio_handle"),
     # Data
     ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, int, float, bool, a dtype"),
     ("data.SampleWriter('dir/s', {})", ValueError, "columns must not be empty"),
     ("data.SampleWriter('/no/such/x', {'a': bytes})", FileNotFoundError, "is a disk not mounted"),
+    ("with data.SampleWriter('w', {'a': int}) as w: w.add(5)", TypeError, "a sample must be a dict of 'a', not int"),
+    (
+        "with data.SampleWriter('w', {'a': int}) as w: w.add({'b': 1})",
+        KeyError,
+        "a sample must be a dict of 'a', not of 'b'",
+    ),
+    ("data.SampleStore('store')[0:2]", TypeError, r"must be an int, not slice: read\(\) takes several"),
     ("data.SampleStore('dir')", nvme_ops.FormatError, "has no samples: no index.nvmedata"),
     ("data.Loader('missing', 4)", FileNotFoundError, "missing"),
     ("data.AsyncLog('dir/log', window=-1)", ValueError, "between 0.001 and 3600 seconds"),
@@ -126,13 +194,15 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     t = torch.ones(1000)
     for name in ("ok.pt", "ok.safetensors"):
         nvme_ops.save({"a": t}, name)
-    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload, "safe_open": safe_open}
-    return {**names, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
+    with data.SampleWriter("store") as writer:
+        writer.add(b"sample")
+    names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload, "storage": storage}
+    return {**names, "safe_open": safe_open, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), CALLS, ids=[call for call, _, _ in CALLS])
 def test_a_mistake_is_one_sentence(place: dict[str, Any], call: str, kind: type[BaseException], words: str) -> None:
-    if "from_pretrained" in call:
+    if "from_pretrained" in call or "NvmeCache" in call:
         pytest.importorskip("transformers")
     with pytest.raises(kind) as raised:
         exec(call, place)
@@ -170,4 +240,4 @@ def test_a_mistake_in_a_command_is_a_line(
     *usage, last = errors.splitlines()
     assert re.search(said, last), errors
     assert all(line.startswith(("usage: ", " ")) for line in usage), errors
-    assert sorted(os.listdir(folder)) == ["dir", "ok.pt", "ok.safetensors", "text"]
+    assert sorted(os.listdir(folder)) == ["dir", "ok.pt", "ok.safetensors", "store", "text"]

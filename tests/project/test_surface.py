@@ -13,6 +13,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from tests.conftest import run_python
+
 PACKAGES = ("", ".data", ".dcp", ".offload", ".op_builder", ".storage")
 #: Their keywords are frozen when memories other than the host's are there; until then only their names are.
 NAMES_ONLY = "nvme_ops.offload"
@@ -28,7 +30,7 @@ def signature(name: str, function: Any) -> str:
     bare = [
         each.replace(annotation=each.empty, default=each.default if is_plain(each.default) else ...)
         for each in parameters
-        if each.name not in ("self", "cls") and not re.match("_.", each.name)
+        if each.name not in ("self", "cls")
     ]
     return f"{name}{inspect.Signature(bare)}"
 
@@ -67,6 +69,33 @@ def surface() -> str:
 
 def test_the_surface_is_what_was_frozen() -> None:
     assert surface().splitlines() == FROZEN.read_text().splitlines(), __doc__
+
+
+def test_packages_need_no_import_of_their_own() -> None:
+    lines = [f"nvme_ops{each}; assert {each[1:]!r} in dir(nvme_ops)" for each in PACKAGES if each]
+    assert not run_python("\n".join(["import nvme_ops", *lines]), fresh=True).stderr
+
+
+def public() -> Iterator[tuple[str, Any]]:
+    for package in PACKAGES:
+        module = importlib.import_module(f"nvme_ops{package}")
+        for name in module.__all__:
+            found = getattr(module, name)
+            yield name, found
+            for member in dir(found) if inspect.isclass(found) and found.__module__.startswith("nvme_ops") else ():
+                if not member.startswith("_"):
+                    yield f"{name}.{member}", getattr(found, member)
+
+
+def test_no_public_call_shows_a_private_argument() -> None:
+    shown = {
+        f"{name}({each})"
+        for name, found in public()
+        if inspect.isfunction(found)
+        for each in inspect.signature(found).parameters
+        if re.match("_.", each)
+    }
+    assert not shown
 
 
 if __name__ == "__main__":

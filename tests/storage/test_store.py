@@ -25,7 +25,7 @@ from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.store import Claims
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import MIB, in_child, in_threads, pattern
-from tests.contract.faulty import Faulty, flip
+from tests.contract.faulty import Faulty, WrappedEngine, flip
 from tests.crashing_save import interrupted_by
 from tests.doubles import private_device
 from tests.storage.conftest import got, same
@@ -248,14 +248,18 @@ def test_a_write_that_ctrl_c_has_hidden_writes_over_nothing(session: Session, ag
     """Ctrl-C comes when it was submitted, and before anything knows of it."""
 
     class Hiding(Faulty):
-        def submit_pwrite(self, *arguments: Any, **options: Any) -> IoFuture:
-            transfer = super().submit_pwrite(*arguments, **options)
-            if self.met:
-                self.met, hidden[:] = 0, [transfer]
-                raise KeyboardInterrupt
-            return transfer
+        def _make_engine(self) -> Any:
+            return HidingEngine(super()._make_engine(), self)
 
-    hidden: list[IoFuture] = []
+    class HidingEngine(WrappedEngine):
+        def submit(self, *arguments: Any) -> Any:
+            operation = self._engine.submit(*arguments)
+            if self._handle.met:
+                self._handle.met, hidden[:] = 0, [operation]
+                raise KeyboardInterrupt
+            return operation
+
+    hidden: list[Any] = []
     handle = Hiding()
     store = TensorStore(session, handle=handle)
     store.put("a", pattern(MIB)).result()
@@ -265,22 +269,23 @@ def test_a_write_that_ctrl_c_has_hidden_writes_over_nothing(session: Session, ag
     handle.will()
     store.put(again, pattern(MIB, 2)).result()
     handle.go.set()
-    hidden[0].result()
+    hidden[0].wait(None)
     assert torch.equal(got(store, again), pattern(MIB, 2))
 
 
 @pytest.mark.parametrize("write", [True, False])
 def test_transfers_that_ctrl_c_has_hidden_are_known(write: bool, session: Session) -> None:
-    def hiding(submit: Callable[..., IoFuture]) -> Callable[..., None]:
-        def begin(*arguments: Any, **options: Any) -> None:
-            submit(*arguments, **options)
+    class Hiding(WrappedEngine):
+        def submit(self, *arguments: Any) -> None:
+            self._engine.submit(*arguments)
             raise KeyboardInterrupt
 
-        return begin
+        def submit_many(self, *arguments: Any) -> None:
+            self._engine.submit_many(*arguments)
+            raise KeyboardInterrupt
 
     handle: Any = aio_handle()
-    for name in ("submit_pread", "submit_pwrite", "submit_preadv", "submit_pwritev"):
-        setattr(handle, name, hiding(getattr(handle, name)))
+    handle._engine = Hiding(handle._engine, handle)
     with contextlib.closing(StripedSlabs(session, "slab", handle, None)) as slabs:
         pieces, transfers, memory = slabs.allocate(MIB), list[IoFuture](), pattern(MIB)
         with pytest.raises(KeyboardInterrupt):

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint import logger as dcp_logger
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 
+from nvme_ops.checkpoint.api import name_of
 from nvme_ops.checkpoint.dcp.reader import NvmeStorageReader
 from nvme_ops.checkpoint.dcp.writer import NvmeStorageWriter
 from nvme_ops.handle import aio_handle
@@ -80,7 +81,8 @@ def save(
     Raises:
         CheckpointException: with what went wrong on which rank, on all ranks.
     """
-    writer = NvmeStorageWriter(checkpoint_id, durable=durable, checksums=checksums, overwrite=overwrite, handle=handle)
+    folder = name_of(checkpoint_id, "save(state_dict, checkpoint_id)")
+    writer = NvmeStorageWriter(folder, durable=durable, checksums=checksums, overwrite=overwrite, handle=handle)
     saved: Metadata = dcp.save(state_dict, storage_writer=writer, planner=planner, process_group=process_group)
     return saved
 
@@ -108,7 +110,8 @@ def load(
     Raises:
         CheckpointException: with what went wrong on which rank, on all ranks.
     """
-    reader = NvmeStorageReader(checkpoint_id, verify=verify, handle=handle)
+    folder = name_of(checkpoint_id, "load(state_dict, checkpoint_id)")
+    reader = NvmeStorageReader(folder, verify=verify, handle=handle)
     dcp.load(state_dict, storage_reader=reader, planner=planner, process_group=process_group)
 
 

@@ -22,7 +22,7 @@ from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.framed import grouped
 from nvme_ops.errors import ChecksumError, FormatError
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of, shared_handle
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
@@ -33,6 +33,7 @@ from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
 from nvme_ops.storage.publication import open_to_read
 from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined_checksum
+from nvme_ops.text import never_raising
 
 _log = logging.getLogger("nvme_ops.dcp")
 
@@ -61,10 +62,15 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         """
         super().__init__(path)
         self._verify = verify
-        self._handle = handle
+        self._handle = None if handle is None else handle_of(handle)
         self._reading: Reading | None = None  # protects the files until their data are read
         self._alone = False  # each rank reads what it saved alone, by metadata of its own
         self._tensors: dict[str, tuple[torch.dtype, dict[tuple[int, ...], tuple[int, ...]]]] = {}
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``NvmeStorageReader('checkpoint', verify=False)``."""
+        return f"{type(self).__name__}({os.fspath(self.path)!r}, verify={self._verify})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None, "_reading": None}
@@ -128,7 +134,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         if self._verify:
             self._require_checksums(plan.items)
         wanted = [self._wanted(item) for item in plan.items]
-        loading = Loading(self._handle or shared_handle(), planner, self._verify, os.fspath(self.path))
+        loading = Loading(handle_of(self._handle), planner, self._verify, os.fspath(self.path))
         others = [one for one in wanted if one.stored is None]
         loading.verify_in_files(others)
         loading.read([(one, one.stored) for one in wanted if one.stored is not None])

@@ -27,7 +27,7 @@ from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
 from nvme_ops.errors import named
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats.torch_zip import (
     AROUND,
     CENTRAL_CHECKSUM,
@@ -44,6 +44,7 @@ from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.storage.files import make_folder
 from nvme_ops.storage.publication import replacing
 from nvme_ops.tensors import checksums_of, collector_paused, joined_checksum
+from nvme_ops.text import never_raising
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):
@@ -80,8 +81,14 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
         super().__init__(named(path), sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
         self.overwrite = overwrite
         self._checksums = checksums
-        self._handle = handle
+        self._handle = None if handle is None else handle_of(handle)
         self._saving: folder.Saving | None = None  # on the coordinator, from the global plan to the end
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``NvmeStorageWriter('checkpoint', durable=True, checksums=True, overwrite=True)``."""
+        options = f"durable={self.sync_files}, checksums={self._checksums}, overwrite={self.overwrite}"
+        return f"{type(self).__name__}({os.fspath(self.path)!r}, {options})"
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_handle": None, "_saving": None}
@@ -125,7 +132,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
                     written = RankFile(name, planner, self._checksums)
                     small = [item for item in plan.items if _nominal_size(item) < framed.SMALL]
                     large = [item for item in plan.items if _nominal_size(item) >= framed.SMALL]
-                    handle = self._handle or shared_handle()
+                    handle = handle_of(self._handle)
                     framed.write(handle, file.fd, map(written.placed, small), map(written.placed, large))
                     results = written.results
             except BaseException:

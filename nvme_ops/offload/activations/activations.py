@@ -20,7 +20,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.activations.recompute import Pass
@@ -31,7 +31,7 @@ from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.text import size_words
+from nvme_ops.text import never_raising, size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
@@ -95,7 +95,7 @@ class Activations(Residency[Unit]):
         self._pooling = False  # torch takes memory for large tensors from the pool
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
-            self._files = _Files(session, "activations", handle or shared_handle(), None)
+            self._files = _Files(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
             if not self._files.is_measured:
                 self._files.measure()
@@ -172,6 +172,14 @@ class Activations(Residency[Unit]):
             self._collect()
             ended, self._ended = self._ended, None
             return ended
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``64 MiB saved, 48 MiB written, at most 16 MiB in memory``."""
+        if self._closed:
+            return "closed"
+        moved = f"{size_words(self._stats.bytes_saved)} saved, {size_words(self._stats.bytes_written)} written"
+        return f"{moved}, at most {size_words(self._budget)} in memory"
 
     def stats(self) -> ActivationStats:
         """Returns what was saved and moved so far."""

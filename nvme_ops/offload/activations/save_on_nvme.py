@@ -16,7 +16,7 @@ from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.activations.units import ActivationStats
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import bytes_of, never_raising
 
 Path = str | os.PathLike[str]
 
@@ -65,11 +65,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     ) -> None:
         if policy not in ("nvme", "auto"):
             raise ValueError(f"policy={policy!r} is not one of nvme, auto")
-        if handle is not None and not isinstance(handle, aio_handle):
-            raise TypeError(f"handle must be an aio_handle, not {type(handle).__name__}")
-        least = max(1, budget_of(min_bytes, least=0, name="min_bytes"))
+        least = max(1, bytes_of("min_bytes", min_bytes, least=0))
         self._activations = Activations(
-            folder, budget=budget_of(memory_budget, least=0), checksums=checksums, handle=handle
+            folder, budget=bytes_of("memory_budget", memory_budget, least=0), checksums=checksums, handle=handle
         )
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
@@ -92,6 +90,11 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
                     self._choice.__exit__(*about)
             finally:
                 native().allocate_from_pool(False)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<save_on_nvme: 64 MiB saved, 48 MiB written, at most 16 MiB in memory>``."""
+        return f"<save_on_nvme: {self._activations!r}>"
 
     def stats(self) -> ActivationStats:
         """Returns what was moved so far."""

@@ -16,7 +16,7 @@ from nvme_ops.storage.striped import Piece
 from nvme_ops.text import size_words
 
 
-@dataclass
+@dataclass(repr=False)
 class ActivationStats(Stats):
     """What was saved and moved since the start."""
 

@@ -25,7 +25,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
-from nvme_ops.offload.weights.stream_weights import budget_of
+from nvme_ops.text import bytes_of, counted, never_raising
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -210,7 +210,7 @@ class NvmeCache(Closing, DynamicCache):
         config: Any = None,
         handle: aio_handle | None = None,
     ) -> None:
-        budget = budget_of(memory_budget)
+        budget = bytes_of("memory_budget", memory_budget)
         layers = None if config is None else _layers_of(config)
         self._pager = pager = Pager(folder, budget, handle)
         if layers is not None:
@@ -242,16 +242,19 @@ class NvmeCache(Closing, DynamicCache):
     def __reduce__(self) -> NoReturn:
         raise TypeError("an NvmeCache cannot be pickled: its content is in files of its own")
 
+    @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<NvmeCache: 32 layers, 4096 tokens>``."""
-        if self._pager.closed:
-            return "<NvmeCache closed>"
-        return f"<NvmeCache: {len(self.layers)} layers, {self.get_seq_length() if self.layers else 0} tokens>"
+        tokens = self.get_seq_length() if self.layers else 0
+        content = f"{counted(len(self.layers), 'layer')}, {counted(tokens, 'token')}"
+        return f"<NvmeCache: {'closed' if self._pager.closed else content}>"
 
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
-    """Returns each layer's class and arguments. Raises ValueError for an unsupported one."""
+    """Returns each layer's class and arguments. Raises ValueError for an unsupported one, TypeError for no config."""
     found: list[tuple[Any, dict[str, Any]]] = []
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config must be a model's configuration (model.config), not {type(config).__name__}")
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
         made = DYNAMIC_LAYER_TYPE_MAPPING[kind]

@@ -13,7 +13,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
@@ -29,7 +29,7 @@ _GOLDEN = 0.6180339887498949
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
-@dataclass
+@dataclass(repr=False)
 class CacheStats(Stats):
     """What a cache has moved since it was made, and what it has now.
 
@@ -71,7 +71,7 @@ class Pager(Usable):
         with contextlib.ExitStack() as undo:
             self._session = Session(folders, name="keys and values")
             undo.callback(self._session.close)
-            self.slabs = StripedSlabs(self._session, "keys and values", handle or shared_handle(), None)
+            self.slabs = StripedSlabs(self._session, "keys and values", handle_of(handle), None)
             undo.callback(self.slabs.close)
             if not self.slabs.is_measured:
                 self.slabs.measure()

@@ -19,7 +19,7 @@ import torch
 
 from nvme_ops.closing import Closing
 from nvme_ops.errors import note
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
@@ -40,9 +40,8 @@ from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
-from nvme_ops.offload.weights.stream_weights import budget_of
 from nvme_ops.tensors import is_dense
-from nvme_ops.text import MIB, size_words
+from nvme_ops.text import MIB, bytes_of, never_raising, size_words
 
 _AS_IT_IS = "as it is"  # stands for all that state has
 
@@ -155,7 +154,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
-        budget = budget_of(memory_budget)
+        budget = bytes_of("memory_budget", memory_budget)
         if budget < MIN_BUDGET:
             raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
@@ -168,7 +167,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._pass: BackwardPass | None = None
         self._order: list[Chunk] = []  # in which their gradients became complete last time
         self._most_gradients: int | None = None  # bytes that may await their update
-        self._handle = handle or shared_handle()
+        self._handle = handle_of(handle)
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
@@ -342,6 +341,11 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             yield
         finally:
             self._overlap = before
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns the parameter groups as those of other optimizers: ``NvmeOptimizer of AdamW (...)``."""
+        return super().__repr__().replace(" ", f" of {self._class.__name__}{', closed' * self._states.closed} ", 1)
 
     def stats(self) -> OptimizerStats:
         """Returns what was moved so far."""

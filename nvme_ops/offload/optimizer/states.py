@@ -40,7 +40,7 @@ _SLOTS = 2  # places of a chunk's states
 _Move = Callable[[Chunk, torch.Tensor], IoFuture | None]  # starts to read or write a chunk's buffer
 
 
-@dataclass
+@dataclass(repr=False)
 class OptimizerStats(Stats):
     """Counts what an optimizer has done since it was made. ``bytes_stored`` includes both places of each state."""
 

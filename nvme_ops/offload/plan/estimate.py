@@ -17,7 +17,7 @@ from typing import Any
 
 from nvme_ops.offload.order import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
-from nvme_ops.text import columns_text, rate_words, rounded, share_words, size_words
+from nvme_ops.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
 _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
@@ -26,11 +26,6 @@ _DAY = 86400  # seconds
 _TERABYTE = 1e12
 _BUDGET_SHARE = 8  # parameters, states and activations that pass through each get the memory divided by this
 _AT_WORK = 2  # a layer in the backward pass has this many times what it keeps: gradients are added
-
-
-def seconds_words(seconds: float) -> str:
-    """Returns a duration for people: ``1.25 s``, ``30.0 ms``."""
-    return f"{rounded(seconds, 3)} s" if seconds >= 1 else f"{rounded(1000 * seconds, 3)} ms"
 
 
 def _table(columns: Mapping[str, Sequence[str]]) -> str:

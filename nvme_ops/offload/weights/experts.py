@@ -39,7 +39,7 @@ _ALL_USED = 8  # passes that use all experts, one after the other, until a list 
 _IN_FLIGHT = 4
 
 
-@dataclass
+@dataclass(repr=False)
 class ExpertStats(Stats):
     """Counts how experts were found and read."""
 

@@ -22,8 +22,9 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of_all
+from nvme_ops.offload.weights.stream_weights import device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.text import bytes_of, never_raising
 
 aten = torch.ops.aten
 
@@ -161,6 +162,11 @@ class SwappedGradients(Closing):
                     each.grad = values
             yield
 
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SwappedGradients: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
+        return f"<SwappedGradients: {self._residents!r}>"
+
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
         return self._residents.stats()
@@ -274,9 +280,12 @@ def swap_gradients(
         TypeError: a parameter is a ``DTensor``.
         OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
-    budget, least = budget_of(memory_budget), budget_of(min_bytes)
+    budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
+    params = list(params)
+    if wrong := [each for each in params if not isinstance(each, torch.Tensor)]:
+        raise TypeError(f"params must be parameters, not {type(wrong[0]).__name__}: model.parameters()")
     every = [each for each in params if each.requires_grad]
     large = [each for each in every if each.nbytes >= least]
     if not large:

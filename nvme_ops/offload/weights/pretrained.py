@@ -6,13 +6,13 @@ import contextlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from nvme_ops.errors import naming
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
 from nvme_ops.handle import aio_handle
@@ -27,9 +27,13 @@ from nvme_ops.offload.weights.stored_formats import (
     with_exponents,
     with_scales,
 )
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of
+from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.storage.publication import open_leased
+from nvme_ops.text import bytes_of
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.weights.streamed import Streamed
 
 _COMPARED = 16 << 20  # bytes of two weights that are compared at once, each
 
@@ -41,6 +45,9 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "quantization_config": (
         (None,),
         "weights are read as they are stored; stream_weights(model, folder, quantize='int8') quantizes them",
+    ),
+    **dict.fromkeys(
+        ("exclude", "quantize"), ((None, ()), "is an argument of stream_weights(model, folder), for a model in memory")
     ),
     **dict.fromkeys(
         ("device_map", "max_memory", "offload_folder", "offload_buffers"),
@@ -68,7 +75,7 @@ def from_pretrained(
     model_class: type[Any] | None = None,
     handle: aio_handle | None = None,
     **kwargs: Any,
-) -> Any:
+) -> Streamed:
     """Returns a transformers model that reads its weights while it computes, in bounded memory.
 
         model = nvme_ops.offload.from_pretrained("mistralai/Mixtral-8x7B-v0.1", memory_budget="16G")
@@ -107,10 +114,15 @@ def from_pretrained(
         raise ImportError(
             "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
         ) from error
-    budget = budget_of(memory_budget)
+    budget = bytes_of("memory_budget", memory_budget)
     target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
+    if not isinstance(path, str | os.PathLike) and not path:
+        raise ValueError("path must name at least one file")
+    if model_class is not None and not (hasattr(model_class, "config_class") or hasattr(model_class, "_model_mapping")):
+        words = model_class.__name__ if isinstance(model_class, type) else repr(model_class)
+        raise TypeError(f"model_class must be a class of transformers' models, not {words}")
     for argument, (neutral, words) in _REFUSED.items():
         value = kwargs.pop(argument, None)
         if value not in neutral and not getattr(value, "dequantize", False):  # which is done anyway
@@ -131,7 +143,7 @@ def from_pretrained(
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
         for each in origin.paths:
-            files.append(WeightFile(open_leased(each), each, handle or shared_handle()))
+            files.append(WeightFile(open_leased(each), each, handle_of(handle)))
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
@@ -169,7 +181,7 @@ def from_pretrained(
         kept = {id(each) for key, each in model.named_parameters(remove_duplicate=False) if key in new}
         stream(model, weights, files, budget, target, kept)
         undo.pop_all()
-    return (model, info) if wants_info else model
+    return cast("Streamed", (model, info) if wants_info else model)
 
 
 class _Origin(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.device_memory import memory_on
@@ -25,7 +25,7 @@ from nvme_ops.settings import PAGE
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
 from nvme_ops.tensors import dense_bytes, dense_strides
-from nvme_ops.text import size_words
+from nvme_ops.text import counted, never_raising, size_words
 
 _CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters
 _AHEAD = 64 << 20  # bytes to read ahead, unless a quarter of the budget is more
@@ -116,7 +116,7 @@ class Residents(Residency[Resident]):
     ) -> None:
         super().__init__(SwapStats())
         self._memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
-        self.budget, self.device, self._handle = budget, device, handle or shared_handle()
+        self.budget, self.device, self._handle = budget, device, handle_of(handle)
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         # By place in the order; nothing may be at a place that was foreseen.
@@ -269,6 +269,15 @@ class Residents(Residency[Resident]):
         """Returns what was moved so far."""
         with self._lock:
             return replace(self._stats, bytes_stored=self._store.bytes_in_use, peak_bytes=self._memory.peak)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``12 tensors of 64 MiB on storage, at most 16 MiB in memory``."""
+        if self._closed:
+            return "closed"
+        nbytes = self._nbytes - sum(freed for _, freed in self._gone.copy())
+        stored = f"{counted(len(self._all), 'tensor')} of {size_words(nbytes)} on storage"
+        return f"{stored}, at most {size_words(self.budget)} in memory"
 
     def close(self) -> None:
         """Waits for transfers and removes the files. Further calls do nothing."""

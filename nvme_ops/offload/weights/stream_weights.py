@@ -7,12 +7,12 @@ import fnmatch
 import os
 import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from nvme_ops.engine import Priority
-from nvme_ops.file import shared_handle
+from nvme_ops.file import handle_of
 from nvme_ops.formats import quantized
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
@@ -25,22 +25,15 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import is_dense
-from nvme_ops.text import parse_size
+from nvme_ops.text import bytes_of
+
+if TYPE_CHECKING:
+    from nvme_ops.offload.weights.streamed import Streamed
 
 _WRITES = 8  # transfers of weights that are being written at once
 _MIN = 1 << 16  # elements of the smallest matrix that is quantized
 
 Path = str | os.PathLike[str]
-
-
-def budget_of(memory_budget: int | str, least: int = 1, name: str = "memory_budget") -> int:
-    """Returns an argument in bytes. Raises ValueError or TypeError if it is no size of at least ``least``."""
-    budget = parse_size(memory_budget, zero=True) if isinstance(memory_budget, str) else memory_budget
-    if isinstance(budget, bool) or not isinstance(budget, int):
-        raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(budget).__name__}")
-    if budget < least:
-        raise ValueError(f"{name} must be at least {least} byte{'s' * (least != 1)}, not {budget}")
-    return budget
 
 
 def stream_weights(
@@ -52,7 +45,7 @@ def stream_weights(
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
     handle: aio_handle | None = None,
-) -> Any:  # a StreamedModel and its class before, for which Python has no type
+) -> Streamed:
     """Moves the weights of a model to storage and reads them, in bounded memory, while it computes.
 
         model = nvme_ops.offload.stream_weights(model, "/mnt/nvme", memory_budget="4G")
@@ -88,7 +81,7 @@ def stream_weights(
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    budget = budget_of(memory_budget)
+    budget = bytes_of("memory_budget", memory_budget)
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
@@ -104,7 +97,7 @@ def stream_weights(
         raise ValueError("exclude= leaves nothing to stream")
     with contextlib.ExitStack() as undo:
         session = undo.enter_context(Session(folder, name="weights"))
-        slabs = StripedSlabs(session, "weights", handle or shared_handle(), None)
+        slabs = StripedSlabs(session, "weights", handle_of(handle), None)
         undo.callback(slabs.close)
         slabs.measure()
         files = []
@@ -125,10 +118,10 @@ def stream_weights(
             stream(model, weights, files, budget, target, kept, training)
             before.pop_all()
         opened = undo.pop_all()
-    streamed = cast(StreamedModel, model)
+    streamed = cast("Streamed", model)
     streamed.on_close(opened.close)
     streamed._nvme_window.note_error(error)
-    return model
+    return streamed
 
 
 def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:

@@ -110,6 +110,19 @@ class StreamedModel(Closing, Derived):
         return made
 
 
+if TYPE_CHECKING:
+
+    class Streamed(StreamedModel, Any):  # type: ignore[misc]  # Any is meant
+        """A streamed model as the caller knows it: with these methods, and accepted as the model that was given.
+
+        It is a ``StreamedModel`` and its class before; Python has no type for both.
+        """
+
+        _nvme_window: Any
+
+        def __getattr__(self, name: str) -> Any: ...  # those of the class before
+
+
 class _Entry(StoredTensor):
     """A weight in a state dict: it comes into memory when its values are first needed, and stays there."""
 

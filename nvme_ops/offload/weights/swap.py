@@ -16,9 +16,10 @@ from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.weights.saved_entries import STATE_DICTS
-from nvme_ops.offload.weights.stream_weights import budget_of, device_of, device_of_all
+from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.offloaded import outline_of
+from nvme_ops.text import bytes_of, never_raising
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
 
@@ -50,6 +51,11 @@ class SwappedParams(Closing):
                 else:
                     found.append(each.detach())
             yield found
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SwappedParams: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
+        return f"<SwappedParams: {self._residents!r}>"
 
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
@@ -117,7 +123,9 @@ def swap_params(
         OSError: the folder cannot be used; ENOSPC: it has not enough room. The module is then as it was, unless it was
             on the meta device.
     """
-    budget, least = budget_of(memory_budget), budget_of(min_bytes)
+    budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    if not isinstance(module, torch.nn.Module):
+        raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     every = list(_places(module))
     target = _device_of([each for _, _, each in every], device)
     large = {id(each): each for _, _, each in every if each.nbytes >= least}

@@ -26,7 +26,7 @@ MANY_ROWS = 4
 _PLANS = 64
 
 
-@dataclass
+@dataclass(repr=False)
 class WindowStats(ExpertStats):
     """Counts what was read of a model's weights."""
 

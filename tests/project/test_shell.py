@@ -1,0 +1,266 @@
+"""What a Python shell shows of the objects that users hold: one line, at any time, without a lock or a system call."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import inspect
+import re
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import nvme_ops
+from nvme_ops import data, dcp, offload, op_builder, storage
+from nvme_ops.integrations.safetensors import safe_open
+from nvme_ops.storage.joined import joined
+from tests.conftest import in_child
+from tests.project.test_surface import PACKAGES
+
+
+def module() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(300, 300), torch.nn.ReLU(), torch.nn.Linear(300, 300))
+
+
+def transferred(folder: Path, name: str = "ok") -> nvme_ops.IoFuture:
+    (folder / "ok").write_bytes(b"x" * 4096)
+    future = nvme_ops.aio_handle(backend="threads").submit_pread(torch.zeros(1024), folder / name)
+    future.exception()
+    return future
+
+
+def stored(folder: Path) -> storage.TensorStore:
+    store = storage.TensorStore(storage.Session(folder, name="states"))
+    store.put("exp_avg", torch.zeros(1024)).result()
+    return store
+
+
+def samples(folder: Path) -> data.SampleStore:
+    with data.SampleWriter(folder / "train") as writer:
+        writer.extend([b"one", b"two"])
+    return data.SampleStore(folder / "train")
+
+
+def saved(folder: Path) -> str:
+    nvme_ops.save({"a": torch.zeros(2, 3)}, folder / "a.safetensors")
+    return str(folder / "a.safetensors")
+
+
+def gradients(folder: Path) -> offload.SwappedGradients:
+    model = module()
+    found = offload.swap_gradients(model.parameters(), folder, memory_budget="2M", min_bytes="100K")
+    model(torch.ones(300)).sum().backward()
+    found.owner = model  # type: ignore[attr-defined]  # it goes with its parameters
+    return found
+
+
+def activations(folder: Path) -> offload.save_on_nvme:
+    saving = offload.save_on_nvme(folder, min_bytes="100K", memory_budget="1M")
+    with saving:
+        module()(torch.ones(100, 300)).sum()
+    return saving
+
+
+def cache(folder: Path) -> Any:
+    pytest.importorskip("transformers")
+    return offload.NvmeCache(folder, "4M")
+
+
+def trained(folder: Path) -> offload.NvmeOptimizer:
+    return offload.NvmeOptimizer(module().parameters(), torch.optim.AdamW, folder, lr=1e-3)
+
+
+#: What makes an object, what is shown of it, and of a closed one; ``DIR`` is the folder, and ``*`` stands for anything.
+SHOWN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
+    "aio_handle": (
+        lambda _: nvme_ops.aio_handle(4096, 8, backend="threads"),
+        "aio_handle(block_size=4096, queue_depth=8, single_submit=False, overlap_events=False, "
+        "intra_op_parallelism=None, backend='threads', cache='auto')",
+        "aio_handle(* closed",
+    ),
+    "IoFuture": (transferred, "<IoFuture: done, 4 KiB moved>", ""),
+    "IoFuture, joined": (lambda path: joined([transferred(path)] * 2), "<IoFuture: done>", ""),
+    "IoFuture, failed": (lambda path: transferred(path, "no"), "<IoFuture: failed, FileNotFoundError>", ""),
+    "StoreFuture": (lambda path: stored(path).get("exp_avg"), "<StoreFuture: *>", ""),
+    "File": (
+        lambda path: nvme_ops.open(str(path / "x"), "w"),
+        "<nvme_ops.File name='DIR/x' mode='w'>",
+        "<nvme_ops.File name='DIR/x' mode='w' closed>",
+    ),
+    "SaveFuture": (
+        lambda path: nvme_ops.save_async({"a": torch.zeros(3)}, path / "a.pt"),
+        "<SaveFuture 'DIR/a.pt': *>",
+        "",
+    ),
+    "Pool": (lambda _: storage.Pool("64M"), "<Pool of 64 MiB: 0 B in use>", ""),
+    "Lease": (lambda _: storage.Pool("64M").lease(5000), "<Lease of 8 KiB>", ""),
+    "Session": (
+        lambda path: storage.Session(path, name="states"),
+        "<Session 'states' in ['DIR/*']>",
+        "<Session 'states' closed>",
+    ),
+    "TensorStore": (stored, "<TensorStore 'states': 1 tensor, 4 KiB on storage>", "<TensorStore 'states': closed>"),
+    "SampleWriter": (
+        lambda path: data.SampleWriter(path / "train"),
+        "<SampleWriter 'DIR/train/index.nvmedata': 0 samples>",
+        "<SampleWriter * 0 samples, closed>",
+    ),
+    "SampleStore": (samples, "<SampleStore 'DIR/train': 2 samples, native>", "<SampleStore * native, closed>"),
+    "Read": (lambda path: samples(path).submit([0]), "<Read of 1 sample, 64 B: *>", ""),
+    "Loader": (lambda path: data.Loader(samples(path), 2), "<Loader 'DIR/train': 1 batches of 2, rank 0 of 1>", ""),
+    "AsyncLog": (
+        lambda path: data.AsyncLog(path / "log"),
+        "<AsyncLog 'DIR/log': nothing to be written>",
+        "<AsyncLog 'DIR/log': closed>",
+    ),
+    "NvmeStorageWriter": (
+        lambda path: dcp.NvmeStorageWriter(path),
+        "NvmeStorageWriter('DIR', durable=True, checksums=True, overwrite=True)",
+        "",
+    ),
+    "NvmeStorageReader": (lambda path: dcp.NvmeStorageReader(path), "NvmeStorageReader('DIR', verify=False)", ""),
+    "SwappedParams": (
+        lambda path: offload.swap_params(module(), path, memory_budget="1M", min_bytes="100K"),
+        "<SwappedParams: 2 tensors of 704 KiB on storage, at most 1 MiB in memory>",
+        "<SwappedParams: closed>",
+    ),
+    "SwappedGradients": (
+        gradients,
+        "<SwappedGradients: 2 tensors of 704 KiB on storage, at most 1.5 MiB in memory>",
+        "<SwappedGradients: closed>",
+    ),
+    "save_on_nvme": (
+        activations,
+        "<save_on_nvme: 234.4 KiB saved, 0 B written, at most 1 MiB in memory>",
+        "<save_on_nvme: closed>",
+    ),
+    "NvmeCache": (cache, "<NvmeCache: 0 layers, 0 tokens>", "<NvmeCache: closed>"),
+    "NvmeOptimizer": (trained, "NvmeOptimizer of AdamW (*", "NvmeOptimizer of AdamW, closed (*"),
+    "safe_open": (
+        lambda path: safe_open(saved(path)),
+        "<safe_open 'DIR/a.safetensors': 1 tensor>",
+        "<safe_open 'DIR/a.safetensors': closed>",
+    ),
+    "TensorSlice": (lambda path: safe_open(saved(path)).get_slice("a"), "<TensorSlice: F32, [2, 3]>", ""),
+    "AsyncIOBuilder": (lambda _: op_builder.AsyncIOBuilder(), "<AsyncIOBuilder of async_io, loaded>", ""),
+    "GDSBuilder": (lambda _: op_builder.GDSBuilder(), "<GDSBuilder of gds*>", ""),
+}
+
+
+def is_like(shown: str, pattern: str, folder: Path) -> bool:
+    words = map(re.escape, pattern.replace("DIR", str(folder)).split("*"))
+    return re.fullmatch(".*".join(words), shown, re.DOTALL) is not None
+
+
+@pytest.fixture(params=SHOWN)
+def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Any, str, str]]:
+    make, *patterns = SHOWN[request.param]
+    found = make(folder)
+    yield found, *patterns
+    if isinstance(found, nvme_ops.IoFuture | nvme_ops.checkpoint.background.SaveFuture):
+        found.exception()
+    if hasattr(found, "close"):
+        found.close()
+
+
+@pytest.mark.filterwarnings("ignore:the samples of a writer")
+def test_an_object_says_what_it_is(made: tuple[Any, str, str], folder: Path) -> None:
+    found, open_, closed = made
+    assert is_like(repr(found), open_, folder), repr(found)
+    assert "\n" not in repr(found) or isinstance(found, torch.optim.Optimizer)
+    if closed:
+        found.close()
+        assert is_like(repr(found), closed, folder), repr(found)
+
+
+def test_an_object_says_what_it_is_in_a_forked_child(made: tuple[Any, str, str], folder: Path) -> None:
+    found, pattern, _ = made
+
+    def child() -> None:
+        assert is_like(repr(found), pattern, folder), repr(found)
+
+    in_child(child)
+
+
+LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
+HARMLESS = {"getpid", "fspath", "done", "bytes"}  # functions of C modules that no lock or device makes wait
+
+
+def locks_of(found: object) -> list[Any]:
+    """Returns the locks that it has, or that what it has has."""
+    seen, left, locks = set[int](), [found], []
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if isinstance(each, LOCKS):
+            locks.append(each)
+        elif type(each).__module__.startswith("nvme_ops") or isinstance(each, dict | list | tuple | set):
+            left += [one for one in gc.get_referents(each) if not isinstance(one, type | types.FunctionType)]
+    return locks
+
+
+def test_showing_an_object_waits_for_no_lock_and_asks_no_system(made: tuple[Any, str, str]) -> None:
+    found, locks, shown, asked = made[0], locks_of(made[0]), list[str](), list[str]()
+    have, go = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        taken = [lock for lock in locks if lock.acquire(timeout=0.1)]
+        have.set()
+        go.wait(60)
+        for lock in taken:
+            lock.release()
+
+    def note(_: object, event: str, function: Any) -> None:
+        if event == "c_call" and function.__name__ not in HARMLESS:
+            place = str(getattr(function, "__module__", None) or type(function.__self__).__module__)
+            if re.match("posix|_io|fcntl|_thread|async_io|gds|nvme_ops", place):
+                asked.append(f"{place}.{function.__name__}")
+
+    def show() -> None:
+        have.wait()
+        sys.setprofile(note)
+        text = repr(found)
+        sys.setprofile(None)
+        shown.append(text)
+
+    threads = [threading.Thread(target=each, daemon=True) for each in (hold, show)]
+    for thread in threads:
+        thread.start()
+    threads[1].join(20)
+    go.set()
+    assert shown, "it waits for a lock"
+    assert asked == []
+    threads[0].join()
+
+
+def kinds() -> Iterator[Any]:
+    for package in PACKAGES:
+        place = importlib.import_module(f"nvme_ops{package}")
+        for name in place.__all__:
+            if not (name == "NvmeCache" and importlib.util.find_spec("transformers") is None):
+                found = getattr(place, name)
+                if inspect.isclass(found) and not issubclass(found, BaseException | nvme_ops.Priority):
+                    yield found
+    yield from (storage.store.StoreFuture, data.store.Read, nvme_ops.checkpoint.background.SaveFuture, safe_open)
+
+
+def test_an_object_whose_making_failed_is_shown_and_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a debugger at an exception of ``__init__``."""
+    lost: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lost.append)
+    for kind in kinds():
+        made = kind.__new__(kind)
+        expected = {offload.Stats: "{}()", op_builder.OpBuilder: "<{} of *>"}
+        pattern = next((words for base, words in expected.items() if issubclass(kind, base)), "<{}, incomplete>")
+        assert is_like(repr(made), pattern.format(kind.__name__), Path())
+        del made
+    gc.collect()
+    assert lost == []
