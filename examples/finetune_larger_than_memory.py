@@ -36,7 +36,8 @@ def main(folder: str) -> None:
     disable_progress_bar()
     sizes: Any = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 512}
     LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, attention_dropout=0.1)).save_pretrained(folder)
-    expected = losses(adapted(LlamaForCausalLM.from_pretrained(folder).to(DEVICE)))
+    plain: Any = LlamaForCausalLM.from_pretrained(folder)
+    expected = losses(adapted(plain.to(DEVICE)))
     with offload.from_pretrained(folder, memory_budget="6M") as streamed:  # of 28 MiB
         for step, (loss, other) in enumerate(zip(losses(adapted(streamed)), expected, strict=True)):
             print(f"step {step}: loss {loss:.6f}: {'equal' if loss == other else 'DIFFERENT'}")

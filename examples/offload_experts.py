@@ -25,7 +25,8 @@ def main(folder: str) -> None:
     with torch.no_grad():
         made.model.embed_tokens.weight *= 50  # or its tokens would all be alike, and use the same experts
     made.to(torch.bfloat16).save_pretrained(folder)
-    model: Any = Qwen3MoeForCausalLM.from_pretrained(folder, experts_implementation="eager").to(DEVICE)
+    model: Any = Qwen3MoeForCausalLM.from_pretrained(folder, experts_implementation="eager")
+    model.to(DEVICE)
     nbytes = sum(weight.nbytes for weight in model.parameters())
     prompt = torch.randint(0, 512, (1, PROMPT), device=DEVICE)
     options: Any = {"max_new_tokens": NEW, "do_sample": False, "attention_mask": torch.ones_like(prompt)}

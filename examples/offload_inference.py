@@ -20,7 +20,8 @@ def main(folder: str) -> None:
     sizes: Any = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "vocab_size": 512}
     made: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, dtype="bfloat16"))
     made.to(torch.bfloat16).save_pretrained(folder)
-    model: Any = LlamaForCausalLM.from_pretrained(folder).to(DEVICE)
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    model.to(DEVICE)
     nbytes = sum(weight.nbytes for weight in model.parameters())
     prompt = torch.randint(0, 512, (2, 6), device=DEVICE)
     options: Any = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
