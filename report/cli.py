@@ -35,7 +35,7 @@ from typing import TypeAlias, cast
 
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.text import command, command_line, printable, say
+from nvme_ops.text import command, command_line, printable, say, terminal_width
 
 from . import gds, kernel, ops, storage, trial
 from .result import Checks, Json, Result, Status, run_checks
@@ -189,7 +189,7 @@ def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
             words.append(f"{op.name}: no GPU here")
         elif op.status in (Status.NO, Status.FAIL):
             ready = False
-            words.append(f"{op.name}: {op.detail}")
+            words.append(f"{op.name}: {_line(op.detail)}")
         elif op.name == "async_io":
             words.append(f"{op.name} on {chosen.detail}" if chosen else op.name)
         elif op.data.get("expected") is not None:
@@ -197,7 +197,7 @@ def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
     for folder, results in storage.items():
         for each in [each for each in results if each.status is Status.NO][:1]:
             ready = False
-            words.append(printable(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
+            words.append(_line(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
     return ready, f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
 
 
@@ -290,7 +290,9 @@ _OPTIONAL = "libaio"  # where another backend is used
 
 
 def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -> str:
-    """Returns the report as text of ``WIDTH`` columns; omits sections that are not given.
+    """Returns the report as text, as wide as the terminal and at most ``WIDTH``; only a word can be wider.
+
+    Omits sections that are not given.
 
     Args:
         about: the versions, in the first line.
@@ -310,7 +312,7 @@ def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -
     if style.fixes:
         lines += _complaints(sections, storage)
     last = _wrapped(verdict(sections, storage)[1]) if sections.get(OPS) else []
-    return "\n".join([*_painted(lines, style), LINE, *last, _MORE]) + "\n"
+    return "\n".join([*_painted(lines, style), LINE, *last, *_wrapped(_MORE)]) + "\n"
 
 
 def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
@@ -331,20 +333,20 @@ def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
         if group:
             yield from (LINE, title)
         for name, each in group:
-            yield from _wrapped(f"[{each.status.value}] {name}: {printable(each.detail)}", "  ")
+            yield from _wrapped(f"[{each.status.value}] {name}: {_line(each.detail)}", "  ")
             if each.fix not in shown:
                 yield from _command(printable(each.fix))
                 shown.add(each.fix)
 
 
 def _command(fix: str) -> Iterator[str]:
-    """Yields the lines of a command, which can be pasted even if there are several; a remark comes first."""
+    """Yields the lines of a command, which can be pasted even if there are several; then a remark, such as another."""
     words, _, remark = fix.partition("  # ")
-    if remark:
-        yield from _wrapped(f"# {remark}", "       # ", first="       ")
-    lines = textwrap.wrap(words, WIDTH - 10, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(words, _width() - 10, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield f"{'      ' if number else '  fix:'} {line}" + (" \\" if number < len(lines) - 1 else "")
+    if remark:
+        yield from _wrapped(f"# {remark}", "       # ", first="       ")
 
 
 def _folder_line(folder: str, results: Sequence[Result]) -> str:
@@ -355,9 +357,25 @@ def _folder_line(folder: str, results: Sequence[Result]) -> str:
     return _fitting(f"{printable(folder)}: [{worst.value}] {printable(words)}")
 
 
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _width() -> int:
+    return min(WIDTH, terminal_width())
+
+
 def _fitting(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    width = _width()
+    return line if len(line) <= width else f"{line[: width - 3].rpartition(' ')[0] or line[: width - 3]} ..."
 
 
 def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent or first, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        _width(),
+        initial_indent=first,
+        subsequent_indent=indent or first,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
