@@ -81,7 +81,7 @@ class Machine:
     built: bool = True  #: the op lies in OPS, which TORCH_EXTENSIONS_DIR names
     wheel: bool = False  #: the op lies in the package, at WHEEL, with its RECORD
     fresh: bool = False  #: in a process of its own from the start, for what the dynamic linker reads
-    slow: bool = False  #: the op is compiled, or torch imported
+    slow: bool = False  #: the op is compiled, torch imported, or another machine is much the same
 
 
 MACHINES = {
@@ -94,7 +94,8 @@ MACHINES = {
     "no such size": Machine(
         "NVME_OPS_POOL_BYTES='abc' is not a number of bytes", "unset NVME_OPS_POOL_BYTES", environment=ABC),
     "no such cache mode, not built": Machine(
-        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO, built=False),
+        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO, built=False,
+        slow=True),
     "no such size, not built": Machine(
         "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL_BYTES", environment=ABC, built=False, slow=True),
     "no such backend, not built": Machine(
@@ -112,7 +113,7 @@ MACHINES = {
     # The cache of ops
     "a read-only cache": Machine(
         "TORCH_EXTENSIONS_DIR cannot be written: .*Read-only file system", DIRECTORY, "read_only(OPS)", built=False),
-    "a read-only cache, built": Machine(broken="read_only(OPS)"),
+    "a read-only cache, built": Machine(broken="read_only(OPS)", slow=True),
     "another user": Machine(
         "TORCH_EXTENSIONS_DIR cannot be written: .*Permission denied|Python.h is not in", "", "become_nobody()",
         built=False),
@@ -130,17 +131,21 @@ MACHINES = {
         "TORCH_EXTENSIONS_DIR cannot be written: .*No space left", DIRECTORY, "memory(OPS, 'size=64k,mode=755')",
         built=False),
     "a cache that everybody can write to": Machine("can be written by everybody", DIRECTORY, "os.chmod(OPS, 0o777)"),
-    "a file as cache": Machine("TORCH_EXTENSIONS_DIR", DIRECTORY, environment={"TORCH_EXTENSIONS_DIR": "/dev/null"}),
+    "a file as cache": Machine(
+        "TORCH_EXTENSIONS_DIR", DIRECTORY, environment={"TORCH_EXTENSIONS_DIR": "/dev/null"}, slow=True),
     "no home, built": Machine(broken=NO_HOME),
     "no home": Machine(broken=NO_HOME, environment={"TORCH_EXTENSIONS_DIR": ""}, built=False, slow=True),
     "a damaged op": Machine("no C.. compiler was found", "", f"{LIBRARY}.write_bytes(bytes({LIBRARY}.stat().st_size))",
         NO_COMPILER),
-    "an op cut short": Machine("no C.. compiler was found", "", f"os.truncate({LIBRARY}, 4096)", NO_COMPILER),
+    "an op cut short": Machine(
+        "no C.. compiler was found", "", f"os.truncate({LIBRARY}, 4096)", NO_COMPILER, slow=True),
     # What compiles
     "no compiler": Machine("no C.. compiler was found", "g..", environment=NO_COMPILER, built=False),
     "no compiler, built": Machine(environment=NO_COMPILER),
-    "a compiler that fails": Machine("false does not work", "unset CXX", environment={"CXX": "false"}, built=False),
-    "wrong flags": Machine("no-such-flag", "unset CPPFLAGS", environment={"CXXFLAGS": "--no-such-flag"}, built=False),
+    "a compiler that fails": Machine(
+        "false does not work", "unset CXX", environment={"CXX": "false"}, built=False, slow=True),
+    "wrong flags": Machine(
+        "no-such-flag", "unset CPPFLAGS", environment={"CXXFLAGS": "--no-such-flag"}, built=False, slow=True),
     "no temporary file": Machine("File too large|temporary", "ulimit -f", NO_FILE, built=False),
     "no ninja": Machine("ninja is not installed", "install.* ninja", NO_NINJA, built=False),
     "an old torch": Machine(
@@ -157,7 +162,7 @@ MACHINES = {
         built=False, wheel=True),
     "a wheel cut short": Machine("SIGBUS", "--force-reinstall", "os.truncate(WHEEL, 1 << 16)", NO_COMPILER,
         built=False, wheel=True),
-    "a wheel, noexec": Machine("mounted noexec", "g..", "noexec(HERE)", NO_COMPILER, built=False, wheel=True),
+    "a wheel, noexec": Machine("mounted noexec", "with exec", "noexec(HERE)", NO_COMPILER, built=False, wheel=True),
     # Limits
     "no memory may be locked": Machine(
         broken="Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); become_nobody()"),
@@ -173,11 +178,11 @@ MACHINES = {
     "a folder in memory": Machine(broken="memory(FOLDER)"),
     "a full folder": Machine(
         "No space left on device", "df -h", "(memory(FOLDER, 'size=64k') / 'full').write_bytes(bytes(1 << 16))"),
-    "no inode left": Machine("No space left on device", "df -i", "memory(FOLDER, 'nr_inodes=1')"),
+    "no inode left": Machine("No space left on device", "df -i", "memory(FOLDER, 'nr_inodes=1')", slow=True),
     "a read-only folder": Machine("Read-only file system", "remount,rw", "read_only(FOLDER)"),
     "another user's folder": Machine("Permission denied", "chown", "become_nobody()"),
     "no folder": Machine("No such file|does not exist", "mkdir -p", "os.rmdir(FOLDER)"),
-    "a file as folder": Machine("[Nn]ot a directory", "--folder", "os.rmdir(FOLDER); Path(FOLDER).touch()"),
+    "a file as folder": Machine("[Nn]ot a directory", "--folder", "os.rmdir(FOLDER); Path(FOLDER).touch()", slow=True),
 }  # fmt: skip
 
 
