@@ -354,7 +354,8 @@ def _folder_line(folder: str, results: Sequence[Result]) -> str:
     worst = Status.NO if Status.NO in found else (*found, Status.OKAY)[0]
     facts: Mapping[str, str] = {each.name: each.detail for each in results}
     words = ", ".join(filter(None, (facts.get("file system", "").partition(" ")[0], facts.get("device", ""))))
-    return _fitting(f"{printable(folder)}: [{worst.value}] {printable(words)}")
+    words = next((each.detail for each in results if each.status is Status.NO), words)
+    return _fitting(f"{printable(folder)}: [{worst.value}] {_line(words)}")
 
 
 def _line(text: str) -> str:

@@ -245,6 +245,7 @@ def test_what_is_optional_is_no_complaint_and_one_fix_is_told_once() -> None:
     sections = {"ops": [ASYNC_IO], "backends": [CHOSEN]}
     for lines in (screen(sections, READ_ONLY), as_text(sections, READ_ONLY, Style()).splitlines()):
         assert lines[-2] == "NOT ready: async_io on io_uring; /mnt: is read-only"
+    assert "/mnt: [NO] is read-only" in screen(sections, READ_ONLY)
     plain, coloured = screen(sections), screen(sections, colour=True)
     assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain != coloured
 
