@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # The native module takes the place of the package nvme_ops.ops.gds, from which programs import the builder
 __all__ = ["GDSBuilder", "gds_handle"]
 
+_WITHOUT = "(aio_handle, or NVME_OPS_GDS=off, moves tensors without cuFile)"
 _PAGE = 4096  # bytes: cuFile's direct path requires addresses and offsets that are multiples of it
 
 
@@ -44,12 +45,14 @@ def opened() -> Any:
     if mode not in ("auto", "require", "off"):
         raise ValueError(f"NVME_OPS_GDS={mode!r} is not one of auto, require, off")
     builder = GDSBuilder()
-    named = bool(os.environ.get(machine.CUFILE_OVERRIDE))  # a library that the user names is not checked
-    if not (mode == "off" or named or is_ready()) and not builder.is_compatible():
-        raise RuntimeError(
-            f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n"
-            "(NVME_OPS_GDS=off moves GPU tensors without cuFile)"
-        )
+    if mode != "off" and not os.environ.get(machine.CUFILE_OVERRIDE):  # a library that the user names is not checked
+        gpu = machine.gpu(builder.host)
+        if not (gpu.found or torch.cuda.is_available()):
+            raise RuntimeError(f"gds_handle cannot work here: {gpu.missing}; fix: {gpu.fix}\n{_WITHOUT}")
+        if not is_ready() and not builder.is_compatible():
+            raise RuntimeError(
+                f"gds_handle cannot work here, so the gds op is not compiled:\n{builder.error_log}\n{_WITHOUT}"
+            )
     module: Any = builder.load()
     if mode != "off":
         if torch.cuda.is_available():

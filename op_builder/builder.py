@@ -112,17 +112,14 @@ class OpBuilder:
         return self.is_buildable(verbose)
 
     def is_buildable(self, verbose: bool = False) -> bool:  # noqa: ARG002  (for subclasses)
-        """Returns whether ``load`` can succeed: the op is built, or a working compiler and ninja are present.
+        """Returns whether ``load`` can succeed: the op is built, or ``jit.why_not_built`` returns None.
 
         On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
         ``verbose=True`` prints these.
         """
         self.built = self._find_built()
-        problem = None if self.built else finished.refusal() or None
-        if not self.built and not problem and (problem := self.toolchain_problem()):
-            problem += finished.left_out(self.name)
-        self.error_log = self.build_problem = problem
-        return problem is None
+        self.error_log = self.build_problem = None if self.built else jit.why_not_built(self)
+        return self.build_problem is None
 
     def is_loaded(self) -> bool:
         """Returns whether this process has loaded the op."""
@@ -264,27 +261,29 @@ class OpBuilder:
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
-            if self.name not in _loaded:
-                installed = self.load_prebuilt() if try_prebuilt else None
-                _loaded[self.name] = installed or self._load_built(verbose)
+            if load_finished(self, try_prebuilt) is None:
+                _loaded[self.name] = self._load_built(verbose)
             return _loaded[self.name]
 
-    def _load_built(self, verbose: bool) -> ModuleType:
+    def _load_cached(self) -> ModuleType | None:
         self.jit_mode = True
-        recipe = self.recipe()
-        entry = finished.find_cached(recipe)
-        if entry is not None:
-            try:
-                return jit.import_library(self.absolute_name(), entry.library)
-            except ImportError as error:  # for example copied from another machine
-                warn(f"the cached {self.name} op is built anew, because it cannot be loaded: {error}")
-                entry.discard()
-        if not self.is_buildable(verbose):
-            no_ninja = (self.error_log or "").startswith(NO_NINJA)
-            cause = (
-                "ninja not being installed" if no_ninja else "it not being compatible due to hardware/software issue"
-            )
-            raise RuntimeError(f"Unable to JIT load the {self.name} op due to {cause}. {self.error_log}")
+        entry = finished.find_cached(self.recipe())
+        if entry is None:
+            return None
+        try:
+            return jit.import_library(self.absolute_name(), entry.library)
+        except ImportError as error:  # for example copied from another machine
+            warn(f"the cached {self.name} op is built anew, because it cannot be loaded: {error}")
+            return None
+
+    def _load_built(self, verbose: bool) -> ModuleType:
+        if (entry := finished.find_cached(self.recipe())) is not None:  # and cannot be loaded
+            entry.discard()
+        problem = None if self.is_buildable(verbose) else self.error_log
+        if self.built:  # and cannot be loaded
+            problem = jit.why_not_built(self)
+        if problem:
+            raise RuntimeError(f"Unable to JIT load the {self.name} op: {problem}")
         started = time.monotonic()
         announce(
             f"nvme_ops: compiling the {self.name} op, once for this torch and compiler "
@@ -309,6 +308,16 @@ class OpBuilder:
         if problem:
             return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
         return machine.python_header() or (NO_NINJA if machine.ninja_directory() is None else None)
+
+
+def load_finished(builder: OpBuilder, try_prebuilt: bool = True) -> ModuleType | None:
+    """Does what ``load`` does before it compiles; None, with a warning if there is an op that does not load."""
+    with _loading:
+        if builder.name not in _loaded:
+            module = (builder.load_prebuilt() if try_prebuilt else None) or builder._load_cached()
+            if module is not None:
+                _loaded[builder.name] = module
+        return _loaded.get(builder.name)
 
 
 # The ops

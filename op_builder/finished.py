@@ -228,16 +228,22 @@ def roots() -> list[Path]:
     fallback = None if os.environ.get("TORCH_EXTENSIONS_DIR") else shared_fallback_root()
     if fallback is not None and is_private(fallback.parent) and not why_not_trusted(fallback):
         found.append(fallback)
-    return found
+    return [root for root in found if not noexec(root)]
 
 
 def refusal() -> str:
     """Returns why the folder named by ``TORCH_EXTENSIONS_DIR`` is not used, with the fix; empty if it is used."""
-    problem = why_not_a_root(default_root()) if os.environ.get("TORCH_EXTENSIONS_DIR") else ""
-    return problem and (
-        "ops are neither loaded from TORCH_EXTENSIONS_DIR nor built there, because others could change them: "
-        f"{problem}; fix: set TORCH_EXTENSIONS_DIR to a folder that only you can write to"
-    )
+    if not os.environ.get("TORCH_EXTENSIONS_DIR"):
+        return ""
+    root = default_root()
+    if problem := why_not_a_root(root):
+        return (
+            "ops are neither loaded from TORCH_EXTENSIONS_DIR nor built there, because others could change them: "
+            f"{problem}; fix: set TORCH_EXTENSIONS_DIR to a folder that only you can write to"
+        )
+    if problem := noexec(root):
+        return f"no op can be loaded from TORCH_EXTENSIONS_DIR: {problem}; fix: set it to {ELSEWHERE}"
+    return ""
 
 
 def left_out(name: str) -> str:
@@ -255,6 +261,20 @@ def why_not_a_root(root: Path) -> str:
     if not root.is_absolute():  # no HOME and no entry in the password file
         return f"{root} is not an absolute path"
     return why_not_trusted(root)
+
+
+#: The way out of a file system that is mounted noexec, as those in memory of a container are by default.
+ELSEWHERE = "a folder that is not, or mount that one with exec (in a container: --tmpfs /ops:exec)"
+
+
+def noexec(path: Path) -> str:
+    """Returns that no op can be loaded from ``path``, which need not exist, for its mount; empty if one can."""
+    for place in (path, *path.parents):
+        with contextlib.suppress(OSError):
+            return (
+                f"{place} is on a file system that is mounted noexec" if os.statvfs(place).f_flag & os.ST_NOEXEC else ""
+            )
+    return ""
 
 
 def is_private(folder: Path) -> bool:

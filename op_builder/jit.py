@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING
 from . import finished, machine
 from .console import usable_streams, warn
 from .finished import CacheEntry
-from .recipe import Recipe
+from .recipe import Recipe, old_torch
 
 if TYPE_CHECKING:
     from .builder import OpBuilder
@@ -43,6 +43,9 @@ BUILD_ALL = "NVME_BUILD_OPS"
 
 _NO_LOCKS_HERE = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a lock that is not this user's
+
+#: Bytes that a build writes, at least: object files and the op.
+_ROOM = 4 << 20
 
 #: What a build leaves behind beside the op.
 _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
@@ -162,7 +165,12 @@ def import_library(name: str, library: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, library, loader=loader)
     if spec is None:
         raise ImportError(f"{library} is not a module that Python can load", name=name, path=str(library))
-    module = importlib.util.module_from_spec(spec)
+    try:
+        module = importlib.util.module_from_spec(spec)
+    except ImportError as error:  # the linker's words do not say why the kernel refused
+        if problem := finished.noexec(library):
+            raise ImportError(f"{error}: {problem}", name=name, path=str(library)) from None
+        raise
     package, _, last = name.rpartition(".")
     parent = importlib.import_module(package) if package else None
     sys.modules[name] = module
@@ -209,6 +217,20 @@ def _essence(output: str, limit: int = 60) -> str:
     return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))
 
 
+def why_not_built(op: OpBuilder) -> str | None:
+    """Returns why ``op`` could not be built just in time, with the fix; None if it could.
+
+    It needs a torch that is not too old, a working compiler, ninja, and a folder in which ops can be built, and from
+    which they can be loaded.
+    """
+    if refused := finished.refusal() or old_torch():
+        return refused
+    if lacking := op.toolchain_problem():
+        return lacking + finished.left_out(op.name)
+    root, problem = usable_root()
+    return problem if root is None else None
+
+
 # Ahead of time
 
 
@@ -253,7 +275,7 @@ def obstacle(op: OpBuilder) -> str | None:
             f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools, wheel "
             "and ninja first, then run: pip install --no-build-isolation ..."
         )
-    return op.toolchain_problem() if op.is_buildable() else op.error_log
+    return old_torch() or op.toolchain_problem()
 
 
 # The cache: who builds an entry, and where
@@ -360,43 +382,58 @@ def writable_root() -> Path:
     """Returns the root to build in.
 
     A folder named by ``TORCH_EXTENSIONS_DIR`` is used or refused. Torch's default one is replaced by a private folder
-    under /tmp where it cannot be written, or others can write to it, with a warning.
+    under /tmp where it cannot be used, with a warning.
 
     Raises:
-        RuntimeError: no folder can be written, or only folders that others can write to.
+        RuntimeError: there is none; ``usable_root`` says why.
+    """
+    root, problem = usable_root()
+    if root is None:
+        raise RuntimeError(problem)
+    if problem:
+        warn(f"compiled ops are kept in {root}, because: {problem}. TORCH_EXTENSIONS_DIR names another folder.")
+    return root
+
+
+def usable_root() -> tuple[Path | None, str]:
+    """Returns the root to build in, and why it is not the first choice; else None, and the reason with its fix.
+
+    A root can be written, others cannot write to it, and what is in it can be loaded.
     """
     root = finished.default_root()
     problem = _why_not_usable(root)
     if not problem:
-        return root
+        return root, ""
     if os.environ.get("TORCH_EXTENSIONS_DIR"):
-        raise RuntimeError(
-            finished.refusal() or f"TORCH_EXTENSIONS_DIR cannot be written: {problem}. Set it to a folder that can."
+        refused = (
+            f"TORCH_EXTENSIONS_DIR cannot be written: {problem}; fix: set TORCH_EXTENSIONS_DIR to a folder that can"
         )
+        return None, finished.refusal() or refused
     fallback = finished.shared_fallback_root()
     trouble = "there is no folder for temporary files" if fallback is None else _why_no_fallback(fallback)
     if fallback is None or trouble:
-        raise RuntimeError(
-            f"no folder for compiled ops can be written: {problem}; {trouble}. "
-            "Set TORCH_EXTENSIONS_DIR to a folder that can, and that others cannot write to."
+        return None, (
+            f"there is no folder for compiled ops: {problem}; {trouble}; fix: set TORCH_EXTENSIONS_DIR to a folder "
+            "that you can write to, others cannot, and that is not mounted noexec (in a container: --tmpfs /ops:exec)"
         )
-    warn(f"compiled ops are kept in {fallback}, because: {problem}. TORCH_EXTENSIONS_DIR names another folder.")
-    return fallback
+    return fallback, problem
 
 
 def _why_not_usable(root: Path) -> str:
     """Returns why nothing can be built in ``root``, which is made; an empty string if it can."""
-    return finished.why_not_a_root(root) or _why_not_writable(root) or finished.why_not_trusted(root)  # now it is there
+    problem = finished.why_not_a_root(root) or finished.noexec(root) or _why_not_writable(root)
+    return problem or finished.why_not_trusted(root)  # now it is there
 
 
 def _why_not_writable(root: Path) -> str:
-    """Returns the system's reason why a file cannot be made in ``root``; an empty string if one can."""
+    """Returns the system's reason why ``root`` has no place for an op; an empty string if it has."""
     try:
         finished.make_folder(root)
-        with tempfile.TemporaryFile(dir=root):
-            return ""
+        with tempfile.TemporaryFile(dir=root) as file:
+            os.posix_fallocate(file.fileno(), 0, _ROOM)
+        return ""
     except OSError as error:
-        return str(error)
+        return str(error) if error.filename else f"{error}: '{root}'"
 
 
 def _why_no_fallback(fallback: Path) -> str:

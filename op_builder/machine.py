@@ -7,6 +7,7 @@ read-only folders.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import json
@@ -67,8 +68,19 @@ _HERE = Host()
 
 
 def environment_flags(*names: str) -> list[str]:
-    """Returns the flags in environment variables, for example ``environment_flags("CFLAGS")``."""
-    return [flag for name in names for flag in shlex.split(os.environ.get(name, ""))]
+    """Returns the words in environment variables, for example ``environment_flags("CFLAGS")``.
+
+    Raises:
+        ValueError: a quotation has no end.
+    """
+    words: list[str] = []
+    for name in names:
+        value = os.environ.get(name, "")
+        try:
+            words += shlex.split(value)
+        except ValueError as error:
+            raise ValueError(f"{name}={value!r} cannot be split into words: {error}") from None
+    return words
 
 
 def compile_flags() -> list[str]:
@@ -105,7 +117,7 @@ class Compiler:
 
 def find_compiler() -> Compiler | None:
     """Returns the compiler that a build would use: ``CXX``, else the first of ``DEFAULT_COMMANDS`` on the PATH."""
-    chosen = shlex.split(os.environ.get("CXX", ""))
+    chosen = environment_flags("CXX")
     for command in [chosen] if chosen else map(shlex.split, DEFAULT_COMMANDS):
         if shutil.which(command[0]) is not None:
             return Compiler(tuple(command), "; ".join(filter(None, map(_describe, command))))
@@ -236,7 +248,7 @@ def ninja_directory() -> str | None:
 def python_header() -> str | None:
     """Returns why an extension module cannot be compiled for this Python, with the fix; None if it can."""
     include = sysconfig.get_path("include")
-    if Path(include, "Python.h").is_file():
+    if os.path.isfile(f"{include}/Python.h"):  # a folder that may not be looked into is none
         return None
     package = f"python{sys.version_info.major}.{sys.version_info.minor}-dev"
     return f"Python.h is not in {include}; install the headers of this Python (apt-get install {package})"
@@ -317,7 +329,8 @@ def wheel_folders(kind: str) -> Iterator[Path]:
     """Yields the ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13``, in old ones ``nvidia/cufile``."""
     for entry in sys.path:
         for pattern in ("cu[0-9]*", "cufile"):
-            yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
+            with contextlib.suppress(OSError):  # a folder that this user may not look into
+                yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
 
 
 def cufile_candidates(host: Host = _HERE) -> Iterator[tuple[str, Path]]:

@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import platform
 import shlex
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,9 @@ LAYERS = ("base", "backends", "engine", "binding")
 #: share, so this takes a third of it; the groups are compiled side by side. Files of a group must not define the same
 #: name twice, not even in unnamed namespaces (they are then compiled one by one, and a test fails).
 UNITED = (("base", "backends", "engine"), ("binding",))
+
+#: The oldest torch whose headers the ops compile with.
+LEAST_TORCH = "2.4"
 
 #: Beginnings of the names of files that belong to one op alone; all others belong to every op.
 OWN = {"async_io": ("async_io",), "gds": ("gds", "cufile")}
@@ -114,6 +118,18 @@ def runtime() -> dict[str, str]:
         "python": importlib.machinery.EXTENSION_SUFFIXES[0],  # implementation, version, ABI and platform in one word
         "machine": platform.machine(),
     }
+
+
+def old_torch(version: str = "") -> str:
+    """Returns that this version of torch, or the installed one, is too old, with the fix; empty if it is not."""
+    import torch
+    from packaging.version import Version
+
+    version = version or str(torch.__version__)
+    if Version(version).release >= Version(LEAST_TORCH).release:  # a nightly of it will do
+        return ""
+    pip = f"{shlex.quote(sys.executable)} -m pip"
+    return f"torch {version} is older than {LEAST_TORCH}; fix: {pip} install --upgrade torch"
 
 
 def requirement() -> str:

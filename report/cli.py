@@ -1,9 +1,10 @@
 """Shows which ops are installed or can be built here, and what affects them.
 
 Also which backend they would use, why the others are not usable, and what else
-on this machine matters. Every warning ends with the command that fixes it. No
-op is compiled, nothing is installed or changed, cuFile's driver is not opened
-unless --open-driver asks for it.
+on this machine matters. An op that is built is tried: a handle writes a page
+and reads it back. Every warning ends with the command that fixes it. No op is
+compiled, nothing is installed or changed, cuFile's driver is not opened unless
+--open-driver asks for it.
 
 for example:
   nvme-report                      the report, on one screen
@@ -32,12 +33,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
 
-from nvme_ops.op_builder import ALL_OPS
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.text import command, command_line, printable, say
+from nvme_ops.text import command, command_line, printable, say, terminal_width
 
-from . import gds, kernel, ops, storage
+from . import gds, kernel, ops, storage, trial
 from .result import Checks, Json, Result, Status, run_checks
+from .trial import Attempt
 
 
 def parser() -> argparse.ArgumentParser:
@@ -60,10 +62,16 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ...]]:
-    """Runs every check that needs no folder; section name -> results. Opens cuFile only if ``open_driver``."""
-    rows = run_checks({name: partial(ops.row, builder) for name, builder in ALL_OPS.items()})
+def collect(host: Host, open_driver: bool = False, handle: Attempt | None = None) -> dict[str, tuple[Result, ...]]:
+    """Runs every check that needs no folder; section name -> results. Opens cuFile only if ``open_driver``.
+
+    ``handle`` is what came of trying one, which is tried here otherwise.
+    """
+    handle = handle or try_handle()
+    tried = {AsyncIOBuilder.NAME: handle}
+    rows = run_checks({name: partial(ops.row, builder, tried.get(name)) for name, builder in ALL_OPS.items()})
     built = ops.all_built()
+    backends, cufile = kernel.backends(host, handle), gds.section(host)
     environment: Checks = {
         "torch": ops.torch,
         "nvme_ops": ops.package,
@@ -82,11 +90,16 @@ def collect(host: Host, open_driver: bool = False) -> dict[str, tuple[Result, ..
     }
     return {
         "build": run_checks({"ninja": ops.ninja}),
-        "ops": rows,
-        "backends": kernel.backends(host, built),
-        "cufile": gds.section(host) + (run_checks({"cuFile driver": gds.open_driver}) if open_driver else ()),
+        "ops": tuple(ops.judged_with(result, (*backends, *cufile)) for result in rows),
+        "backends": backends,
+        "cufile": cufile + (run_checks({"cuFile driver": gds.open_driver}) if open_driver else ()),
         "environment": run_checks(environment),
     }
+
+
+def try_handle(folders: Sequence[str] = ()) -> Attempt:
+    """Returns what came of making a handle, and of writing and reading a page, also in each of ``folders``."""
+    return Attempt() if ops.torch_problem() else trial.attempt(ALL_OPS[AsyncIOBuilder.NAME], folders)
 
 
 @command("nvme-report")
@@ -95,8 +108,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     host = Host()
     with contextlib.redirect_stdout(sys.stderr):  # what an import prints must not get into the report
-        sections = collect(host, options.open_driver)
-        folders = {folder: storage.inspect(host, folder) for folder in options.folder}
+        handle = try_handle(options.folder)
+        sections = collect(host, options.open_driver, handle)
+        folders = {folder: storage.inspect(host, folder, handle) for folder in options.folder}
     unusable = ops.unusable(sections["ops"], options.strict or ())
     if options.json:
         text = as_json(ops.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
@@ -113,7 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.strict is None:
         return 0
     bad = [(op.name, op) for op in unusable]
-    bad += [(folder, each) for folder, results in folders.items() for each in results if each.status is Status.NO]
+    for folder, results in folders.items():
+        bad += [(folder, each) for each in results if each.status is Status.NO][:1]
     for name, result in bad:
         say(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}")
     return 1 if bad else 0
@@ -163,18 +178,18 @@ def as_text(sections: Sections, storage: Sections, style: Style) -> str:
             lines += more if name == CUFILE and not _has_gpu(sections) else _painted(more, style)
     for folder, results in storage.items():
         lines += [LINE, f"Storage at {printable(folder)}:", LINE, *_painted(result_lines(results, style), style)]
-    return "\n".join([*lines, LINE, *([verdict(sections, storage)] if sections.get(OPS) else []), LINE]) + "\n"
+    return "\n".join([*lines, LINE, *([verdict(sections, storage)[1]] if sections.get(OPS) else []), LINE]) + "\n"
 
 
-def verdict(sections: Sections, storage: Sections) -> str:
-    """Returns one line: what can be used here, and how, or what cannot, be it a folder."""
+def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
+    """Returns whether all can be used here, and one line: how, or what cannot, be it a folder."""
     words, ready, chosen = [], True, _chosen(sections)
     for op in sections.get(OPS, ()):
         if not op.data.get("expected", True):
             words.append(f"{op.name}: no GPU here")
         elif op.status in (Status.NO, Status.FAIL):
             ready = False
-            words.append(f"{op.name}: {op.detail}")
+            words.append(f"{op.name}: {_line(op.detail)}")
         elif op.name == "async_io":
             words.append(f"{op.name} on {chosen.detail}" if chosen else op.name)
         elif op.data.get("expected") is not None:
@@ -182,8 +197,8 @@ def verdict(sections: Sections, storage: Sections) -> str:
     for folder, results in storage.items():
         for each in [each for each in results if each.status is Status.NO][:1]:
             ready = False
-            words.append(printable(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
-    return f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
+            words.append(_line(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
+    return ready, f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
 
 
 def _chosen(sections: Sections) -> Result | None:
@@ -247,10 +262,12 @@ def _painted(lines: Iterable[str], style: Style) -> Iterable[str]:
 
 
 def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: Sections) -> str:
-    """Returns one JSON document: every result under its section and name, fixes included."""
+    """Returns one JSON document: the verdict, and every result under its section and name, fixes included."""
+    ready, text = verdict(sections, storage)
     document: dict[str, Json] = {
         "schema": 1,
         "version": version,
+        "verdict": {"ready": ready, "text": text},
         "unusable_ops": list(unusable),
         "sections": {name: _results(results) for name, results in sections.items()},
         "storage": {folder: _results(results) for folder, results in storage.items()},
@@ -273,7 +290,9 @@ _OPTIONAL = "libaio"  # where another backend is used
 
 
 def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -> str:
-    """Returns the report as text of ``WIDTH`` columns; omits sections that are not given.
+    """Returns the report as text, as wide as the terminal and at most ``WIDTH``; only a word can be wider.
+
+    Omits sections that are not given.
 
     Args:
         about: the versions, in the first line.
@@ -292,8 +311,8 @@ def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -
     lines += [_folder_line(folder, results) for folder, results in storage.items()]
     if style.fixes:
         lines += _complaints(sections, storage)
-    last = _wrapped(verdict(sections, storage)) if sections.get(OPS) else []
-    return "\n".join([*_painted(lines, style), LINE, *last, _MORE]) + "\n"
+    last = _wrapped(verdict(sections, storage)[1]) if sections.get(OPS) else []
+    return "\n".join([*_painted(lines, style), LINE, *last, *_wrapped(_MORE)]) + "\n"
 
 
 def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
@@ -314,20 +333,20 @@ def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
         if group:
             yield from (LINE, title)
         for name, each in group:
-            yield from _wrapped(f"[{each.status.value}] {name}: {printable(each.detail)}", "  ")
+            yield from _wrapped(f"[{each.status.value}] {name}: {_line(each.detail)}", "  ")
             if each.fix not in shown:
                 yield from _command(printable(each.fix))
                 shown.add(each.fix)
 
 
 def _command(fix: str) -> Iterator[str]:
-    """Yields the lines of a command, which can be pasted even if there are several; a remark comes first."""
+    """Yields the lines of a command, which can be pasted even if there are several; then a remark, such as another."""
     words, _, remark = fix.partition("  # ")
-    if remark:
-        yield from _wrapped(f"# {remark}", "       # ", first="       ")
-    lines = textwrap.wrap(words, WIDTH - 10, break_long_words=False, break_on_hyphens=False)
+    lines = textwrap.wrap(words, _width() - 10, break_long_words=False, break_on_hyphens=False)
     for number, line in enumerate(lines):
         yield f"{'      ' if number else '  fix:'} {line}" + (" \\" if number < len(lines) - 1 else "")
+    if remark:
+        yield from _wrapped(f"# {remark}", "       # ", first="       ")
 
 
 def _folder_line(folder: str, results: Sequence[Result]) -> str:
@@ -335,12 +354,29 @@ def _folder_line(folder: str, results: Sequence[Result]) -> str:
     worst = Status.NO if Status.NO in found else (*found, Status.OKAY)[0]
     facts: Mapping[str, str] = {each.name: each.detail for each in results}
     words = ", ".join(filter(None, (facts.get("file system", "").partition(" ")[0], facts.get("device", ""))))
-    return _fitting(f"{printable(folder)}: [{worst.value}] {printable(words)}")
+    words = next((each.detail for each in results if each.status is Status.NO), words)
+    return _fitting(f"{printable(folder)}: [{worst.value}] {_line(words)}")
+
+
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _width() -> int:
+    return min(WIDTH, terminal_width())
 
 
 def _fitting(line: str) -> str:
-    return line if len(line) <= WIDTH else f"{line[: WIDTH - 3]}..."
+    width = _width()
+    return line if len(line) <= width else f"{line[: width - 3].rpartition(' ')[0] or line[: width - 3]} ..."
 
 
 def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=first, subsequent_indent=indent or first, break_on_hyphens=False)
+    return textwrap.wrap(
+        text,
+        _width(),
+        initial_indent=first,
+        subsequent_indent=indent or first,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

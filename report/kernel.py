@@ -10,15 +10,16 @@ import platform
 import re
 import resource
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvme_ops.op_builder.finished import Built
+from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.text import MIB, size_words
 
 from . import ops
 from .result import Json, Result, Status, judged, run_checks, symbol
+from .trial import Attempt
 
 ORDER = ("io_uring", "libaio", "threads")  # as in csrc/backends/registry.cpp
 OVERRIDE = "NVME_OPS_BACKEND"
@@ -158,23 +159,40 @@ def libaio_name() -> str | None:
 # The backends
 
 
-def backends(host: Host, built: Mapping[str, Built]) -> tuple[Result, ...]:
-    """Checks every backend, in order of preference; the last result is the one that a handle would choose."""
-    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": lambda: libaio(built)})
+def backends(host: Host, tried: Attempt | None) -> tuple[Result, ...]:
+    """Checks every backend, in order of preference; the last result is the one that a handle would choose.
+
+    What the op itself has ``tried`` is what counts.
+    """
+    results = run_checks({"io_uring": lambda: io_uring(host), "libaio": libaio})
     results += (Result("threads", Status.OKAY, "pread and pwrite, always there"),)
+    if tried is not None and tried.backends:
+        results = tuple(_as_tried(result, tried.backends[result.name]) for result in results)
     return results + run_checks({"chosen": lambda: chosen(results)})
 
 
-def libaio(built: Mapping[str, Built]) -> Result:
-    """Checks whether the op was, or would be, compiled with libaio, the library, and the kernel's AIO."""
-    compiled_in, library = ops.has_libaio(built), libaio_name()
+def _as_tried(result: Result, reason: str | None) -> Result:
+    left_out = reason is not None and "built without" in reason
+    data = {**result.data, "compiled_in": not left_out} if result.name == "libaio" else result.data
+    if reason is None:
+        words = result.detail if result.status is Status.OKAY else "works in the op"
+        return Result(result.name, Status.OKAY, words, data=data)
+    if result.status is not Status.OKAY and not left_out:
+        return result  # which says more
+    fix = f"{ops.rebuild_command(AsyncIOBuilder())}  # or install a wheel that was made where libaio.h is"
+    return Result(result.name, Status.NO, reason.partition(" (")[0], fix if left_out else f"unset {OVERRIDE}", data)
+
+
+def libaio() -> Result:
+    """Checks whether the op would be compiled with libaio, the library, and the kernel's AIO."""
+    compiled_in, library = ops.would_have_libaio(), libaio_name()
     if compiled_in and library:
         words, fix = aio_context()
         words = words or f"{library}, io_setup succeeds"
     else:
         words, fix = f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio")
         if not compiled_in:
-            words = "libaio.h was not found when the op was compiled" if library else "libaio is not installed"
+            words = "libaio.h is not found, so the op is compiled without" if library else "libaio is not installed"
     return judged("libaio", words, fix, {"compiled_in": compiled_in, "library": library}, bad=Status.NO)
 
 
@@ -185,7 +203,7 @@ def chosen(results: Sequence[Result]) -> Result:
     data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
     if wanted and wanted != "auto" and wanted not in usable:
         why = "is not usable here" if wanted in ORDER else f"is not one of auto, {', '.join(ORDER)}"
-        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted} {why}", f"unset {OVERRIDE}", data)
+        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted!r} {why}", f"unset {OVERRIDE}", data)
     named = wanted in usable
     data["backend"] = backend = wanted if named else usable[0]
     last = backend == ORDER[-1] and not named

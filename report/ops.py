@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import importlib
 import os
@@ -17,17 +16,22 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, finished, machine, recipe
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, finished, jit, machine, recipe
 from nvme_ops.op_builder.finished import Built
 from nvme_ops.op_builder.machine import Host
 
-from .result import Json, Result, Status, judged
+from . import trial
+from .result import FIXES, Json, Result, Status, judged
+from .trial import Attempt, Failure
 
 _HAVE_LIBAIO = "-DNVME_OPS_HAVE_LIBAIO=1"
 
 
-def row(builder: OpBuilder) -> Result:
-    """Reports whether an op is installed ahead of time, and whether it can be loaded and used."""
+def row(builder: OpBuilder, tried: Attempt | None = None) -> Result:
+    """Reports whether an op is installed ahead of time, and whether it can be loaded and used.
+
+    ``tried`` is what came of trying it; without it the op is loaded in another process here.
+    """
     name = builder.name
     present = finished.find_prebuilt(name)
     expected = not isinstance(builder, GDSBuilder) or bool(machine.gpu(builder.host).found)  # most machines lack a GPU
@@ -36,56 +40,58 @@ def row(builder: OpBuilder) -> Result:
     broken = torch_problem()
     if broken is not None:
         return Result(name, Status.NO, f"torch: {broken.detail}", broken.fix, data)
-    misfit = _misfit(builder, present) if present is not None else ""
+    tried = tried or (trial.attempt(builder) if expected or present else Attempt())
+    if tried.problem is not None:
+        words, _, fix = tried.problem.words.partition("; fix: ")
+        return Result(name, Status.NO, words, fix or fix_for(tried.problem) or rebuild_command(builder), data)
     compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
     found = builder.built  # an op that is compiled needs no compiler
-    reason = ""
-    if builder.build_problem:
-        reason = builder.build_problem
-    elif misfit and not builder.is_cached():
-        reason = builder.toolchain_problem() or ""
-    if reason:
-        words = f"the prebuilt op does not fit ({misfit}), and {reason}" if misfit else reason
-        fix = "unset TORCH_EXTENSIONS_DIR  # or name a folder that only you can write to" if finished.refusal() else ""
-        return Result(name, Status.NO, words.partition("; fix: set TORCH")[0], fix or _build_fix(), data)
+    obstacle = None if tried.loaded else builder.build_problem if found is None else jit.why_not_built(builder)
+    if obstacle:
+        words, _, fix = obstacle.partition("; fix: ")
+        unused = "".join(f"; {each.partition(';')[0]}" for each in tried.warnings)
+        return Result(name, Status.NO, f"{words}{unused}", _build_fix(words, fix), data)
     if not compatible:
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
         data["warnings"] = [words for words, _, _ in parts]
         return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
+    if not tried.loaded and name == AsyncIOBuilder.NAME and (wrong := trial.wrong_setting()):
+        return Result(name, Status.NO, wrong, fix_for(Failure(wrong)), data)
     data["compatible"] = True
-    data["compiled"] = None if found is None else found.how
-    warnings, fix = _missing(builder)
-    if misfit:
-        warnings.insert(0, f"the prebuilt {name} op is not used, it is built just in time instead: {misfit}")
-        pip = f"{sys.executable} -m pip install --force-reinstall --no-build-isolation"
-        fix = f"{builder.BUILD_VAR}=1 {pip} {recipe.requirement()}"
+    data["compiled"] = None if found is None or not tried.loaded else found.how
+    warnings, fix = _missing(builder, tried.loaded)
+    works = all("libaio" in each for each in warnings)  # equally well, on another backend
+    if tried.warnings:
+        warnings, fix, works = [*tried.warnings, *warnings], rebuild_command(builder), False
     data["warnings"] = warnings
     if warnings:
-        works = not misfit and all("libaio" in each for each in warnings)  # equally well, on another backend
         return Result(name, Status.OKAY if works else Status.WARNING, warnings[0], fix, data)
     return Result(name, Status.OKAY, data=data)
 
 
-def _missing(builder: OpBuilder) -> tuple[list[str], str]:
+def _missing(builder: OpBuilder, loaded: bool) -> tuple[list[str], str]:
     """Returns the builder's warnings about what the op could also use, and the command that installs it."""
     parts = [warning.partition("; fix: ") for warning in builder.warnings]
+    if loaded:  # libaio's header is of no use to it
+        parts = [part for part in parts if "libaio" not in part[0]]
     warnings = [words for words, _, _ in parts]
     if any("libaio" in words for words in warnings):
         return warnings, install_command("libaio")
     return warnings, next((fix for _, _, fix in parts if fix), "".join(warnings[-1:]))
 
 
-def _misfit(builder: OpBuilder, present: Built) -> str:
-    return finished.mismatch(present, builder.recipe().requirements()) or _why_not_loadable(present.library)
+def rebuild_command(builder: OpBuilder) -> str:
+    """Returns the command that installs the package again, with this op compiled for this machine."""
+    pip = f"{sys.executable} -m pip install --force-reinstall --no-build-isolation"
+    return f"{builder.BUILD_VAR}=1 {pip} {recipe.requirement()}"
 
 
-def _why_not_loadable(library: Path) -> str:
-    """Returns the dynamic linker's error, with torch loaded so that its libraries are found; initializes no module."""
-    try:
-        ctypes.CDLL(str(library), mode=os.RTLD_LOCAL | os.RTLD_NOW)
-    except OSError as error:
-        return str(error)
-    return ""
+def fix_for(failure: Failure) -> str:
+    """Returns the command against a failure of a handle; an empty string if none is known."""
+    named = [name for name in re.findall(r"\b([A-Z_]+)=", failure.words) if os.environ.get(name)]
+    if re.search("^the [a-z_]+ backend is not usable", failure.words):
+        named.append("NVME_OPS_BACKEND")
+    return f"unset {named[0]}" if named else FIXES.get(failure.errno or 0, "")
 
 
 def if_needed(check: Callable[[], Result], built: Mapping[str, Built]) -> Result:
@@ -97,8 +103,19 @@ def if_needed(check: Callable[[], Result], built: Mapping[str, Built]) -> Result
     return replace(found, status=Status.INFO, detail=words, fix="")
 
 
-def _build_fix() -> str:
-    """Returns the command for the first thing that a build lacks."""
+def _build_fix(problem: str = "", fix: str = "") -> str:
+    """Returns the command for what a build lacks: by its ``problem``, else for the first thing that is missing."""
+    if "TORCH_EXTENSIONS_DIR" in f"{problem}{fix}":
+        how = fix.removeprefix("set it to ").removeprefix("set TORCH_EXTENSIONS_DIR to ")
+        named = os.environ.get("TORCH_EXTENSIONS_DIR")
+        return f"unset TORCH_EXTENSIONS_DIR  # or name {how}" if named else f"export TORCH_EXTENSIONS_DIR=...  # {how}"
+    if problem.startswith("torch "):
+        return fix
+    if "No usable temporary directory" in problem:
+        return "export TMPDIR=...  # a folder that you can write to"
+    for code, command in FIXES.items():
+        if f"[Errno {code}]" in problem:
+            return command
     for result in (compiler(), python_headers(), ninja()):
         if result.status in (Status.NO, Status.FAIL):
             return result.fix
@@ -114,11 +131,9 @@ def all_built() -> dict[str, Built]:
     return {name: builder.built for name, builder in ALL_OPS.items() if builder.built is not None}
 
 
-def has_libaio(built: Mapping[str, Built]) -> bool:
-    """Returns whether ``async_io`` was compiled with libaio's header, or would be."""
-    name = AsyncIOBuilder.NAME
-    flags = built[name].record.get("cxx_args") if name in built else ALL_OPS[name].cxx_args()
-    return isinstance(flags, list) and _HAVE_LIBAIO in flags
+def would_have_libaio() -> bool:
+    """Returns whether ``async_io`` would be compiled with libaio's header."""
+    return _HAVE_LIBAIO in ALL_OPS[AsyncIOBuilder.NAME].cxx_args()
 
 
 def compiled_with(built: Mapping[str, Built]) -> list[Result]:
@@ -132,6 +147,15 @@ def compiled_with(built: Mapping[str, Built]) -> list[Result]:
         data |= {key: str(record.get(key)) for key in ("torch", "cuda", "hip", "cxx11_abi", "compiler", "machine")}
         results.append(Result(f"{name} compiled with", Status.INFO, words, data=data))
     return results
+
+
+def judged_with(op: Result, others: Sequence[Result]) -> Result:
+    """Returns the result of an op, or that it cannot be used where what decides it in ``others`` says so."""
+    decides = {AsyncIOBuilder.NAME: "chosen", GDSBuilder.NAME: "path of GPU tensors"}[op.name]
+    bad = [each for each in others if each.name == decides and each.status is Status.NO]
+    if op.status in (Status.NO, Status.FAIL) or not bad:
+        return op
+    return replace(op, status=Status.NO, detail=bad[0].detail, fix=bad[0].fix, data={**op.data, "compatible": False})
 
 
 def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Result]:
@@ -237,7 +261,6 @@ def _answer(command: Sequence[str]) -> tuple[str, str]:
 
 # PyTorch as installed, and this package
 
-LEAST_TORCH = "2.4"
 # Imported with this module; the package's capabilities must not be.
 _PACKAGE = sys.modules[__name__.partition(".")[0]]
 PACKAGE_VERSION = str(getattr(_PACKAGE, "__version__", "unknown"))
@@ -294,13 +317,8 @@ def torch() -> list[Result]:
 
 def torch_version(version: str) -> Result:
     """Reports torch's version, and whether it is new enough."""
-    from packaging.version import Version  # in the check, which fails alone where this is missing
-
-    old = Version(version).release < Version(LEAST_TORCH).release  # a nightly of it will do
-    words, fix = f"{version}, older than {LEAST_TORCH}", f"{_INSTALL_TORCH} --upgrade"
-    return judged(
-        "torch version", words if old else version, fix if old else "", {"version": version}, good=Status.INFO
-    )
+    old, _, fix = recipe.old_torch(version).partition("; fix: ")
+    return judged("torch version", old or version, fix, {"version": version}, good=Status.INFO)
 
 
 def package() -> list[Result]:

@@ -42,9 +42,9 @@ class Result:
     data: Mapping[str, Json] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        """Refuses a complaint without a fix, so that no check can forget one."""
-        if self.status.needs_fix and not self.fix:
-            raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no fix")
+        """Refuses a complaint without a reason or a fix, so that no check can forget one."""
+        if self.status.needs_fix and not (self.detail.strip() and self.fix.strip()):
+            raise ValueError(f"result {self.name!r} is [{self.status.value}] and names no reason or no fix")
 
 
 def judged(
@@ -58,6 +58,15 @@ def symbol(error: OSError) -> str:
     """Returns the name of an errno, for example ``ENOENT``."""
     return errno.errorcode.get(error.errno or 0, str(error.errno))
 
+
+#: The command against an error, wherever it is met.
+FIXES = {
+    errno.EMFILE: "ulimit -n 65536",
+    errno.EFBIG: "ulimit -f unlimited",
+    errno.ENOMEM: "ulimit -v unlimited",
+    errno.EAGAIN: "ulimit -u unlimited  # processes and threads",
+    errno.ENOSPC: 'df -h "${TMPDIR:-/tmp}"; df -i "${TMPDIR:-/tmp}"  # then make room',
+}
 
 Checks: TypeAlias = Mapping[str, Callable[[], Result | Sequence[Result]]]
 
@@ -81,7 +90,8 @@ def _failed(name: str, error: BaseException) -> Result:
         words = f"cannot read {path}: {os.strerror(error.errno or 0)}"
         return Result(name, Status.WARNING, words, _unreadable_fix(error, path), data)
     fix = "the check itself failed: report this line with the output of `nvme-report --json` as a bug of nvme_ops"
-    return Result(name, Status.FAIL, f"{type(error).__name__}: {error}", fix, data)
+    known = FIXES.get(error.errno or 0) if isinstance(error, OSError) else None
+    return Result(name, Status.FAIL, f"{type(error).__name__}: {error}", known or fix, data)
 
 
 def _unreadable_fix(error: OSError, path: str) -> str:

@@ -16,16 +16,19 @@ from nvme_ops.storage.device import MEMORY, NETWORK, Device, Mount, devices_unde
 from nvme_ops.text import GIB, size_words
 
 from . import kernel
-from .result import Checks, Json, Result, Status, judged, run_checks, symbol
+from .result import FIXES, Checks, Json, Result, Status, judged, run_checks, symbol
+from .trial import Attempt, Failure
 
 _LIST_DISKS = "lsblk -d -o NAME,ROTA,TRAN,MODEL,SIZE  # then choose a folder on an NVMe device"
 
 
-def inspect(host: Host, folder: str) -> tuple[Result, ...]:
-    """Runs every check of a folder; only the first one if it is not a folder."""
+def inspect(host: Host, folder: str, tried: Attempt | None = None) -> tuple[Result, ...]:
+    """Runs every check of a folder; only the first one if it is not a folder. ``tried`` has what a handle did there."""
     first = run_checks({"directory": lambda: _directory(host, folder)})
     if not os.path.isdir(folder):
         return first
+    if tried is not None and folder in tried.folders and first[0].status is Status.OKAY:
+        first += run_checks({"page": lambda: _page(host, folder, tried.folders[folder])})
     checks: Checks = {
         "file system": lambda: _file_system(host, folder),
         "O_DIRECT": lambda: _direct(host, folder),
@@ -56,6 +59,18 @@ def _directory(host: Host, folder: str) -> Result:
     return Result(name, Status.OKAY, f"{folder}, writable", data=data)
 
 
+def _page(host: Host, folder: str, failure: Failure | None) -> Result:
+    if failure is None:
+        return Result("page", Status.OKAY, "a handle wrote one and read it back")
+    error = OSError(failure.errno, failure.words)
+    return Result(
+        "page",
+        Status.NO,
+        f"a handle cannot write one and read it back: {failure.words}",
+        _write_fix(host, folder, error),
+    )
+
+
 def _write_fix(host: Host, folder: str, error: OSError) -> str:
     quoted = shlex.quote(folder)
     if error.errno == errno.EROFS:
@@ -63,7 +78,7 @@ def _write_fix(host: Host, folder: str, error: OSError) -> str:
         return f"mount -o remount,rw {shlex.quote(mount.point) if mount else quoted}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"df -h {quoted}; df -i {quoted}  # then make room"
-    return f'sudo chown "$USER" {quoted}  # or choose a folder that you may write to'
+    return FIXES.get(error.errno or 0) or f'sudo chown "$USER" {quoted}  # or choose a folder that you may write to'
 
 
 def _file_system(host: Host, folder: str) -> Result:
@@ -84,7 +99,7 @@ def _direct(host: Host, folder: str) -> list[Result]:
         return [Result("O_DIRECT", Status.WARNING, words, _write_fix(host, folder, error), {"supported": None})]
     try:
         refusal = _refusal(name)
-        return [_direct_result(folder, refusal), _alignment(host, descriptor, refusal is None)]
+        return [_direct_result(host, folder, refusal), _alignment(host, descriptor, refusal is None)]
     finally:
         os.close(descriptor)
         os.unlink(name)
@@ -109,16 +124,15 @@ def _refusal(name: str) -> OSError | None:
     return None
 
 
-def _direct_result(folder: str, refusal: OSError | None) -> Result:
+def _direct_result(host: Host, folder: str, refusal: OSError | None) -> Result:
     if refusal is None:
         return Result("O_DIRECT", Status.OKAY, "a block was written and read back", data={"supported": True})
     data: dict[str, Json] = {"supported": False, "errno": symbol(refusal)}
     words = f"refused by the file system [{symbol(refusal)}]: I/O goes through the page cache"
-    fix = _LIST_DISKS
     if refusal.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         words = f"opens, but a block could not be written [{symbol(refusal)}]"
-        fix = f"df -h {shlex.quote(folder)}  # then make room; ulimit -f bounds the size of a file too"
-    return Result("O_DIRECT", Status.WARNING, words, fix, data)
+        return Result("O_DIRECT", Status.NO, words, _write_fix(host, folder, refusal), data)
+    return Result("O_DIRECT", Status.WARNING, words, _LIST_DISKS, data)
 
 
 def _alignment(host: Host, descriptor: int, direct: bool) -> Result:

@@ -143,13 +143,18 @@ def compile_op(
     return target
 
 
+def _version(version: str) -> str:
+    if version != "installed":
+        return version
+    import torch
+
+    return str(torch.__version__)
+
+
 def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
     """The ops for one torch, each library followed by its record."""
     include = headers(version, work / f"torch-{version}")
-    if version == "installed":
-        import torch
-
-        version = str(torch.__version__)
+    version = _version(version)
     chosen = machine.find_compiler()
     if chosen is None:
         raise RuntimeError("no C++ compiler was found; fix: apt-get install g++")
@@ -160,6 +165,21 @@ def compile_for(version: str, work: Path, ops: Sequence[str]) -> list[Path]:
         print(f"{library.name}: {library.stat().st_size >> 10} KiB", flush=True)
     shutil.rmtree(work / f"torch-{version}", ignore_errors=True)
     return made
+
+
+def left_out(versions: Sequence[str], ops: Sequence[str]) -> list[str]:
+    """What the wheel lacks, a line each with what adds it."""
+    lines = []
+    present = set(map(finished.minor, versions))
+    missing = [each for each in TORCHES if finished.minor(each) not in present]
+    if missing:
+        names = ", ".join(map(finished.minor, missing))
+        lines.append(f"torch {names}: there the ops are compiled on first use; --torch adds them")
+    for name in ops:
+        if "-DNVME_OPS_HAVE_LIBAIO=1" not in ALL_OPS[name].cxx_args():
+            lines.append(f"the libaio backend of {name}: libaio.h is not here; fix: apt-get install libaio-dev")
+    lines += [f"the op {name}: it is compiled on first use; --op adds it" for name in ALL_OPS if name not in ops]
+    return lines
 
 
 def run(*words: str | os.PathLike[str]) -> str:
@@ -221,9 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.version_info < (3, 11):
         parser.error("Python 3.11 or later is needed: its headers have the limited API that is used")
     try:
-        print(make(args.torch, args.op, args.target, args.jobs))
+        wheel = make(args.torch, args.op, args.target, args.jobs)
     except (OSError, LookupError, RuntimeError) as error:
         sys.exit(f"make_wheel: {error}")
+    for line in left_out([_version(each) for each in args.torch], args.op):
+        print(f"not in the wheel: {line}")
+    print(wheel)
     return 0
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import platform
-import struct
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,9 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops._native import native
 from tests.conftest import in_child, round_trip, run_python
+from tests.restrictions import IO_SETUP, IO_URING_SETUP, forbid
 
-IO_SETUP, IO_DESTROY, IO_URING_SETUP = 206, 207, 425  # x86_64's numbers
-PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
-
-
-def forbid(system_call: int, error: int) -> bool:
-    """Installs a seccomp filter: this system call fails with this error from now on. False where that is forbidden."""
-    load_number, if_equal, finish = 0x20, 0x15, 0x06
-    give_error, allow = 0x00050000 | error, 0x7FFF0000
-    rules = [(load_number, 0, 0, 0), (if_equal, 0, 1, system_call), (finish, 0, 0, give_error), (finish, 0, 0, allow)]
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *rule) for rule in rules))
-    program = ctypes.create_string_buffer(struct.pack("HxxxxxxP", len(rules), ctypes.addressof(code)))
-    library = ctypes.CDLL(None)
-    if library.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
-        return False
-    return bool(library.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, program, 0, 0) == 0)
+IO_DESTROY = 207  # x86_64's number
 
 
 def use_up_aio() -> list[ctypes.c_ulong]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.op_builder import machine
+from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import run_python
 from tests.made_up import EVERYTHING, ForAGpu, clear_environment, put, without
 
@@ -56,7 +56,10 @@ def test_verbose_prints_what_is_missing_and_what_can_be_done_without_is_a_warnin
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_handle_compiles_nothing_where_cufile_cannot_work(tmp_path: Path) -> None:
+@pytest.mark.parametrize("missing", ["an op", "a compiler", "nothing"])
+def test_a_handle_says_first_that_there_is_no_gpu(
+    tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program = """
         from nvme_ops.gds import gds_handle
         try:
@@ -64,8 +67,14 @@ def test_a_handle_compiles_nothing_where_cufile_cannot_work(tmp_path: Path) -> N
         except RuntimeError as error:
             print(error)
     """
-    done = run_python(program, TORCH_EXTENSIONS_DIR=str(tmp_path / "ops"), NVME_BUILD_GDS="0")
-    assert "so the gds op is not compiled:\nno NVIDIA GPU is visible" in done.stdout
+    if missing == "nothing":
+        GDSBuilder().load()
+    else:
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "ops"))
+    if missing == "a compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    done = run_python(program)
+    assert done.stdout.startswith("gds_handle cannot work here: no NVIDIA GPU is visible")
     assert "NVME_OPS_GDS=off" in done.stdout
     assert not list(tmp_path.rglob("*.so"))
 

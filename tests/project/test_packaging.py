@@ -258,10 +258,7 @@ def test_an_impossible_request_fails_with_the_reason(run: Run, small: Path, no_t
 def test_all_ops_leaves_out_the_one_that_cannot_be_built(small: Path) -> None:
     # as if gds needed more than this machine has
     with (small / "op_builder" / "builder.py").open("a") as module:
-        module.write(
-            "def refuse(self, verbose=False):\n    self.error_log = 'not for this machine'\n    return False\n"
-        )
-        module.write("GDSBuilder.is_buildable = refuse\n")
+        module.write("GDSBuilder.toolchain_problem = lambda self: 'not for this machine'\n")
     for chosen, words in (("", "the gds op cannot be built: not for this machine; left out"), ("0", "")):
         environment = {"NVME_BUILD_OPS": "1", "NVME_BUILD_GDS": chosen}
         result = prepared.run("-c", ASK_BACKEND, folder=small, environment=environment)

@@ -21,6 +21,7 @@ from nvme_ops.op_builder import machine
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage
 from nvme_ops.report.result import Result, Status
+from nvme_ops.report.trial import Attempt
 from nvme_ops.storage.device import Device, Mount
 from tests.conftest import run_python, with_mounts
 from tests.made_up import EVERYTHING, WITH_GPU, clear_environment, executable, put, without
@@ -33,7 +34,7 @@ CHECKS: dict[str, Callable[[Host], Result | Sequence[Result]]] = {
     "io_uring sysctl": kernel.io_uring_sysctl,
     "seccomp": kernel.seccomp,
     "aio-max-nr": kernel.aio_limit,
-    "libaio": lambda _: kernel.libaio({}),
+    "libaio": lambda _: kernel.libaio(),
     "memlock limit": kernel.memlock,
     "transparent huge pages": kernel.transparent,
     "huge pages (hugetlb)": kernel.reserved,
@@ -100,7 +101,7 @@ def refused(code: int, detail: str, fix: str, files: Mapping[str, str] | None = 
 def libaio(detail: str, fix: str = "", header: bool = True, name: str | None = "libaio.so.1", code: int = 0) -> Case:
     """libaio with or without its header, its library and the kernel's part."""
     patches = {
-        "nvme_ops.report.ops.has_libaio": lambda *_: header,
+        "nvme_ops.report.ops.would_have_libaio": lambda: header,
         "nvme_ops.report.kernel.libaio_name": lambda: name,
         "nvme_ops.report.kernel.io_setup": fails(code) if code else lambda _: None,
     }
@@ -154,7 +155,7 @@ CASES = {
     "aio EPERM": libaio("a seccomp filter forbids io_setup [EPERM]", "seccomp=unconfined", code=errno.EPERM),
     "aio EAGAIN": libaio("used up [EAGAIN]", "sysctl -w fs.aio-max-nr=1048576", code=errno.EAGAIN),
     "no library": libaio("libaio.so.1 cannot be loaded", "libaio", name=None),
-    "no header": libaio("libaio.h was not found when the op was compiled", "libaio", header=False),
+    "no header": libaio("libaio.h is not found, so the op is compiled without", "libaio", header=False),
     # Memory
     "nothing may be locked": memlock(WARNING, "0 B, staging buffers", "ulimit -l 65536"),
     "who may raise it": memlock(WARNING, "1 MiB", "docker run --ulimit memlock", 1 << 20, 8 << 20),
@@ -454,8 +455,23 @@ def test_the_first_usable_backend_is_chosen_unless_the_environment_names_one(
 def test_the_section_has_every_backend_in_the_order_of_the_engine() -> None:
     source = (ROOT / "csrc" / "backends" / "registry.cpp").read_text()
     order = sorted(kernel.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
-    names = [result.name for result in kernel.backends(Host(), {})]
+    names = [result.name for result in kernel.backends(Host(), None)]
     assert names == [*order, "chosen"] == [*kernel.ORDER, "chosen"]
+
+
+def test_what_the_op_itself_says_of_a_backend_counts() -> None:
+    lacking = "built without libaio's headers (apt install libaio-dev)"
+    tried = Attempt(
+        loaded=True, backend="threads", backends={"io_uring": "no ring", "libaio": lacking, "threads": None}
+    )
+    found = {result.name: result for result in kernel.backends(Host(), tried)}
+    assert [result.status for result in found.values()] == [NO, NO, OKAY, WARNING]
+    assert found["libaio"].detail == "built without libaio's headers"
+    assert found["libaio"].fix.startswith("NVME_BUILD_AIO=1 "), "the library is of no use to this op"
+    assert "a wheel that was made where libaio.h is" in found["libaio"].fix
+    assert found["chosen"].data["backend"] == "threads"
+    tried = Attempt(loaded=True, backends=dict.fromkeys(kernel.ORDER))
+    assert {result.status for result in kernel.backends(Host(), tried)} == {OKAY}
 
 
 # This machine's kernel

@@ -155,10 +155,11 @@ def raising(error: BaseException) -> dict[str, Callable[[], Result]]:
     return {"the check": run}
 
 
-def test_a_complaint_without_a_fix_cannot_be_made() -> None:
+def test_a_complaint_without_a_reason_or_a_fix_cannot_be_made() -> None:
     Result("ninja", Status.INFO)
-    with pytest.raises(ValueError, match="names no fix"):
-        Result("ninja", Status.WARNING, "not found")
+    for detail, fix in (("not found", ""), ("", "pip install ninja"), ("\n", "pip install ninja")):
+        with pytest.raises(ValueError, match="names no reason or no fix"):
+            Result("ninja", Status.WARNING, detail, fix)
 
 
 def test_a_crashing_check_is_a_line_and_the_next_one_runs() -> None:
@@ -212,12 +213,23 @@ def test_what_limits_comes_with_commands_that_can_be_pasted() -> None:
     assert "what limits, and what to do:" in lines
     assert "optional:" not in lines, "libaio would be faster than threads"
     begin = next(number for number, line in enumerate(lines) if line.startswith("  fix: docker run --flag"))
-    assert lines[begin - 1].strip() == "# or"
     end = begin
     while lines[end].endswith("\\"):
         end += 1
+    assert lines[end + 1].strip() == "# or", "what helps as well comes after the fix"
     pasted = "\n".join(lines[begin : end + 1]).removeprefix("  fix: ")
     assert shlex.split(pasted.replace("\\\n", "")) == ["docker", "run", *["--flag"] * 30]
+
+
+def test_a_narrow_terminal_breaks_no_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    path = "/mnt/" + "a-folder-of-a-long-name/" * 3
+    broken = Result(
+        "async_io", Status.NO, f"said\nin lines: {path} is full", f"df -h {path}  # or another", ASYNC_IO.data
+    )
+    lines = screen({"ops": [broken], "backends": [FORBIDDEN, THREADS]})
+    assert [line for line in lines if len(line) > 60 and path not in line] == []
+    assert sum(path in line.split() for line in lines) == 3, "in what is wrong, in its fix, in the verdict"
 
 
 def test_what_is_optional_is_no_complaint_and_one_fix_is_told_once() -> None:
@@ -233,6 +245,7 @@ def test_what_is_optional_is_no_complaint_and_one_fix_is_told_once() -> None:
     sections = {"ops": [ASYNC_IO], "backends": [CHOSEN]}
     for lines in (screen(sections, READ_ONLY), as_text(sections, READ_ONLY, Style()).splitlines()):
         assert lines[-2] == "NOT ready: async_io on io_uring; /mnt: is read-only"
+    assert "/mnt: [NO] is read-only" in screen(sections, READ_ONLY)
     plain, coloured = screen(sections), screen(sections, colour=True)
     assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain != coloured
 

@@ -71,7 +71,7 @@ def test_a_read_only_file_system_names_the_mount_to_change(tmp_path: Path) -> No
 
 def test_a_full_file_system_says_so(tmp_path: Path) -> None:
     full = inspect_mounted(tmp_path / "full", "mount -t tmpfs -o size=64k none HERE; head -c 65536 /dev/zero >HERE/x")
-    assert (full["free space"][0], full["free space"][3]["free"], full["O_DIRECT"][0]) == ("WARNING", 0, "WARNING")
+    assert (full["free space"][0], full["free space"][3]["free"], full["O_DIRECT"][0]) == ("WARNING", 0, "NO")
     assert "ENOSPC" in full["O_DIRECT"][1]
     crowded = inspect_mounted(tmp_path / "crowded", "mount -t tmpfs -o nr_inodes=2,size=4g none HERE && touch HERE/x")
     assert crowded["directory"][0] == "NO"

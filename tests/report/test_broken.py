@@ -1,0 +1,258 @@
+"""Broken machines, each made for real: ``nvme-report`` says ready where a handle works, and only there.
+
+A machine is broken in two processes, one of which runs the report, the other makes a handle, writes a page and reads it
+back. Where that fails, both name the cause.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import pytest
+
+from nvme_ops._native import native
+from nvme_ops.op_builder import AsyncIOBuilder, finished
+from tests import prepared
+from tests.restrictions import NOT_HERE
+
+ROOT = Path(__file__).parents[2]
+HANDLE = """
+import nvme_ops, torch
+page = torch.arange(1024, dtype=torch.int32)
+back = torch.zeros_like(page)
+try:
+    handle = nvme_ops.aio_handle()
+    handle.sync_pwrite(page, f"{FOLDER}/page")
+    handle.sync_pread(back, f"{FOLDER}/page")
+    assert torch.equal(page, back)
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {error}")
+print(handle.backend)
+"""
+REPORT = """
+from nvme_ops.report.cli import main
+sys.exit(main(["--json", "--strict", "async_io", "--folder", FOLDER]))
+"""
+BREAK = """
+import errno, os, resource, shutil, sys, tempfile
+tempfile.tempdir = None
+from pathlib import Path
+from tests.restrictions import *
+"""
+URING, FOO = {"NVME_OPS_BACKEND": "uring"}, {"NVME_OPS_CACHE": "foo"}
+ABC, LIBAIO = {"NVME_OPS_POOL_BYTES": "abc"}, {"NVME_OPS_BACKEND": "libaio"}
+NO_COMPILER, DIRECTORY = {"PATH": "LIBRARIES", "CXX": ""}, "TORCH_EXTENSIONS_DIR"
+NO_HOME = "os.environ.pop('HOME', None), os.environ.pop('XDG_CACHE_HOME', None)"
+NO_FILE = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+NO_NINJA = """
+from nvme_ops.op_builder.machine import ninja_directory
+while place := ninja_directory():
+    mount("--bind", "/dev/null", f"{place}/ninja")
+"""
+ANOTHER_TORCH = """
+import json
+Path(RECORD).write_text(json.dumps({**json.loads(Path(RECORD).read_text()), "torch": "2.2.0"}))
+"""
+FROM_HERE = """
+for name in [name for name in sys.modules if name.startswith("nvme_ops")]:
+    del sys.modules[name]
+"""
+LIBRARY = "next(Path(OPS).rglob('async_io.so'))"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """How a machine is broken, and what is said of it."""
+
+    words: str = ""  #: a pattern of what both say; empty where everything works
+    fix: str = ""  #: a pattern of what the report advises
+    broken: str = ""  #: by this program, with all of tests.restrictions; OPS and FOLDER are folders
+    environment: Mapping[str, str] = field(default_factory=dict)
+    built: bool = True  #: the op lies in OPS, which TORCH_EXTENSIONS_DIR names
+    wheel: bool = False  #: the op lies in the package, at WHEEL, with its RECORD
+    fresh: bool = False  #: in a process of its own from the start, for what the dynamic linker reads
+    slow: bool = False  #: the op is compiled, torch imported, or another machine is much the same
+
+
+MACHINES = {
+    "nothing": Machine(),
+    # Variables
+    "no such backend": Machine(
+        "NVME_OPS_BACKEND='uring' is not one of auto, io_uring", "unset NVME_OPS_BACKEND", environment=URING),
+    "no such cache mode": Machine(
+        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO),
+    "no such size": Machine(
+        "NVME_OPS_POOL_BYTES='abc' is not a number of bytes", "unset NVME_OPS_POOL_BYTES", environment=ABC),
+    "no such cache mode, not built": Machine(
+        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO, built=False,
+        slow=True),
+    "no such size, not built": Machine(
+        "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL_BYTES", environment=ABC, built=False, slow=True),
+    "no such backend, not built": Machine(
+        "NVME_OPS_BACKEND='uring' is not", "unset NVME_OPS_BACKEND", environment=URING, built=False, slow=True),
+    "an open quotation": Machine(
+        "CFLAGS='\"' cannot be split into words", "unset CFLAGS", environment={"CFLAGS": '"'}),
+    # System calls that a container's filter refuses
+    "no io_uring": Machine(broken="refuse(IO_URING_SETUP, errno.EPERM)"),
+    "neither io_uring nor AIO": Machine(broken="refuse(IO_URING_SETUP, errno.ENOSYS); refuse(IO_SETUP, errno.EPERM)"),
+    "no io_uring, but wanted": Machine(
+        "io_uring", "unset NVME_OPS_BACKEND", "refuse(IO_URING_SETUP, errno.EPERM)", {"NVME_OPS_BACKEND": "io_uring"}),
+    "no AIO, but wanted": Machine("io_setup", "unset NVME_OPS_BACKEND", "refuse(IO_SETUP, errno.EPERM)", LIBAIO),
+    "no io_uring_enter": Machine(broken="refuse(IO_URING_ENTER, errno.EPERM)"),
+    "no io_submit": Machine(broken="refuse(IO_SUBMIT, errno.EPERM)", environment=LIBAIO),
+    # The cache of ops
+    "a read-only cache": Machine(
+        "TORCH_EXTENSIONS_DIR cannot be written: .*Read-only file system", DIRECTORY, "read_only(OPS)", built=False),
+    "a read-only cache, built": Machine(broken="read_only(OPS)", slow=True),
+    "another user": Machine(
+        "TORCH_EXTENSIONS_DIR cannot be written: .*Permission denied|Python.h is not in", "", "become_nobody()",
+        built=False),
+    "another user, built": Machine(broken="Path(FOLDER).chmod(0o777); become_nobody()"),
+    "noexec": Machine("no op can be loaded from TORCH_EXTENSIONS_DIR: .* is mounted noexec", "with exec",
+        "shutil.copytree(f'{OPS}/nvme_ops', memory(FOLDER, 'noexec,mode=755') / 'nvme_ops')",
+        {"TORCH_EXTENSIONS_DIR": "FOLDER"}),
+    "noexec, not built": Machine("no op can be loaded from TORCH_EXTENSIONS_DIR: .* is mounted noexec", "with exec",
+        "memory(OPS, 'noexec,mode=755')", built=False),
+    "a read-only root and /tmp noexec": Machine(
+        "no folder for compiled ops: .*Read-only file system.*noexec", "export TORCH_EXTENSIONS_DIR=.*exec",
+        "read_only(OPS); memory(FOLDER, 'noexec,mode=1777')",
+        {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "OPS", "TMPDIR": "FOLDER"}, built=False),
+    "a full cache": Machine(
+        "TORCH_EXTENSIONS_DIR cannot be written: .*No space left", DIRECTORY, "memory(OPS, 'size=64k,mode=755')",
+        built=False),
+    "a cache that everybody can write to": Machine("can be written by everybody", DIRECTORY, "os.chmod(OPS, 0o777)"),
+    "a file as cache": Machine(
+        "TORCH_EXTENSIONS_DIR", DIRECTORY, environment={"TORCH_EXTENSIONS_DIR": "/dev/null"}, slow=True),
+    "no home, built": Machine(broken=NO_HOME),
+    "no home": Machine(broken=NO_HOME, environment={"TORCH_EXTENSIONS_DIR": ""}, built=False, slow=True),
+    "a damaged op": Machine("no C.. compiler was found", "", f"{LIBRARY}.write_bytes(bytes({LIBRARY}.stat().st_size))",
+        NO_COMPILER),
+    "an op cut short": Machine(
+        "no C.. compiler was found", "", f"os.truncate({LIBRARY}, 4096)", NO_COMPILER, slow=True),
+    # What compiles
+    "no compiler": Machine("no C.. compiler was found", "g..", environment=NO_COMPILER, built=False),
+    "no compiler, built": Machine(environment=NO_COMPILER),
+    "a compiler that fails": Machine(
+        "false does not work", "unset CXX", environment={"CXX": "false"}, built=False, slow=True),
+    "wrong flags": Machine(
+        "no-such-flag", "unset CPPFLAGS", environment={"CXXFLAGS": "--no-such-flag"}, built=False, slow=True),
+    "no temporary file": Machine("File too large|temporary", "ulimit -f", NO_FILE, built=False),
+    "no ninja": Machine("ninja is not installed", "install.* ninja", NO_NINJA, built=False),
+    "an old torch": Machine(
+        "torch 2.3.1 is older than 2.4", "install --upgrade torch", "import torch; torch.__version__ = '2.3.1'",
+        built=False),
+    # Libraries
+    "a libaio that is none": Machine(
+        "the libaio backend is not usable", "unset NVME_OPS_BACKEND", "",
+        {**LIBAIO, "LD_LIBRARY_PATH": "LIBRARIES"}, fresh=True, slow=True),
+    # Ahead of time
+    "a wheel": Machine(environment=NO_COMPILER, built=False, wheel=True),
+    "a wheel for another torch": Machine(
+        "no C.. compiler was found", "g..", ANOTHER_TORCH, NO_COMPILER,
+        built=False, wheel=True),
+    "a wheel cut short": Machine("SIGBUS", "--force-reinstall", "os.truncate(WHEEL, 1 << 16)", NO_COMPILER,
+        built=False, wheel=True),
+    "a wheel, noexec": Machine("mounted noexec", "with exec", "noexec(HERE)", NO_COMPILER, built=False, wheel=True),
+    # Limits
+    "no memory may be locked": Machine(
+        broken="Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); become_nobody()"),
+    "no descriptor left": Machine("Too many open files", "ulimit -n", "descriptors(1)"),
+    "no file may grow": Machine("File too large", "ulimit -f", NO_FILE),
+    "no other process": Machine(
+        broken="Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)); become_nobody()"),
+    "no address space": Machine("Cannot allocate memory", "ulimit -v", "address_space(2 << 20)"),
+    "no /proc": Machine(broken="memory('/proc')"),
+    "no temporary folder": Machine(
+        broken="read_only('/tmp'); read_only('/var/tmp'); memory(FOLDER); os.chdir('/proc')"),
+    # The folder
+    "a folder in memory": Machine(broken="memory(FOLDER)"),
+    "a full folder": Machine(
+        "No space left on device", "df -h", "(memory(FOLDER, 'size=64k') / 'full').write_bytes(bytes(1 << 16))"),
+    "no inode left": Machine("No space left on device", "df -i", "memory(FOLDER, 'nr_inodes=1')", slow=True),
+    "a read-only folder": Machine("Read-only file system", "remount,rw", "read_only(FOLDER)"),
+    "another user's folder": Machine("Permission denied", "chown", "become_nobody()"),
+    "no folder": Machine("No such file|does not exist", "mkdir -p", "os.rmdir(FOLDER)"),
+    "a file as folder": Machine("[Nn]ot a directory", "--folder", "os.rmdir(FOLDER); Path(FOLDER).touch()", slow=True),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def op() -> Path:
+    """The folder of the cache with the op, and what else is beside it."""
+    native()
+    found = finished.find_cached(AsyncIOBuilder().recipe())
+    if found is None:
+        pytest.skip("the op is built ahead of time here")
+    return found.folder
+
+
+def made(folder: Path, machine: Machine, op: Path) -> dict[str, str]:
+    """Makes the machine in ``folder``; returns what programs know by a name."""
+    shutil.rmtree(folder, ignore_errors=True)
+    names = {name.upper(): str(folder / name) for name in ("folder", "ops", "libraries")}
+    for path in names.values():
+        Path(path).mkdir(parents=True)
+    (folder / "libraries" / "libaio.so.1").write_text("no library")
+    if machine.built:
+        shutil.copytree(op, folder / "ops" / "nvme_ops" / op.name)
+        for note in op.parent.glob("compiler-*.json"):
+            shutil.copy(note, folder / "ops" / "nvme_ops")
+    if machine.wheel:
+        package = shutil.copytree(
+            ROOT / "nvme_ops", folder / "nvme_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+        )
+        wheel = package / "ops" / f"async_io{EXTENSION_SUFFIXES[0]}"
+        shutil.copy(op / "async_io.so", wheel)
+        shutil.copy(op / finished.RECORD, finished.record_path(wheel))
+        names |= {"HERE": str(folder), "WHEEL": str(wheel), "RECORD": str(finished.record_path(wheel))}
+    return names
+
+
+def run(machine: Machine, names: dict[str, str], program: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    begin = "".join(f"{name} = {path!r}\n" for name, path in names.items())
+    program = f"{BREAK}{begin}{machine.broken}\n{FROM_HERE if machine.wheel else ''}{program}"
+    variables = {"TORCH_EXTENSIONS_DIR": "OPS", "NVME_OPS_BACKEND": "", "NVME_OPS_CACHE": "", **machine.environment}
+    variables = {name: names.get(value, value) for name, value in variables.items()}
+    if not machine.fresh:
+        imported = ("nvme_ops.handle", "nvme_ops.report.cli")
+        return prepared.run(
+            "-c", program, environment=variables, folder=folder if machine.wheel else ROOT, imported=imported
+        )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
+    return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * each.slow) for name, each in MACHINES.items()]
+)
+def test_the_report_says_ready_where_a_handle_works(name: str, tmp_path: Path, op: Path) -> None:
+    machine = MACHINES[name]
+    for parent in (tmp_path, *tmp_path.parents):
+        if parent.stat().st_mode & 0o011 != 0o011:
+            parent.chmod(parent.stat().st_mode | 0o011)  # for another user
+    done = {}
+    for program in (HANDLE, REPORT):
+        done[program] = run(machine, made(tmp_path / "machine", machine, op), program, tmp_path / "machine")
+        if done[program].returncode == NOT_HERE:
+            pytest.skip("this machine cannot be broken so here")
+    handle, report = done[HANDLE], done[REPORT]
+    works = handle.returncode == 0
+    assert works == (not machine.words), handle.stderr
+    found = json.loads(report.stdout)
+    assert found["verdict"]["ready"] == works, found["verdict"]
+    assert report.returncode == (0 if works else 1)
+    assert re.search(
+        machine.words, handle.stderr if handle.returncode >= 0 else signal.Signals(-handle.returncode).name
+    )
+    assert re.search(machine.words, found["verdict"]["text"]), found["verdict"]
+    assert re.search(f"fix: .*{machine.fix}" if machine.words else "", report.stderr), report.stderr
