@@ -31,6 +31,7 @@ from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,un
 from benchmarks import command as shared
 from benchmarks.command import ROOT
 from nvme_ops.measure import machine, stop
+from nvme_ops.measure.picture import plot
 from nvme_ops.measure.run import blocks_rows
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, cells, used_columns
@@ -91,7 +92,11 @@ def arguments(argv: Sequence[str]) -> Namespace:
     add("--place", type=_place, action="append", default=[], metavar="NAME=DIR",
         help="a folder to measure in, and its name on the page; may be repeated")  # fmt: skip
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="measure only these")
-    add("--render", action="store_true", help="measure nothing: write the page from the results")
+    add(
+        "--render",
+        action="store_true",
+        help="measure nothing: write the page from the results, and draw their pictures",
+    )
     add("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
     add("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
     add("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
@@ -196,6 +201,16 @@ def write(args: Namespace) -> None:
     for file, text in made.items():
         if text != texts[file]:
             file.write_text(text, encoding="utf-8")
+
+
+def draw(results: Path) -> None:
+    """Draws the pictures of all stored results anew: of a section's runs, and of a program's, named as its file."""
+    for file in sorted(results.glob("*.json")):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        program = {"plot": f"{file.stem}.png", "document": found}
+        for run in found.get("runs", [program]):
+            if run["plot"]:
+                plot(run["document"], str(results / run["plot"]))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -501,6 +516,8 @@ def main(argv: Sequence[str]) -> int:
     def measured(_: Sequence[str] | None = None) -> int:
         args.results.mkdir(parents=True, exist_ok=True)
         write(args)
+        if args.render:
+            draw(args.results)
         failed = []
         for name in SECTIONS:
             if not args.render and (not args.only or name in args.only):
