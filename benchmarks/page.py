@@ -48,6 +48,7 @@ class Section:
 
     command: str
     json: bool = True  # it writes JSON; otherwise its output is the result
+    folded: bool = False  # its tables are long, and shown on request below its picture
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
@@ -55,11 +56,11 @@ _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}}
 _FIXED = "python benchmarks {} {{folders}} --rounds {{rounds}} {{plot}}"
 # A section is one line here, and two on a page, <!-- section NAME --> and its end; page_results.md formats results.
 SECTIONS = {
-    "raw_io": Section(_PROGRAM.format("raw_io")),
-    "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
-    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async")),
+    "raw_io": Section(_PROGRAM.format("raw_io"), folded=True),
+    "engines": Section(f"{_EACH} --engine all {_EFFORT}", folded=True),
+    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async"), folded=True),
     "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
-    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
+    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}", folded=True),
     "explain": Section("nvme-bench explain {place} --rounds 9", json=False),
     "inference": Section(
         _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
@@ -204,11 +205,9 @@ def write(args: Namespace) -> None:
 
 
 def draw(results: Path) -> None:
-    """Draws the pictures of all stored results anew: of a section's runs, and of a program's, named as its file."""
-    for file in sorted(results.glob("*.json")):
-        found = json.loads(file.read_text(encoding="utf-8"))
-        program = {"plot": f"{file.stem}.png", "document": found}
-        for run in found.get("runs", [program]):
+    """Draws the pictures of all stored results anew."""
+    for name in SECTIONS:
+        for run in _read(results / f"{name}.json").get("runs", []):
             if run["plot"]:
                 plot(run["document"], str(results / run["plot"]))
 
@@ -357,7 +356,8 @@ def render_other(text: str, results: Results, pictures: str = "", page: str = "b
     numbers = {name: machines.index(stored["description"]) + 1 for name, stored in results.items()
                if stored["description"]}  # fmt: skip
     return between_marks(text, {
-        f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures, page)
+        f"section {name}": _part(
+            "section", results.get(name, {}), numbers.get(name), pictures, page, SECTIONS[name].folded)
         for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)
     })  # fmt: skip
 
@@ -497,11 +497,20 @@ def _part(macro: str, *values: object) -> str:
     return str(getattr(_ENVIRONMENT.get_template("page_results.md").module, macro)(*values))
 
 
+def _broken(line: str) -> list[str]:
+    """Returns parts of a line that fit, with what is before them, into the 120 columns of a page."""
+    return textwrap.wrap(line, 112, break_long_words=False, break_on_hyphens=False)
+
+
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True
 )
 _ENVIRONMENT.filters.update(
     table=table, rows=cells, by_size=by_size, blocks=blocks_rows, machine=machine_rows, size=size_words
+)
+_ENVIRONMENT.filters["command"] = lambda words: " \\\n      ".join(_broken(words))
+_ENVIRONMENT.filters["output"] = lambda text: "\n".join(
+    "\n    ".join(_broken(line) or [""]) for line in text.rstrip().splitlines()
 )
 _ENVIRONMENT.filters["wrapped"] = lambda text: textwrap.fill(
     " ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False

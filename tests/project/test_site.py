@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
 from html.parser import HTMLParser
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -102,3 +103,14 @@ def test_every_mention_of_a_program_leads_to_it(site: dict[Path, Page]) -> None:
                 assert program in site[target(path, link)[0]].text, name[1]
         assert "<code>examples/" not in re.sub(r"<a [^>]*><code>examples/", "", page.text)
     assert mentions > 8
+
+
+CODE = re.compile(r"^```\w*\n(.*?)^```$|^((?: {4}[^\n]*\n)+)", re.MULTILINE | re.DOTALL)
+
+
+def test_code_fits_the_width_of_a_page() -> None:
+    """At 1280 pixels, a page has room for 121 columns, a scroll bar beside it: ``docs/site.css``."""
+    texts = {page.name: page.read_text() for page in (REPOSITORY / "docs").glob("*.md")}
+    blocks = [(name, fenced or indented) for name, text in texts.items() for fenced, indented in CODE.findall(text)]
+    assert len(blocks) > 50
+    assert [each for each in blocks if max(map(len, textwrap.dedent(each[1]).splitlines())) > 120] == []
