@@ -76,8 +76,9 @@ format: $(VENV)/linters
 	$(WITH_ENV) ruff format .
 	@$(WITH_ENV) clang-format -i $(NATIVE_FILES)
 
+# not --quiet, which hides the warnings from --strict
 docs: $(VENV)/docs
-	$(WITH_ENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict --quiet
+	$(WITH_ENV) NO_MKDOCS_2_WARNING=1 python -m mkdocs build --strict
 
 bench: $(VENV)/bench
 	$(WITH_ENV) python benchmarks raw_io $(BENCH_ARGS)

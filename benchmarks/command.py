@@ -119,10 +119,10 @@ def file_size(text: str) -> int:
 
 
 class Run:
-    """Runs a program. Its ``result`` is for the JSON file; its ``tables``, by folder, are for the picture."""
+    """Runs a program. Its ``result`` is for the JSON file and the picture."""
 
     def __init__(self, program: Program, args: Namespace) -> None:
-        self.args, self.tables = args, dict[str, list[Table]]()
+        self.args = args
         about = program.prepare(args)
         show_progress("loading this package's op")
         kept = {name: value for name, value in vars(args).items() if name not in ("folder", "json", "output", "only")}
@@ -134,14 +134,13 @@ class Run:
             found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
             print(f"\n== {folder}: {machine.facts(found['place'])}")
             with scratch_folder(folder, copies * args.size + 64 * MIB) as scratch:
-                self.result["folders"][folder], self.tables[folder] = found, []
+                self.result["folders"][folder] = found
                 with contextlib.closing(program.tables(self, scratch, found)) as tables:  # type: ignore[type-var]
                     for table in tables:
                         if not all(row.measured for row in table.rows):
                             self.measure(table.rows)
                         show_progress("")
                         print(f"\n{as_text(table)}", flush=True)
-                        self.tables[folder].append(table)
                         found["tables"].append(as_json(table))
 
     def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
@@ -171,8 +170,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     def measured(_: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
             found = Run(program, args)
-        deliver(args, found.result, "", found.tables)
-        wrong = [row.name for group in found.tables.values() for table in group for row in table.rows if row.wrong]
+        deliver(args, found.result, "")
+        tables = [table for each in found.result["folders"].values() for table in each["tables"]]
+        wrong = [row["name"] for table in tables for row in table["rows"] if row["wrong"]]
         if wrong:
             print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
         return 1 if wrong else 0

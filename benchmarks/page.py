@@ -31,6 +31,7 @@ from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,un
 from benchmarks import command as shared
 from benchmarks.command import ROOT
 from nvme_ops.measure import machine, stop
+from nvme_ops.measure.picture import plot
 from nvme_ops.measure.run import blocks_rows
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, cells, used_columns
@@ -47,6 +48,7 @@ class Section:
 
     command: str
     json: bool = True  # it writes JSON; otherwise its output is the result
+    folded: bool = False  # its tables are long, and shown on request below its picture
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
@@ -54,11 +56,11 @@ _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}}
 _FIXED = "python benchmarks {} {{folders}} --rounds {{rounds}} {{plot}}"
 # A section is one line here, and two on a page, <!-- section NAME --> and its end; page_results.md formats results.
 SECTIONS = {
-    "raw_io": Section(_PROGRAM.format("raw_io")),
-    "engines": Section(f"{_EACH} --engine all {_EFFORT}"),
-    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async")),
+    "raw_io": Section(_PROGRAM.format("raw_io"), folded=True),
+    "engines": Section(f"{_EACH} --engine all {_EFFORT}", folded=True),
+    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async"), folded=True),
     "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
-    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}"),
+    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}", folded=True),
     "explain": Section("nvme-bench explain {place} --rounds 9", json=False),
     "inference": Section(
         _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
@@ -91,7 +93,11 @@ def arguments(argv: Sequence[str]) -> Namespace:
     add("--place", type=_place, action="append", default=[], metavar="NAME=DIR",
         help="a folder to measure in, and its name on the page; may be repeated")  # fmt: skip
     add("--only", nargs="+", choices=SECTIONS, metavar="SECTION", help="measure only these")
-    add("--render", action="store_true", help="measure nothing: write the page from the results")
+    add(
+        "--render",
+        action="store_true",
+        help="measure nothing: write the page from the results, and draw their pictures",
+    )
     add("--size", type=shared.file_size, default="1G", help="of a file, a multiple of 4M (default 1G)")
     add("--rounds", type=positive, default=7, help="timed passes of every row (default 7)")
     add("--results", type=Path, default=ROOT / "docs" / "benchmarks", help="folder of the results")
@@ -196,6 +202,14 @@ def write(args: Namespace) -> None:
     for file, text in made.items():
         if text != texts[file]:
             file.write_text(text, encoding="utf-8")
+
+
+def draw(results: Path) -> None:
+    """Draws the pictures of all stored results anew."""
+    for name in SECTIONS:
+        for run in _read(results / f"{name}.json").get("runs", []):
+            if run["plot"]:
+                plot(run["document"], str(results / run["plot"]))
 
 
 def _read(file: Path) -> dict[str, Any]:
@@ -342,7 +356,8 @@ def render_other(text: str, results: Results, pictures: str = "", page: str = "b
     numbers = {name: machines.index(stored["description"]) + 1 for name, stored in results.items()
                if stored["description"]}  # fmt: skip
     return between_marks(text, {
-        f"section {name}": _part("section", results.get(name, {}), numbers.get(name), pictures, page)
+        f"section {name}": _part(
+            "section", results.get(name, {}), numbers.get(name), pictures, page, SECTIONS[name].folded)
         for name in re.findall(r"^<!-- section (\w+) -->$", text, re.MULTILINE)
     })  # fmt: skip
 
@@ -482,11 +497,20 @@ def _part(macro: str, *values: object) -> str:
     return str(getattr(_ENVIRONMENT.get_template("page_results.md").module, macro)(*values))
 
 
+def _broken(line: str) -> list[str]:
+    """Returns parts of a line that fit, with what is before them, into the 120 columns of a page."""
+    return textwrap.wrap(line, 112, break_long_words=False, break_on_hyphens=False)
+
+
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.FileSystemLoader(ROOT / "benchmarks"), trim_blocks=True, lstrip_blocks=True
 )
 _ENVIRONMENT.filters.update(
     table=table, rows=cells, by_size=by_size, blocks=blocks_rows, machine=machine_rows, size=size_words
+)
+_ENVIRONMENT.filters["command"] = lambda words: " \\\n      ".join(_broken(words))
+_ENVIRONMENT.filters["output"] = lambda text: "\n".join(
+    "\n    ".join(_broken(line) or [""]) for line in text.rstrip().splitlines()
 )
 _ENVIRONMENT.filters["wrapped"] = lambda text: textwrap.fill(
     " ".join(text.split()), 120, break_long_words=False, break_on_hyphens=False
@@ -501,6 +525,8 @@ def main(argv: Sequence[str]) -> int:
     def measured(_: Sequence[str] | None = None) -> int:
         args.results.mkdir(parents=True, exist_ok=True)
         write(args)
+        if args.render:
+            draw(args.results)
         failed = []
         for name in SECTIONS:
             if not args.render and (not args.only or name in args.only):

@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         return workload.main(argv[1:])
     result = run.run(parse(argv), show_progress)
-    deliver(result.options, run.as_document(result), run.text(result), {"": [result.table]})
+    deliver(result.options, run.as_document(result), run.text(result))
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")
     return 130 if result.interrupted else 1 if result.wrong else 0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import textwrap
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -13,14 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.measure.energy import total
+from nvme_ops.measure.picture import DRAWN, plot
 from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
 from nvme_ops.text import GIB, check_output, columns_text, rounded, say, share_words, show, size_words
 
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}
 TIMES = {"us": 1e-6, "s": 1.0}
-_DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables with more columns, and a picture
-_OURS = ("nvme_ops", "aio_handle", "gds_handle", "save_on_nvme")  # how rows of this package begin
 
 FROM_PAGE_CACHE = "from page cache"
 ALONE = "the sum of each alone"  # by which rows of several devices are divided
@@ -86,7 +84,7 @@ class Table:
 
     def known_columns(self) -> list[str]:
         """Returns the columns with any value; the page cache's only if something was read from there."""
-        wanted = self.columns if self.unit in _DRAWN else ()
+        wanted = self.columns if self.unit in DRAWN else ()
         known = {name: [value for row in self.rows for value in values_of(row, name)] for name in wanted}
         return [name for name in wanted if (any(known[name]) if name == FROM_PAGE_CACHE else known[name])]
 
@@ -168,40 +166,6 @@ def with_range(found: Spread | None, digits: int) -> str:
     return f"{rounded(found.median, digits)} ({rounded(found.min, digits)} - {rounded(found.max, digits)})"
 
 
-def plot(tables: Mapping[str, Sequence[Table]], path: str) -> bool:
-    """Draws bars of the throughput tables of all folders, one below the other; False if there are none."""
-    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
-
-    shown = [
-        (folder, table)
-        for folder, group in tables.items()
-        for table in group
-        if table.unit in _DRAWN and any(map(table.values, table.rows))
-    ]
-    if not shown:
-        return False
-    heights = [0.28 * len(table.rows) + 1.1 for _, table in shown]
-    figure = Figure(figsize=(7.5, sum(heights)), layout="constrained")
-    axes = figure.subplots(len(shown), 1, squeeze=False, height_ratios=heights)[:, 0]
-    for axis, (folder, table) in zip(axes, shown, strict=True):
-        _draw(axis, table, folder if len(tables) > 1 else "")
-    figure.savefig(path, dpi=80, bbox_inches="tight")
-    return True
-
-
-def _draw(axis: Any, table: Table, folder: str) -> None:
-    for place, row in enumerate(table.rows):
-        if found := spread(table.values(row)):
-            error = [[found.median - found.min], [found.max - found.median]]
-            colour = "tab:orange" if row.name.startswith(_OURS) else "tab:gray"
-            axis.barh(place, found.median, xerr=error, color=colour, ecolor="black", capsize=2)
-    axis.set_yticks(range(len(table.rows)), [row.name for row in table.rows])
-    axis.invert_yaxis()
-    title = f"{table.title}; {os.path.basename(folder.rstrip('/')) or folder}" if folder else table.title
-    axis.set_title("\n".join(textwrap.wrap(title, 70)), loc="left", fontsize=10)
-    axis.set_xlabel(f"{table.unit}: median, minimum and maximum", fontsize=9)
-
-
 # The outputs of a command
 
 
@@ -230,9 +194,7 @@ def check_outputs(files: Sequence[str], pictures: bool = False) -> None:
             raise ValueError(f"--output {file}: a file's name ends with one of .json, {', '.join(kinds)}")
 
 
-def deliver(
-    args: Namespace, document: Mapping[str, Any], text: str, tables: Mapping[str, Sequence[Table]] | None = None
-) -> None:
+def deliver(args: Namespace, document: Mapping[str, Any], text: str) -> None:
     """Prints the text, or with ``--json`` the document, and writes the files of ``--output``."""
     written = json.dumps(document, indent=2) + "\n"
     if args.json:
@@ -242,7 +204,7 @@ def deliver(
     for file in args.output:
         if file.lower().endswith(".json"):
             Path(file).write_text(written, encoding="utf-8")
-        elif not plot(tables or {}, file):
+        elif not plot(document, file):
             say(f"{file}: nothing to plot: no throughput was measured")
 
 

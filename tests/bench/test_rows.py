@@ -167,14 +167,6 @@ def test_the_document_of_a_table_of_times_has_ratios_of_times() -> None:
     assert (ours["values"], ours["columns"], empty["spread"]) == ([0.5, 0.25], {}, None)
 
 
-def test_a_picture_has_bars_of_throughput(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    given = {"/a": [example_table("GB/s"), example_table("us")], "/b": [example_table("GB/s")]}
-    assert tables.plot(given, str(tmp_path / "a.png"))
-    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
-    assert not tables.plot({"": [example_table("us"), tables.Table("", "", "GB/s", [row("none", None)])]}, "none.png")
-
-
 @pytest.fixture
 def file(folder: Path) -> str:
     """Out of the page cache."""

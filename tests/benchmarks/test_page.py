@@ -248,6 +248,22 @@ def test_a_program_with_several_sizes_has_one_table_for_a_group() -> None:
     assert [title for title, _ in page.by_size({}, [one, other])] == ["reads of 4 KiB, cold", "reads of 1 MiB, cold"]
 
 
+def test_long_commands_are_broken_and_long_tables_wait_below_their_picture() -> None:
+    found = stored({"tables": [TABLE]})
+    found["runs"][0] |= {"command": "nvme-bench" + " --flag value" * 12, "plot": "a.png"}
+    marks = "<!-- section {0} -->\n<!-- /section {0} -->\n"
+    text = page.render_other(marks.format("sweep"), {"sweep": found}, "pictures")
+    command = [line for line in text.splitlines() if line.startswith("    ")]
+    assert max(map(len, command)) < 120
+    assert " ".join(line.strip(" \\") for line in command) == found["runs"][0]["command"]
+    parts = ["](pictures/a.png)", "<details markdown", "| found HERE", "</details>"]
+    assert [text.count(part) for part in parts] == [1] * 4
+    assert sorted(parts, key=text.index) == parts
+    text = page.render_other(marks.format("fresh"), {"fresh": found}, "pictures")
+    assert "<details" not in text
+    assert text.index("| found HERE") < text.index("](pictures/a.png)")
+
+
 def test_what_a_machine_lacks_and_rows_without_figures_are_shown() -> None:
     found = results()["raw_io"]
     document = found["runs"][0]["document"]
