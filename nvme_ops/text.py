@@ -267,6 +267,11 @@ def command(name: str) -> Callable[[Main], Main]:
                 except OSError as error:
                     say(f"{name}: {error}")
                     status = 2
+                except ModuleNotFoundError as error:  # torch itself is imported once the arguments are known
+                    if error.name != "torch":
+                        raise
+                    say(f"{name}: torch is not installed: pip install torch")
+                    status = 2
                 except SystemExit:  # by argparse: --help, --version
                     if not _is_written(name):
                         sys.exit(2)

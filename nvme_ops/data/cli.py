@@ -6,16 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
-from nvme_ops.data.convert import convert, open_source
-from nvme_ops.data.store import SampleStore
-from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import FormatError
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.files import make_folder
 from nvme_ops.text import MIB, command, command_line, printable, say, show, size, size_words
+
+if TYPE_CHECKING:
+    from nvme_ops.data import SampleStore
 
 _EPILOG = """\
 examples:
@@ -75,6 +75,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore, SampleWriter
+    from nvme_ops.data.convert import convert, open_source
+
     if args.shape and args.dtype is None:
         raise ValueError("--shape is for --dtype")
     source = open_source(args.source, args.dtype, args.shape)
@@ -96,6 +99,8 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore
+
     with SampleStore(args.path) as store:
         index, paths = store.index, store._files.paths
         columns = list(map(str, store.columns.all)) if store.columns else index.more.get("column_names", [])
@@ -118,6 +123,8 @@ def _info(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore
+
     damaged: list[str] = []
     with SampleStore(args.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = store.nbytes / max(1, len(store))

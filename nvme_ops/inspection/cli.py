@@ -25,9 +25,7 @@ from dataclasses import asdict
 
 from nvme_ops import __version__
 from nvme_ops.checkpoint import FORMATS
-from nvme_ops.checkpoint.leftovers import clean
 from nvme_ops.formats.contents import Contents
-from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.publication import OpenFiles
 from nvme_ops.text import columns_text, command, command_line, printable, say, show, size_words
@@ -80,6 +78,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from nvme_ops.inspection.contents import contents
+
     found = contents(args.path, args.format)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
@@ -100,6 +100,8 @@ def _verify_all(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, path: str, label: str) -> int:
+    from nvme_ops.inspection.contents import contents, damaged
+
     with OpenFiles() as files:  # so that no save changes what was listed
         found = contents(path, args.format, files)
         checked = [item for item in found.items if item.checksum is not None]
@@ -127,6 +129,8 @@ def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> 
 
 
 def _clean(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.leftovers import clean
+
     found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
     if args.json:
         print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
@@ -139,6 +143,8 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from nvme_ops.inspection.contents import compare, contents
+
     with OpenFiles() as ours, OpenFiles() as theirs:
         first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
         with byte_bar(first.bytes, "diff") as advance:
@@ -160,7 +166,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from nvme_ops.inspection.convert import convert  # slow to import
+    from nvme_ops.inspection.convert import convert
 
     done = convert(
         args.source,

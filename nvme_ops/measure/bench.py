@@ -10,10 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from nvme_ops import __version__
-from nvme_ops.measure import explain, run
 from nvme_ops.measure.engines import ENGINES
 from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
@@ -126,7 +123,7 @@ def _check(args: Namespace) -> None:
 
 def _places(args: Namespace) -> list[Workplace]:
     if args.folder is not None:
-        gpus = max(1, torch.cuda.device_count()) if args.gpu else args.multi_process
+        gpus = max(1, _gpus()) if args.gpu else args.multi_process
         # as ds_io: process N uses GPU N, or begins again at 0 if there are fewer
         places = [Workplace(args.folder, number % gpus) for number in range(args.multi_process)]
     else:
@@ -149,14 +146,19 @@ def _places(args: Namespace) -> list[Workplace]:
 
 
 def _check_gpus(places: list[Workplace], pageable: bool) -> None:
-    if not torch.cuda.is_available():
+    if not _gpus():
         raise ValueError("--device cuda: torch.cuda is not available: no GPU, or torch without CUDA")
     if pageable:
         raise ValueError("--pageable is about CPU memory: leave out --device cuda")
-    count = torch.cuda.device_count()
     for place in places:
-        if place.device >= count:
-            raise ValueError(f"GPU {place.device} of {place.folder}: there are {count}, from 0 on")
+        if place.device >= _gpus():
+            raise ValueError(f"GPU {place.device} of {place.folder}: there are {_gpus()}, from 0 on")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
@@ -187,12 +189,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1 for wrong data; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
     argv = argv or []
     if argv and argv[0] == "explain":
+        from nvme_ops.measure import explain
+
         return explain.main(argv[1:])
     if argv and argv[0] == "workload":
         from nvme_ops.measure.workload import cli as workload
 
         return workload.main(argv[1:])
-    result = run.run(parse(argv), show_progress)
+    args = parse(argv)
+    from nvme_ops.measure import run
+
+    result = run.run(args, show_progress)
     deliver(result.options, run.as_document(result), run.text(result), {"": [result.table]})
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")

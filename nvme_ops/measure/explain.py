@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 import nvme_ops
 from nvme_ops.limits import free_memory
@@ -34,6 +33,9 @@ from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
 from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
 from nvme_ops.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
+
+if TYPE_CHECKING:
+    import torch
 
 _PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
 _MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
@@ -85,10 +87,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         made.error(f"--device {args.device}: neither cpu nor cuda:N")
     args.gpu = int(number or 0) if kind == "cuda" else None
-    if args.gpu is not None and args.gpu >= torch.cuda.device_count():
-        made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
     if args.write and os.path.isfile(args.path):
         made.error("--write: a file that exists is only read; name a folder")
+    if args.gpu is not None:
+        import torch
+
+        if args.gpu >= torch.cuda.device_count():
+            made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
     return args
 
 
@@ -187,6 +192,8 @@ def _default_size() -> int:
 
 def _in_time(path: str, most: int) -> int:
     """Returns how many bytes a pass of ``_PASS_SECONDS`` moves, by one short read of a cold file; at most ``most``."""
+    import torch
+
     tensor = files.filled(nvme_ops.empty(min(most, _MIN_PASS), dtype=torch.uint8))
     rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
     return min(most, max(_MIN_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
@@ -310,6 +317,8 @@ def calls(size: int) -> int:
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
     """Returns a row that gets its tensor for each call, so that allocating a new one is part of the pass."""
+    import torch
+
     start = handle.sync_pwrite if task.write else handle.sync_pread
     memory: Callable[[], torch.Tensor] = {
         LOCKED: lambda: task.locked,

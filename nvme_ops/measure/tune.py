@@ -17,13 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-
+import nvme_ops
 from nvme_ops import __version__
-from nvme_ops.gds import gds_handle
-from nvme_ops.handle import aio_handle
 from nvme_ops.measure import search
 from nvme_ops.measure.files import NotUsable, filled
 from nvme_ops.measure.scratch import scratch_folder
@@ -33,6 +30,9 @@ from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
 from nvme_ops.text import MIB, columns_text, command_line, positive, say, share_words, size, size_words
 from nvme_ops.tuning import store
+
+if TYPE_CHECKING:
+    import torch
 
 
 @measuring("nvme-tune")
@@ -151,12 +151,15 @@ def _check(args: Namespace) -> None:
     if args.no_store and args.replace:
         raise ValueError("--replace with --no_store: nothing is kept")
     check_outputs(args.output)
-    if args.way != "cpu" and not torch.cuda.is_available():
-        flag = "--gds" if args.gds else "--device cuda"
-        raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
+    if args.way != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            flag = "--gds" if args.gds else "--device cuda"
+            raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
     if args.way == "gds":
         try:
-            gds_handle()
+            nvme_ops.gds_handle()
         except RuntimeError as error:
             raise ValueError(f"--gds: {error}") from None
 
@@ -180,7 +183,9 @@ def _sweep_axes(path: str) -> list[search.Axis]:
     return [replace(axis, values=sorted(axis.values)) for axis in made]
 
 
-_HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
+def _handle_class(way: str) -> type[nvme_ops.aio_handle]:
+    return nvme_ops.gds_handle if way == "gds" else nvme_ops.aio_handle
+
 
 Say = Callable[[str], None]
 
@@ -216,7 +221,7 @@ def tune(options: Namespace, say: Say) -> TuneResult:
     """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
     result = TuneResult(options)
     devices: dict[Identity, list[str]] = {}
-    backend = _HANDLES[options.way]().backend
+    backend = _handle_class(options.way)().backend
     for folder in options.folder:
         devices.setdefault(identify(folder, options.way, backend), []).append(folder)
     with contextlib.ExitStack() as stack:
@@ -242,7 +247,7 @@ def _tune_device(
     options, folder, start = result.options, folders[0], time.perf_counter()
     path = os.path.join(place, "data")
     Path(path).touch()
-    passes = search.Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
+    passes = search.Passes(path, _memory(options), _handle_class(options.way), options.directions, options.loops)
 
     def spent() -> float:
         return (time.perf_counter() - start) / float(options.seconds)
@@ -292,12 +297,16 @@ def _mean(shares: list[float]) -> float | None:
 
 def _memory(options: Namespace) -> torch.Tensor:
     """Allocates a tensor, page-locked if possible, or on the current GPU. Raises NotUsable if it does not fit."""
+    import torch
+
     try:
         if options.way != "cpu":
             return torch.empty(options.io_size, dtype=torch.uint8, device="cuda").random_()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # memory that may not be locked is as fast here
-            return filled(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
+            return filled(
+                nvme_ops.aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8))
+            )
     except (MemoryError, OSError, RuntimeError) as error:
         raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
 

@@ -11,24 +11,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
 from nvme_ops.measure.energy import Meter, total, used
-from nvme_ops.offload.plan.estimate import (
-    estimate,
-    inference_plan,
-    inference_text,
-    training_plan,
-    training_text,
-)
-from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
-from nvme_ops.offload.weights.generation import generate
-from nvme_ops.offload.weights.model_files import is_hub_name, weight_files
-from nvme_ops.offload.weights.pretrained import from_pretrained
-from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.progress import progress_bar
 from nvme_ops.text import (
     command,
@@ -45,6 +31,9 @@ from nvme_ops.text import (
     size_words,
 )
 from nvme_ops.text import size as size_argument
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -123,6 +112,10 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from nvme_ops.offload.plan.estimate import estimate, inference_plan, inference_text, training_plan, training_text
+    from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, sizes_of
+    from nvme_ops.offload.weights.model_files import weight_files
+
     device, files = _device(args.device), weight_files(args.model)
     args.batch = sorted(set(args.batch))
     with progress_bar(3 if args.train else 2 + len(args.batch)) as step:
@@ -173,6 +166,10 @@ def _timing(about: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from nvme_ops.offload.plan.probe import read_rate
+    from nvme_ops.offload.weights.generation import generate
+    from nvme_ops.offload.weights.model_files import weight_files
+
     device, files = _device(args.device), weight_files(args.model)
     tokenizer = _tokenizer(args.model, os.path.dirname(files[0]))
     if args.prompt is not None and tokenizer is None:
@@ -279,6 +276,8 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 def _tokenizer(model: str, folder: str) -> Any:
     from transformers import AutoTokenizer
 
+    from nvme_ops.offload.weights.model_files import is_hub_name
+
     if is_hub_name(model):
         try:
             return AutoTokenizer.from_pretrained(model)
@@ -301,10 +300,14 @@ def _silence_transformers() -> None:
 
 
 def _opened(args: argparse.Namespace, device: torch.device) -> Any:
+    from nvme_ops.offload.weights.pretrained import from_pretrained
+
     return from_pretrained(args.model, memory_budget=args.memory, device=device)
 
 
 def _device(name: str | None) -> torch.device:
+    from nvme_ops.offload.weights.stream_weights import device_of
+
     try:
         return device_of(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

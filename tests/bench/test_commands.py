@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import nvme_ops
 import nvme_ops.measure.run as run_module
 from benchmarks import command as benchmarks
 from nvme_ops.measure import bench, engines, explain, files, stop, tune
@@ -150,7 +151,7 @@ def test_gpus_and_matplotlib_that_are_not_there_are_said(monkeypatch: pytest.Mon
     def no_cufile() -> None:
         raise RuntimeError("cuFile cannot work here")
 
-    monkeypatch.setattr(tune, "gds_handle", no_cufile)
+    monkeypatch.setattr(nvme_ops, "gds_handle", no_cufile)
     refused(tune.main, [*T, "--gds"], "--gds: cuFile cannot work here")
 
 

@@ -30,6 +30,15 @@ COMMANDS = {
 }
 
 
+#: The commands below those of nvme-ops.
+BELOW = {
+    "bench": ["explain", "workload"],
+    "checkpoint": ["info", "verify", "diff", "convert", "clean"],
+    "offload": ["plan", "generate"],
+    "data": ["convert", "info", "verify"],
+}
+
+
 def parsers(made: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """The parser, and those of its commands."""
     yield made
@@ -84,6 +93,36 @@ def test_nvme_ops_imports_no_other_command() -> None:
         print([name for name, (module, _) in COMMANDS.items() if module in sys.modules])
     """
     assert run_python(program, "data", "info", "/no/such").stdout == "['data']\n"
+
+
+def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
+    program = """
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        from nvme_ops.__main__ import main
+
+        def status(*words):
+            try:
+                return main(words)
+            except SystemExit as end:
+                return end.code
+
+        *commands, folder = sys.argv[1:]
+        for command in commands:
+            found = [status(*command.split(), flag) for flag in ("--help", "--no-such-flag")]
+            assert found == [0, 2], (command, found)
+            if " " not in command:
+                assert status(command, "--version") == 0, command
+        for words in (["bench", "--folder", "/no/such"], ["bench", "--folder", folder, "--sweep", "depth=1"],
+                      ["bench", "explain", folder, "--rounds", "1"], ["bench", "workload", "bert", "--folder", "/no"],
+                      ["tune", "--folder", folder, "--seconds", "-1"]):
+            assert status(*words) == 2, words
+        print("needing torch", file=sys.stderr)
+        assert status("bench", "--folder", folder, "--io_size", "1M") == 2
+    """
+    each = [f"{name} {below}" for name, words in BELOW.items() for below in words]
+    said = run_python(program, *OURS, *each, str(folder)).stderr
+    assert said.endswith("needing torch\nnvme-bench: torch is not installed: pip install torch\n"), said
 
 
 def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,6 @@ from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, show_progress, used_columns
-from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
@@ -234,6 +233,8 @@ def _as_json(fed: Fed) -> dict[str, Any]:
 
 
 def _write(job: Writing, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from nvme_ops.measure.workload import saving
+
     nbytes = min(job.nbytes, args.size) if job.records == 1 else job.nbytes
     compute = job.compute * args.slower * nbytes / job.nbytes
     show(
