@@ -14,6 +14,7 @@ import re
 import shutil
 import sys
 import textwrap
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
@@ -223,6 +224,9 @@ def _count_words(name: str, value: float) -> str:
 # Parsing, checking and printing that all command lines share
 
 
+_NO_NUMPY = "Failed to initialize NumPy"  # how the warning begins
+
+
 class Main(Protocol):
     """The function of a command: takes its arguments, by default the process's, and returns the exit status."""
 
@@ -253,12 +257,17 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
 def command(name: str) -> Callable[[Main], Main]:
     """Decorates the ``main`` of a command: Ctrl-C ends it with one line and status 130, output that is lost with 2.
 
-    Python itself would notice lost output only at exit, after the status was decided.
+    Python itself would notice lost output only at exit, after the status was decided. torch's warning that NumPy is
+    not installed is left out, here and in the processes that the command starts: no command needs NumPy unless it says.
     """
 
     def decorated(main: Main) -> Main:
         @functools.wraps(main)
         def run(argv: Sequence[str] | None = None) -> int:
+            warnings.filterwarnings("ignore", _NO_NUMPY)
+            rules = os.environ.get("PYTHONWARNINGS", "")
+            if _NO_NUMPY not in rules:
+                os.environ["PYTHONWARNINGS"] = f"{rules},ignore:{_NO_NUMPY}:UserWarning".lstrip(",")
             try:
                 try:
                     status = main(argv)

@@ -275,4 +275,4 @@ def _needed(package: str, path: str) -> Any:
     try:
         return __import__(package)
     except ImportError:
-        raise ImportError(f"{path}: reading it needs {package}: pip install 'nvme-ops[data]'") from None
+        raise ImportError(f"{path}: reading it needs {package}: pip install {package}") from None

@@ -61,7 +61,7 @@ if not TYPE_CHECKING:
         except ImportError as error:
             if name != "NvmeCache":  # a class of transformers'
                 raise
-            raise ImportError("nvme_ops.offload.NvmeCache needs transformers 5: pip install transformers") from error
+            raise ImportError("nvme_ops.offload.NvmeCache needs transformers: pip install 'transformers>=5'") from error
         return value
 
 

@@ -293,7 +293,7 @@ def _silence_transformers() -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("transformers is not installed: pip install 'nvme-ops[offload]'") from error
+        raise ImportError("transformers is not installed: pip install 'transformers>=5'") from error
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -282,7 +282,7 @@ def test_without_transformers() -> None:
     """
     done = run_python(code, check=False)
     assert done.returncode == 2
-    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'nvme-ops[offload]'\n"
+    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'transformers>=5'\n"
 
 
 def test_ctrl_c_ends_it_quietly(llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

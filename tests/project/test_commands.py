@@ -125,6 +125,23 @@ def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
     assert said.endswith("needing torch\nnvme-bench: torch is not installed: pip install torch\n"), said
 
 
+def test_no_command_says_that_numpy_is_missing(folder: Path) -> None:
+    """Torch does, when it is imported; the processes that a command starts import it, too."""
+    torch.save({"bias": torch.ones(3)}, folder / "model.pt")
+    program = """
+        import sys
+        sys.modules["numpy"] = None
+        from nvme_ops.__main__ import main
+        if __name__ == "__main__":
+            main(sys.argv[1:]) if sys.argv[1:] else __import__("torch")
+    """
+    missing = "Failed to initialize NumPy"
+    assert missing in run_python(program, fresh=True).stderr, "else this test shows nothing"
+    bench = ("bench", "--folder", folder, "--io_size", "1M", "--loops", "1", "--multi_process", "2", "--no_reference")
+    for words in (("checkpoint", "info", folder / "model.pt"), bench):
+        assert missing not in run_python(program, *words, fresh=True).stderr
+
+
 def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def lines_of(module: str, *words: str) -> list[str]:
         assert importlib.import_module(f"nvme_ops.{module}").main(list(words)) == 0
