@@ -234,16 +234,29 @@ class Main(Protocol):
         """Runs the command."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes underscores for hyphens in the names of flags, and the other way round: DeepSpeed's have underscores."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([*map(self._known, sys.argv[1:] if args is None else args)], namespace)
+
+    def _known(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        others = (name.replace("_", "-"), f"--{name[2:].replace('-', '_')}") if name.startswith("--") else ()
+        known = next((each for each in (name, *others) if each in self._option_string_actions), name)
+        return f"{known}{equals}{value}"
+
+
 def command_line(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     """Returns a parser that keeps the line breaks of its texts and accepts no abbreviated flags.
 
     Without ``epilog``, ``description`` is a docstring, which is divided before its first heading (``examples:``).
     """
     if not epilog:
-        description, *epilogs = re.split("\n\n(?=[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
+        description, *epilogs = re.split("\n\n(?=Examples:|[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
         epilog = "".join(epilogs)
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
+    return _Parser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:

@@ -348,7 +348,7 @@ def _fio_best(task: Task, name: str, _: Settings) -> Row:
 
 def _fio_blocks(task: Task, block: str) -> BlockTimes:
     """Measures single random blocks, one after the other, as many and as large as for the handles."""
-    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number_ios={_BLOCKS}"]
+    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number-ios={_BLOCKS}"]
     for options, _ in fio.variants([block, *limits]):
         task.set_cache()
         try:
@@ -494,7 +494,7 @@ ENGINES = {
     "torch": BenchEngine("torch.save with fsync, torch.load", _torch, own_file=True),
     "python": BenchEngine("ndarray.tofile with fsync, readinto", _python),
     "safetensors": BenchEngine("save_file with fsync, load_file", _safetensors, own_file=True),
-    "deepspeed": BenchEngine("DeepSpeed's aio_handle; gds_handle with --use_gds", _deepspeed, _ALL, own_process=True),
+    "deepspeed": BenchEngine("DeepSpeed's aio_handle; gds_handle with --use-gds", _deepspeed, _ALL, own_process=True),
     "fio": BenchEngine("fio with the same settings", _fio, ("block_size", "queue_depth", "intra_op_parallelism")),
     "gdsio": BenchEngine(
         "NVIDIA's gdsio", _gdsio, ("block_size", "intra_op_parallelism"), gpu_only=True, own_file=True

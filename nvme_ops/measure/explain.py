@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 _PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
 _MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
 _MAX_CALLS = 1024
-_TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
+_TENSORS = 4  # tensors of --io-size allocated at once, including fio's memory
 _MIN_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
 _NOTE = 50  # the most characters of a row's note
 
@@ -62,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
     Measures for about half a minute, and says on one page which part limits and
     what to change. A FILE is only read; its pages are dropped from the page cache.
-    In a DIR a file of --io_size is made, and removed at the end.
+    In a DIR a file of --io-size is made, and removed at the end.
 
     exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
     cannot be used
@@ -71,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
     words = "bytes of a pass, the whole FILE at most (default: what the device moves in 0.4 s, 1 GiB at most)"
-    add("--io_size", type=size, metavar="SIZE", help=words)
+    add("--io-size", type=size, metavar="SIZE", help=words)
     add("--rounds", type=int, default=3, metavar="N", help="timed passes of each row (default 3)")
     add("--write", action="store_true", help="explain writing too; for a folder")
     add("--device", default="cpu", metavar="cuda:N", help="GPU memory instead of an ordinary tensor")
@@ -131,7 +131,7 @@ def _file(args: argparse.Namespace) -> Iterator[str]:
         return
     _require_device(args.path)
     size = args.io_size or _default_size()
-    with scratch_folder(args.path, size + 64 * MIB, "--io_size or folder") as folder:
+    with scratch_folder(args.path, size + 64 * MIB, "--io-size or folder") as folder:
         _check_memory(size)
         path = os.path.join(folder, "data")
         try:
@@ -203,7 +203,7 @@ def _check_memory(size: int) -> None:
     needed, free = size * _TENSORS, free_memory()
     if needed > free:
         raise files.NotUsable(
-            f"--io_size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
+            f"--io-size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
             "choose a smaller one"
         )
 

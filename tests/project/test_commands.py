@@ -64,6 +64,11 @@ def test_no_command_is_missing() -> None:
     assert {name for name, _ in listed} == {name.partition(" ")[0] for name in COMMANDS}
 
 
+def test_nvme_bench_names_its_commands_where_it_is_used_wrongly() -> None:
+    said = refusal(importlib.import_module(COMMANDS["nvme-bench"]).main, ["explore"])[1]
+    assert [name for name in BELOW["bench"] if f"nvme-bench {name}" not in said] == []
+
+
 def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--help", "--version")
     for words in (*([each] for each in options), *([name, each] for name in OURS for each in options)):

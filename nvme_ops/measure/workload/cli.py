@@ -55,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
     texts = inspect.cleandoc(parser.__doc__ or "").format(jobs=jobs, readers=readers)
     made = command_line("nvme-bench workload", texts)
     add = made.add_argument
-    add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
+    add("jobs", type=_job, nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
-    add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
+    add("--reader", type=_reader, nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
     words = f"about, for a data set: {MIN_BATCHES} batches at least, {_MAX_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
     add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
@@ -68,6 +68,14 @@ def parser() -> argparse.ArgumentParser:
     add("--slower", type=float, default=1.0, metavar="F", help=words)
     add_outputs(add, ".json (every measurement); with --json the tables go to standard error")
     return made
+
+
+def _job(text: str) -> str:
+    return text.replace("_", "-")
+
+
+def _reader(text: str) -> str:
+    return text.replace("-", "_")
 
 
 def _words(make: Callable[..., Any]) -> str:
