@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -340,6 +340,14 @@ def size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def in_flags(words: object, flags: Mapping[str, str]) -> str:
+    """Names flags where a message names arguments of Python. ``flags``: words as in the message -> with the flag."""
+    text = str(words)
+    for argument, flag in flags.items():
+        text = re.sub(rf"(?<![\w/-]){re.escape(argument)}(?![\w=])", flag, text)
+    return text
 
 
 def positive(text: str) -> int:

@@ -28,7 +28,9 @@ from nvme_ops.checkpoint import FORMATS
 from nvme_ops.formats.contents import Contents
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.publication import OpenFiles
-from nvme_ops.text import columns_text, command, command_line, printable, say, show, size_words
+from nvme_ops.text import columns_text, command, command_line, in_flags, printable, say, show, size_words
+
+_FLAGS = {"format=": "--format", "max_shard_size": "--max-shard-size", "checksums=False": "--no-checksums"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -53,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     words = "a .safetensors, .pt or .bin file, or a folder for several safetensors files"
     command.add_argument("target", metavar="TARGET", help=words)
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
+    command.add_argument("--format", choices=FORMATS, help="of TARGET, instead of the one that its name implies")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
     command.add_argument("--no-checksums", action="store_true", help="store no checksums")
     command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
@@ -73,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}
         return commands[args.command](args)
     except (OSError, ValueError) as error:
-        say(f"nvme-checkpoint: {error}")
+        say(f"nvme-checkpoint: {in_flags(error, _FLAGS)}")
         return 2
 
 
@@ -107,23 +110,25 @@ def _verify(args: argparse.Namespace, path: str, label: str) -> int:
         checked = [item for item in found.items if item.checksum is not None]
         with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
             wrong = damaged(found, advance, files)
-    bare = len(found.items) - len(checked)
+    tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
+    bare = len(found.tensors) - tensors
     if args.json:
-        counts = {"checked": len(checked), "without_checksum": bare, "damaged": wrong}
+        counts = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
         print(json.dumps({"path": path, **counts} if label else counts, indent=2))
     else:
         for name in wrong:
             print(printable(f"{label}DAMAGED {name}"))
-        print(printable(label + _verdict(found, len(checked), bare, wrong)))
+        print(printable(label + _verdict(found, bool(checked), tensors, bare, wrong)))
     return 1 if wrong or (found.items and not checked) else 0
 
 
-def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> str:
-    if found.items and not checked:
-        return "[NO CHECKSUMS] it was saved by another program, or with checksums=False: nothing to compare with"
+def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
+    if found.items and not any_checked:
+        return "[NO CHECKSUMS] it was saved by another program, or without checksums: nothing to compare with"
     rest = f"; {bare} have no checksum" if bare else ""
     if wrong:
-        parts = f"{checked} tensors" + (" and the header" if found.damaged else "")
+        names = {item.name for item in found.tensors}
+        parts = f"{checked} tensors" + ("" if names.issuperset(wrong) else " and what describes them")
         return f"[DAMAGED] {len(wrong)} of {parts} are not what was saved{rest}"
     return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
 
@@ -172,6 +177,7 @@ def _convert(args: argparse.Namespace) -> int:
         args.source,
         args.target,
         key=args.key,
+        format=args.format,
         max_shard_size=args.max_shard_size,
         checksums=not args.no_checksums,
         verify=not args.no_verify,
