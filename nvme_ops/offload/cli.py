@@ -20,6 +20,7 @@ from nvme_ops.text import (
     command,
     command_line,
     fitted,
+    in_flags,
     positive,
     printable,
     rate_words,
@@ -98,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_transformers()
         return {"plan": _plan, "generate": _generate}[args.command](args)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
+        words = in_flags(error, {"a memory_budget": "--memory"})
+        say(f"nvme-offload: {' '.join(words.split()) or type(error).__name__}")
         return 2
 
 
@@ -113,7 +115,7 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 def _plan(args: argparse.Namespace) -> int:
     from nvme_ops.offload.plan.estimate import estimate, inference_plan, inference_text, training_plan, training_text
-    from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, sizes_of
+    from nvme_ops.offload.plan.probe import Layers, computing_of, mixed_rate, rates, sizes_of
     from nvme_ops.offload.weights.model_files import weight_files
 
     device, files = _device(args.device), weight_files(args.model)
@@ -140,11 +142,9 @@ def _plan(args: argparse.Namespace) -> int:
                 sizes = replace(sizes, cache=layers.cache_bytes())
             fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
             left_out = [batch for batch in args.batch if batch not in fit]
-            estimates, joules, begin = [], _joules_from_now(device), time.perf_counter()
-            for batch in fit:
-                step(f"batch {batch}")
-                computing = layers.computing(batch, prompt, prompt + new // 2)
-                estimates.append(estimate(sizes, measured, computing, batch, prompt, new))
+            joules, begin = _joules_from_now(device), time.perf_counter()
+            computing = computing_of(layers, fit, prompt, prompt + new // 2, lambda batch: step(f"batch {batch}"))
+            estimates = [estimate(sizes, measured, computing[batch], batch, prompt, new) for batch in fit]
             watts = args.watts
             if watts is None and (spent := joules()) is not None:
                 watts = spent / (time.perf_counter() - begin)
