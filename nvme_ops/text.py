@@ -15,7 +15,7 @@ import shutil
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -224,9 +224,6 @@ def _count_words(name: str, value: float) -> str:
 # Parsing, checking and printing that all command lines share
 
 
-_NO_NUMPY = "Failed to initialize NumPy"  # how the warning begins
-
-
 class Main(Protocol):
     """The function of a command: takes its arguments, by default the process's, and returns the exit status."""
 
@@ -276,11 +273,8 @@ def command(name: str) -> Callable[[Main], Main]:
 
     def decorated(main: Main) -> Main:
         @functools.wraps(main)
+        @_silent_about_numpy()
         def run(argv: Sequence[str] | None = None) -> int:
-            warnings.filterwarnings("ignore", _NO_NUMPY)
-            rules = os.environ.get("PYTHONWARNINGS", "")
-            if _NO_NUMPY not in rules:
-                os.environ["PYTHONWARNINGS"] = f"{rules},ignore:{_NO_NUMPY}:UserWarning".lstrip(",")
             try:
                 try:
                     status = main(argv)
@@ -306,6 +300,21 @@ def command(name: str) -> Callable[[Main], Main]:
         return run
 
     return decorated
+
+
+@contextlib.contextmanager
+def _silent_about_numpy() -> Iterator[None]:
+    """Ignores torch's warning in the block, and in processes that it starts."""
+    name, begins = "PYTHONWARNINGS", "Failed to initialize NumPy"
+    before = os.environ.get(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", begins)
+        os.environ[name] = ",".join(filter(None, [before, f"ignore:{begins}:UserWarning"]))
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            os.environ.update({name: before} if before is not None else {})
 
 
 def _is_written(name: str) -> bool:
