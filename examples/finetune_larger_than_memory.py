@@ -50,4 +50,4 @@ if __name__ == "__main__":
         try:
             main(own)
         except ImportError as error:
-            sys.exit(f"finetune_larger_than_memory.py: {error}: pip install 'nvme-ops[finetune]'")
+            sys.exit(f"finetune_larger_than_memory.py: {error}: pip install 'transformers>=5' peft")

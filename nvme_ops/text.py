@@ -14,7 +14,8 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any, Protocol, TypeVar
 
@@ -230,16 +231,29 @@ class Main(Protocol):
         """Runs the command."""
 
 
+class _Parser(argparse.ArgumentParser):
+    """Takes underscores for hyphens in the names of flags, and the other way round: DeepSpeed's have underscores."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([*map(self._known, sys.argv[1:] if args is None else args)], namespace)
+
+    def _known(self, word: str) -> str:
+        name, equals, value = word.partition("=")
+        others = (name.replace("_", "-"), f"--{name[2:].replace('-', '_')}") if name.startswith("--") else ()
+        known = next((each for each in (name, *others) if each in self._option_string_actions), name)
+        return f"{known}{equals}{value}"
+
+
 def command_line(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
     """Returns a parser that keeps the line breaks of its texts and accepts no abbreviated flags.
 
     Without ``epilog``, ``description`` is a docstring, which is divided before its first heading (``examples:``).
     """
     if not epilog:
-        description, *epilogs = re.split("\n\n(?=[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
+        description, *epilogs = re.split("\n\n(?=Examples:|[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
         epilog = "".join(epilogs)
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
+    return _Parser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
@@ -253,11 +267,13 @@ def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
 def command(name: str) -> Callable[[Main], Main]:
     """Decorates the ``main`` of a command: Ctrl-C ends it with one line and status 130, output that is lost with 2.
 
-    Python itself would notice lost output only at exit, after the status was decided.
+    Python itself would notice lost output only at exit, after the status was decided. torch's warning that NumPy is
+    not installed is left out, here and in the processes that the command starts: no command needs NumPy unless it says.
     """
 
     def decorated(main: Main) -> Main:
         @functools.wraps(main)
+        @_silent_about_numpy()
         def run(argv: Sequence[str] | None = None) -> int:
             try:
                 try:
@@ -266,6 +282,11 @@ def command(name: str) -> Callable[[Main], Main]:
                     status = 0
                 except OSError as error:
                     say(f"{name}: {error}")
+                    status = 2
+                except ModuleNotFoundError as error:  # torch itself is imported once the arguments are known
+                    if error.name != "torch":
+                        raise
+                    say(f"{name}: torch is not installed: pip install torch")
                     status = 2
                 except SystemExit:  # by argparse: --help, --version
                     if not _is_written(name):
@@ -279,6 +300,21 @@ def command(name: str) -> Callable[[Main], Main]:
         return run
 
     return decorated
+
+
+@contextlib.contextmanager
+def _silent_about_numpy() -> Iterator[None]:
+    """Ignores torch's warning in the block, and in processes that it starts."""
+    name, begins = "PYTHONWARNINGS", "Failed to initialize NumPy"
+    before = os.environ.get(name)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", begins)
+        os.environ[name] = ",".join(filter(None, [before, f"ignore:{begins}:UserWarning"]))
+        try:
+            yield
+        finally:
+            os.environ.pop(name)
+            os.environ.update({name: before} if before is not None else {})
 
 
 def _is_written(name: str) -> bool:
@@ -313,6 +349,14 @@ def size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def in_flags(words: object, flags: Mapping[str, str]) -> str:
+    """Names flags where a message names arguments of Python. ``flags``: words as in the message -> with the flag."""
+    text = str(words)
+    for argument, flag in flags.items():
+        text = re.sub(rf"(?<![\w/-]){re.escape(argument)}(?![\w=])", flag, text)
+    return text
 
 
 def positive(text: str) -> int:

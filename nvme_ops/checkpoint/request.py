@@ -5,6 +5,7 @@ A save is planned first: everything is decided before anything is written.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import re
@@ -19,6 +20,7 @@ from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.modules import covered, require_writable, state_to_fill, without_ties
 from nvme_ops.errors import MissingTensorError
 from nvme_ops.formats.integrity import ShardEntry
+from nvme_ops.formats.mistaken import refuse
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.text import URL, bytes_of
@@ -91,7 +93,7 @@ def format_of(path: str, format: str | None) -> ModuleType:
     folder to be created.
 
     Raises:
-        ValueError: an unknown format or suffix, or a URL.
+        ValueError: an unknown format or suffix, or a URL. FormatError: what a file is that such a name has.
     """
     if URL.match(path):
         raise ValueError(
@@ -107,7 +109,11 @@ def format_of(path: str, format: str | None) -> ModuleType:
         if path.endswith(suffixes) or (name == "sharded" and _is_folder(path)):
             return importlib.import_module(module)
     known = ", ".join(suffix for _, suffixes in FORMATS.values() for suffix in suffixes)
-    raise ValueError(f"{path}: the name does not end with any of {known}; give format=")
+    reason = f"the name does not end with any of {known}; give format="
+    if os.path.isfile(path):
+        with contextlib.suppress(OSError), open(path, "rb") as file:
+            refuse(path, reason, file.fileno())
+    raise ValueError(f"{path}: {reason}")
 
 
 def _is_folder(path: str) -> bool:

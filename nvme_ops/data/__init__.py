@@ -6,12 +6,33 @@ with SampleWriter("/mnt/nvme/train", {"image": bytes, "label": torch.int64}) as 
 for batch in Loader("/mnt/nvme/train", 256, shuffle=True): ...
 """
 
-from nvme_ops.data.loader import Loader as Loader
-from nvme_ops.data.log import AsyncLog as AsyncLog
-from nvme_ops.data.store import SampleStore as SampleStore
-from nvme_ops.data.writer import SampleWriter as SampleWriter
+from __future__ import annotations
 
-__all__ = ["AsyncLog", "Loader", "SampleStore", "SampleWriter"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nvme_ops.data.loader import Loader as Loader
+    from nvme_ops.data.log import AsyncLog as AsyncLog
+    from nvme_ops.data.store import SampleStore as SampleStore
+    from nvme_ops.data.writer import SampleWriter as SampleWriter
+
+_MODULE_OF = {
+    "AsyncLog": "nvme_ops.data.log",
+    "Loader": "nvme_ops.data.loader",
+    "SampleStore": "nvme_ops.data.store",
+    "SampleWriter": "nvme_ops.data.writer",
+}
+
+__all__ = [*_MODULE_OF]
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module 'nvme_ops.data' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

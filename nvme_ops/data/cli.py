@@ -6,16 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
-from nvme_ops.data.convert import convert, open_source
-from nvme_ops.data.store import SampleStore
-from nvme_ops.data.writer import SampleWriter
 from nvme_ops.errors import FormatError
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.files import make_folder
-from nvme_ops.text import MIB, command, command_line, printable, say, show, size, size_words
+from nvme_ops.text import MIB, command, command_line, in_flags, printable, say, show, size, size_words
+
+if TYPE_CHECKING:
+    from nvme_ops.data import SampleStore
 
 _EPILOG = """\
 examples:
@@ -33,6 +33,7 @@ checksums where there are any.
 exit status: 0; 1 when verify finds damage; 2 for wrong arguments and for files
 that cannot be read or written; 130 after Ctrl-C
 """
+_FLAGS = {"overwrite=True": "--overwrite", "alignment must": "--alignment must", "a dtype": "--dtype"}
 _AT_ONCE = 32 * MIB  # of samples that ``verify`` reads at once
 
 
@@ -70,11 +71,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return {"convert": _convert, "info": _info, "verify": _verify}[args.command](args)
     except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
-        say(f"nvme-data: {error}")
+        say(f"nvme-data: {in_flags(error, _FLAGS)}")
         return 2
 
 
 def _convert(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore, SampleWriter
+    from nvme_ops.data.convert import convert, open_source
+
     if args.shape and args.dtype is None:
         raise ValueError("--shape is for --dtype")
     source = open_source(args.source, args.dtype, args.shape)
@@ -84,6 +88,7 @@ def _convert(args: argparse.Namespace) -> int:
     for folder in args.folders:
         make_folder(folder)
     options = {name: getattr(args, name) for name in ("shard_bytes", "alignment", "overwrite")}
+    options["class_names"] = source.class_names
     bar = byte_bar(source.nbytes, "convert")
     with SampleWriter(args.folders, source.columns, **options) as writer, bar as advance:
         count = convert(source, writer, advance)
@@ -96,28 +101,47 @@ def _convert(args: argparse.Namespace) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore
+
     with SampleStore(args.path) as store:
         index, paths = store.index, store._files.paths
-        columns = list(map(str, store.columns.all)) if store.columns else index.more.get("column_names", [])
+        if store.columns:
+            columns = [{"name": each.name, "dtype": "str" if each.text else each.kind, "shape": list(each.shape)}
+                       for each in store.columns.all]  # fmt: skip
+            words = list(map(str, store.columns.all))
+        else:
+            words = index.more.get("column_names", [])
+            columns = [{"name": name} for name in words]
         files = [
             {"path": path, "bytes": file.nbytes, "samples": count}
             for path, file, count in zip(paths, index.files, index.counts(), strict=True)
         ]
         found: dict[str, Any] = {"kind": index.kind, "samples": len(store), "bytes": store.nbytes}
-        found |= {"record_bytes": index.record_bytes, "alignment": index.alignment, "columns": columns, "files": files}
+        found |= {
+            "record_bytes": index.record_bytes,
+            "alignment": index.alignment,
+            "columns": columns,
+            "class_names": store.class_names,
+        }
+        found["files"] = files
     if args.json:
         print(json.dumps(found, indent=2))
         return 0
     mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
     print(f"{index.kind}: {len(store)} samples, {size_words(store.nbytes)}{mean}")
-    for words in columns:
-        show(f"  column {words}")
+    for each in words:
+        show(f"  column {each}")
+    if classes := found["class_names"]:
+        some = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
+        show(printable(f"  {len(classes)} classes: {some}"))
     for each in found["files"]:
         show(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}")
     return 0
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from nvme_ops.data import SampleStore
+
     damaged: list[str] = []
     with SampleStore(args.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
         each = store.nbytes / max(1, len(store))

@@ -35,6 +35,7 @@ class SampleSource:
     samples: Iterator[tuple[Sample, int]]
     nbytes: int
     path: str
+    class_names: Sequence[str] = ()  #: as ``SampleWriter`` takes
     left_out: tuple[str, ...] = ()  #: names in the folder that are not converted
 
 
@@ -95,7 +96,7 @@ def _folder(path: str) -> SampleSource:
             label = {"label": labels[top]} if labelled else {}
             yield {"data": content, "name": name, **label}, content.nbytes
 
-    return SampleSource(columns, samples(), sum(sizes), path)
+    return SampleSource(columns, samples(), sum(sizes), path, list(labels) if labelled else [])
 
 
 def _files(folder: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[str]:
@@ -229,7 +230,7 @@ def _store(path: str) -> SampleSource:
                 yield sample if store.columns is not None else _plain(sample), each
 
     others = _others(path, ".tar") if store.index.kind == "webdataset" and os.path.isdir(path) else ()
-    return SampleSource(columns, samples(), store.nbytes, path, others)
+    return SampleSource(columns, samples(), store.nbytes, path, store.class_names, others)
 
 
 def _compressed(path: str, tars: list[str]) -> SampleSource:
@@ -247,7 +248,7 @@ def _compressed(path: str, tars: list[str]) -> SampleSource:
                 before = reached
 
     others = _others(path, webdataset.COMPRESSED) if os.path.isdir(path) else ()
-    return SampleSource(columns, samples(), sum(map(os.path.getsize, tars)), path, others)
+    return SampleSource(columns, samples(), sum(map(os.path.getsize, tars)), path, left_out=others)
 
 
 def _others(folder: str, suffix: str | tuple[str, ...]) -> tuple[str, ...]:
@@ -275,4 +276,4 @@ def _needed(package: str, path: str) -> Any:
     try:
         return __import__(package)
     except ImportError:
-        raise ImportError(f"{path}: reading it needs {package}: pip install 'nvme-ops[data]'") from None
+        raise ImportError(f"{path}: reading it needs {package}: pip install {package}") from None

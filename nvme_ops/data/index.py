@@ -37,6 +37,7 @@ from nvme_ops.text import parse_json
 MAGIC = b"NVMEDATA"
 VERSION = 1
 NAME = "index.nvmedata"  # the file, in the folder of the store
+CLASS_NAMES = "class_names"  # in ``SampleIndex.more``
 FOREIGN = "foreign.nvmedata"  # the end of its name, for files that other programs wrote
 _PREFIX = struct.Struct("<8sIII")
 _HEADER = ("id", "kind", "records", "alignment", "record_bytes", "columns", "more")

@@ -25,7 +25,7 @@ from nvme_ops._native import native
 from nvme_ops.closing import Closing
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
-from nvme_ops.data.index import SampleIndex, aligned
+from nvme_ops.data.index import CLASS_NAMES, SampleIndex, aligned
 from nvme_ops.engine import Priority
 from nvme_ops.errors import ChecksumError, FormatError, named, naming
 from nvme_ops.file import handle_of
@@ -104,6 +104,12 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
     def columns(self) -> Columns | None:
         """What a sample consists of; None where the files do not say so in advance."""
         return self._columns
+
+    @property
+    def class_names(self) -> list[str]:
+        """The names of the classes, in the order of their labels; empty if the writer was given none."""
+        names = self.index.more.get(CLASS_NAMES)
+        return list(map(str, names)) if isinstance(names, list) else []
 
     @property
     def nbytes(self) -> int:

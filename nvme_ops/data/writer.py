@@ -21,7 +21,7 @@ import torch
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.data.columns import Columns, Sample, Spec
-from nvme_ops.data.index import NAME, DataFile, SampleIndex, aligned, read_index, write_index
+from nvme_ops.data.index import CLASS_NAMES, NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
 from nvme_ops.errors import FormatError, named, naming, paths_of
 from nvme_ops.file import File
@@ -73,6 +73,7 @@ class SampleWriter(Closing):
             to about the first MiB of records; else 8. Never less than the size of an element.
         checksums: keep a CRC-32C of each record, for ``verify``.
         overwrite: replace an existing store.
+        class_names: what the labels 0, 1, ... in a column stand for; ``SampleStore.class_names`` returns them.
 
     Raises:
         FileExistsError: there is a store, and ``overwrite`` is False.
@@ -89,6 +90,7 @@ class SampleWriter(Closing):
         alignment: int | None = None,
         checksums: bool = True,
         overwrite: bool = False,
+        class_names: Sequence[str] = (),
     ) -> None:
         self._state = "closed"
         self.columns = Columns(columns)
@@ -101,7 +103,7 @@ class SampleWriter(Closing):
         for folder in self._folders:
             make_last_folder(folder)
         self.path = os.path.join(self._folders[0], NAME)
-        self._overwrite = overwrite
+        self._overwrite, self._class_names = overwrite, list(map(str, class_names))
         self._require_right_to_replace()
         self._alignment = alignment and max(alignment, self.columns.alignment)  # None until it is settled
         self._first_records: list[list[memoryview]] = []  # written once they have decided the alignment
@@ -281,6 +283,7 @@ class SampleWriter(Closing):
         fixed, count = self.columns.record_bytes, len(self._ends)
         made = SampleIndex(self._id, "native", count, self._files, self._settle_alignment(), fixed, path=self.path)
         made.columns, made.more = self.columns.as_json(), {"path": self.path} if len(self._folders) > 1 else {}
+        made.more |= {CLASS_NAMES: self._class_names} if self._class_names else {}
         made.ends = _tensor(self._ends, torch.int64) if fixed is None else None
         made.checksums = None if self._sums is None else _tensor(self._sums, torch.int32)
         return made

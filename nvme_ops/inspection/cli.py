@@ -25,12 +25,12 @@ from dataclasses import asdict
 
 from nvme_ops import __version__
 from nvme_ops.checkpoint import FORMATS
-from nvme_ops.checkpoint.leftovers import clean
 from nvme_ops.formats.contents import Contents
-from nvme_ops.inspection.contents import compare, contents, damaged
 from nvme_ops.progress import byte_bar
 from nvme_ops.storage.publication import OpenFiles
-from nvme_ops.text import columns_text, command, command_line, printable, say, show, size_words
+from nvme_ops.text import columns_text, command, command_line, in_flags, printable, say, show, size_words
+
+_FLAGS = {"format=": "--format", "max_shard_size": "--max-shard-size", "checksums=False": "--no-checksums"}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -55,6 +55,7 @@ def parser() -> argparse.ArgumentParser:
     words = "a .safetensors, .pt or .bin file, or a folder for several safetensors files"
     command.add_argument("target", metavar="TARGET", help=words)
     command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
+    command.add_argument("--format", choices=FORMATS, help="of TARGET, instead of the one that its name implies")
     command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
     command.add_argument("--no-checksums", action="store_true", help="store no checksums")
     command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
@@ -75,11 +76,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         commands = {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}
         return commands[args.command](args)
     except (OSError, ValueError) as error:
-        say(f"nvme-checkpoint: {error}")
+        say(f"nvme-checkpoint: {in_flags(error, _FLAGS)}")
         return 2
 
 
 def _info(args: argparse.Namespace) -> int:
+    from nvme_ops.inspection.contents import contents
+
     found = contents(args.path, args.format)
     if args.json:
         print(json.dumps(asdict(found), indent=2))
@@ -100,33 +103,39 @@ def _verify_all(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, path: str, label: str) -> int:
+    from nvme_ops.inspection.contents import contents, damaged
+
     with OpenFiles() as files:  # so that no save changes what was listed
         found = contents(path, args.format, files)
         checked = [item for item in found.items if item.checksum is not None]
         with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
             wrong = damaged(found, advance, files)
-    bare = len(found.items) - len(checked)
+    tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
+    bare = len(found.tensors) - tensors
     if args.json:
-        counts = {"checked": len(checked), "without_checksum": bare, "damaged": wrong}
+        counts = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
         print(json.dumps({"path": path, **counts} if label else counts, indent=2))
     else:
         for name in wrong:
             print(printable(f"{label}DAMAGED {name}"))
-        print(printable(label + _verdict(found, len(checked), bare, wrong)))
+        print(printable(label + _verdict(found, bool(checked), tensors, bare, wrong)))
     return 1 if wrong or (found.items and not checked) else 0
 
 
-def _verdict(found: Contents, checked: int, bare: int, wrong: Sequence[str]) -> str:
-    if found.items and not checked:
-        return "[NO CHECKSUMS] it was saved by another program, or with checksums=False: nothing to compare with"
+def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
+    if found.items and not any_checked:
+        return "[NO CHECKSUMS] it was saved by another program, or without checksums: nothing to compare with"
     rest = f"; {bare} have no checksum" if bare else ""
     if wrong:
-        parts = f"{checked} tensors" + (" and the header" if found.damaged else "")
+        names = {item.name for item in found.tensors}
+        parts = f"{checked} tensors" + ("" if names.issuperset(wrong) else " and what describes them")
         return f"[DAMAGED] {len(wrong)} of {parts} are not what was saved{rest}"
     return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
 
 
 def _clean(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.leftovers import clean
+
     found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
     if args.json:
         print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
@@ -139,6 +148,8 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
+    from nvme_ops.inspection.contents import compare, contents
+
     with OpenFiles() as ours, OpenFiles() as theirs:
         first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
         with byte_bar(first.bytes, "diff") as advance:
@@ -160,12 +171,13 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from nvme_ops.inspection.convert import convert  # slow to import
+    from nvme_ops.inspection.convert import convert
 
     done = convert(
         args.source,
         args.target,
         key=args.key,
+        format=args.format,
         max_shard_size=args.max_shard_size,
         checksums=not args.no_checksums,
         verify=not args.no_verify,

@@ -23,6 +23,7 @@ from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
+from nvme_ops.storage.session import Session
 from nvme_ops.text import bytes_of, never_raising, size_words
 
 Path = str | os.PathLike[str]
@@ -70,6 +71,7 @@ def use_nvme(
         ValueError: a budget that is no size; FSDP, DeepSpeed, or tensor parallelism; an optimizer that has made steps,
             has a scheduler of its own, or overlaps a backward pass whose gradients are clipped; activations that the
             trainer already moves elsewhere.
+        OSError: a folder cannot be created or written.
     """
     if missing := [name for name in _METHODS if not hasattr(trainer, name)]:
         kind = type(trainer).__name__
@@ -89,6 +91,7 @@ def use_nvme(
         activations_budget = bytes_of("activations_budget", activations_budget, least=0)
         if found := _offloading(trainer.args):
             raise ValueError(f"{found} moves activations to the CPU: leave it out, or give activations_budget=None")
+    Session(folder, name="trainer").close()  # raises what is wrong with the folder now, not in the first step
     if (before := getattr(trainer, "nvme_training", None)) is not None:
         before.close()
     return NvmeTraining(trainer, folder, optimizer_budget, activations_budget, checkpoints)

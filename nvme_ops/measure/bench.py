@@ -10,10 +10,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from nvme_ops import __version__
-from nvme_ops.measure import explain, run
 from nvme_ops.measure.engines import ENGINES
 from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
@@ -43,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
       nvme-bench --folder /mnt/nvme --read
       nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
       nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
-      nvme-bench --folder_to_device_mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
+      nvme-bench --folder-to-device-mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
       nvme-bench explain /mnt/nvme               what limits, and what to change
       nvme-bench explain model.safetensors       the same for a file, only read
       nvme-bench workload resnet50 --folder /mnt/nvme   accelerators kept busy
@@ -54,39 +51,45 @@ def parser() -> argparse.ArgumentParser:
     """
     engines = listed(((name, engine.words) for name, engine in ENGINES.items()), 12)
     made = command_line("nvme-bench", inspect.cleandoc(parser.__doc__ or "").format(engines=engines))
+    made.usage = (
+        "nvme-bench --folder DIR [--read] [options]\n"
+        "       nvme-bench --folder-to-device-mapping DIR:N [DIR:N ...] [options]\n"
+        "       nvme-bench explain FILE|DIR [options]\n"
+        "       nvme-bench workload JOB [JOB ...] --folder DIR [options]"
+    )
     where = made.add_argument_group("where").add_mutually_exclusive_group(required=True).add_argument
     where("--folder", metavar="DIR", help="a folder for all processes")
     words = "folders, each with the number of the GPU that its process uses (any number on the CPU)"
-    where("--folder_to_device_mapping", nargs="+", action="extend", metavar="DIR:N", help=words)
+    where("--folder-to-device-mapping", nargs="+", action="extend", metavar="DIR:N", help=words)
     what = made.add_argument_group("what").add_argument
     words = "engines, listed below, or all"
     what("--engine", dest="engines", nargs="+", default=["aio_handle"], metavar="NAME", help=words)
     words = "bytes that each process moves (default 1G)"
-    what("--io_size", dest="size", type=size, default="1G", metavar="SIZE", help=words)
+    what("--io-size", dest="size", type=size, default="1G", metavar="SIZE", help=words)
     what("--read", dest="write", action="store_false", help="read (default: write)")
-    what("--multi_process", type=positive, default=1, metavar="N", help="processes in --folder (default 1)")
+    what("--multi-process", type=positive, default=1, metavar="N", help="processes in --folder (default 1)")
     what("--loops", type=positive, default=3, metavar="N", help="timed passes (default 3)")
-    what("--warmup_loops", type=count, default=1, metavar="N", help="untimed passes before (default 1)")
+    what("--warmup-loops", type=count, default=1, metavar="N", help="untimed passes before (default 1)")
     what("--validate", action="store_true", help="handles read again what they moved and compare")
     words = "a file for every pass"
-    what("--different_file_each_iteration", dest="different_files", action="store_true", help=words)
+    what("--different-file-each-iteration", dest="different_files", action="store_true", help=words)
     what("--cached", action="store_true", help="read a file that is in the page cache")
     how = made.add_argument_group("how").add_argument
-    how("--block_size", type=size, default="1M", metavar="SIZE", help="bytes of one request (default 1M)")
-    how("--queue_depth", type=positive, default=128, metavar="N", help="requests in flight (default 128)")
-    how("--single_submit", action="store_true", help="every request in a system call of its own")
-    how("--sequential_requests", action="store_true", help="handles with overlap_events=False (default: True)")
+    how("--block-size", type=size, default="1M", metavar="SIZE", help="bytes of one request (default 1M)")
+    how("--queue-depth", type=positive, default=128, metavar="N", help="requests in flight (default 128)")
+    how("--single-submit", action="store_true", help="every request in a system call of its own")
+    how("--sequential-requests", action="store_true", help="handles with overlap_events=False (default: True)")
     words = "intra_op_parallelism of a handle (default 1)"
-    how("--io_parallel", type=positive, default=1, metavar="N", help=words)
+    how("--io-parallel", type=positive, default=1, metavar="N", help=words)
     words = f"all combinations of these values; NAME: {', '.join(SWEPT)}"
     how("--sweep", nargs="+", action="extend", default=[], metavar="NAME=A,B", help=words)
     memory = made.add_argument_group("memory").add_argument
     memory("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     memory("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     memory("--pageable", action="store_true", help="an ordinary CPU tensor (default: a page-locked one)")
-    memory("--use_gds", action="store_true", help="through cuFile where an engine can; with a GPU")
+    memory("--use-gds", action="store_true", help="through cuFile where an engine can; with a GPU")
     out = made.add_argument_group("comparison and output").add_argument
-    out("--no_reference", dest="reference", action="store_false", help="leave out the row of fio at its best")
+    out("--no-reference", dest="reference", action="store_false", help="leave out the row of fio at its best")
     out("--scaling", action="store_true", help="also 1, 2, ... of the folders, against the sum of each alone")
     add_outputs(out, ".json, a picture's")
     made.add_argument("--version", action="version", version=f"nvme-bench {__version__}")
@@ -113,12 +116,13 @@ def parse(argv: Sequence[str]) -> Namespace:
 
 
 def _check(args: Namespace) -> None:
+    args.engines = [name.replace("-", "_") for name in args.engines]
     if unknown := [name for name in args.engines if name not in (*ENGINES, "all")]:
         raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
     wanted = [name for name, each in ENGINES.items() if args.gpu or not each.gpu_only]
     args.engines = wanted if "all" in args.engines else list(dict.fromkeys(args.engines))
     if args.use_gds and not args.gpu:
-        raise ValueError("--use_gds goes with --device cuda")
+        raise ValueError("--use-gds goes with --device cuda")
     if args.cached and args.write:
         raise ValueError("--cached goes with --read")
     check_outputs(args.output, pictures=True)
@@ -126,17 +130,17 @@ def _check(args: Namespace) -> None:
 
 def _places(args: Namespace) -> list[Workplace]:
     if args.folder is not None:
-        gpus = max(1, torch.cuda.device_count()) if args.gpu else args.multi_process
+        gpus = max(1, _gpus()) if args.gpu else args.multi_process
         # as ds_io: process N uses GPU N, or begins again at 0 if there are fewer
         places = [Workplace(args.folder, number % gpus) for number in range(args.multi_process)]
     else:
         if args.multi_process not in (1, len(args.folder_to_device_mapping)):
-            raise ValueError("--multi_process: --folder_to_device_mapping has one process for each folder")
+            raise ValueError("--multi-process: --folder-to-device-mapping has one process for each folder")
         places = []
         for entry in args.folder_to_device_mapping:
             folder, separator, device = entry.rpartition(":")
             if not separator or not device.isdigit():
-                raise ValueError(f"--folder_to_device_mapping {entry}: not FOLDER:NUMBER")
+                raise ValueError(f"--folder-to-device-mapping {entry}: not FOLDER:NUMBER")
             places.append(Workplace(folder, int(device)))
     for place in places:
         if not os.path.isdir(place.folder):
@@ -144,19 +148,24 @@ def _places(args: Namespace) -> list[Workplace]:
     if args.gpu:
         _check_gpus(places, args.pageable)
     if args.scaling and len({place.folder for place in places}) < 2:
-        raise ValueError("--scaling needs several folders: --folder_to_device_mapping")
+        raise ValueError("--scaling needs several folders: --folder-to-device-mapping")
     return places
 
 
 def _check_gpus(places: list[Workplace], pageable: bool) -> None:
-    if not torch.cuda.is_available():
+    if not _gpus():
         raise ValueError("--device cuda: torch.cuda is not available: no GPU, or torch without CUDA")
     if pageable:
         raise ValueError("--pageable is about CPU memory: leave out --device cuda")
-    count = torch.cuda.device_count()
     for place in places:
-        if place.device >= count:
-            raise ValueError(f"GPU {place.device} of {place.folder}: there are {count}, from 0 on")
+        if place.device >= _gpus():
+            raise ValueError(f"GPU {place.device} of {place.folder}: there are {_gpus()}, from 0 on")
+
+
+def _gpus() -> int:
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
@@ -164,6 +173,7 @@ def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
     axes: dict[str, Axis] = {}
     for entry in args.sweep:
         name, _, values = entry.partition("=")
+        name = name.replace("-", "_")
         if not values or name not in SWEPT:
             raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(SWEPT)}")
         try:
@@ -187,12 +197,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns 0; 1 for wrong data; 2 for wrong arguments and unusable folders; 130 after Ctrl-C."""
     argv = argv or []
     if argv and argv[0] == "explain":
+        from nvme_ops.measure import explain
+
         return explain.main(argv[1:])
     if argv and argv[0] == "workload":
         from nvme_ops.measure.workload import cli as workload
 
         return workload.main(argv[1:])
-    result = run.run(parse(argv), show_progress)
+    args = parse(argv)
+    from nvme_ops.measure import run
+
+    result = run.run(args, show_progress)
     deliver(result.options, run.as_document(result), run.text(result))
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")

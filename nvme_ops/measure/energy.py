@@ -12,8 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-
 _CLASS = "class/powercap"
 _FIX = "sudo chmod a+r /sys/class/powercap/*/energy_uj"
 _PACKAGE = "package-"
@@ -136,6 +134,8 @@ def _rapl_reader(file: Path, most: int) -> Callable[[], float]:
 
 def _gpu_reader(nvml: Any, number: int) -> Callable[[], float]:
     """Returns a function for a GPU's joules, by its UUID if known: NVML ignores CUDA_VISIBLE_DEVICES."""
+    import torch
+
     identity = getattr(torch.cuda.get_device_properties(number), "uuid", None) if torch.cuda.is_available() else None
     if identity is None:
         handle = nvml.nvmlDeviceGetHandleByIndex(number)

@@ -19,18 +19,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import nvme_ops
 from nvme_ops.measure import files, fio, stop
 from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.settings import Settings
-from nvme_ops.tensors import bytes_of
 
-Memory = Callable[[], torch.Tensor]
-Move = Callable[[torch.Tensor], object]
+if TYPE_CHECKING:
+    import torch
+
+Memory = Callable[[], "torch.Tensor"]
+Move = Callable[["torch.Tensor"], object]
 _BLOCKS, _SECONDS = 512, 1.0  # limits for single blocks: count and seconds
 
 
@@ -61,6 +61,8 @@ class Task:
     @functools.cached_property
     def pageable(self) -> torch.Tensor:
         """An ordinary tensor whose pages all exist."""
+        import torch
+
         return files.filled(torch.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
@@ -71,12 +73,16 @@ class Task:
     @functools.cached_property
     def huge(self) -> torch.Tensor:
         """Memory of ``nvme_ops.empty``."""
+        import torch
+
         return files.filled(nvme_ops.empty(self.size, dtype=torch.uint8))
 
     @functools.cached_property
     def buffer(self) -> torch.Tensor:
         """The tensor to read into or write from."""
         if self.gpu is not None:
+            import torch
+
             return files.filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
         return self.pageable if self.pageable_memory else self.locked
 
@@ -99,6 +105,8 @@ class Task:
     def finish(self) -> None:
         """Waits for the GPU, if there is one."""
         if self.gpu is not None:
+            import torch
+
             torch.cuda.synchronize(self.gpu)
 
     def mark(self, tensor: torch.Tensor) -> None:
@@ -118,6 +126,8 @@ class Task:
 
 def locked_tensor(handle: Any, size: int) -> torch.Tensor:
     """Returns page-locked memory of a handle, this package's or DeepSpeed's, whose pages all exist."""
+    import torch
+
     return files.filled(handle.new_cpu_locked_tensor(size, torch.empty(0, dtype=torch.uint8)))
 
 
@@ -272,6 +282,8 @@ def load_deepspeed(op: str = "async_io") -> Any:
 
 @functools.cache
 def _loaded_deepspeed(op: str) -> Any:
+    import torch
+
     os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
@@ -336,7 +348,7 @@ def _fio_best(task: Task, name: str, _: Settings) -> Row:
 
 def _fio_blocks(task: Task, block: str) -> BlockTimes:
     """Measures single random blocks, one after the other, as many and as large as for the handles."""
-    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number_ios={_BLOCKS}"]
+    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number-ios={_BLOCKS}"]
     for options, _ in fio.variants([block, *limits]):
         task.set_cache()
         try:
@@ -393,6 +405,8 @@ def read_gdsio(status: int, output: str) -> Sample:
 
 def _python(task: Task, name: str, _: Settings) -> Row:
     """Returns the row of ``ndarray.tofile``, or of ``readinto``; GPU memory goes through an ordinary tensor."""
+    from nvme_ops.tensors import bytes_of
+
     if task.write:
         try:
             import numpy  # noqa: F401
@@ -418,10 +432,12 @@ def _python(task: Task, name: str, _: Settings) -> Row:
     return tensor_row(task, name, lambda: task.buffer, move)
 
 
-_Save = Callable[[torch.Tensor, str], object]
+_Save = Callable[["torch.Tensor", str], object]
 
 
 def _torch(task: Task, name: str, _: Settings) -> Row:
+    import torch
+
     def load(path: str) -> Any:
         return torch.load(path, map_location=task.buffer.device)
 
@@ -478,7 +494,7 @@ ENGINES = {
     "torch": BenchEngine("torch.save with fsync, torch.load", _torch, own_file=True),
     "python": BenchEngine("ndarray.tofile with fsync, readinto", _python),
     "safetensors": BenchEngine("save_file with fsync, load_file", _safetensors, own_file=True),
-    "deepspeed": BenchEngine("DeepSpeed's aio_handle; gds_handle with --use_gds", _deepspeed, _ALL, own_process=True),
+    "deepspeed": BenchEngine("DeepSpeed's aio_handle; gds_handle with --use-gds", _deepspeed, _ALL, own_process=True),
     "fio": BenchEngine("fio with the same settings", _fio, ("block_size", "queue_depth", "intra_op_parallelism")),
     "gdsio": BenchEngine(
         "NVIDIA's gdsio", _gdsio, ("block_size", "intra_op_parallelism"), gpu_only=True, own_file=True

@@ -16,8 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-
-import torch
+from typing import TYPE_CHECKING
 
 import nvme_ops
 from nvme_ops.limits import free_memory
@@ -35,10 +34,13 @@ from nvme_ops.report.result import Status
 from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
 from nvme_ops.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
 
+if TYPE_CHECKING:
+    import torch
+
 _PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
 _MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
 _MAX_CALLS = 1024
-_TENSORS = 4  # tensors of --io_size allocated at once, including fio's memory
+_TENSORS = 4  # tensors of --io-size allocated at once, including fio's memory
 _MIN_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
 _NOTE = 50  # the most characters of a row's note
 
@@ -60,7 +62,7 @@ def parser() -> argparse.ArgumentParser:
 
     Measures for about half a minute, and says on one page which part limits and
     what to change. A FILE is only read; its pages are dropped from the page cache.
-    In a DIR a file of --io_size is made, and removed at the end.
+    In a DIR a file of --io-size is made, and removed at the end.
 
     exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
     cannot be used
@@ -69,7 +71,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
     words = "bytes of a pass, the whole FILE at most (default: what the device moves in 0.4 s, 1 GiB at most)"
-    add("--io_size", type=size, metavar="SIZE", help=words)
+    add("--io-size", type=size, metavar="SIZE", help=words)
     add("--rounds", type=int, default=3, metavar="N", help="timed passes of each row (default 3)")
     add("--write", action="store_true", help="explain writing too; for a folder")
     add("--device", default="cpu", metavar="cuda:N", help="GPU memory instead of an ordinary tensor")
@@ -85,10 +87,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
         made.error(f"--device {args.device}: neither cpu nor cuda:N")
     args.gpu = int(number or 0) if kind == "cuda" else None
-    if args.gpu is not None and args.gpu >= torch.cuda.device_count():
-        made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
     if args.write and os.path.isfile(args.path):
         made.error("--write: a file that exists is only read; name a folder")
+    if args.gpu is not None:
+        import torch
+
+        if args.gpu >= torch.cuda.device_count():
+            made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
     return args
 
 
@@ -126,7 +131,7 @@ def _file(args: argparse.Namespace) -> Iterator[str]:
         return
     _require_device(args.path)
     size = args.io_size or _default_size()
-    with scratch_folder(args.path, size + 64 * MIB, "--io_size or folder") as folder:
+    with scratch_folder(args.path, size + 64 * MIB, "--io-size or folder") as folder:
         _check_memory(size)
         path = os.path.join(folder, "data")
         try:
@@ -187,6 +192,8 @@ def _default_size() -> int:
 
 def _in_time(path: str, most: int) -> int:
     """Returns how many bytes a pass of ``_PASS_SECONDS`` moves, by one short read of a cold file; at most ``most``."""
+    import torch
+
     tensor = files.filled(nvme_ops.empty(min(most, _MIN_PASS), dtype=torch.uint8))
     rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
     return min(most, max(_MIN_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
@@ -196,7 +203,7 @@ def _check_memory(size: int) -> None:
     needed, free = size * _TENSORS, free_memory()
     if needed > free:
         raise files.NotUsable(
-            f"--io_size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
+            f"--io-size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
             "choose a smaller one"
         )
 
@@ -310,6 +317,8 @@ def calls(size: int) -> int:
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
     """Returns a row that gets its tensor for each call, so that allocating a new one is part of the pass."""
+    import torch
+
     start = handle.sync_pwrite if task.write else handle.sync_pread
     memory: Callable[[], torch.Tensor] = {
         LOCKED: lambda: task.locked,

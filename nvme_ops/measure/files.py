@@ -9,13 +9,14 @@ import shutil
 import time
 import zlib
 from collections.abc import Iterator
-
-import torch
+from typing import TYPE_CHECKING
 
 from nvme_ops._native import native
 from nvme_ops.progress import byte_bar
-from nvme_ops.tensors import bytes_of
 from nvme_ops.text import MIB, size_words
+
+if TYPE_CHECKING:
+    import torch
 
 _PIECE = 16 * MIB
 _PAUSES = (0.001, 0.01, 0.05)  # seconds between tries to drop a file from the page cache
@@ -40,6 +41,10 @@ def require_space(folder: str, needed: int, smaller: str) -> None:
 
 def make_file(path: str, size: int) -> None:
     """Fills ``path`` with ``size`` random bytes that no device can compress, all written to the device."""
+    import torch
+
+    from nvme_ops.tensors import bytes_of
+
     piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
     content = bytes_of(piece)
     with byte_bar(size, f"writing {size_words(size)}") as advance, open(path, "wb", buffering=0) as file:
@@ -54,6 +59,8 @@ def make_file(path: str, size: int) -> None:
 
 def filled(tensor: torch.Tensor) -> torch.Tensor:
     """Fills a uint8 tensor with arbitrary bytes, so that all of its pages exist, and returns it."""
+    import torch
+
     words = tensor[: tensor.numel() // 8 * 8].view(torch.int64)
     torch.arange(words.numel(), out=words).mul_(0x5851F42D4C957F2D)  # Knuth's MMIX multiplier
     return tensor
@@ -95,6 +102,8 @@ def checksum(path: str) -> int:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """Returns the digest of a tensor's bytes, on any device: that of a file with the same content."""
+    from nvme_ops.tensors import bytes_of
+
     return zlib.crc32(bytes_of(tensor.cpu()))
 
 

@@ -7,8 +7,6 @@ import os
 import platform
 from collections.abc import Mapping
 
-import torch
-
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import storage
@@ -24,6 +22,8 @@ def processor() -> str:
 
 def machine() -> dict[str, str]:
     """Returns processor, kernel, memory and versions."""
+    import torch
+
     host = Host()
     memory = next(line.split()[1] for line in host.read("/proc/meminfo").splitlines() if line.startswith("MemTotal"))
     usable = [name for name, refusal in AsyncIOBuilder().load().backends().items() if refusal is None]

@@ -34,7 +34,7 @@ from nvme_ops.progress import Step, progress_bar
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, MIB, rounded, share_words, size_words
 
-_SMALLER = "--io_size or --folder"
+_SMALLER = "--io-size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")
 
 

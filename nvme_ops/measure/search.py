@@ -18,15 +18,17 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import torch
-
-from nvme_ops.handle import aio_handle
 from nvme_ops.measure.files import cached_share, handles_read_the_cache, make_cold, sync
 from nvme_ops.measure.rows import in_turn, noise, noise_of_median
 from nvme_ops.settings import Settings
 from nvme_ops.text import KIB, MIB, positive, size
+
+if TYPE_CHECKING:
+    import torch
+
+    from nvme_ops.handle import aio_handle
 
 #: Bytes per second of one pass, by direction: "read", "write".
 Rates: TypeAlias = Mapping[str, float]

@@ -17,13 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
-import torch
-
+import nvme_ops
 from nvme_ops import __version__
-from nvme_ops.gds import gds_handle
-from nvme_ops.handle import aio_handle
 from nvme_ops.measure import search
 from nvme_ops.measure.files import NotUsable, filled
 from nvme_ops.measure.scratch import scratch_folder
@@ -33,6 +30,9 @@ from nvme_ops.settings import Settings
 from nvme_ops.storage.device import Identity, identify
 from nvme_ops.text import MIB, columns_text, command_line, positive, say, share_words, size, size_words
 from nvme_ops.tuning import store
+
+if TYPE_CHECKING:
+    import torch
 
 
 @measuring("nvme-tune")
@@ -67,18 +67,18 @@ def _keep(result: TuneResult) -> None:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Finds the settings with which aio_handle is fastest on a device, in 20 seconds.
+    """Finds the settings with which aio_handle is fastest on a device.
 
-    Prints them as the section "aio" that DeepSpeed's configuration and
-    aio_handle(**section) take, and keeps them for aio_handle.tuned. A difference
-    inside the noise keeps the default.
+    Takes less than 20 seconds for each device. Prints the settings as the section
+    "aio" that DeepSpeed's configuration and aio_handle(**section) take, and keeps
+    them for aio_handle.tuned. A difference inside the noise keeps the default.
 
     Examples:
       nvme-tune --folder /mnt/nvme                       read and write, CPU memory
       nvme-tune --folder /mnt/nvme --explain --output aio.json
                                                          why; and a file
       nvme-tune --folder /mnt/nvme0 /mnt/nvme1           each by itself
-      nvme-tune --folder /mnt/nvme --device cuda --no_write
+      nvme-tune --folder /mnt/nvme --device cuda --no-write
                                                          reads into GPU memory
 
     A sweep configuration is a JSON file with lists of values, ds_nvme_tune's, to
@@ -92,23 +92,23 @@ def parser() -> argparse.ArgumentParser:
     """
     made = command_line("nvme-tune", parser.__doc__ or "")
     add = made.add_argument
-    add("--folder", "--nvme_dir", metavar="DIR", nargs="+", action="extend", required=True,
-        help="folders on the devices to tune, each with --io_size of free space")  # fmt: skip
-    add("--sweep_config", metavar="FILE.json", help="the values to try, see below")
-    add("--no_read", action="store_true", help="do not measure reads")
-    add("--no_write", action="store_true", help="do not measure writes")
+    add("--folder", "--nvme-dir", metavar="DIR", nargs="+", action="extend", required=True,
+        help="folders on the devices to tune, each with --io-size of free space")  # fmt: skip
+    add("--sweep-config", metavar="FILE.json", help="the values to try, see below")
+    add("--no-read", action="store_true", help="do not measure reads")
+    add("--no-write", action="store_true", help="do not measure writes")
     words = "the most bytes of a pass, at least 32M; most passes are shorter (default 400M)"
-    add("--io_size", type=size, default="400M", metavar="SIZE", help=words)
+    add("--io-size", type=size, default="400M", metavar="SIZE", help=words)
     add("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     add("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     add("--gds", action="store_true", help="tensors in GPU memory, with gds_handle")
-    add("--log_dir", metavar="DIR", help="write every pass to DIR/passes.jsonl")
+    add("--log-dir", metavar="DIR", help="write every pass to DIR/passes.jsonl")
     add("--loops", type=positive, default=1, metavar="N", help="repetitions in each pass (default 1)")
     add("--verbose", action="store_true", help="show every pass")
     add("--seconds", type=float, default=16.0, metavar="S", help="for each device (default 16)")
-    add("--explain", action="store_true", help="show why the best is the best, and how flat the optimum")
+    add("--explain", action="store_true", help="also compare every value of each setting with the best")
     add_outputs(add, ".json")
-    add("--no_store", action="store_true", help="do not keep the result for aio_handle.tuned")
+    add("--no-store", action="store_true", help="do not keep the result for aio_handle.tuned")
     add("--replace", action="store_true", help="keep the result even if a more reliable one is kept already")
     made.add_argument("--version", action="version", version=f"nvme-tune {__version__}")
     return made
@@ -132,31 +132,34 @@ def parse(argv: Sequence[str] | None) -> Namespace:
         path = args.sweep_config
         args.axes = search.axes(len(os.sched_getaffinity(0))) if path is None else _sweep_axes(path)
     except ValueError as error:
-        made.error(f"--sweep_config {args.sweep_config}: {error}")
+        made.error(f"--sweep-config {args.sweep_config}: {error}")
     return args
 
 
 def _check(args: Namespace) -> None:
     if not args.directions:
-        raise ValueError("--no_read and --no_write together leave nothing to measure")
+        raise ValueError("--no-read and --no-write together leave nothing to measure")
     for folder in args.folder:
         if not os.path.isdir(folder):
             raise ValueError(f"--folder {folder}: no such folder")
     if args.io_size < search.MIN_PASS:
         least = size_words(search.MIN_PASS)
         words = f"a pass of less than {least} mostly measures how it begins and ends"
-        raise ValueError(f"--io_size {size_words(args.io_size)}: {words}")
+        raise ValueError(f"--io-size {size_words(args.io_size)}: {words}")
     if not 0 < args.seconds < math.inf:
         raise ValueError(f"--seconds: {args.seconds:g} is not a number of seconds above 0")
     if args.no_store and args.replace:
-        raise ValueError("--replace with --no_store: nothing is kept")
+        raise ValueError("--replace with --no-store: nothing is kept")
     check_outputs(args.output)
-    if args.way != "cpu" and not torch.cuda.is_available():
-        flag = "--gds" if args.gds else "--device cuda"
-        raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
+    if args.way != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            flag = "--gds" if args.gds else "--device cuda"
+            raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
     if args.way == "gds":
         try:
-            gds_handle()
+            nvme_ops.gds_handle()
         except RuntimeError as error:
             raise ValueError(f"--gds: {error}") from None
 
@@ -180,7 +183,9 @@ def _sweep_axes(path: str) -> list[search.Axis]:
     return [replace(axis, values=sorted(axis.values)) for axis in made]
 
 
-_HANDLES: dict[str, type[aio_handle]] = {"cpu": aio_handle, "gpu": aio_handle, "gds": gds_handle}
+def _handle_class(way: str) -> type[nvme_ops.aio_handle]:
+    return nvme_ops.gds_handle if way == "gds" else nvme_ops.aio_handle
+
 
 Say = Callable[[str], None]
 
@@ -216,12 +221,12 @@ def tune(options: Namespace, say: Say) -> TuneResult:
     """Tunes the devices. Raises ``files.NotUsable``, before anything is written, if a folder cannot be used."""
     result = TuneResult(options)
     devices: dict[Identity, list[str]] = {}
-    backend = _HANDLES[options.way]().backend
+    backend = _handle_class(options.way)().backend
     for folder in options.folder:
         devices.setdefault(identify(folder, options.way, backend), []).append(folder)
     with contextlib.ExitStack() as stack:
         places = [
-            stack.enter_context(scratch_folder(folders[0], options.io_size + 64 * MIB, "--io_size or --folder"))
+            stack.enter_context(scratch_folder(folders[0], options.io_size + 64 * MIB, "--io-size or --folder"))
             for folders in devices.values()
         ]
         log = stack.enter_context(_open_log(options.log_dir)) if options.log_dir else None
@@ -242,7 +247,7 @@ def _tune_device(
     options, folder, start = result.options, folders[0], time.perf_counter()
     path = os.path.join(place, "data")
     Path(path).touch()
-    passes = search.Passes(path, _memory(options), _HANDLES[options.way], options.directions, options.loops)
+    passes = search.Passes(path, _memory(options), _handle_class(options.way), options.directions, options.loops)
 
     def spent() -> float:
         return (time.perf_counter() - start) / float(options.seconds)
@@ -283,7 +288,7 @@ def _open_log(folder: str) -> TextIO:
         os.makedirs(folder, exist_ok=True)
         return open(os.path.join(folder, "passes.jsonl"), "w", encoding="utf-8", buffering=1)
     except OSError as error:
-        raise NotUsable(f"--log_dir {folder}: {error.strerror}") from error
+        raise NotUsable(f"--log-dir {folder}: {error.strerror}") from error
 
 
 def _mean(shares: list[float]) -> float | None:
@@ -292,14 +297,18 @@ def _mean(shares: list[float]) -> float | None:
 
 def _memory(options: Namespace) -> torch.Tensor:
     """Allocates a tensor, page-locked if possible, or on the current GPU. Raises NotUsable if it does not fit."""
+    import torch
+
     try:
         if options.way != "cpu":
             return torch.empty(options.io_size, dtype=torch.uint8, device="cuda").random_()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # memory that may not be locked is as fast here
-            return filled(aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8)))
+            return filled(
+                nvme_ops.aio_handle().new_cpu_locked_tensor(options.io_size, torch.empty(0, dtype=torch.uint8))
+            )
     except (MemoryError, OSError, RuntimeError) as error:
-        raise NotUsable(f"no memory for --io_size: {error}".splitlines()[0]) from error
+        raise NotUsable(f"no memory for --io-size: {error}".splitlines()[0]) from error
 
 
 _HASTY = 0.25  # of the earlier run's seconds; a shorter run does not replace its result
@@ -400,20 +409,23 @@ def _why(outcome: search.Outcome) -> str:
         return "why: too little was measured"
     noise = next(iter(outcome.races.values())).noise_of_a_pass
     lines = [
-        f"why: rates over the best's, what they may be off (one standard deviation), passes with this value; "
-        f"one pass alone is off by {noise:.2f}"
+        "why: every value of each setting, the other settings being the best's",
+        f"  {'setting':22}{'value':>8}  {'rate, best = 1':15}  passes with it",
     ]
     for axis in outcome.axes:
         label = axis.name
         for value in axis.values:
             settings = replace(outcome.best, **{axis.name: value})
             duel = outcome.races.get(settings)
-            figures = f"{duel.ratio:.3f} +- {duel.noise:.3f}" if duel else "not measured"
+            figures = f"{duel.ratio:.3f} +- {duel.noise:.3f}" if duel else "not compared"
             figures = "the best" if settings == outcome.best else figures
             count = sum(passes for tried, passes in outcome.passes.items() if getattr(tried, axis.name) == value)
             words = size_words(value) if axis.name == "block_size" else str(value).lower()
-            lines.append(f"  {label:22}{words:>8}  {figures:15}  {count:4}")
+            lines.append(f"  {label:22}{words:>8}  {figures:15}  {count}")
             label = ""
+    lines.append(f"+- is one standard deviation; that of a single pass is {noise:.2f}")
+    if any(duel.ratio > 1 for duel in outcome.races.values()):
+        lines.append("a rate above 1 does not differ from the best's by more than the noise, or lost the final")
     flat = 1 + sum(duel.ratio >= 1 - _FLAT for duel in outcome.races.values())
     lines.append(
         f"{flat} of {1 + len(outcome.races)} combinations that raced reach {1 - _FLAT:.2f} of it or more: "

@@ -11,56 +11,58 @@ with nvme_ops.offload.save_on_nvme("/mnt/nvme"): loss = model(batch)
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.offload.activations.save_on_nvme import save_on_nvme as save_on_nvme
-from nvme_ops.offload.activations.units import ActivationStats as ActivationStats
-from nvme_ops.offload.cache.pager import CacheStats as CacheStats
-from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer as NvmeOptimizer
-from nvme_ops.offload.optimizer.states import OptimizerStats as OptimizerStats
-from nvme_ops.offload.residency import Stats as Stats
-from nvme_ops.offload.weights.gradients import SwappedGradients as SwappedGradients
-from nvme_ops.offload.weights.gradients import swap_gradients as swap_gradients
-from nvme_ops.offload.weights.pretrained import from_pretrained as from_pretrained
-from nvme_ops.offload.weights.residents import SwapStats as SwapStats
-from nvme_ops.offload.weights.stream_weights import stream_weights as stream_weights
-from nvme_ops.offload.weights.swap import SwappedParams as SwappedParams
-from nvme_ops.offload.weights.swap import swap_params as swap_params
-from nvme_ops.offload.weights.window import WindowStats as WindowStats
-
 if TYPE_CHECKING:
+    from nvme_ops.offload.activations.save_on_nvme import save_on_nvme as save_on_nvme
+    from nvme_ops.offload.activations.units import ActivationStats as ActivationStats
     from nvme_ops.offload.cache.nvme_cache import NvmeCache as NvmeCache
+    from nvme_ops.offload.cache.pager import CacheStats as CacheStats
+    from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer as NvmeOptimizer
+    from nvme_ops.offload.optimizer.states import OptimizerStats as OptimizerStats
+    from nvme_ops.offload.residency import Stats as Stats
+    from nvme_ops.offload.weights.gradients import SwappedGradients as SwappedGradients
+    from nvme_ops.offload.weights.gradients import swap_gradients as swap_gradients
+    from nvme_ops.offload.weights.pretrained import from_pretrained as from_pretrained
+    from nvme_ops.offload.weights.residents import SwapStats as SwapStats
+    from nvme_ops.offload.weights.stream_weights import stream_weights as stream_weights
+    from nvme_ops.offload.weights.swap import SwappedParams as SwappedParams
+    from nvme_ops.offload.weights.swap import swap_params as swap_params
+    from nvme_ops.offload.weights.window import WindowStats as WindowStats
 
-__all__ = [
-    "ActivationStats",
-    "CacheStats",
-    "NvmeCache",
-    "NvmeOptimizer",
-    "OptimizerStats",
-    "Stats",
-    "SwapStats",
-    "SwappedGradients",
-    "SwappedParams",
-    "WindowStats",
-    "from_pretrained",
-    "save_on_nvme",
-    "stream_weights",
-    "swap_gradients",
-    "swap_params",
-]
+_MODULE_OF = {
+    "ActivationStats": "nvme_ops.offload.activations.units",
+    "CacheStats": "nvme_ops.offload.cache.pager",
+    "NvmeCache": "nvme_ops.offload.cache.nvme_cache",
+    "NvmeOptimizer": "nvme_ops.offload.optimizer.nvme_optimizer",
+    "OptimizerStats": "nvme_ops.offload.optimizer.states",
+    "Stats": "nvme_ops.offload.residency",
+    "SwapStats": "nvme_ops.offload.weights.residents",
+    "SwappedGradients": "nvme_ops.offload.weights.gradients",
+    "SwappedParams": "nvme_ops.offload.weights.swap",
+    "WindowStats": "nvme_ops.offload.weights.window",
+    "from_pretrained": "nvme_ops.offload.weights.pretrained",
+    "save_on_nvme": "nvme_ops.offload.activations.save_on_nvme",
+    "stream_weights": "nvme_ops.offload.weights.stream_weights",
+    "swap_gradients": "nvme_ops.offload.weights.gradients",
+    "swap_params": "nvme_ops.offload.weights.swap",
+}
+
+__all__ = [*_MODULE_OF]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name != "NvmeCache":
+        if name not in _MODULE_OF:
             raise AttributeError(f"module 'nvme_ops.offload' has no attribute {name!r}")
         try:
-            from nvme_ops.offload.cache.nvme_cache import (
-                NvmeCache,  # imports transformers, which takes seconds
-            )
+            value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
         except ImportError as error:
-            raise ImportError("nvme_ops.offload.NvmeCache needs transformers 5: pip install transformers") from error
-        return NvmeCache
+            if name != "NvmeCache":  # a class of transformers'
+                raise
+            raise ImportError("nvme_ops.offload.NvmeCache needs transformers: pip install 'transformers>=5'") from error
+        return value
 
 
 def __dir__() -> list[str]:

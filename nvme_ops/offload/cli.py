@@ -11,29 +11,16 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
 from nvme_ops.measure.energy import Meter, total, used
-from nvme_ops.offload.plan.estimate import (
-    estimate,
-    inference_plan,
-    inference_text,
-    training_plan,
-    training_text,
-)
-from nvme_ops.offload.plan.probe import Layers, mixed_rate, rates, read_rate, sizes_of
-from nvme_ops.offload.weights.generation import generate
-from nvme_ops.offload.weights.model_files import is_hub_name, weight_files
-from nvme_ops.offload.weights.pretrained import from_pretrained
-from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.progress import progress_bar
 from nvme_ops.text import (
     command,
     command_line,
     fitted,
+    in_flags,
     positive,
     printable,
     rate_words,
@@ -45,6 +32,9 @@ from nvme_ops.text import (
     size_words,
 )
 from nvme_ops.text import size as size_argument
+
+if TYPE_CHECKING:
+    import torch
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
@@ -109,7 +99,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_transformers()
         return {"plan": _plan, "generate": _generate}[args.command](args)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        say(f"nvme-offload: {' '.join(str(error).split()) or type(error).__name__}")
+        words = in_flags(error, {"a memory_budget": "--memory"})
+        say(f"nvme-offload: {' '.join(words.split()) or type(error).__name__}")
         return 2
 
 
@@ -123,6 +114,10 @@ def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    from nvme_ops.offload.plan.estimate import estimate, inference_plan, inference_text, training_plan, training_text
+    from nvme_ops.offload.plan.probe import Layers, computing_of, mixed_rate, rates, sizes_of
+    from nvme_ops.offload.weights.model_files import weight_files
+
     device, files = _device(args.device), weight_files(args.model)
     args.batch = sorted(set(args.batch))
     with progress_bar(3 if args.train else 2 + len(args.batch)) as step:
@@ -147,11 +142,9 @@ def _plan(args: argparse.Namespace) -> int:
                 sizes = replace(sizes, cache=layers.cache_bytes())
             fit = [batch for batch in args.batch if sizes.beside(batch, prompt, new) <= measured.device_free]
             left_out = [batch for batch in args.batch if batch not in fit]
-            estimates, joules, begin = [], _joules_from_now(device), time.perf_counter()
-            for batch in fit:
-                step(f"batch {batch}")
-                computing = layers.computing(batch, prompt, prompt + new // 2)
-                estimates.append(estimate(sizes, measured, computing, batch, prompt, new))
+            joules, begin = _joules_from_now(device), time.perf_counter()
+            computing = computing_of(layers, fit, prompt, prompt + new // 2, lambda batch: step(f"batch {batch}"))
+            estimates = [estimate(sizes, measured, computing[batch], batch, prompt, new) for batch in fit]
             watts = args.watts
             if watts is None and (spent := joules()) is not None:
                 watts = spent / (time.perf_counter() - begin)
@@ -173,6 +166,10 @@ def _timing(about: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from nvme_ops.offload.plan.probe import read_rate
+    from nvme_ops.offload.weights.generation import generate
+    from nvme_ops.offload.weights.model_files import weight_files
+
     device, files = _device(args.device), weight_files(args.model)
     tokenizer = _tokenizer(args.model, os.path.dirname(files[0]))
     if args.prompt is not None and tokenizer is None:
@@ -279,6 +276,8 @@ def _decoded(tokenizer: Any, tokens: Sequence[int]) -> str:
 def _tokenizer(model: str, folder: str) -> Any:
     from transformers import AutoTokenizer
 
+    from nvme_ops.offload.weights.model_files import is_hub_name
+
     if is_hub_name(model):
         try:
             return AutoTokenizer.from_pretrained(model)
@@ -294,17 +293,21 @@ def _silence_transformers() -> None:
     try:
         import transformers
     except ImportError as error:
-        raise ImportError("transformers is not installed: pip install 'nvme-ops[offload]'") from error
+        raise ImportError("transformers is not installed: pip install 'transformers>=5'") from error
     logging: Any = transformers.utils.logging
     logging.set_verbosity_error()
     logging.disable_progress_bar()
 
 
 def _opened(args: argparse.Namespace, device: torch.device) -> Any:
+    from nvme_ops.offload.weights.pretrained import from_pretrained
+
     return from_pretrained(args.model, memory_budget=args.memory, device=device)
 
 
 def _device(name: str | None) -> torch.device:
+    from nvme_ops.offload.weights.stream_weights import device_of
+
     try:
         return device_of(name)
     except (RuntimeError, AssertionError, NotImplementedError) as error:

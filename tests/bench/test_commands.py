@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 
+import nvme_ops
 import nvme_ops.measure.run as run_module
 from benchmarks import command as benchmarks
 from nvme_ops.measure import bench, engines, explain, files, stop, tune
@@ -27,6 +28,7 @@ from nvme_ops.measure.remote import Remote, joint_row
 from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable
 from nvme_ops.measure.run import BenchResult, contenders
 from nvme_ops.measure.tables import ALONE, Table
+from nvme_ops.measure.workload import cli
 from nvme_ops.settings import Settings
 from nvme_ops.text import GIB, KIB, MIB
 from tests import prepared
@@ -48,7 +50,7 @@ def _signals_and_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What is refused, with status 2 and before anything is written
 BENCH: list[tuple[list[str], str]] = [
-    ([], "one of the arguments --folder --folder_to_device_mapping is required"),
+    ([], "one of the arguments --folder --folder-to-device-mapping is required"),
     (["--folder", __file__], "no such folder"),
     (["--folder_to_device_mapping", f"{HERE}:0", "/none:1"], "/none: no such folder"),
     (["--folder_to_device_mapping", HERE], "not FOLDER:NUMBER"),
@@ -56,7 +58,7 @@ BENCH: list[tuple[list[str], str]] = [
     (["--folder_to_device_mapping", f"{HERE}:0", "/:1", "--scaling", "--sweep", "queue_depth=1,2"], "are two runs"),
     ([*B, "--engine", "posix"], "--engine posix: there are aio_handle, gds_handle, torch, .*fio, gdsio, and all"),
     ([*B, "--cached"], "--cached goes with --read"),
-    ([*B, "--use_gds"], "--use_gds goes with --device cuda"),
+    ([*B, "--use_gds"], "--use-gds goes with --device cuda"),
     ([*B, "--gpu"], "--device cuda: torch.cuda is not available"),
     ([*B, "--scaling"], "--scaling needs several folders"),
     ([*B, "--sweep", "block_size"], "--sweep block_size: not NAME=VALUE,...; names are block_size, queue_depth"),
@@ -67,7 +69,7 @@ BENCH: list[tuple[list[str], str]] = [
     ([*B, "--output", "none/such.json"], "--output none/such.json: its folder does not exist"),
     ([*B, "--output", "a.foo"], "--output a.foo: "),
     ([*B, "--bloc", "1M"], "unrecognized arguments: --bloc 1M"),  # abbreviations break when a flag is added
-    ([*B, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
+    ([*B, "--io_size", "4000000G"], "of free space are needed and there are .* --io-size or --folder"),
     (["explain", HERE, "--rounds", "1"], "--rounds 1: at least 2"),
     (["explain", HERE, "--device", "cuda:77"], "--device cuda:77: torch sees"),
     (["explain", HERE, "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
@@ -82,12 +84,12 @@ TUNE = [
     ([], "--folder"),
     (["--nvme_dir", HERE, "/no/such"], "/no/such: no such folder"),
     ([*T, "--io_size", "31M"], "a pass of less than 32 MiB"),
-    ([*T, "--io_size", "4000000G"], "of free space are needed and there are .* --io_size or --folder"),
-    ([*T, "--no_store", "--replace"], "--replace with --no_store"),
+    ([*T, "--io_size", "4000000G"], "of free space are needed and there are .* --io-size or --folder"),
+    ([*T, "--no_store", "--replace"], "--replace with --no-store"),
     ([*T, "--seconds", "0"], "--seconds: 0 is not a number of seconds above 0"),
     ([*T, "--no_read", "--no_write"], "leave nothing to measure"),
-    ([*T, "--log_dir", "/proc/nothing"], "--log_dir /proc/nothing: "),
-    ([*T, "--sweep_config", "/no/such/file"], "--sweep_config /no/such/file: No such file"),
+    ([*T, "--log_dir", "/proc/nothing"], "--log-dir /proc/nothing: "),
+    ([*T, "--sweep_config", "/no/such/file"], "--sweep-config /no/such/file: No such file"),
     ([*T, "--gpu"], "--device cuda: torch.cuda is not available"),
     ([*T, "--gpu", "--gds"], "--gds: torch.cuda is not available"),
 ]
@@ -130,7 +132,7 @@ def test_a_wrong_sweep_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "sweep.json"
     for text, said in SWEEPS.items():
         path.write_text(text)
-        refused(tune.main, [*T, "--sweep_config", str(path)], f"--sweep_config {path}: .*{re.escape(said)}")
+        refused(tune.main, [*T, "--sweep_config", str(path)], f"--sweep-config {path}: .*{re.escape(said)}")
 
 
 def refused(main: Callable[[list[str]], int], words: list[str], said: str) -> None:
@@ -150,7 +152,7 @@ def test_gpus_and_matplotlib_that_are_not_there_are_said(monkeypatch: pytest.Mon
     def no_cufile() -> None:
         raise RuntimeError("cuFile cannot work here")
 
-    monkeypatch.setattr(tune, "gds_handle", no_cufile)
+    monkeypatch.setattr(nvme_ops, "gds_handle", no_cufile)
     refused(tune.main, [*T, "--gds"], "--gds: cuFile cannot work here")
 
 
@@ -166,6 +168,16 @@ def test_every_flag_is_on_a_page(parser: Callable[[], Any]) -> None:
     assert {flag for flag in flags - {"--help", "--version"} if f"`{flag}" not in pages} == set()
 
 
+def test_hyphens_and_underscores_are_one() -> None:
+    words = "--engine aio_handle --io_size=2M --sweep queue_depth=1,2"
+    for each in (words, words.replace("_", "-")):
+        found = parse(*each.split())
+        assert (found.engines, found.size, found.swept) == (["aio_handle"], 2 * MIB, ["queue_depth"])
+    assert tune.parse(["--nvme-dir", HERE, "--io-size", "64M"]) == tune.parse(["--nvme_dir", HERE, "--io_size", "64M"])
+    workload = cli._parse(["zero_inference", "llm-checkpoint", "--folder", HERE, "--reader", "nvme-ops"])
+    assert (workload.jobs, workload.reader) == (["zero-inference", "llm-checkpoint"], ["nvme_ops"])
+
+
 def parse(*words: str) -> Namespace:
     return bench.parse([*B, *words])
 
@@ -176,7 +188,7 @@ def parse(*words: str) -> Namespace:
         ("", {}),
         ("--engine torch fio torch --io_size 400M", {"engines": ["torch", "fio"], "size": 400 * MIB}),
         ("--engine all", {"engines": [name for name, engine in ENGINES.items() if not engine.gpu_only]}),
-        ("--multi_process 2", {"places": [WORKPLACE, Workplace(HERE, 1)]}),
+        ("--multi-process 2", {"places": [WORKPLACE, Workplace(HERE, 1)]}),
         ("--loops 4 --warmup_loops 2 --different_file_each_iteration", {"loops": 4, "warmup_loops": 2, "files": 6}),
         ("--warmup_loops 0 --different_file_each_iteration", {"warmup_loops": 0, "files": 4}),  # of a check
         (

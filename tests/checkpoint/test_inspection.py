@@ -359,6 +359,32 @@ def test_across_formats(tmp_path: Path, first: str, capsys: pytest.CaptureFixtur
         capsys.readouterr()
 
 
+@pytest.mark.parametrize("name", ["a.pt", "a.safetensors"])
+def test_info_and_verify_count_the_same(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / name)
+    nvme_ops.save({"a": torch.ones(3), "b": torch.ones(2)}, path)
+    for words in (["info"], ["verify"]):
+        assert main([*words, path]) == 0
+        assert " 2 tensors, " in capsys.readouterr().out
+    assert main(["verify", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {"checked": 2, "without_checksum": 0, "damaged": []}
+
+
+def test_refusals_speak_of_flags_and_say_what_a_file_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target, other = str(tmp_path / "a.pt"), str(tmp_path / "a.xyz"), tmp_path / "model.gguf"
+    nvme_ops.save({"a": torch.ones(3)}, source)
+    other.write_bytes(b"GGUF" + bytes(60))
+    for words, said in (
+        (["convert", source, target], "; give --format\n"),
+        (["convert", source, source + ".pt", "--max-shard-size", "1G"], ": --max-shard-size is for checkpoints in "),
+        (["info", str(other)], "model.gguf: is a GGUF file, as llama.cpp reads: transformers converts it "),
+    ):
+        assert main(words) == 2
+        assert said in capsys.readouterr().err
+    assert main(["convert", source, target, "--format", "safetensors"]) == 0
+    assert torch.equal(nvme_ops.load(target, format="safetensors")["a"], torch.ones(3))
+
+
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.filterwarnings("ignore")
 def test_files_from_before_torch_1_6(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

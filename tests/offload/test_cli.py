@@ -111,7 +111,7 @@ def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None
                     model(ids)
                     read.append(model.stats().bytes_read)
         assert (read[-1] - read[0]) / 50 == pytest.approx(step_bytes(sizes, 1)[0], rel=0.15), share
-    assert Layers(model, BUDGET, CPU, 1 << 30).computing(2, 8, 16).step > 0
+    assert Layers(model, BUDGET, CPU, 1 << 30).step(2, 16) > 0
 
 
 def test_the_plan_knows_lists_of_experts(folder: Path) -> None:
@@ -136,7 +136,9 @@ def test_a_plan(llama: Path, folder: Path, capsys: Capture, monkeypatch: pytest.
     out, _ = run(capsys, "plan", llama, *words, "--price-per-hour", "1.2")
     for line in (
         f"LlamaForCausalLM: {LAYERS} layers, .*", r"batch +reads.*energy/1000 +cost/1000", r"1 .* J +[\d.]+",
-        "online: +batch [14],.*", r"NVMe +8 MiB +[\d.]+ +[\d.]+", r"CPU memory, no offload +[\d.]+ MiB +[\d.]+ +[\d.]+",
+        "online: +(batch [14],|no recommendation) .*",
+        "measurements of a step differ by up to .* %",
+        r"NVMe +8 MiB +[\d.]+ +[\d.]+", r"CPU memory, no offload +[\d.]+ MiB +[\d.]+ +[\d.]+",
         "batch 100000: the cache does not fit .*",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
@@ -282,7 +284,7 @@ def test_without_transformers() -> None:
     """
     done = run_python(code, check=False)
     assert done.returncode == 2
-    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'nvme-ops[offload]'\n"
+    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'transformers>=5'\n"
 
 
 def test_ctrl_c_ends_it_quietly(llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from nvme_ops.offload.plan.estimate import (
     step_bytes,
     ways,
 )
+from nvme_ops.offload.plan.probe import computing_of
 from nvme_ops.text import MIB
 
 MB = 1_000_000
@@ -107,6 +108,47 @@ def test_the_best_batch_online_costs_no_time_and_offline_gives_most_tokens() -> 
     place = found["batches"][1]["nvme"]
     assert place["joules_per_1000_tokens"] == pytest.approx(1000 * 100 * 1.6 / 8)
     assert place["cost_per_1000_tokens"] == pytest.approx(1000 * 0.001 * 1.6 / 8)
+
+
+def test_noise_recommends_nothing() -> None:
+    def chosen(noise: float, reading: int = 0) -> tuple[int | None, int | None]:
+        computing = {1: Computing(1.0, 1), 4: Computing(1.04, 1, noise), 16: Computing(4.0, 1), 64: Computing(15.0, 1)}
+        model = sizes(80 * MB if reading else 200 * MB)
+        rates = Rates(reading * MB, 10_000 * MB, 10_000 * MB) if reading else RATES
+        estimates = [estimate(model, rates, each, batch, 10, 10) for batch, each in computing.items()]
+        plan = inference_plan(ABOUT, model, rates, estimates, [], MB)
+        assert plan["noise"] == pytest.approx(0 if reading else noise)
+        assert inference_text(plan).count("no recommendation with more than") == best(estimates).count(None)
+        return best(estimates)
+
+    assert chosen(0.0) == (4, 64)
+    assert chosen(0.05) == (4, 64), "4 tokens/s; 4.27 differ from 4 by more"
+    assert chosen(0.08) == (1, 16), "0.04 and the noise are more than a tenth; 4.27 may be 4"
+    assert chosen(0.15) == (None, 4)
+    assert chosen(0.3) == (None, None)
+    assert chosen(0.3, reading=5) == (64, 64), "what is hidden behind reading does not count"
+
+
+def test_a_batch_that_computes_slower_than_a_larger_one_is_measured_again() -> None:
+    class Scripted:
+        def __init__(self, **times: list[float]) -> None:
+            self.times = {int(name.removeprefix("of_")): list(each) for name, each in times.items()}
+
+        def step(self, batch: int, _: int) -> float:
+            return self.times[batch].pop(0)
+
+        def prompt(self, batch: int, _: int) -> float:
+            return 7.0 * batch
+
+    calm: Any = Scripted(of_1=[1.0, 1.1], of_4=[2.2, 2.0])
+    found = computing_of(calm, [1, 4], 8, 8, lambda _: None)
+    assert [(each.step, each.prompt) for each in found.values()] == [(1.0, 7.0), (2.0, 28.0)]
+    assert [each.noise for each in found.values()] == pytest.approx([0.1, 0.1])
+    disturbed: Any = Scripted(of_1=[9.0, 8.0, 1.0], of_4=[2.0, 2.0])
+    assert computing_of(disturbed, [1, 4], 8, 8, lambda _: None)[1] == Computing(1.0, 7.0, 7.0)
+    reproducible: Any = Scripted(of_1=[3.0] * 4, of_4=[2.0, 2.0])
+    assert computing_of(reproducible, [1, 4], 8, 8, lambda _: None)[1] == Computing(3.0, 7.0, 0.0)
+    assert [*reproducible.times.values()] == [[], []]
 
 
 def test_a_batch_that_does_not_fit_is_not_the_best() -> None:

@@ -301,6 +301,13 @@ def test_mistakes_end_in_a_sentence(
     with pytest.raises(error, match=words):
         use_nvme(one, nvme, **given)
     assert list(nvme.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_used_is_refused_at_once(folder: Path) -> None:
+    one: Any = trainer(folder)
+    with pytest.raises(FileNotFoundError, match="is a disk not mounted"):
+        use_nvme(one, folder / "missing" / "too")
+    assert not hasattr(one, "nvme_training")
     assert "train" not in vars(one)
 
 

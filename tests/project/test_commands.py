@@ -30,6 +30,15 @@ COMMANDS = {
 }
 
 
+#: The commands below those of nvme-ops.
+BELOW = {
+    "bench": ["explain", "workload"],
+    "checkpoint": ["info", "verify", "diff", "convert", "clean"],
+    "offload": ["plan", "generate"],
+    "data": ["convert", "info", "verify"],
+}
+
+
 def parsers(made: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     """The parser, and those of its commands."""
     yield made
@@ -53,6 +62,11 @@ def test_no_command_is_missing() -> None:
         "nvme-ops": "nvme_ops.__main__", **{f"nvme-{name}": module for name, (module, _) in OURS.items()}
     }  # fmt: skip
     assert {name for name, _ in listed} == {name.partition(" ")[0] for name in COMMANDS}
+
+
+def test_nvme_bench_names_its_commands_where_it_is_used_wrongly() -> None:
+    said = refusal(importlib.import_module(COMMANDS["nvme-bench"]).main, ["explore"])[1]
+    assert [name for name in BELOW["bench"] if f"nvme-bench {name}" not in said] == []
 
 
 def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
@@ -84,6 +98,53 @@ def test_nvme_ops_imports_no_other_command() -> None:
         print([name for name, (module, _) in COMMANDS.items() if module in sys.modules])
     """
     assert run_python(program, "data", "info", "/no/such").stdout == "['data']\n"
+
+
+def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
+    program = """
+        import sys
+        sys.modules["torch"] = None  # importing it fails
+        from nvme_ops.__main__ import main
+
+        def status(*words):
+            try:
+                return main(words)
+            except SystemExit as end:
+                return end.code
+
+        *commands, folder = sys.argv[1:]
+        for command in commands:
+            found = [status(*command.split(), flag) for flag in ("--help", "--no-such-flag")]
+            assert found == [0, 2], (command, found)
+            if " " not in command:
+                assert status(command, "--version") == 0, command
+        for words in (["bench", "--folder", "/no/such"], ["bench", "--folder", folder, "--sweep", "depth=1"],
+                      ["bench", "explain", folder, "--rounds", "1"], ["bench", "workload", "bert", "--folder", "/no"],
+                      ["tune", "--folder", folder, "--seconds", "-1"]):
+            assert status(*words) == 2, words
+        print("needing torch", file=sys.stderr)
+        assert status("bench", "--folder", folder, "--io_size", "1M") == 2
+    """
+    each = [f"{name} {below}" for name, words in BELOW.items() for below in words]
+    said = run_python(program, *OURS, *each, str(folder)).stderr
+    assert said.endswith("needing torch\nnvme-bench: torch is not installed: pip install torch\n"), said
+
+
+def test_no_command_says_that_numpy_is_missing(folder: Path) -> None:
+    """Torch does, when it is imported; the processes that a command starts import it, too."""
+    torch.save({"bias": torch.ones(3)}, folder / "model.pt")
+    program = """
+        import sys
+        sys.modules["numpy"] = None
+        from nvme_ops.__main__ import main
+        if __name__ == "__main__":
+            main(sys.argv[1:]) if sys.argv[1:] else __import__("torch")
+    """
+    missing = "Failed to initialize NumPy"
+    assert missing in run_python(program, fresh=True).stderr, "else this test shows nothing"
+    bench = ("bench", "--folder", folder, "--io_size", "1M", "--loops", "1", "--multi_process", "2", "--no_reference")
+    for words in (("checkpoint", "info", folder / "model.pt"), bench):
+        assert missing not in run_python(program, *words, fresh=True).stderr
 
 
 def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

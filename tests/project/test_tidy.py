@@ -49,7 +49,7 @@ SUBPACKAGES: dict[str, set[str]] = {
     "data": {"memory", "storage"},
     "offload": {"memory", "storage", "formats", "measure.energy"},
     "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.publication"}
-    | {"offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
+    | {"storage.session", "offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
     "bench": {"measure.bench"},
     "measure": {"storage", "data", "tuning.store"} | {f"report.{name}" for name in ("kernel", "result", "storage")},
     "tuning": {"storage"},

@@ -18,7 +18,6 @@ from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, show_progress, used_columns
-from nvme_ops.measure.workload import saving
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
@@ -56,10 +55,10 @@ def parser() -> argparse.ArgumentParser:
     texts = inspect.cleandoc(parser.__doc__ or "").format(jobs=jobs, readers=readers)
     made = command_line("nvme-bench workload", texts)
     add = made.add_argument
-    add("jobs", nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
+    add("jobs", type=_job, nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
-    add("--reader", nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
+    add("--reader", type=_reader, nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
     words = f"about, for a data set: {MIN_BATCHES} batches at least, {_MAX_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
     add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
@@ -69,6 +68,14 @@ def parser() -> argparse.ArgumentParser:
     add("--slower", type=float, default=1.0, metavar="F", help=words)
     add_outputs(add, ".json (every measurement); with --json the tables go to standard error")
     return made
+
+
+def _job(text: str) -> str:
+    return text.replace("_", "-")
+
+
+def _reader(text: str) -> str:
+    return text.replace("-", "_")
 
 
 def _words(make: Callable[..., Any]) -> str:
@@ -234,6 +241,8 @@ def _as_json(fed: Fed) -> dict[str, Any]:
 
 
 def _write(job: Writing, args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from nvme_ops.measure.workload import saving
+
     nbytes = min(job.nbytes, args.size) if job.records == 1 else job.nbytes
     compute = job.compute * args.slower * nbytes / job.nbytes
     show(

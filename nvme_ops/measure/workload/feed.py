@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from nvme_ops.measure.files import make_cold
 from nvme_ops.measure.rows import latency, percentile
 from nvme_ops.measure.workload.readers import Reader
@@ -52,6 +50,8 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     arrived when it is done. Epochs begin cold; the time between two of them does not count. Feeds for ``seconds`` at
     least, and until each has had four batches.
     """
+    import torch
+
     stopped = 0.0
 
     def now() -> float:

@@ -12,14 +12,13 @@ import tarfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.measure.rows import Unavailable, WrongData
 from nvme_ops.text import MIB, size_words
+
+if TYPE_CHECKING:
+    import torch
 
 OURS = "nvme_ops"
 _CONTENT = 16 << 20  # bytes of noise, parts of which are the samples
@@ -101,6 +100,8 @@ class Reader:
 
 def ours(data: DataSet) -> Reader:
     """This package's loader."""
+    from nvme_ops.data import Loader, SampleStore
+
     folder, files = _our_store(data)
     loader = Loader(SampleStore(folder), data.batch, shuffle=data.shuffled, memory_budget="2G")
     return Reader(OURS, data, files, lambda: loader)
@@ -108,6 +109,8 @@ def ours(data: DataSet) -> Reader:
 
 def dataset(data: DataSet) -> Reader:
     """This package's dataset in torch's loader."""
+    from nvme_ops.data import SampleStore
+
     folder, files = _our_store(data)
     return Reader("dataset", data, files, _torch_loader(data, SampleStore(folder)))
 
@@ -115,6 +118,10 @@ def dataset(data: DataSet) -> Reader:
 def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
     folder = data.folder / OURS
     if not folder.exists():
+        import torch
+
+        from nvme_ops.data import SampleWriter
+
         spec = (torch.uint8, (data.sizes[0],)) if len(set(data.sizes)) == 1 else bytes
         with SampleWriter(data.path(OURS), spec, checksums=False) as writer:
             writer.extend(data.samples())
@@ -122,6 +129,8 @@ def _our_store(data: DataSet) -> tuple[Path, list[Path]]:
 
 
 def _torch_loader(data: DataSet, samples: Any, **more: Any) -> Callable[[], Batches]:
+    from torch.utils.data import DataLoader
+
     given: dict[str, Any] = {"batch_size": data.batch, "shuffle": data.shuffled, "collate_fn": _collated, **more}
     loader = DataLoader(
         samples, num_workers=data.workers, persistent_workers=True, worker_init_fn=_without_ctrl_c, **given
@@ -151,15 +160,19 @@ def _require_shared_memory(data: DataSet) -> None:
 
 
 def _tensor(sample: Any) -> torch.Tensor:
+    import torch
+
     return torch.frombuffer(bytearray(sample), dtype=torch.uint8) if isinstance(sample, bytes) else sample
 
 
 def _collated(samples: list[Any]) -> Any:
+    import torch
+
     rows = list(map(_tensor, samples))
     return torch.stack(rows) if len(set(map(len, rows))) == 1 else rows
 
 
-class _Samples(torch.utils.data.Dataset[Any]):
+class _Samples:
     """A dataset whose samples are what ``read`` returns for each of ``places``."""
 
     def __init__(self, places: Sequence[Any], read: Callable[[Any], Any]) -> None:
@@ -207,6 +220,8 @@ def _per_file(name: str, data: DataSet, read: Callable[[Path], Any], write: Call
 
 
 def _row(content: Any, place: slice) -> Any:
+    import torch
+
     return torch.from_numpy(content[place].copy())
 
 

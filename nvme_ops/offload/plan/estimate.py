@@ -20,6 +20,7 @@ from nvme_ops.offload.weights.window import MANY_ROWS
 from nvme_ops.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
+_NOISY = 0.25  # noise of the steps from which no batch can be recommended
 _STATES = 8  # bytes of AdamW for each parameter: exp_avg, exp_avg_sq in float32
 _MASTER = 4  # and the float32 copy of a parameter that has fewer bits
 _DAY = 86400  # seconds
@@ -80,6 +81,7 @@ class Rates:
     device_free: int  #: where the model computes
     host_free: int
     to_device: float | None = None  #: from host memory; None if the model computes there
+    noise: float = 0.0  #: by how much measurements of ``storage`` differ, as a share of it
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ class Computing:
 
     step: float
     prompt: float
+    noise: float = 0.0  #: by how much measurements of ``step`` differ, as a share of it
 
 
 @dataclass(frozen=True)
@@ -114,6 +117,7 @@ class Estimate:
     nvme: Placement
     no_offload: Placement
     cpu_memory: Placement | None = None  #: None if the model computes there
+    noise: float = 0.0  #: by how much the step with ``nvme`` may be off, as a share of it
 
 
 def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
@@ -151,6 +155,7 @@ def estimate(
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
         from_host = placement(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
+    step = max(read / rates.storage, computing.step)
     return Estimate(
         batch,
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
@@ -158,17 +163,27 @@ def estimate(
         nvme=placement(rates.storage, max(load, computing.prompt), streams),
         no_offload=placement(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
         cpu_memory=from_host,
+        noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
     )
 
 
 def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
-    """Returns the best batch sizes for online and for offline use; None and None if no batch fits into memory."""
-    usable = {each.batch: each.nvme for each in estimates if each.nvme.fits}
-    if not usable:
-        return None, None
-    step = {batch: batch / place.tokens_per_second for batch, place in usable.items()}
-    online = max(batch for batch in usable if step[batch] <= _AS_FAST * min(step.values()))
-    return online, max(usable, key=lambda batch: usable[batch].tokens_per_second)
+    """Returns the best batch sizes for online and for offline use; None if no batch fits, or noise hides which it is.
+
+    Online is the largest whose step is, noise included, about as short as the shortest; offline is the smallest that
+    gives as many tokens per second as any, as far as the noise tells.
+    """
+    tokens = {each.batch: each.nvme.tokens_per_second for each in estimates if each.nvme.fits}
+    step = {batch: batch / rate for batch, rate in tokens.items()}
+    error = 1 + noise_of(estimates)
+    online = [batch for batch in step if step[batch] * error <= _AS_FAST * min(step.values())]
+    offline = [batch for batch in tokens if tokens[batch] * error >= max(tokens.values())]
+    return max(online, default=None), min(offline, default=None) if error <= 1 + _NOISY else None
+
+
+def noise_of(estimates: Sequence[Estimate]) -> float:
+    """Returns by how much the step of any batch that fits may be off, as a share of it."""
+    return max((each.noise for each in estimates if each.nvme.fits), default=0.0)
 
 
 def inference_plan(
@@ -214,6 +229,7 @@ def inference_plan(
         "experts": experts if sizes.experts.experts else None,
         "cache_bytes_per_token": sizes.cache,
         "rates": asdict(rates),
+        "noise": noise_of(estimates),
         "online_batch": online,
         "offline_batch": offline,
         "batches_that_do_not_fit": left_out,
@@ -226,8 +242,8 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     lines = [
         f"{plan['model']}: {plan['layers']} layers, {size_words(plan['bytes'])} of {plan['dtype']}, "
         f"{size_words(plan['cache_bytes_per_token'])} of key-value cache for each token",
-        f"storage {rate_words(plan['rates']['storage'])}; memory for weights {size_words(plan['memory'])}, in which "
-        f"{size_words(plan['bytes_kept'])} stay",
+        f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
+        f"memory for weights {size_words(plan['memory'])}, in which {size_words(plan['bytes_kept'])} stay",
     ]
     if experts := plan["experts"]:
         lines.append(
@@ -241,13 +257,18 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if plan["batches_that_do_not_fit"]:
         left_out = ", ".join(map(str, plan["batches_that_do_not_fit"]))
         lines.append(f"batch {left_out}: the cache does not fit into the memory that is free")
-    if plan["online_batch"] is None:
+    if not any(each["nvme"]["fits"] for each in batches):
         lines.append("no batch fits into the memory that is free")
-    else:
-        lines += [
-            f"online:  batch {plan['online_batch']}, the largest whose tokens come about as fast as those of any",
-            f"offline: batch {plan['offline_batch']}, which gives most tokens per second",
-        ]
+        return "\n".join(lines)
+    lines.append(f"measurements of a step differ by up to {share_words(plan['noise'])}")
+    for name, most, words in (
+        ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
+        ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
+    ):
+        if (batch := plan[f"{name}_batch"]) is not None:
+            lines.append(f"{name + ':':8} batch {batch}, {words}")
+        else:
+            lines.append(f"{name + ':':8} no recommendation with more than {share_words(most)} of noise")
     return "\n".join(lines)
 
 

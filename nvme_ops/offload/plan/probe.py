@@ -39,6 +39,7 @@ _WEIGHTS = 256 * MIB  # of the layers that are timed: more than processor caches
 _VOCABULARY, _MIN_VOCABULARY = 1 << 15, 1 << 10
 _TOKENS = 256  # the most of a prompt that are timed
 _MAX_STEPS = 9
+_ROUNDS = 3  # after the first one, the last two of them only where a larger batch computes faster
 
 
 def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
@@ -93,16 +94,17 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
         OSError: the folder cannot be written, or has no room.
     """
     if folder is None or os.stat(folder).st_dev == os.stat(files[0]).st_dev:
-        storage = read_rate(files)
+        slower, storage = sorted(read_rate(files) for _ in range(2))
     else:
         with _scratch(folder) as path:
-            storage = read_rate([path])
+            slower, storage = sorted(read_rate([path]) for _ in range(2))
+    noise = 1 - slower / storage
     if device.type == "cpu":
         free = free_memory()
-        return Rates(storage, free, free)
+        return Rates(storage, free, free, noise=noise)
     there: Any = torch.get_device_module(device)
     free, _ = there.mem_get_info(device)
-    return Rates(storage, free, free_memory(), _copy_rate(device))
+    return Rates(storage, free, free_memory(), _copy_rate(device), noise)
 
 
 def read_rate(files: Sequence[str], cached: bool = False) -> float:
@@ -174,6 +176,35 @@ def _copy_rate(device: torch.device) -> float:
     return here.nbytes / _shortest(lambda: _timed(lambda: there.copy_(here, non_blocking=True), device))
 
 
+def computing_of(
+    layers: Layers, batches: Sequence[int], prompt_length: int, context: int, on_batch: Callable[[int], object]
+) -> dict[int, Computing]:
+    """Returns what each batch computes in, and by how much measurements of its step differ.
+
+    Steps are measured in two rounds over all batches, and where a larger batch computes faster in two more: as a rule
+    something else ran meanwhile.
+    """
+    steps: dict[int, list[float]] = {}
+    prompts: dict[int, float] = {}
+    for batch in batches:
+        on_batch(batch)
+        steps[batch] = [layers.step(batch, context)]
+        prompts[batch] = layers.prompt(batch, prompt_length)
+    again = list(batches)
+    for _ in range(_ROUNDS):
+        for batch in again:
+            steps[batch].append(layers.step(batch, context))
+        again = [
+            batch for batch in batches if any(min(steps[each]) < min(steps[batch]) for each in batches if each > batch)
+        ]
+
+    def computing(batch: int) -> Computing:
+        shortest, second, *_ = sorted(steps[batch])
+        return Computing(shortest, prompts[batch], second / shortest - 1)
+
+    return {batch: computing(batch) for batch in batches}
+
+
 class Layers:
     """A few layers of a model on random weights in memory, whose times give that of all layers.
 
@@ -220,19 +251,21 @@ class Layers:
         mine = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
         return int(mine * self._all // self._count)
 
-    def computing(self, batch: int, prompt_length: int, context: int) -> Computing:
-        """Times a step of ``batch`` sequences of ``context`` tokens each, and a prompt of ``prompt_length`` tokens."""
+    def step(self, batch: int, context: int) -> float:
+        """Returns the seconds of a step of ``batch`` sequences of ``context`` tokens each."""
         one = self._forward(batch, 1)
         cache = self._new_cache()
         for number, layer in enumerate(one.layers):
             keys, values = (each.expand(-1, -1, context, -1).contiguous() for each in (layer.keys, layer.values))
             cache.update(keys, values, number)
-        step = _shortest(lambda: self._seconds(batch, 1, cache))
+        return _shortest(lambda: self._seconds(batch, 1, cache))
+
+    def prompt(self, batch: int, prompt_length: int) -> float:
+        """Returns the seconds of a prompt of ``batch`` sequences of ``prompt_length`` tokens each."""
         length = min(prompt_length, _TOKENS)
         rows = max(1, min(batch, _TOKENS // length))
         sequences = batch / rows
-        prompt = _shortest(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
-        return Computing(step, prompt)
+        return _shortest(lambda: self._seconds(rows, length, None, sequences * prompt_length / length, sequences))
 
     def training(self, length: int, parameters: Sequence[torch.Tensor]) -> TrainedModel:
         """Times training steps on sequences of ``length`` tokens, to describe a model with all of ``parameters``."""

@@ -111,9 +111,8 @@ def from_pretrained(
     try:
         import transformers
     except ImportError as error:
-        raise ImportError(
-            "nvme_ops.offload.from_pretrained needs transformers: pip install 'nvme-ops[offload]'"
-        ) from error
+        words = "nvme_ops.offload.from_pretrained needs transformers: pip install 'transformers>=5'"
+        raise ImportError(words) from error
     budget = bytes_of("memory_budget", memory_budget)
     target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
