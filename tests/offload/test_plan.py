@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -311,3 +312,10 @@ def test_what_does_not_stay_passes_through_twice_its_size() -> None:
     kept = what_stays(long_ago, 40 * MIB)
     assert "table" not in kept
     assert len(kept) == 40 - 2 - 5
+
+
+def test_the_page_says_that_the_page_cache_will_have_the_weights() -> None:
+    model = sizes(80 * MB)
+    for free, said in ((model.model, True), (model.model - 1, False)):
+        plan = inference_plan(ABOUT | {"bytes": model.model}, model, replace(RATES, host_free=free), [], [], 80 * MB)
+        assert ("free memory holds all of it" in inference_text(plan)) == said

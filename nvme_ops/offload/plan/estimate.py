@@ -245,6 +245,8 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
         f"memory for weights {size_words(plan['memory'])}, in which {size_words(plan['bytes_kept'])} stay",
     ]
+    if plan["bytes"] <= plan["rates"]["host_free"]:
+        lines.append("free memory holds all of it: from the second pass on the page cache is read, faster than below")
     if experts := plan["experts"]:
         lines.append(
             f"{experts['experts']} experts, {experts['used_per_token']} used per token; memory for experts "
