@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.inspection import cli
+from nvme_ops.inspection import contents
 from nvme_ops.inspection import convert as converter
 from nvme_ops.inspection.cli import main
 from nvme_ops.inspection.convert import convert
@@ -74,7 +74,7 @@ def test_verify_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     save = saver(tmp_path / name)
     for number in range(3):  # the third would be written over the first
         save(number)
-        once_before(monkeypatch, cli, "damaged", lambda *_, number=number: [save(number + k) for k in (1, 2)])
+        once_before(monkeypatch, contents, "damaged", lambda *_, number=number: [save(number + k) for k in (1, 2)])
         assert main(["verify", str(tmp_path / name)]) == 0
 
 
@@ -83,7 +83,7 @@ def test_diff_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.Monke
     save, copy = saver(tmp_path / name), tmp_path / "copy.safetensors"
     save(1)
     convert(str(tmp_path / name), str(copy))
-    once_before(monkeypatch, cli, "compare", lambda *_: [save(2), save(3)])
+    once_before(monkeypatch, contents, "compare", lambda *_: [save(2), save(3)])
     words = ["--format", "torch"] if name == "model.pt" else []
     assert main(["diff", str(tmp_path / name), str(tmp_path / name), *words]) == 0
 
