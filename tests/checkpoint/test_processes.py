@@ -329,6 +329,8 @@ def rounds_of(folder: Path, name: str, seed: int, rounds: int) -> int:
     torch.set_num_threads(1)
     (folder / "of one").mkdir()
     program = Program(folder / "of one", name, seed)
+    program._convert(0)  # what commands import when they run, processes would import anew
+    program._verify()
     while program.rounds < rounds:
         program.play()
     program.finish()
