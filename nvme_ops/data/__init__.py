@@ -8,8 +8,9 @@ for batch in Loader("/mnt/nvme/train", 256, shuffle=True): ...
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from nvme_ops.lazy import attribute
 
 if TYPE_CHECKING:
     from nvme_ops.data.loader import Loader as Loader
@@ -29,10 +30,7 @@ __all__ = [*_MODULE_OF]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module 'nvme_ops.data' has no attribute {name!r}")
-        value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
-        return value
+        return attribute(__name__, name, _MODULE_OF)
 
 
 def __dir__() -> list[str]:

@@ -11,8 +11,9 @@ with nvme_ops.offload.save_on_nvme("/mnt/nvme"): loss = model(batch)
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from nvme_ops.lazy import attribute
 
 if TYPE_CHECKING:
     from nvme_ops.offload.activations.save_on_nvme import save_on_nvme as save_on_nvme
@@ -54,15 +55,12 @@ __all__ = [*_MODULE_OF]
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module 'nvme_ops.offload' has no attribute {name!r}")
         try:
-            value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name]), name)
+            return attribute(__name__, name, _MODULE_OF)
         except ImportError as error:
             if name != "NvmeCache":  # a class of transformers'
                 raise
             raise ImportError("nvme_ops.offload.NvmeCache needs transformers: pip install 'transformers>=5'") from error
-        return value
 
 
 def __dir__() -> list[str]:

@@ -11,24 +11,27 @@ with Session("/mnt/nvme", name="optimizer") as session:
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
+
+from nvme_ops.lazy import attribute
 
 if TYPE_CHECKING:
     from nvme_ops.memory.pool import Pool as Pool
     from nvme_ops.storage.session import Session as Session
     from nvme_ops.storage.store import TensorStore as TensorStore
 
-_MODULE_OF = {"Pool": "memory.pool", "Session": "storage.session", "TensorStore": "storage.store"}
+_MODULE_OF = {
+    "Pool": "nvme_ops.memory.pool",
+    "Session": "nvme_ops.storage.session",
+    "TensorStore": "nvme_ops.storage.store",
+}
 
 __all__ = ["Pool", "Session", "TensorStore"]
 
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULE_OF:
-            raise AttributeError(f"module 'nvme_ops.storage' has no attribute {name!r}")
-        return getattr(importlib.import_module(f"nvme_ops.{_MODULE_OF[name]}"), name)
+        return attribute(__name__, name, _MODULE_OF)
 
 
 def __dir__() -> list[str]:
