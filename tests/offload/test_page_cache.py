@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,10 @@ def test_nothing_is_cached_that_is_read_once_or_by_a_direct_handle(
     streamed = Streamed(folder, **options)
     assert streamed.cached() == 0
     streamed.model.close()
+
+
+def test_threads_read_through_it_at_once(streamed: Streamed) -> None:
+    with torch.no_grad(), ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: streamed.model(streamed.inputs), range(8)))
+    assert all(torch.equal(each, streamed.wanted) for each in found)
+    assert streamed.cached() >= WEIGHTS
