@@ -137,7 +137,7 @@ def requirement() -> str:
     try:
         noted = importlib.metadata.distribution("nvme-ops").read_text("direct_url.json")
         url = urlsplit(str(json.loads(noted or "{}").get("url", "")))
-    except (importlib.metadata.PackageNotFoundError, ValueError):
+    except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
         url = urlsplit(
             PACKAGE.resolve().parent.as_uri() if (PACKAGE.resolve().parent / "pyproject.toml").exists() else ""
         )
