@@ -122,7 +122,7 @@ ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")
 
 #: Files in which ``setattr`` and the like change objects of the package, or are for others to use.
 OWN = {
-    "checkpoint/dcp/writer.py", "data/index.py", "offload/plan/probe.py", "patches.py",
+    "checkpoint/dcp/writer.py", "data/index.py", "lazy.py", "offload/plan/probe.py", "patches.py",
     "offload/weights/window.py",
 }  # fmt: skip
 
