@@ -65,6 +65,7 @@ SECTIONS = {
     "inference": Section(
         _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
     ),
+    "experts": Section(_FIXED.format("inference --only experts"), folded=True),
     "training_engines": Section(_FIXED.format("training --only engines")),
     "activations": Section(_FIXED.format("activations --only convolutional transformer")),
     "data": Section(_FIXED.format("data --only random")),
