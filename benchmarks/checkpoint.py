@@ -389,5 +389,5 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]
                 yield table
 
 
-_FLAGS = {"--state_dict": ("kinds of them; fresh takes large only", list(STATE_DICTS), STATE_DICTS)}
+_FLAGS = {"--state-dict": ("kinds of them; fresh takes large only", list(STATE_DICTS), STATE_DICTS)}
 PROGRAM = command.Program(GROUPS, tables, 10, _FLAGS)

@@ -51,7 +51,7 @@ class Section:
     folded: bool = False  # its tables are long, and shown on request below its picture
 
 
-_EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io_size {size} --loops {rounds} {plot}"
+_EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io-size {size} --loops {rounds} {plot}"
 _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}} {{plot}}"
 _FIXED = "python benchmarks {} {{folders}} --rounds {{rounds}} {{plot}}"
 # A section is one line here, and two on a page, <!-- section NAME --> and its end; page_results.md formats results.

@@ -232,16 +232,20 @@ class Main(Protocol):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Takes underscores for hyphens in the names of flags, and the other way round: DeepSpeed's have underscores."""
+    """Takes underscores for the hyphens in the names of flags: DeepSpeed's have underscores."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         return super().parse_known_args([*map(self._known, sys.argv[1:] if args is None else args)], namespace)
 
     def _known(self, word: str) -> str:
         name, equals, value = word.partition("=")
-        others = (name.replace("_", "-"), f"--{name[2:].replace('-', '_')}") if name.startswith("--") else ()
-        known = next((each for each in (name, *others) if each in self._option_string_actions), name)
-        return f"{known}{equals}{value}"
+        known = name.replace("_", "-") if name.startswith("--") else name
+        return f"{known}{equals}{value}" if known in self._option_string_actions else word
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, **_WORDS)
 
 
 def command_line(command: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
@@ -252,15 +256,15 @@ def command_line(command: str, description: str, epilog: str = "") -> argparse.A
     if not epilog:
         description, *epilogs = re.split("\n\n(?=Examples:|[a-z ]+:)", inspect.cleandoc(description), maxsplit=1)
         epilog = "".join(epilogs)
-    raw = argparse.RawDescriptionHelpFormatter
-    return _Parser(command, None, description, epilog, formatter_class=raw, allow_abbrev=False)
+    return _Parser(command, None, description, epilog, formatter_class=_Formatter, allow_abbrev=False)
 
 
 def listed(rows: Iterable[tuple[str, str]], width: int) -> str:
     """Lists names and their descriptions beside each other, wrapped at 80 columns, for a help text."""
     indent = " " * (width + 2)
     return "\n".join(
-        textwrap.fill(words, 80, initial_indent=f"  {name:{width}}", subsequent_indent=indent) for name, words in rows
+        textwrap.fill(words, 80, initial_indent=f"  {name:{width}}", subsequent_indent=indent, **_WORDS)
+        for name, words in rows
     )
 
 

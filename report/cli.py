@@ -56,8 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
     words = "also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its own"
     add("--open-driver", action="store_true", help=f"{words}, for at most {gds.LIMIT:.0f} seconds")
-    add("--hide_operator_status", action="store_true", help="leave out ninja and the table of ops")
-    add("--hide_errors_and_warnings", action="store_true", help="leave out the warnings and their fixes")
+    add("--hide-operator-status", action="store_true", help="leave out ninja and the table of ops")
+    add("--hide-errors-and-warnings", action="store_true", help="leave out the warnings and their fixes")
     add("--version", action="version", version=f"nvme-report {ops.PACKAGE_VERSION}")
     return made
 
@@ -139,7 +139,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 LINE = "-" * 50
 OPS, BUILD, ENVIRONMENT = "ops", "build", "environment"  # sections with a layout of their own
 BACKENDS, CUFILE = "backends", "cufile"
-OPERATORS = (BUILD, OPS)  # what --hide_operator_status leaves out
+OPERATORS = (BUILD, OPS)  # what --hide-operator-status leaves out
 NOTE = """\
 NOTE: Ops not installed will be just-in-time (JIT) compiled at
       runtime if needed. Op compatibility means that your system
@@ -160,7 +160,7 @@ class Style:
     """How the text is written."""
 
     colour: bool = False
-    fixes: bool = True  # warnings and what to do about them; False for --hide_errors_and_warnings
+    fixes: bool = True  # warnings and what to do about them; False for --hide-errors-and-warnings
 
 
 def as_text(sections: Sections, storage: Sections, style: Style) -> str:

@@ -18,6 +18,8 @@ from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_pr
 from nvme_ops.settings import Settings
 from nvme_ops.text import command_line, count, listed, positive, say, size
 
+_SWEPT = ", ".join(SWEPT).replace("_", "-")
+
 
 @dataclass(frozen=True)
 class Workplace:
@@ -39,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
     Examples:
       nvme-bench --folder /mnt/nvme --read
       nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
-      nvme-bench --folder /mnt/nvme --sweep block_size=64K,1M queue_depth=1,32,128
+      nvme-bench --folder /mnt/nvme --sweep block-size=64K,1M queue-depth=1,32,128
       nvme-bench --folder-to-device-mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
       nvme-bench explain /mnt/nvme               what limits, and what to change
       nvme-bench explain model.safetensors       the same for a file, only read
@@ -81,7 +83,7 @@ def parser() -> argparse.ArgumentParser:
     how("--sequential-requests", action="store_true", help="handles with overlap_events=False (default: True)")
     words = "intra_op_parallelism of a handle (default 1)"
     how("--io-parallel", type=positive, default=1, metavar="N", help=words)
-    words = f"all combinations of these values; NAME: {', '.join(SWEPT)}"
+    words = f"all combinations of these values; NAME: {_SWEPT}"
     how("--sweep", nargs="+", action="extend", default=[], metavar="NAME=A,B", help=words)
     memory = made.add_argument_group("memory").add_argument
     memory("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
@@ -172,16 +174,16 @@ def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
     """Returns all combinations of the values of --sweep, and the names of the settings that differ."""
     axes: dict[str, Axis] = {}
     for entry in args.sweep:
-        name, _, values = entry.partition("=")
-        name = name.replace("-", "_")
+        given, _, values = entry.partition("=")
+        name = given.replace("-", "_")
         if not values or name not in SWEPT:
-            raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {', '.join(SWEPT)}")
+            raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {_SWEPT}")
         try:
             axis = swept(name, values.split(","))
         except ValueError as error:
-            raise ValueError(f"--sweep {error}") from None
+            raise ValueError(f"--sweep {given}{str(error).removeprefix(name)}") from None
         if axis.name in axes:
-            raise ValueError(f"--sweep {name}: twice; name all its values once")
+            raise ValueError(f"--sweep {given}: twice; name all its values once")
         axes[axis.name] = axis
     base = Settings(
         args.block_size, args.queue_depth, args.single_submit, not args.sequential_requests, args.io_parallel

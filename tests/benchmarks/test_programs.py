@@ -51,7 +51,7 @@ FILES = [each for each in checkpoint.GROUPS if each != "fresh"]
 FEEDS = {"chosen by Zipf(1.0)": (4, 6), "prompts": (16, 0)}
 SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "raw_io": ("--size 16M", list(raw_io.GROUPS)),
-    "checkpoint": (f"--size 32M --state_dict large --only {' '.join(FILES)}", FILES),
+    "checkpoint": (f"--size 32M --state-dict large --only {' '.join(FILES)}", FILES),
     "checkpoint fresh": ("--size 32M --only fresh", ["fresh"]),
     # the net saves more than the budget and what may be on its way, so that something has to be written
     "activations": (

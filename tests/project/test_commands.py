@@ -49,11 +49,11 @@ def parsers(made: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_help_fits_80_columns(name: str) -> None:
+def test_help_fits_80_columns_and_its_flags_have_hyphens(name: str) -> None:
     made = list(parsers(importlib.import_module(COMMANDS[name]).parser()))
     lines = [line for each in made for line in each.format_help().splitlines()]
     assert lines[0].startswith(f"usage: {name} ")
-    assert [line for line in lines if len(line) > 80] == []
+    assert [line for line in lines if len(line) > 80 or re.search(r"--[a-z-]+_|\w-$", line)] == []
 
 
 def test_no_command_is_missing() -> None:

@@ -122,7 +122,7 @@ def test_a_torch_that_cannot_be_imported_is_a_line_with_its_fix(body: str, words
 
 def test_flags_hide_what_they_name_and_a_folder_of_any_name_is_written_to_an_ascii_terminal(tmp_path: Path) -> None:
     environment = {"PYTHONIOENCODING": "ascii", **broken_torch(tmp_path)}
-    operators = report("--hide_operator_status", "--folder", str(tmp_path / "ünïcode"), **environment).stdout
+    operators = report("--hide-operator-status", "--folder", str(tmp_path / "ünïcode"), **environment).stdout
     assert not re.search(r"op name|ninja \.\.\.\.", operators)
     assert "fix: mkdir -p" in operators
     warnings = report("-v", "--hide_errors_and_warnings", **environment).stdout
