@@ -39,12 +39,15 @@ def test_every_link_leads_somewhere() -> None:
 def test_every_page_is_in_the_readme_and_in_the_site_and_its_front_page_leads_to_it() -> None:
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     readme, site, front = ((REPOSITORY / name).read_text() for name in ("README.md", "mkdocs.yml", "docs/index.md"))
-    figures = {name for name in pages if name.startswith("benchmarks-")}  # to which benchmarks.md leads
-    assert figures - set(LINK.findall((REPOSITORY / "docs" / "benchmarks.md").read_text())) == set()
-    missing = {name for name in pages - figures if f"docs/{name}" not in readme}
+    parts = set()  # pages to which benchmarks.md and api.md lead
+    for whole in ("benchmarks", "api"):
+        own = {name for name in pages if name.startswith(f"{whole}-")}
+        assert own - set(LINK.findall((REPOSITORY / "docs" / f"{whole}.md").read_text())) == set()
+        parts |= own
+    missing = {name for name in pages - parts if f"docs/{name}" not in readme}
     assert missing <= {"benchmarks.md", "gpu-results.md", "index.md"}
     assert set(re.findall(r"[\w-]+\.md", site)) == pages
-    assert pages - figures - set(LINK.findall(front)) == {"index.md", "environment.md"}
+    assert pages - parts - set(LINK.findall(front)) == {"index.md", "environment.md"}
     assert re.search(r"^  font: false\b", site, re.MULTILINE)
     assert "://" not in site, "it takes nothing from other servers"
 
@@ -61,10 +64,13 @@ BESIDES = {  #: what calls return, and what few need
 }
 
 
-def test_the_reference_has_every_public_name_once() -> None:
+def test_the_reference_has_every_public_name_once_and_links_to_it() -> None:
     """A function that hides the module that it is in has to be named with it."""
-    listed = re.findall(r"^::: (\S+)$", (REPOSITORY / "docs" / "api.md").read_text(), re.MULTILINE)
-    shown = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for name in listed]
+    pages = (REPOSITORY / "docs").glob("api-*.md")
+    listed = [(page.name, name) for page in pages for name in re.findall(r"^::: (\S+)$", page.read_text(), re.M)]
+    linked = re.findall(r"\]\(([\w-]+\.md)#(\S+)\)", (REPOSITORY / "docs" / "api.md").read_text())
+    assert sorted(linked) == sorted(listed)
+    shown = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for _, name in listed]
     assert sorted(set(shown)) == sorted(shown)
     public = set()
     for name in PUBLIC:
