@@ -7,7 +7,7 @@
 #   make bench      this package beside others                   make bench BENCH_ARGS='--help'
 #   make gpu-test   the tests that need a GPU                    make gpu-test TORCH=torch
 #   make gpu-bench  between files and GPU memory, beside others  make gpu-bench BENCH_ARGS='--help'
-#   make benchmarks-page  docs/benchmarks.md from a run      make benchmarks-page PAGE_ARGS='--help'
+#   make benchmarks-page  the figures of docs and README         make benchmarks-page PAGE_ARGS='--help'
 #   make docs       the pages and the reference as a site, in build/site; a warning is an error
 #   make wheel      the wheel that needs no compiler         make wheel WHEEL_ARGS='--torch installed'
 #   make sanitize   the engine's tests under ASan, UBSan, TSan
