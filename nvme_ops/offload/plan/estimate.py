@@ -275,7 +275,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if not any(each["nvme"]["fits"] for each in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
-    lines.append(f"measurements of a step differ by up to {share_words(plan['noise'])}")
+    lines.append(_noise_line(plan))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
         ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
@@ -285,6 +285,10 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{name + ':':8} no recommendation with more than {share_words(most)} of noise")
     return "\n".join(lines)
+
+
+def _noise_line(plan: Mapping[str, Any]) -> str:
+    return f"measurements of a step differ by up to {share_words(plan['noise'])}"
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
@@ -337,6 +341,7 @@ class TrainedModel:
     activations: int  #: bytes that autograd keeps for the backward pass, for each token
     of_layer: int  #: those of the layer that keeps most
     seconds: float  #: for each token, forward and backward
+    noise: float = 0.0  #: by how much measurements of ``seconds`` differ, as a share of it
 
     @property
     def states(self) -> int:
@@ -416,15 +421,20 @@ def training_plan(
     model: TrainedModel,
     memory: int,
     rate: float,
+    rate_noise: float,
     free: int,
     batches: Sequence[int],
     length: int,
 ) -> dict[str, Any]:
-    """Returns the plan of several batch sizes; see ``ways``."""
+    """Returns the plan of several batch sizes.
+
+    The arguments are those of ``ways``; measurements of ``rate`` differ by ``rate_noise``, as a share of it.
+    """
     return {
         **about,
         "memory": memory,
         "rate": rate,
+        "rate_noise": rate_noise,
         "free": free,
         "sequence_length": length,
         **asdict(model),
@@ -449,8 +459,8 @@ def training_text(plan: Mapping[str, Any]) -> str:
         f"{plan['model']}: {plan['parameters'] / 1e9:.3g} billion parameters of {plan['dtype']}, "
         f"{size_words(plan['states'])} of AdamW's states, {size_words(plan['activations'] * length)} of activations "
         f"for each sequence of {length} tokens",
-        f"storage {rate_words(plan['rate'])} read and written at once, {size_words(plan['free'])} free; "
-        f"memory {size_words(plan['memory'])}",
+        f"storage {rate_words(plan['rate'])} read and written at once (noise {share_words(plan['rate_noise'])}), "
+        f"{size_words(plan['free'])} free; memory {size_words(plan['memory'])}",
     ]
     for each in plan["batches"]:
         found, tokens = each["ways"], each["batch"] * length
@@ -467,4 +477,4 @@ def training_text(plan: Mapping[str, Any]) -> str:
             "largest batch": [str(way["largest_batch"]) for way in found],
         }
         lines += ["", f"batch {each['batch']}", _table(columns)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _noise_line(plan)])

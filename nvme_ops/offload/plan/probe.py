@@ -157,8 +157,15 @@ def _pieces(files: Sequence[str]) -> list[tuple[str, int, int]]:
     return pieces
 
 
-def mixed_rate(folder: str) -> float:
-    """Returns the bytes per second that are read and written in a folder, at the same time, together."""
+def mixed_rate(folder: str) -> tuple[float, float]:
+    """Returns the bytes per second that are read and written in a folder, at the same time, together, and their noise.
+
+    The noise is by which share of the better one of two measurements the other is lower.
+    """
+    return _best_of_two(lambda: _mixed_rate(folder))
+
+
+def _mixed_rate(folder: str) -> float:
     with _scratch(folder) as path, aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
         submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
         places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
@@ -330,7 +337,7 @@ class Layers:
 
         self._model.train()
         try:
-            seconds = _shortest(lambda: _timed(step, self._device))
+            seconds, longer = sorted(_shortest(lambda: _timed(step, self._device)) for _ in range(2))
         finally:
             self._model.eval()
         share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
@@ -343,6 +350,7 @@ class Layers:
             activations=round((saved[True] * layer_factor + after) / length),
             of_layer=round(max(saved[True] / self._count, after) / length),
             seconds=seconds * (share * layer_factor + (1 - share) * after_factor) / length,
+            noise=longer / seconds - 1,
         )
 
     def _seconds(
