@@ -1,4 +1,4 @@
-"""Reconciles arguments of handles that have two names, or that DeepNVMe accepts as another type."""
+"""Checks switches and callbacks; reconciles arguments that have two names, or that DeepNVMe accepts as another type."""
 
 from __future__ import annotations
 
@@ -23,6 +23,19 @@ def flag(name: str, value: object) -> bool:
     if value is None or hasattr(type(value), "__bool__"):
         return bool(value)
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
+
+
+def require_switches(**given: object) -> None:
+    """Raises TypeError for values that are not bools, such as ``"no"``, which Python would take for True."""
+    for name, value in given.items():
+        flag(name, value)
+
+
+def require_callables(**given: object) -> None:
+    """Raises TypeError for values that are neither None nor can be called."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be callable, not {type(value).__name__}")
 
 
 def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bool:

@@ -22,6 +22,7 @@ from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStore, huge_pages
 from nvme_ops.engine import Priority
+from nvme_ops.keywords import require_callables, require_switches
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
 from nvme_ops.text import MIB, bytes_of, never_raising
@@ -82,6 +83,8 @@ class Loader:
         num_replicas: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        require_switches(drop_last=drop_last)
+        require_callables(decode=decode, collate_fn=collate_fn)
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
         self.batch_size = _int("batch_size", batch_size, 1)
         self.shuffle, self.drop_last = shuffle, drop_last

@@ -31,6 +31,7 @@ from nvme_ops.errors import ChecksumError, FormatError, named, naming
 from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_callables, require_switches
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
 from nvme_ops.tensors import checksums_of, empty, groups
@@ -77,6 +78,8 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         verify: bool = False,
         transform: Callable[[Sample], Any] | None = None,
     ) -> None:
+        require_switches(verify=verify)
+        require_callables(transform=transform)
         self.path, self.transform = os.path.abspath(named(path)), transform
         self._arguments = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
         while True:

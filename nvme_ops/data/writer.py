@@ -26,6 +26,7 @@ from nvme_ops.data.store import trailer
 from nvme_ops.errors import FormatError, named, naming, paths_of
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
+from nvme_ops.keywords import require_switches
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import (
     abandoned,
@@ -93,6 +94,7 @@ class SampleWriter(Closing):
         class_names: Sequence[str] = (),
     ) -> None:
         self._state = "closed"
+        require_switches(checksums=checksums, overwrite=overwrite)
         self.columns = Columns(columns)
         self._folders = [os.path.realpath(named(folder)) for folder in paths_of(folders, "folders")]
         self._shard_bytes = bytes_of("shard_bytes", shard_bytes)

@@ -23,6 +23,7 @@ from typing import Protocol
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.errors import naming, paths_of
+from nvme_ops.keywords import require_switches
 from nvme_ops.locks import forkable_lock
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
@@ -162,6 +163,7 @@ class Session(Closing):
         for argument, value in (("name", name), ("fingerprint", fingerprint)):
             if not isinstance(value, str):
                 raise TypeError(f"{argument} must be a str, not {type(value).__name__}")
+        require_switches(reuse=reuse)
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
         self._process = os.getpid()
         self._lock = forkable_lock()

@@ -284,6 +284,7 @@ def changed(folder: Path, name: str, value: Any = True) -> Any:
     [
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
+        (trainer, {"checkpoints": "no"}, TypeError, "checkpoints must be a bool, not str"),
         (trainer, {"optimizer_budget": "512K"}, ValueError, "optimizer_budget must be at least 1048576 bytes"),
         (lambda folder: changed(folder, "gradient_checkpointing_kwargs", {"offload": True}), {}, ValueError,
          "{'offload': True} moves activations to the CPU: leave it out"),
