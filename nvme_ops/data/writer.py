@@ -65,7 +65,7 @@ class SampleWriter(Closing):
 
     Args:
         folders: one, or several, each on a device of its own: data files are spread over all of them. The index goes to
-            the first. Each is made if it is missing and its parent exists.
+            the first. Each is made if it is missing and its parent exists and is not ``/``, ``/mnt`` or ``/media``.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
             and a shape, whose first dimension may be -1; ``int``, ``float`` and ``bool`` for numbers that are read as
             Python's. One of these alone for samples that are not dicts; ``bytes`` when None.

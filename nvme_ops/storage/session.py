@@ -136,7 +136,8 @@ class Session(Closing):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
-        folders: one folder, or several on different devices. A missing one is created if its parent exists.
+        folders: one folder, or several on different devices. A missing one is created if its parent exists,
+            but not directly below ``/``, ``/mnt`` and ``/media``, where devices are mounted.
             ``{rank}``, ``{local_rank}`` and ``{hostname}`` in a name are replaced by this process's.
         name: what the session is for; any text.
         reuse: leave the content for the next session of this name with the same folders, which takes it over. Only one

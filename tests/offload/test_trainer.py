@@ -304,10 +304,11 @@ def test_mistakes_end_in_a_sentence(
     assert list(nvme.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_used_is_refused_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["missing/too", "/nosuch"])
+def test_a_folder_that_cannot_be_used_is_refused_at_once(folder: Path, name: str) -> None:
     one: Any = trainer(folder)
     with pytest.raises(FileNotFoundError, match="is a disk not mounted"):
-        use_nvme(one, folder / "missing" / "too")
+        use_nvme(one, folder / name)
     assert not hasattr(one, "nvme_training")
     assert "train" not in vars(one)
 

@@ -166,6 +166,18 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
         for call, names in calls.items()
         for name in names.split()
     ],
+    # Folders where a disk should be
+    *[
+        (call, FileNotFoundError, f"none is made directly below {parent}; is a disk not mounted.*'{parent}/?nosuch'")
+        for call, parent in (
+            ("storage.Session('/nosuch', name='x')", "/"),
+            ("storage.Session('/nosuch/', name='x')", "/"),
+            ("storage.Session('/mnt/nosuch', name='x')", "/mnt"),
+            ("data.SampleWriter('/nosuch', bytes)", "/"),
+            ("data.AsyncLog('/nosuch/log')", "/"),
+            ("offload.save_on_nvme('/nosuch')", "/"),
+        )
+    ],
     # Models larger than memory
     ("offload.stream_weights(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
