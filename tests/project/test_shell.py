@@ -19,6 +19,7 @@ import torch
 import nvme_ops
 from nvme_ops import data, dcp, offload, op_builder, storage
 from nvme_ops.integrations.safetensors import safe_open
+from nvme_ops.pin_memory import pin_handle
 from nvme_ops.storage.joined import joined
 from tests.conftest import in_child
 from tests.project.test_surface import PACKAGES
@@ -106,6 +107,7 @@ SHOWN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "<Session 'states' closed>",
     ),
     "TensorStore": (stored, "<TensorStore 'states': 1 tensor, 4 KiB on storage>", "<TensorStore 'states': closed>"),
+    "pin_handle": (lambda _: pin_handle(), "<pin_handle: * page-locked tensor* in this process>", ""),
     "SampleWriter": (
         lambda path: data.SampleWriter(path / "train"),
         "<SampleWriter 'DIR/train/index.nvmedata': 0 samples>",
