@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nvme_ops.keywords import require_callables
 from nvme_ops.text import never_raising, size_words
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ class IoFuture(_Future):
 
     def add_done_callback(self, function: Callable[[IoFuture], object]) -> None:
         """Calls ``function(self)`` when the transfer has ended, on a thread reserved for callbacks."""
+        require_callables(function=function)
         self._operation.add_callback(lambda: function(self))
 
     def __await__(self) -> Generator[object, None, int]:

@@ -18,7 +18,7 @@ from nvme_ops._native import native
 from nvme_ops.closing import Closing
 from nvme_ops.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
 from nvme_ops.future import IoFuture
-from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
+from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file, require_usable_names
 from nvme_ops.text import never_raising
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         for name, word in (("backend", backend), ("cache", cache)):
             if word is not None and not isinstance(word, str):
                 raise TypeError(f"{name} must be a str, not {type(word).__name__}")
+        require_usable_names(backend)
         self._settings: dict[str, Any] = {
             "block_size": block_size,
             "queue_depth": queue_depth,

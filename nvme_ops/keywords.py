@@ -1,17 +1,20 @@
-"""Reconciles arguments of handles that have two names, or that DeepNVMe accepts as another type."""
+"""Checks switches and callbacks; reconciles arguments that have two names, or that DeepNVMe accepts as another type."""
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from nvme_ops.handle import FileName
 
-CACHE = "NVME_OPS_CACHE"
+CACHE, BACKEND, POOL_BYTES = "NVME_OPS_CACHE", "NVME_OPS_BACKEND", "NVME_OPS_POOL_BYTES"
+#: In the order in which they are tried, as in ``csrc/backends/registry.cpp``.
+BACKENDS = ("io_uring", "libaio", "threads")
 _CACHE_MODES = ("auto", "direct", "buffered")
 
 
@@ -20,6 +23,19 @@ def flag(name: str, value: object) -> bool:
     if value is None or hasattr(type(value), "__bool__"):
         return bool(value)
     raise TypeError(f"{name} must be a bool, not {type(value).__name__}")
+
+
+def require_switches(**given: object) -> None:
+    """Raises TypeError for values that are not bools, such as ``"no"``, which Python would take for True."""
+    for name, value in given.items():
+        flag(name, value)
+
+
+def require_callables(**given: object) -> None:
+    """Raises TypeError for values that are neither None nor can be called."""
+    for name, value in given.items():
+        if value is not None and not callable(value):
+            raise TypeError(f"{name} must be callable, not {type(value).__name__}")
 
 
 def asynchronous(method: str, async_op: object, others: Mapping[str, Any]) -> bool:
@@ -50,6 +66,8 @@ def one_example(example_tensor: torch.Tensor | None, example_tenosr: torch.Tenso
     """Returns the one that was given. Raises TypeError unless it is one tensor. DeepNVMe misspells the keyword."""
     if example_tensor is not None and example_tenosr is not None:
         raise TypeError("example_tensor and example_tenosr are two names for one argument: give one of them")
+    import torch
+
     example = example_tenosr if example_tensor is None else example_tensor
     if not isinstance(example, torch.Tensor):
         raise TypeError(f"example_tensor must be a torch.Tensor, not {type(example).__name__}")
@@ -64,3 +82,17 @@ def cache_mode(cache: str | None) -> str:
     if chosen not in _CACHE_MODES:
         raise ValueError(f"{CACHE}={chosen!r} is not one of {', '.join(_CACHE_MODES)}")
     return chosen
+
+
+def require_usable_names(backend: str | None) -> None:
+    """Raises ValueError for a backend or a size of the pool that the op would refuse, which may be compiled first.
+
+    Args:
+        backend: the argument of a handle; ``NVME_OPS_BACKEND`` counts without it.
+    """
+    name, chosen = ("backend", backend) if backend else (BACKEND, os.environ.get(BACKEND) or "auto")
+    if chosen not in ("auto", *BACKENDS):
+        raise ValueError(f"{name}={chosen!r} is not one of auto, {', '.join(BACKENDS)}")
+    size = os.environ.get(POOL_BYTES, "")
+    if not re.fullmatch("([0-9]+[KMG]?)?", size):
+        raise ValueError(f"{POOL_BYTES}={size!r} is not a number of bytes such as 256M")

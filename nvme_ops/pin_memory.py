@@ -15,6 +15,7 @@ import torch
 from nvme_ops._native import native
 from nvme_ops.keywords import one_example
 from nvme_ops.tensors import pool_buffer
+from nvme_ops.text import counted, never_raising
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Buffer
@@ -56,6 +57,11 @@ class pin_handle:  # noqa: N801  (DeepNVMe's name)
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Returns whether torch pinned ``buffer``, or it is a locked tensor's or ``nvme_ops.empty``'s memory."""
         return is_pinned(buffer)
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<pin_handle: 2 page-locked tensors in this process>``."""
+        return f"<pin_handle: {counted(len(_locked), 'page-locked tensor')} in this process>"
 
 
 def new_locked_tensor(num_elem: int, example: torch.Tensor) -> torch.Tensor:

@@ -191,14 +191,24 @@ def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
             ready = False
             words.append(f"{op.name}: {_line(op.detail)}")
         elif op.name == "async_io":
-            words.append(f"{op.name} on {chosen.detail}" if chosen else op.name)
+            words.append((f"{op.name} on {chosen.detail}" if chosen else op.name) + _reservation(op, sections))
         elif op.data.get("expected") is not None:
-            words.append(op.name)
+            words.append(op.name + _reservation(op, sections))
     for folder, results in storage.items():
         for each in [each for each in results if each.status is Status.NO][:1]:
             ready = False
             words.append(_line(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
     return ready, f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
+
+
+def _reservation(op: Result, sections: Sections) -> str:
+    """Returns what was not done to find out that an op can be used; an empty string if it was used."""
+    found = []
+    if op.data.get("compiled", "") is None:
+        found.append("to be compiled at its first use")
+    if op.name == "gds" and not any(each.data.get("opened") for each in sections.get(CUFILE, ())):
+        found.append("a forecast: --open-driver tries it")
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _chosen(sections: Sections) -> Result | None:

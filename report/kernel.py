@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from nvme_ops.keywords import BACKEND, BACKENDS
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.text import MIB, size_words
@@ -21,8 +22,6 @@ from . import ops
 from .result import Json, Result, Status, judged, run_checks, symbol
 from .trial import Attempt
 
-ORDER = ("io_uring", "libaio", "threads")  # as in csrc/backends/registry.cpp
-OVERRIDE = "NVME_OPS_BACKEND"
 _FEAT_RW_CUR_POS = 1 << 3  # came with Linux 5.6, as did the opcodes IORING_OP_READ and IORING_OP_WRITE
 _SYSCTL = "/proc/sys/kernel/io_uring_disabled"
 _ALLOW = (
@@ -180,7 +179,7 @@ def _as_tried(result: Result, reason: str | None) -> Result:
     if result.status is not Status.OKAY and not left_out:
         return result  # which says more
     fix = f"{ops.rebuild_command(AsyncIOBuilder())}  # or install a wheel that was made where libaio.h is"
-    return Result(result.name, Status.NO, reason.partition(" (")[0], fix if left_out else f"unset {OVERRIDE}", data)
+    return Result(result.name, Status.NO, reason.partition(" (")[0], fix if left_out else f"unset {BACKEND}", data)
 
 
 def libaio() -> Result:
@@ -199,16 +198,16 @@ def libaio() -> Result:
 def chosen(results: Sequence[Result]) -> Result:
     """Reports the first usable backend, unless the environment names another."""
     usable = [result.name for result in results if result.status is Status.OKAY]
-    wanted = os.environ.get(OVERRIDE, "")
-    data: dict[str, Json] = {"backend": None, OVERRIDE: wanted}
+    wanted = os.environ.get(BACKEND, "")
+    data: dict[str, Json] = {"backend": None, BACKEND: wanted}
     if wanted and wanted != "auto" and wanted not in usable:
-        why = "is not usable here" if wanted in ORDER else f"is not one of auto, {', '.join(ORDER)}"
-        return Result("chosen", Status.NO, f"{OVERRIDE}={wanted!r} {why}", f"unset {OVERRIDE}", data)
+        why = "is not usable here" if wanted in BACKENDS else f"is not one of auto, {', '.join(BACKENDS)}"
+        return Result("chosen", Status.NO, f"{BACKEND}={wanted!r} {why}", f"unset {BACKEND}", data)
     named = wanted in usable
     data["backend"] = backend = wanted if named else usable[0]
-    last = backend == ORDER[-1] and not named
+    last = backend == BACKENDS[-1] and not named
     words = f"{backend}: neither of the faster ones is usable" if last else backend
-    words = f"{backend} ({OVERRIDE})" if named else words
+    words = f"{backend} ({BACKEND})" if named else words
     return judged("chosen", words, next(filter(None, (result.fix for result in results))) if last else "", data)
 
 

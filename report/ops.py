@@ -44,6 +44,8 @@ def row(builder: OpBuilder, tried: Attempt | None = None) -> Result:
     if tried.problem is not None:
         words, _, fix = tried.problem.words.partition("; fix: ")
         return Result(name, Status.NO, words, fix or fix_for(tried.problem) or rebuild_command(builder), data)
+    if not tried.loaded and name == AsyncIOBuilder.NAME and (wrong := trial.wrong_setting()):
+        return Result(name, Status.NO, wrong, fix_for(Failure(wrong)), data)
     compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
     found = builder.built  # an op that is compiled needs no compiler
     obstacle = None if tried.loaded else builder.build_problem if found is None else jit.why_not_built(builder)
@@ -55,8 +57,6 @@ def row(builder: OpBuilder, tried: Attempt | None = None) -> Result:
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
         data["warnings"] = [words for words, _, _ in parts]
         return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
-    if not tried.loaded and name == AsyncIOBuilder.NAME and (wrong := trial.wrong_setting()):
-        return Result(name, Status.NO, wrong, fix_for(Failure(wrong)), data)
     data["compatible"] = True
     data["compiled"] = None if found is None or not tried.loaded else found.how
     warnings, fix = _missing(builder, tried.loaded)

@@ -10,7 +10,6 @@ import contextlib
 import errno
 import json
 import os
-import re
 import select
 import signal
 import tempfile
@@ -21,12 +20,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
+from nvme_ops.keywords import cache_mode, require_usable_names
 from nvme_ops.op_builder import AsyncIOBuilder, OpBuilder
 from nvme_ops.op_builder.builder import load_finished
 
 LIMIT = 60.0  # seconds for all of it, on storage that is busy
 PAGE = 4096  # bytes
-_POOL_BYTES = "NVME_OPS_POOL_BYTES"
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,13 @@ def attempt(builder: OpBuilder, folders: Sequence[str] = ()) -> Attempt:
 
 
 def wrong_setting() -> str:
-    """Returns which variable a handle would refuse, as far as that is known before the op is compiled."""
-    from nvme_ops.keywords import cache_mode
-
+    """Returns which variable a handle refuses before the op is compiled; an empty string if none."""
     try:
+        require_usable_names(None)
         cache_mode(None)
     except ValueError as error:
         return str(error)
-    size = os.environ.get(_POOL_BYTES, "")
-    sized = re.fullmatch("([0-9]+[KMG]?)?", size)
-    return "" if sized else f"{_POOL_BYTES}={size!r} is not a number of bytes such as 256M"
+    return ""
 
 
 # In the other process

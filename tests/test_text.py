@@ -12,6 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from nvme_ops import offload, progress
+from nvme_ops.data import SampleStats
 from nvme_ops.engine import Statistics
 from nvme_ops.text import (
     GIB,
@@ -129,7 +130,7 @@ KINDS = ("ActivationStats", "CacheStats", "OptimizerStats", "Stats", "SwapStats"
 
 
 @pytest.mark.parametrize(
-    "kind", [Statistics, *(getattr(offload, name) for name in KINDS)], ids=lambda kind: kind.__name__
+    "kind", [Statistics, SampleStats, *(getattr(offload, name) for name in KINDS)], ids=lambda kind: kind.__name__
 )
 def test_statistics_are_tables_when_printed(kind: type[Counts]) -> None:
     names = list(inspect.signature(kind).parameters)

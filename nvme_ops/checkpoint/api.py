@@ -16,6 +16,7 @@ from nvme_ops.checkpoint.request import Request, format_of, plan_for
 from nvme_ops.errors import named
 from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
@@ -135,6 +136,7 @@ def load(
         MemoryError: there is not enough memory for the tensors.
     """
     name = name_of(path, "load(path)")
+    require_switches(strict=strict, verify=verify, mmap=mmap)
     if into is not None and not isinstance(into, Mapping | list | tuple | torch.nn.Module):
         raise TypeError(f"into must be a module or a dict of tensors, not {type(into).__name__}")
     if isinstance(map_location, int | str):

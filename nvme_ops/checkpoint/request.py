@@ -22,6 +22,7 @@ from nvme_ops.errors import MissingTensorError
 from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.memory.pieces import Borrowed
 from nvme_ops.text import URL, bytes_of
 
@@ -57,6 +58,7 @@ def plan_for(
 
     Raises what ``nvme_ops.save`` raises before it writes.
     """
+    require_switches(durable=durable, checksums=checksums, recycle=recycle)
     module = format_of(path, format)
     if metadata is not None and not isinstance(metadata, Mapping):
         raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")

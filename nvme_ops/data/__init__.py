@@ -15,12 +15,14 @@ from nvme_ops.lazy import attribute
 if TYPE_CHECKING:
     from nvme_ops.data.loader import Loader as Loader
     from nvme_ops.data.log import AsyncLog as AsyncLog
+    from nvme_ops.data.store import SampleStats as SampleStats
     from nvme_ops.data.store import SampleStore as SampleStore
     from nvme_ops.data.writer import SampleWriter as SampleWriter
 
 _MODULE_OF = {
     "AsyncLog": "nvme_ops.data.log",
     "Loader": "nvme_ops.data.loader",
+    "SampleStats": "nvme_ops.data.store",
     "SampleStore": "nvme_ops.data.store",
     "SampleWriter": "nvme_ops.data.writer",
 }

@@ -5,12 +5,13 @@ from __future__ import annotations
 import operator
 import os
 import threading
+import time
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -20,8 +21,9 @@ from torch.utils.data import default_collate
 from nvme_ops import ranks
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
-from nvme_ops.data.store import Read, SampleStore, huge_pages
+from nvme_ops.data.store import Read, SampleStats, SampleStore, huge_pages
 from nvme_ops.engine import Priority
+from nvme_ops.keywords import require_callables, require_switches
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
 from nvme_ops.text import MIB, bytes_of, never_raising
@@ -82,6 +84,8 @@ class Loader:
         num_replicas: int | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        require_switches(drop_last=drop_last)
+        require_callables(decode=decode, collate_fn=collate_fn)
         self.store = store if isinstance(store, SampleStore) else SampleStore(store)
         self.batch_size = _int("batch_size", batch_size, 1)
         self.shuffle, self.drop_last = shuffle, drop_last
@@ -101,6 +105,7 @@ class Loader:
         files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
         self._identity = {"seed": self.seed, "shuffle": shuffle, "samples": len(self.store), "files": files}
         self._next = self._state = _State(0, 0)
+        self._stats = SampleStats()
         self._loaded = False  # the next iteration continues from what load_state_dict was given
 
     def __len__(self) -> int:
@@ -140,6 +145,11 @@ class Loader:
         self._loaded = True
         if next(self._steps(self._next), None) is None and position:
             self._next = _State(self._next.epoch + 1, 0)
+
+    def stats(self) -> SampleStats:
+        """Returns what was returned so far, in all epochs of this process."""
+        with self.store._lock:
+            return replace(self._stats)
 
     def __iter__(self) -> Iterator[Any]:
         """Yields the batches. Raises what ``SampleStore.read`` and ``decode`` raise; then the iteration ends."""
@@ -234,8 +244,15 @@ class Loader:
         return _Batch(read, position, [pool.submit(_decoded, *each) for each in given])
 
     def _end(self, batch: _Batch) -> Any:
+        begin = time.perf_counter()
+        parts = [task.result() for task in batch.tasks]
+        batch.read.wait()
+        with self.store._lock:
+            self._stats.batches += 1
+            self._stats.samples += len(batch.read)
+            self._stats.bytes_read += batch.read.nbytes_of_records
+            self._stats.seconds_waited += time.perf_counter() - begin
         if self.decode is not None:
-            parts = [task.result() for task in batch.tasks]
             samples = [parts[k % len(parts)][k // len(parts)] for k in range(len(batch.read))]
             made = (self.collate_fn or default_collate)(samples)
         else:

@@ -37,7 +37,7 @@ class AsyncLog(Closing):
 
     Args:
         path: the name of the files, to which a number is added. Their folder is made if it is missing and its parent
-            exists.
+            exists and is not ``/``, ``/mnt`` or ``/media``.
         window: seconds within which a record is durable (``fsync``), as long as the device keeps up.
         buffer_bytes: bytes of records that may wait to be written. Beyond that, ``on_full`` says what ``append`` does.
         on_full: ``"block"``: wait for room; ``"drop"``: return False, and count; ``"raise"``: BlockingIOError.

@@ -12,10 +12,12 @@ import os
 import resource
 import stat
 import threading
+import time
 import weakref
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -31,10 +33,12 @@ from nvme_ops.errors import ChecksumError, FormatError, named, naming
 from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_callables, require_switches
+from nvme_ops.locks import forkable_lock
 from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.publication import FileState
 from nvme_ops.tensors import checksums_of, empty, groups
-from nvme_ops.text import counted, never_raising, size_words
+from nvme_ops.text import Counts, counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -48,6 +52,16 @@ _MAX, _MIN = 1 << 14, 4  # bounds of the number of files that are kept open
 _AT_ONCE = 256  # files that are opened at the beginning
 _UINT32 = (1 << 32) - 1  # checksums, which torch holds as int32
 _SHARE = 20  # descriptors of the process's limit for each file kept open, which may need four of them
+
+
+@dataclass(repr=False)
+class SampleStats(Counts):
+    """Counts the samples that this process has read. ``print`` shows a table of what is not 0."""
+
+    batches: int = 0  #: that a ``Loader`` has returned; not counted by a store
+    samples: int = 0
+    bytes_read: int = 0  #: of their records
+    seconds_waited: float = 0.0  #: for samples, and for what ``decode`` makes of a ``Loader``'s
 
 
 class SampleStore(Closing, torch.utils.data.Dataset[Any]):
@@ -77,6 +91,8 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         verify: bool = False,
         transform: Callable[[Sample], Any] | None = None,
     ) -> None:
+        require_switches(verify=verify)
+        require_callables(transform=transform)
         self.path, self.transform = os.path.abspath(named(path)), transform
         self._arguments = {"path": self.path, "handle": handle, "verify": verify, "transform": transform}
         while True:
@@ -95,6 +111,7 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         self._handles = [first, *(copy.copy(first) for _ in folders[1:])]
         self._handle_of = [folders.index(place) if folders else 0 for place in places]
         self._verify = verify
+        self._lock, self._stats = forkable_lock(), SampleStats()
         self._closed = False
 
     def __len__(self) -> int:
@@ -199,6 +216,11 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
             for group in groups(self.index.locate(numbers)[2].tolist(), nbytes):
                 yield range(start + group.start, start + group.stop)
 
+    def stats(self) -> SampleStats:
+        """Returns what this process has read so far, for a ``Loader`` too; workers of a DataLoader count their own."""
+        with self._lock:
+            return replace(self._stats)
+
     def close(self) -> None:
         """Closes the files; those being read once the reads have ended. Further calls do nothing."""
         self._closed = True
@@ -273,21 +295,33 @@ class Read:
         """Bytes of memory that are read into."""
         return self.memory.nbytes
 
+    @property
+    def nbytes_of_records(self) -> int:
+        """Bytes of the records, without what is between them in memory."""
+        return int(self._lengths.sum())
+
     def wait(self) -> None:
         """Waits for the bytes. Raises as ``SampleStore.read`` does."""
         with self._lock:
             if self._waited:
                 return
+            begin = time.perf_counter()
             try:
                 for future in self._futures:
                     future.result()
             except BaseException as error:
                 self._interrupted = not isinstance(error, Exception)
                 raise
+            seconds = time.perf_counter() - begin
             if self._store._verify:
                 self._compare()
             self._check_files()
             self._futures, self._waited = [], True
+            with self._store._lock:
+                stats = self._store._stats
+                stats.samples += len(self)
+                stats.bytes_read += self.nbytes_of_records
+                stats.seconds_waited += seconds
 
     def records(self) -> list[torch.Tensor]:
         """Waits, then returns the bytes of each record."""

@@ -26,6 +26,7 @@ from nvme_ops.data.store import trailer
 from nvme_ops.errors import FormatError, named, naming, paths_of
 from nvme_ops.file import File
 from nvme_ops.file import open as open_file
+from nvme_ops.keywords import require_switches
 from nvme_ops.settings import PAGE
 from nvme_ops.storage.files import (
     abandoned,
@@ -64,7 +65,7 @@ class SampleWriter(Closing):
 
     Args:
         folders: one, or several, each on a device of its own: data files are spread over all of them. The index goes to
-            the first. Each is made if it is missing and its parent exists.
+            the first. Each is made if it is missing and its parent exists and is not ``/``, ``/mnt`` or ``/media``.
         columns: what a sample consists of: a dict of names and ``bytes``, ``str``, a dtype (for numbers), or a dtype
             and a shape, whose first dimension may be -1; ``int``, ``float`` and ``bool`` for numbers that are read as
             Python's. One of these alone for samples that are not dicts; ``bytes`` when None.
@@ -93,6 +94,7 @@ class SampleWriter(Closing):
         class_names: Sequence[str] = (),
     ) -> None:
         self._state = "closed"
+        require_switches(checksums=checksums, overwrite=overwrite)
         self.columns = Columns(columns)
         self._folders = [os.path.realpath(named(folder)) for folder in paths_of(folders, "folders")]
         self._shard_bytes = bytes_of("shard_bytes", shard_bytes)

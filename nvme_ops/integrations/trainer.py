@@ -21,6 +21,7 @@ import torch
 
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
+from nvme_ops.keywords import require_switches
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
 from nvme_ops.storage.session import Session
@@ -83,6 +84,7 @@ def use_nvme(
             "use_nvme is not for models divided over ranks by FSDP or tensor parallelism: use plain torchrun (DDP), or "
             "fully_shard and NvmeOptimizer in a loop of your own"
         )
+    require_switches(checkpoints=checkpoints)
     if optimizer_budget is not None:
         optimizer_budget = bytes_of("optimizer_budget", optimizer_budget, MIN_BUDGET)
         if trainer.optimizer is not None:

@@ -130,11 +130,12 @@ def _plan(args: argparse.Namespace) -> int:
         prompt, new, memory = args.prompt_length, args.new_tokens, args.memory
         if args.train:
             folder = args.folder or os.path.dirname(os.path.abspath(files[0]))
-            rate, free = mixed_rate(folder), shutil.disk_usage(folder).free
+            rate, noise = mixed_rate(folder)
+            free = shutil.disk_usage(folder).free
             step("computing")
             with _timing(about):
                 trained = Layers(model, memory, device, memory).training(prompt, parameters)
-            found = training_plan(about, trained, memory, rate, free, args.batch, prompt)
+            found = training_plan(about, trained, memory, rate, noise, free, args.batch, prompt)
         else:
             measured = rates(files, args.folder, device)
             with _timing(about):

@@ -179,13 +179,22 @@ def no_folder(path: str, words: str = "no such folder") -> FileNotFoundError:
     return FileNotFoundError(errno.ENOENT, f"{words}; is a disk not mounted?", path)
 
 
+_MOUNT_PARENTS = ("/mnt", "/media")  # by the Filesystem Hierarchy Standard
+
+
 def make_last_folder(path: str) -> None:
     """Makes a folder durably, unless it exists. Its parent must exist: where it is missing, a disk may not be mounted.
 
+    For the same reason none is made directly below ``/``, ``/mnt`` or ``/media``, unless a disk is mounted there.
+
     Raises:
-        FileNotFoundError: the parent is missing; the error names the topmost folder that is.
+        FileNotFoundError: the parent is missing, or has mounted disks; the error names the topmost missing folder.
         NotADirectoryError: the path exists and is not a folder.
     """
+    parent = os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    holds_mounts = parent == "/" or (parent in _MOUNT_PARENTS and not os.path.ismount(parent))
+    if holds_mounts and not os.path.lexists(path):
+        raise no_folder(os.path.abspath(path), f"no such folder, and none is made directly below {parent}")
     try:
         os.mkdir(path)
     except FileExistsError:

@@ -23,6 +23,7 @@ from typing import Protocol
 from nvme_ops import at_exit
 from nvme_ops.closing import Closing
 from nvme_ops.errors import naming, paths_of
+from nvme_ops.keywords import require_switches
 from nvme_ops.locks import forkable_lock
 from nvme_ops.ranks import expanded
 from nvme_ops.settings import PAGE
@@ -135,7 +136,8 @@ class Session(Closing):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
-        folders: one folder, or several on different devices. A missing one is created if its parent exists.
+        folders: one folder, or several on different devices. A missing one is created if its parent exists,
+            but not directly below ``/``, ``/mnt`` and ``/media``, where devices are mounted.
             ``{rank}``, ``{local_rank}`` and ``{hostname}`` in a name are replaced by this process's.
         name: what the session is for; any text.
         reuse: leave the content for the next session of this name with the same folders, which takes it over. Only one
@@ -162,6 +164,7 @@ class Session(Closing):
         for argument, value in (("name", name), ("fingerprint", fingerprint)):
             if not isinstance(value, str):
                 raise TypeError(f"{argument} must be a str, not {type(value).__name__}")
+        require_switches(reuse=reuse)
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
         self._process = os.getpid()
         self._lock = forkable_lock()

@@ -17,6 +17,7 @@ from nvme_ops.engine import Priority
 from nvme_ops.file import handle_of
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
@@ -187,6 +188,7 @@ class TensorStore(Closing):
             raise TypeError(f"session must be a Session, not {type(session).__name__}: Session(folder, name=...)")
         if pool is not None and not isinstance(pool, Pool):
             raise TypeError(f"pool must be a Pool, not {type(pool).__name__}: Pool('64M')")
+        require_switches(checksums=checksums, journal=journal)
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
         self._process = os.getpid()
         self._lock = threading.RLock()
@@ -240,6 +242,7 @@ class TensorStore(Closing):
         """
         if not isinstance(key, str):
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
+        require_switches(atomic=atomic)
         source = to_store(tensor)
         self._measure()
         with self._claim(key):

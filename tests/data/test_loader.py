@@ -31,6 +31,26 @@ def store(folder: Path) -> SampleStore:
     return SampleStore(folder / "store")
 
 
+@pytest.mark.parametrize("decode", [None, lambda sample: int(sample["label"])], ids=["", "decoded"])
+def test_what_was_loaded_is_counted(store: SampleStore, decode: Any) -> None:
+    loader, nbytes = Loader(store, 20, decode=decode), store.index.locate(torch.arange(103))[2]
+    assert str(loader.stats()) == str(store.stats()) == "nothing yet"
+    batches = iter(loader)
+    for count in (1, 2):
+        next(batches)
+        found = loader.stats()
+        assert (found.batches, found.samples) == (count, 20 * count)
+        assert found.bytes_read == nbytes[: 20 * count].sum()
+        assert found.seconds_waited > 0
+    if decode is None:
+        assert store.stats().samples == 40, "not those that are being read ahead"
+    batches = itertools.chain(batches, loader)
+    assert len(list(batches)) == 4 + 6
+    for found in (loader.stats(), store.stats()):
+        assert (found.samples, found.bytes_read) == (2 * 103, 2 * int(nbytes.sum()))
+    assert (loader.stats().batches, store.stats().batches) == (2 * 6, 0)
+
+
 # The order
 
 

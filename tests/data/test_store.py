@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.data import Loader, SampleStore, SampleWriter, formats
+from nvme_ops.data import Loader, SampleStats, SampleStore, SampleWriter, formats
 from nvme_ops.data import store as store_module
 from nvme_ops.data.index import NAME, SampleIndex, read_index, write_index
 from nvme_ops.errors import ChecksumError, FormatError
@@ -185,6 +185,22 @@ def test_a_closed_store_has_what_is_being_read(folder: Path) -> None:
     assert torch.equal(read.samples()[0], fixed(5, MIB // 4))
     with pytest.raises(ValueError, match="the store is closed"):
         store.read([1])
+
+
+def test_what_was_read_is_counted_once(folder: Path) -> None:
+    write_fixed(folder / "store", 64)
+    flip(data_files(folder / "store")[1], 0)
+    store = SampleStore(folder / "store", verify=True)
+    read = store.submit([1, 2, 2])
+    assert store.stats() == SampleStats()
+    read.samples()
+    read.records()
+    found = store.stats()
+    assert (found.samples, found.bytes_read) == (3, 3 * 4096)
+    assert found.seconds_waited > 0
+    with pytest.raises(ChecksumError):
+        store.read(range(64))
+    assert store.stats() == found
 
 
 def test_ranges_of_bounded_bytes(folder: Path) -> None:

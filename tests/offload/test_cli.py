@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import cli, from_pretrained, stream_weights
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
@@ -160,10 +161,14 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     for line in (
         r"LlamaForCausalLM: [\d.]+ billion parameters of float32, .* of AdamW's st.*",
         r"in memory +.* 0 B +0 B +[\d.]+ s +[\d.]+ +- +\d+", r"states and parameters +.* TB +\d+", ".* does not fit .*",
+        r"storage .* read and written at once \(noise .* %\), .* free; memory 160 MiB",
+        "measurements of a step differ by up to .* %",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     assert not list(folder.iterdir())
     found = document(capsys, "plan", llama, *words, 2, memory="64M")
+    assert 0 <= found["rate_noise"] < 1
+    assert found["noise"] >= 0
     model: Any = transformers.LlamaForCausalLM.from_pretrained(llama).train()
     assert found["parameters"] == sum(each.numel() for each in model.parameters())
     assert found["states"] == 8 * found["parameters"]
@@ -185,6 +190,30 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     assert everything["read"] - both["read"] == activations["read"] == max(0, 2 * 16 * found["activations"] - (8 << 20))
     assert states["written"] == freed["written"] == found["states"] == both["written"] - 4 * found["parameters"]
     assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
+
+
+@pytest.mark.skipif(not handles_read_the_cache(), reason="NVME_OPS_CACHE=direct leaves the page cache as it is")
+def test_the_page_cache_is_measured_where_it_would_have_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = folder / "weights"
+    with file.open("wb") as written:
+        written.write(bytes(MIB))
+        os.fsync(written.fileno())
+
+    def measured(free: int) -> tuple[bool, bool]:
+        """Returns whether the page cache was measured, and has the file now."""
+        with file.open("rb") as opened:
+            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        monkeypatch.setattr("nvme_ops.offload.plan.probe.free_memory", lambda: free)
+        found = rates([str(file)], None, CPU)
+        assert found.cached is None or found.cached > 0
+        return found.cached is not None, bool(cached_bytes(str(file)))
+
+    assert measured(MIB) == (True, True)
+    assert measured(MIB - 1) == (False, False)
+    monkeypatch.setenv("NVME_OPS_CACHE", "direct")
+    assert measured(MIB) == (False, False)
 
 
 def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:

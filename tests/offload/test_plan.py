@@ -81,6 +81,40 @@ def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
     assert many.first_token_cold == 9.0
 
 
+@pytest.mark.parametrize(
+    ("memory", "rates", "in_page_cache"),
+    [
+        # 210 MB of weights, beside the 90 of memory that the model takes where it computes
+        (80, {"host_free": 300 * MB}, True), (80, {"host_free": 300 * MB - 1}, False),
+        (80, {"host_free": 210 * MB, "to_device": 500.0 * MB}, True),
+        (80, {"host_free": 210 * MB - 1, "to_device": 500.0 * MB}, False),
+        (200, {}, False),  # all stays in memory
+        (80, {"cached": None}, False),
+    ],
+)  # fmt: skip
+def test_after_the_first_pass_the_page_cache_has_what_free_memory_holds(
+    memory: int, rates: dict[str, Any], in_page_cache: bool
+) -> None:
+    machine = replace(RATES, **{"cached": 1000.0 * MB, "cached_noise": 0.07, **rates})
+    found = estimate(sizes(memory * MB), machine, Computing(0.2, 0.01, 0.1), 1, 10, 10)
+    assert found.in_page_cache == in_page_cache
+    assert found.nvme.reading == pytest.approx(0 if memory == 200 else 0.15 if in_page_cache else 1.5)
+    assert found.nvme.first_token == max(found.nvme.reading, 0.01)
+    assert found.nvme.first_token_cold == pytest.approx(2.1), "from storage"
+    assert found.noise == pytest.approx(0.1 if found.nvme.bound == "computing" else 0)
+    text = inference_text(inference_plan(ABOUT, sizes(memory * MB), machine, [found], [], memory * MB))
+    line = "free memory holds all of it: after the first pass weights come from the page cache, 1 GB/s (noise 7 %)"
+    assert (line in text) == in_page_cache
+
+
+def test_the_page_cache_shrinks_as_batches_grow() -> None:
+    machine = replace(RATES, host_free=301 * MB, cached=1000.0 * MB)
+    model = sizes(80 * MB, cache=50_000)
+    found = [estimate(model, machine, Computing(0.2, 0.01), batch, 10, 10) for batch in (1, 2)]
+    assert [each.in_page_cache for each in found] == [True, False]
+    assert "holds all of it beside batch 1: " in inference_text(inference_plan(ABOUT, model, machine, found, [], MB))
+
+
 def test_weights_in_cpu_memory_pass_to_the_accelerator_at_its_rate() -> None:
     rates = Rates(100 * MB, 10_000 * MB, 10_000 * MB, to_device=1000 * MB)
     found = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
@@ -312,10 +346,3 @@ def test_what_does_not_stay_passes_through_twice_its_size() -> None:
     kept = what_stays(long_ago, 40 * MIB)
     assert "table" not in kept
     assert len(kept) == 40 - 2 - 5
-
-
-def test_the_page_says_that_the_page_cache_will_have_the_weights() -> None:
-    model = sizes(80 * MB)
-    for free, said in ((model.model, True), (model.model - 1, False)):
-        plan = inference_plan(ABOUT | {"bytes": model.model}, model, replace(RATES, host_free=free), [], [], 80 * MB)
-        assert ("free memory holds all of it" in inference_text(plan)) == said

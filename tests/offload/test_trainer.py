@@ -284,6 +284,7 @@ def changed(folder: Path, name: str, value: Any = True) -> Any:
     [
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
+        (trainer, {"checkpoints": "no"}, TypeError, "checkpoints must be a bool, not str"),
         (trainer, {"optimizer_budget": "512K"}, ValueError, "optimizer_budget must be at least 1048576 bytes"),
         (lambda folder: changed(folder, "gradient_checkpointing_kwargs", {"offload": True}), {}, ValueError,
          "{'offload': True} moves activations to the CPU: leave it out"),
@@ -303,10 +304,11 @@ def test_mistakes_end_in_a_sentence(
     assert list(nvme.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_used_is_refused_at_once(folder: Path) -> None:
+@pytest.mark.parametrize("name", ["missing/too", "/nosuch"])
+def test_a_folder_that_cannot_be_used_is_refused_at_once(folder: Path, name: str) -> None:
     one: Any = trainer(folder)
     with pytest.raises(FileNotFoundError, match="is a disk not mounted"):
-        use_nvme(one, folder / "missing" / "too")
+        use_nvme(one, folder / name)
     assert not hasattr(one, "nvme_training")
     assert "train" not in vars(one)
 

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import re
 from pathlib import Path
@@ -19,6 +20,40 @@ import nvme_ops
 from nvme_ops import data, offload, storage
 from nvme_ops.integrations.safetensors import safe_open
 from tests.conftest import refusal
+from tests.project.test_surface import public
+
+#: Calls, and which of their arguments are switches.
+SWITCHES = {
+    "nvme_ops.aio_handle({})": "single_submit overlap_events",
+    **{f"h.{name}(t, 'text', {{}})": "validate" for name in ("read", "write", "pread", "pwrite")},
+    "nvme_ops.save({{'a': t}}, 'x.pt', {})": "durable checksums recycle",
+    "nvme_ops.save_async({{'a': t}}, 'x.pt', {})": "durable checksums recycle",
+    "nvme_ops.load('ok.pt', {})": "strict verify mmap",
+    "nvme_ops.dcp.save({{'a': t}}, 'x', {})": "durable checksums overwrite",
+    "nvme_ops.dcp.load({{'a': t}}, 'x', {})": "verify",
+    "nvme_ops.dcp.NvmeStorageWriter('x', {})": "durable checksums overwrite cache_staged_state_dict",
+    "nvme_ops.dcp.NvmeStorageReader('x', {})": "verify",
+    "nvme_ops.dcp.use_by_default({})": "enabled",
+    "storage.Session('dir', name='x', {})": "reuse",
+    "storage.TensorStore(storage.Session('dir', name='x'), {})": "checksums journal",
+    "storage.TensorStore(storage.Session('dir', name='x')).put('a', t, {})": "atomic",
+    "data.SampleWriter('w', {})": "checksums overwrite",
+    "data.SampleStore('store', {})": "verify",
+    "data.Loader('store', {})": "drop_last",
+    "offload.save_on_nvme('dir', {})": "checksums",
+    "offload.swap_params(m, 'dir', memory_budget='4M', {})": "checksums",
+    "offload.swap_params(m, 'dir', memory_budget='4M').gathered(m.parameters(), {}).__enter__()": "change",
+    "offload.swap_gradients(m.parameters(), 'dir', {})": "checksums",
+    "offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', {})":
+        "master_weights reuse free_gradients checksums",
+    "offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir').save_states('x', {})": "durable",
+}  # fmt: skip
+CALLBACKS = {
+    "h.submit_pread(t[:1].view(torch.uint8), 'text').add_done_callback({})": "function",
+    "data.SampleStore('store', {})": "transform",
+    "data.Loader('store', {})": "decode collate_fn",
+    "offload.swap_params(m, 'dir', memory_budget='4M', {})": "param_init_fn",
+}
 
 #: What is written, the class of the exception, and words of its sentence.
 CALLS: list[tuple[str, type[BaseException], str]] = [
@@ -125,6 +160,24 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
         TypeError,
         "must be a Pool, not int: Pool",
     ),
+    *[
+        (call.format(f"{name}={value!r}"), TypeError, f"{name} must be {words}, not {type(value).__name__}")
+        for calls, value, words in ((SWITCHES, "no", "a bool"), (CALLBACKS, 5, "callable"))
+        for call, names in calls.items()
+        for name in names.split()
+    ],
+    # Folders where a disk should be
+    *[
+        (call, FileNotFoundError, f"none is made directly below {parent}; is a disk not mounted.*'{parent}/?nosuch'")
+        for call, parent in (
+            ("storage.Session('/nosuch', name='x')", "/"),
+            ("storage.Session('/nosuch/', name='x')", "/"),
+            ("storage.Session('/mnt/nosuch', name='x')", "/mnt"),
+            ("data.SampleWriter('/nosuch', bytes)", "/"),
+            ("data.AsyncLog('/nosuch/log')", "/"),
+            ("offload.save_on_nvme('/nosuch')", "/"),
+        )
+    ],
     # Models larger than memory
     ("offload.stream_weights(m, '/no/such/x', memory_budget='4M')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
@@ -208,6 +261,25 @@ def test_a_mistake_is_one_sentence(place: dict[str, Any], call: str, kind: type[
         exec(call, place)
     assert re.search(words, str(raised.value))
     assert "\n" not in str(raised.value).strip()
+
+
+#: What is not checked: what torch has or calls; what compiles; the same as ``aio_handle``; what memory is like.
+UNCHECKED = re.compile(r"NvmeOptimizer\.(zero_grad|step)|NvmeStorage\w+\.|\w+Builder|gds_handle|Pool$")
+
+
+def test_every_switch_and_callback_is_in_the_table() -> None:
+    missing = []
+    for name, found in public():
+        ours = callable(found) and str(getattr(found, "__module__", "")).startswith("nvme_ops")
+        if not ours or UNCHECKED.match(name) or (inspect.isclass(found) and issubclass(found, Exception)):
+            continue
+        for argument in inspect.signature(found).parameters.values():
+            kind, own = str(argument.annotation), f"{name.rpartition('.')[2]}("
+            calls = SWITCHES if kind == "bool" else CALLBACKS if kind.startswith("Callable[") else {}
+            known = [names.split() for call, names in calls.items() if own in call]
+            if calls and argument.kind is not argument.VAR_KEYWORD and not any(argument.name in each for each in known):
+                missing.append(f"{name}({argument})")
+    assert missing == []
 
 
 #: Modules of commands, and words that are wrong; ``FULL`` is a full disk.

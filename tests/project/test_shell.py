@@ -19,7 +19,9 @@ import torch
 import nvme_ops
 from nvme_ops import data, dcp, offload, op_builder, storage
 from nvme_ops.integrations.safetensors import safe_open
+from nvme_ops.pin_memory import pin_handle
 from nvme_ops.storage.joined import joined
+from nvme_ops.text import Counts
 from tests.conftest import in_child
 from tests.project.test_surface import PACKAGES
 
@@ -106,6 +108,7 @@ SHOWN: dict[str, tuple[Callable[[Path], Any], str, str]] = {
         "<Session 'states' closed>",
     ),
     "TensorStore": (stored, "<TensorStore 'states': 1 tensor, 4 KiB on storage>", "<TensorStore 'states': closed>"),
+    "pin_handle": (lambda _: pin_handle(), "<pin_handle: * page-locked tensor* in this process>", ""),
     "SampleWriter": (
         lambda path: data.SampleWriter(path / "train"),
         "<SampleWriter 'DIR/train/index.nvmedata': 0 samples>",
@@ -258,7 +261,7 @@ def test_an_object_whose_making_failed_is_shown_and_ends_quietly(monkeypatch: py
     monkeypatch.setattr(sys, "unraisablehook", lost.append)
     for kind in kinds():
         made = kind.__new__(kind)
-        expected = {offload.Stats: "{}()", op_builder.OpBuilder: "<{} of *>"}
+        expected = {Counts: "{}()", op_builder.OpBuilder: "<{} of *>"}
         pattern = next((words for base, words in expected.items() if issubclass(kind, base)), "<{}, incomplete>")
         assert is_like(repr(made), pattern.format(kind.__name__), Path())
         del made

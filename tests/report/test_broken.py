@@ -94,12 +94,14 @@ MACHINES = {
     "no such size": Machine(
         "NVME_OPS_POOL_BYTES='abc' is not a number of bytes", "unset NVME_OPS_POOL_BYTES", environment=ABC),
     "no such cache mode, not built": Machine(
-        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO, built=False,
-        slow=True),
+        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", built=False,
+        environment={**FOO, **NO_COMPILER}),
     "no such size, not built": Machine(
-        "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL_BYTES", environment=ABC, built=False, slow=True),
+        "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL_BYTES", built=False,
+        environment={**ABC, **NO_COMPILER}),
     "no such backend, not built": Machine(
-        "NVME_OPS_BACKEND='uring' is not", "unset NVME_OPS_BACKEND", environment=URING, built=False, slow=True),
+        "NVME_OPS_BACKEND='uring' is not", "unset NVME_OPS_BACKEND", built=False,
+        environment={**URING, **NO_COMPILER}),
     "an open quotation": Machine(
         "CFLAGS='\"' cannot be split into words", "unset CFLAGS", environment={"CFLAGS": '"'}),
     # System calls that a container's filter refuses

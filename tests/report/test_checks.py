@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.keywords import BACKENDS
 from nvme_ops.op_builder import machine
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage
@@ -446,7 +447,7 @@ def test_the_first_usable_backend_is_chosen_unless_the_environment_names_one(
     if override is not None:
         monkeypatch.setenv("NVME_OPS_BACKEND", override)
     there = f"{usable} threads".split()
-    results = [Result(name, OKAY) if name in there else Result(name, NO, "why", f"fix {name}") for name in kernel.ORDER]
+    results = [Result(name, OKAY) if name in there else Result(name, NO, "why", f"fix {name}") for name in BACKENDS]
     result = kernel.chosen(results)
     assert (result.status, result.data["backend"], result.fix) == (status, backend, fix)
     assert (override or backend or "") in result.detail or override == "auto"
@@ -454,9 +455,9 @@ def test_the_first_usable_backend_is_chosen_unless_the_environment_names_one(
 
 def test_the_section_has_every_backend_in_the_order_of_the_engine() -> None:
     source = (ROOT / "csrc" / "backends" / "registry.cpp").read_text()
-    order = sorted(kernel.ORDER, key=lambda name: source.index("k" + name.title().replace("_", "")))
+    order = sorted(BACKENDS, key=lambda name: source.index("k" + name.title().replace("_", "")))
     names = [result.name for result in kernel.backends(Host(), None)]
-    assert names == [*order, "chosen"] == [*kernel.ORDER, "chosen"]
+    assert names == [*order, "chosen"] == [*BACKENDS, "chosen"]
 
 
 def test_what_the_op_itself_says_of_a_backend_counts() -> None:
@@ -470,7 +471,7 @@ def test_what_the_op_itself_says_of_a_backend_counts() -> None:
     assert found["libaio"].fix.startswith("NVME_BUILD_AIO=1 "), "the library is of no use to this op"
     assert "a wheel that was made where libaio.h is" in found["libaio"].fix
     assert found["chosen"].data["backend"] == "threads"
-    tried = Attempt(loaded=True, backends=dict.fromkeys(kernel.ORDER))
+    tried = Attempt(loaded=True, backends=dict.fromkeys(BACKENDS))
     assert {result.status for result in kernel.backends(Host(), tried)} == {OKAY}
 
 

@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -248,6 +249,18 @@ def test_what_is_optional_is_no_complaint_and_one_fix_is_told_once() -> None:
     assert "/mnt: [NO] is read-only" in screen(sections, READ_ONLY)
     plain, coloured = screen(sections), screen(sections, colour=True)
     assert [re.sub(r"\033\[\d+m", "", line) for line in coloured] == plain != coloured
+
+
+def test_the_verdict_says_what_was_not_tried() -> None:
+    def verdict(op: Result, compiled: str | None, *cufile: Result) -> str:
+        made = replace(op, status=Status.OKAY, data={**op.data, "compiled": compiled})
+        return screen({"ops": [made], "backends": [CHOSEN], "cufile": list(cufile)})[-2]
+
+    assert verdict(ASYNC_IO, "cached") == "ready: async_io on io_uring"
+    assert verdict(ASYNC_IO, None) == "ready: async_io on io_uring (to be compiled at its first use)"
+    assert verdict(GDS, "prebuilt") == "ready: gds (a forecast: --open-driver tries it)"
+    assert verdict(GDS, None) == "ready: gds (to be compiled at its first use, a forecast: --open-driver tries it)"
+    assert verdict(GDS, "cached", Result("cuFile driver", Status.OKAY, data={"opened": True})) == "ready: gds"
 
 
 def test_every_warning_of_an_op_stands_under_its_row() -> None:

@@ -20,6 +20,7 @@ from nvme_ops.checkpoint.api import name_of
 from nvme_ops.checkpoint.dcp.reader import NvmeStorageReader
 from nvme_ops.checkpoint.dcp.writer import NvmeStorageWriter
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.tensors import collector_paused
 
 
@@ -170,6 +171,7 @@ def use_by_default(enabled: bool = True) -> None:
     Args:
         enabled: False restores DCP's own.
     """
+    require_switches(enabled=enabled)
     writer, reader = (
         (_Writer, _DefaultReader) if enabled else (filesystem.FileSystemWriter, filesystem.FileSystemReader)
     )

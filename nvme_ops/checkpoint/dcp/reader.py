@@ -28,6 +28,7 @@ from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.settings import PAGE, PIECE
@@ -60,6 +61,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
                 tensors that are damaged; a checkpoint without checksums raises ValueError.
             handle: the handle whose settings the transfers use; one shared by the whole process when None.
         """
+        require_switches(verify=verify)
         super().__init__(path)
         self._verify = verify
         self._handle = None if handle is None else handle_of(handle)

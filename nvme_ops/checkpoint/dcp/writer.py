@@ -40,6 +40,7 @@ from nvme_ops.formats.torch_zip import (
     lay_out,
 )
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.storage.files import make_folder
 from nvme_ops.storage.publication import replacing
@@ -78,6 +79,9 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             handle: the handle whose settings the transfers use; one shared by the whole process when None, and in a
                 process that saves on behalf of this one.
         """
+        require_switches(
+            durable=durable, checksums=checksums, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict
+        )
         super().__init__(named(path), sync_files=durable, cache_staged_state_dict=cache_staged_state_dict)
         self.overwrite = overwrite
         self._checksums = checksums

@@ -12,6 +12,7 @@ import torch
 
 from nvme_ops._native import native
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
@@ -65,6 +66,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     ) -> None:
         if policy not in ("nvme", "auto"):
             raise ValueError(f"policy={policy!r} is not one of nvme, auto")
+        require_switches(checksums=checksums)
         least = max(1, bytes_of("min_bytes", min_bytes, least=0))
         self._activations = Activations(
             folder, budget=bytes_of("memory_budget", memory_budget, least=0), checksums=checksums, handle=handle

@@ -21,6 +21,7 @@ from nvme_ops.closing import Closing
 from nvme_ops.errors import note
 from nvme_ops.file import handle_of
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
@@ -151,6 +152,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         if isinstance(params, torch.nn.Module | type):
             what = "a module" if isinstance(params, torch.nn.Module) else f"the class {params.__name__}"
             raise TypeError(f"params must be parameters, not {what}: model.parameters()")
+        require_switches(master_weights=master_weights, reuse=reuse, free_gradients=free_gradients, checksums=checksums)
         self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
@@ -457,6 +459,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             OSError: the device fails, or is full (ENOSPC).
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
+        require_switches(durable=durable)
         self._require_idle()
         self._states.rewrite()
         record = self._states.described(self._record(self.steps))

@@ -1,8 +1,9 @@
 """Estimates the time and memory of a model on a machine, in inference and training, from its sizes and a few rates.
 
 Nothing is timed here. A step computes and moves bytes at the same time, and takes the longer of the two times. In
-inference, a step and the first token after a prompt read the weights that do not stay in memory; a cold start reads
-all of the model once. In training, a step moves states, parameters or activations.
+inference, a step and the first token after a prompt read the weights that do not stay in memory, from the page cache
+where free memory holds all of them; a cold start reads all of the model once, from storage. In training, a step moves
+states, parameters or activations.
 
 A plan is a document for programs: bytes, seconds, tokens per second. The text for people is made from it.
 """
@@ -82,6 +83,8 @@ class Rates:
     host_free: int
     to_device: float | None = None  #: from host memory; None if the model computes there
     noise: float = 0.0  #: by how much measurements of ``storage`` differ, as a share of it
+    cached: float | None = None  #: from the page cache; None if it would never have all weights
+    cached_noise: float = 0.0  #: as ``noise``
 
 
 @dataclass(frozen=True)
@@ -116,6 +119,7 @@ class Estimate:
     beside_bytes: int  #: memory beside the weights, including the cache
     nvme: Placement
     no_offload: Placement
+    in_page_cache: bool  #: free memory holds all weights, so that ``nvme`` reads from there after the first pass
     cpu_memory: Placement | None = None  #: None if the model computes there
     noise: float = 0.0  #: by how much the step with ``nvme`` may be off, as a share of it
 
@@ -135,6 +139,10 @@ def estimate(
     read, read_by_prompt = (step_bytes(sizes, tokens)[0] for tokens in (batch, batch * prompt_length))
     beside = sizes.beside(batch, prompt_length, new_tokens)
     load = sizes.model / rates.storage
+    own = sizes.resident + sizes.memory
+    left = rates.host_free - (own + beside if rates.to_device is None else 0)
+    in_page_cache = rates.cached is not None and own < sizes.model <= left  # where it fits into memory, it is read once
+    rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
 
     def placement(rate: float, cold: float, fits: bool) -> Placement:
         """Returns what to expect of weights read at ``rate`` bytes per second: infinite if they are in place."""
@@ -150,18 +158,19 @@ def estimate(
             tokens_per_second=batch / max(reading, computing.step),
         )
 
-    streams = sizes.resident + sizes.memory + beside <= rates.device_free
+    streams = own + beside <= rates.device_free
     from_host = None
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
         from_host = placement(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
-    step = max(read / rates.storage, computing.step)
+    step = max(read / rate, computing.step)
     return Estimate(
         batch,
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
         beside_bytes=beside,
-        nvme=placement(rates.storage, max(load, computing.prompt), streams),
+        nvme=placement(rate, max(load, computing.prompt), streams),
         no_offload=placement(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
+        in_page_cache=in_page_cache,
         cpu_memory=from_host,
         noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
     )
@@ -245,8 +254,12 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
         f"memory for weights {size_words(plan['memory'])}, in which {size_words(plan['bytes_kept'])} stay",
     ]
-    if plan["bytes"] <= plan["rates"]["host_free"]:
-        lines.append("free memory holds all of it: from the second pass on the page cache is read, faster than below")
+    if cached := [each["batch"] for each in plan["batches"] if each["in_page_cache"]]:
+        beside = "" if len(cached) == len(plan["batches"]) else f" beside batch {', '.join(map(str, cached))}"
+        lines.append(
+            f"free memory holds all of it{beside}: after the first pass weights come from the page cache, "
+            f"{rate_words(plan['rates']['cached'])} (noise {share_words(plan['rates']['cached_noise'])})"
+        )
     if experts := plan["experts"]:
         lines.append(
             f"{experts['experts']} experts, {experts['used_per_token']} used per token; memory for experts "
@@ -262,7 +275,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if not any(each["nvme"]["fits"] for each in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
-    lines.append(f"measurements of a step differ by up to {share_words(plan['noise'])}")
+    lines.append(_noise_line(plan))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
         ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
@@ -272,6 +285,10 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{name + ':':8} no recommendation with more than {share_words(most)} of noise")
     return "\n".join(lines)
+
+
+def _noise_line(plan: Mapping[str, Any]) -> str:
+    return f"measurements of a step differ by up to {share_words(plan['noise'])}"
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
@@ -324,6 +341,7 @@ class TrainedModel:
     activations: int  #: bytes that autograd keeps for the backward pass, for each token
     of_layer: int  #: those of the layer that keeps most
     seconds: float  #: for each token, forward and backward
+    noise: float = 0.0  #: by how much measurements of ``seconds`` differ, as a share of it
 
     @property
     def states(self) -> int:
@@ -403,15 +421,20 @@ def training_plan(
     model: TrainedModel,
     memory: int,
     rate: float,
+    rate_noise: float,
     free: int,
     batches: Sequence[int],
     length: int,
 ) -> dict[str, Any]:
-    """Returns the plan of several batch sizes; see ``ways``."""
+    """Returns the plan of several batch sizes.
+
+    The arguments are those of ``ways``; measurements of ``rate`` differ by ``rate_noise``, as a share of it.
+    """
     return {
         **about,
         "memory": memory,
         "rate": rate,
+        "rate_noise": rate_noise,
         "free": free,
         "sequence_length": length,
         **asdict(model),
@@ -436,8 +459,8 @@ def training_text(plan: Mapping[str, Any]) -> str:
         f"{plan['model']}: {plan['parameters'] / 1e9:.3g} billion parameters of {plan['dtype']}, "
         f"{size_words(plan['states'])} of AdamW's states, {size_words(plan['activations'] * length)} of activations "
         f"for each sequence of {length} tokens",
-        f"storage {rate_words(plan['rate'])} read and written at once, {size_words(plan['free'])} free; "
-        f"memory {size_words(plan['memory'])}",
+        f"storage {rate_words(plan['rate'])} read and written at once (noise {share_words(plan['rate_noise'])}), "
+        f"{size_words(plan['free'])} free; memory {size_words(plan['memory'])}",
     ]
     for each in plan["batches"]:
         found, tokens = each["ways"], each["batch"] * length
@@ -454,4 +477,4 @@ def training_text(plan: Mapping[str, Any]) -> str:
             "largest batch": [str(way["largest_batch"]) for way in found],
         }
         lines += ["", f"batch {each['batch']}", _table(columns)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _noise_line(plan)])

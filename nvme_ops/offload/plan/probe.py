@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 import itertools
 import os
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -21,6 +22,7 @@ import nvme_ops
 from nvme_ops.errors import FormatError
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import cache_mode
 from nvme_ops.limits import free_memory
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
@@ -32,6 +34,7 @@ from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.session import Session
 from nvme_ops.text import MIB, size_words
 
+_CPU = torch.device("cpu")
 _PIECE, _IN_FLIGHT = 16 * MIB, 4
 _SECONDS = 0.5  # duration of a measurement
 _SCRATCH = 256 * MIB
@@ -83,7 +86,9 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
 
 
 def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rates:
-    """Measures how fast weights come from storage, and from host memory to an accelerator.
+    """Measures how fast weights come from storage, the page cache, and host memory to an accelerator.
+
+    The page cache is measured only where free memory holds all of the model: then a part of it is there afterwards.
 
     Args:
         files: those of the model, which are read.
@@ -93,18 +98,26 @@ def rates(files: Sequence[str], folder: str | None, device: torch.device) -> Rat
     Raises:
         OSError: the folder cannot be written, or has no room.
     """
-    if folder is None or os.stat(folder).st_dev == os.stat(files[0]).st_dev:
-        slower, storage = sorted(read_rate(files) for _ in range(2))
-    else:
-        with _scratch(folder) as path:
-            slower, storage = sorted(read_rate([path]) for _ in range(2))
-    noise = 1 - slower / storage
+    host_free, cached, cached_noise = free_memory(), None, 0.0
+    with contextlib.ExitStack() as stack:
+        if folder is not None and os.stat(folder).st_dev != os.stat(files[0]).st_dev:
+            measured: Sequence[str] = [stack.enter_context(_scratch(folder))]
+        else:
+            measured = files
+        storage, noise = _best_of_two(lambda: read_rate(measured))
+        if cache_mode(None) != "direct" and sum(map(os.path.getsize, files)) <= host_free:
+            cached, cached_noise = _best_of_two(lambda: cached_rate(measured, device))
     if device.type == "cpu":
-        free = free_memory()
-        return Rates(storage, free, free, noise=noise)
+        return Rates(storage, host_free, host_free, None, noise, cached, cached_noise)
     there: Any = torch.get_device_module(device)
     free, _ = there.mem_get_info(device)
-    return Rates(storage, free, free_memory(), _copy_rate(device), noise)
+    return Rates(storage, free, host_free, _copy_rate(device), noise, cached, cached_noise)
+
+
+def _best_of_two(measure: Callable[[], float]) -> tuple[float, float]:
+    """Returns the higher of two rates, and by which share of it the other is lower."""
+    slower, faster = sorted(measure() for _ in range(2))
+    return faster, 1 - slower / faster
 
 
 def read_rate(files: Sequence[str], cached: bool = False) -> float:
@@ -113,6 +126,25 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
     ``cached``: cached data are read from the page cache, as while a model runs; otherwise all is read from the device.
     Raises FormatError if the files are empty, and OSError.
     """
+    with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+        return _rate(in_flight, _reads(handle, itertools.cycle(_pieces(files))))
+
+
+def cached_rate(files: Sequence[str], device: torch.device) -> float:
+    """Returns the bytes per second of large reads to a device from the page cache, which then has a part of the files.
+
+    Raises what ``read_rate`` raises.
+    """
+    pieces = _pieces(files)[: _SCRATCH // _PIECE]
+    with aio_handle(cache="buffered") as handle, InFlight(_IN_FLIGHT) as in_flight:
+        for submit, memory, path, start in _reads(handle, pieces):
+            in_flight.add(submit(memory, path, start))
+        in_flight.drain()
+        return _rate(in_flight, _reads(handle, itertools.cycle(pieces), device))
+
+
+def _pieces(files: Sequence[str]) -> list[tuple[str, int, int]]:
+    """Returns path, start and size of all pieces of files, in random order. Raises FormatError if they are empty."""
     pieces = [
         (path, start, min(_PIECE, size - start))
         for path in files
@@ -122,15 +154,18 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
     if not pieces:
         raise FormatError(f"{files[0]} is empty")
     random.Random(0).shuffle(pieces)
-    with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-        reads = zip(itertools.cycle(pieces), _buffers(), strict=False)
-        return _rate(
-            in_flight, ((handle.submit_pread, buffer[:nbytes], path, start) for (path, start, nbytes), buffer in reads)
-        )
+    return pieces
 
 
-def mixed_rate(folder: str) -> float:
-    """Returns the bytes per second that are read and written in a folder, at the same time, together."""
+def mixed_rate(folder: str) -> tuple[float, float]:
+    """Returns the bytes per second that are read and written in a folder, at the same time, together, and their noise.
+
+    The noise is by which share of the better one of two measurements the other is lower.
+    """
+    return _best_of_two(lambda: _mixed_rate(folder))
+
+
+def _mixed_rate(folder: str) -> float:
     with _scratch(folder) as path, aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
         submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
         places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
@@ -150,15 +185,23 @@ def _scratch(folder: str) -> Iterator[str]:
         yield path
 
 
-def _buffers() -> Iterator[torch.Tensor]:
+def _buffers(device: torch.device = _CPU) -> Iterator[torch.Tensor]:
     """Yields one buffer more than may be in flight, over and over again. All of their pages exist."""
-    return itertools.cycle([nvme_ops.empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)])
+    empty = nvme_ops.empty if device == _CPU else functools.partial(torch.empty, device=device)
+    return itertools.cycle([empty(_PIECE, dtype=torch.uint8).zero_() for _ in range(_IN_FLIGHT + 1)])
 
 
-_Submit = Callable[[torch.Tensor, str, int], IoFuture]
+_Transfer: TypeAlias = "tuple[Callable[[torch.Tensor, str, int], IoFuture], torch.Tensor, str, int]"
 
 
-def _rate(in_flight: InFlight, transfers: Iterable[tuple[_Submit, torch.Tensor, str, int]]) -> float:
+def _reads(
+    handle: aio_handle, pieces: Iterable[tuple[str, int, int]], device: torch.device = _CPU
+) -> Iterator[_Transfer]:
+    for (path, start, nbytes), buffer in zip(pieces, _buffers(device), strict=False):
+        yield handle.submit_pread, buffer[:nbytes], path, start
+
+
+def _rate(in_flight: InFlight, transfers: Iterable[_Transfer]) -> float:
     """Submits transfers for ``_SECONDS``; returns the bytes per second that they move."""
     moved, begin = 0, time.perf_counter()
     for submit, memory, path, start in transfers:
@@ -294,7 +337,7 @@ class Layers:
 
         self._model.train()
         try:
-            seconds = _shortest(lambda: _timed(step, self._device))
+            seconds, longer = sorted(_shortest(lambda: _timed(step, self._device)) for _ in range(2))
         finally:
             self._model.eval()
         share = min(1.0, self._in_layers / max(1e-9, _timed(lambda: self._forward(1, length), self._device)))
@@ -307,6 +350,7 @@ class Layers:
             activations=round((saved[True] * layer_factor + after) / length),
             of_layer=round(max(saved[True] / self._count, after) / length),
             seconds=seconds * (share * layer_factor + (1 - share) * after_factor) / length,
+            noise=longer / seconds - 1,
         )
 
     def _seconds(

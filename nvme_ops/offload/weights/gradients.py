@@ -19,6 +19,7 @@ from nvme_ops import ranks
 from nvme_ops.closing import Closing
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_switches
 from nvme_ops.locks import forkable_lock
 from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
@@ -281,6 +282,7 @@ def swap_gradients(
         OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
     budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    require_switches(checksums=checksums)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
     params = list(params)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
+from nvme_ops.keywords import require_callables, require_switches
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.weights.saved_entries import STATE_DICTS
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
@@ -41,6 +42,7 @@ class SwappedParams(Closing):
             params: of the module, swapped or not; those that are swapped have to fit in the budget together.
             change: whether the block writes to them.
         """
+        require_switches(change=change)
         with contextlib.ExitStack() as uses:
             found = []
             for each in params:
@@ -124,6 +126,8 @@ def swap_params(
             on the meta device.
     """
     budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    require_switches(checksums=checksums)
+    require_callables(param_init_fn=param_init_fn)
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     every = list(_places(module))
