@@ -16,9 +16,7 @@ from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights import page_cache
-from tests import prepared
 from tests.conftest import MIB
-from tests.offload.llama import saved_llama
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -36,26 +34,6 @@ class Memory:
 
     def __call__(self) -> int:
         return self.free
-
-
-#: Streams a model in several passes, beside another process; prints how many bytes of the device were read for them.
-STREAMING = """
-import os, sys, time
-import torch
-from nvme_ops.offload import from_pretrained
-torch.set_num_threads(1)
-folder, name, other = sys.argv[1:]
-def from_device():
-    return int(open("/proc/self/io").read().partition("read_bytes: ")[2].split()[0])
-with torch.no_grad(), from_pretrained(f"{folder}/llama", memory_budget="8M") as model:
-    open(f"{folder}/{name}", "x").close()
-    while not os.path.exists(f"{folder}/{other}"):
-        time.sleep(0.001)
-    before = from_device()
-    found = [model(torch.tensor([[1, 2, 3]])).logits for _ in range(5)]
-print(from_device() - before)
-torch.save(found, f"{folder}/{name}.pt")
-"""
 
 
 @pytest.fixture
@@ -134,25 +112,3 @@ def test_threads_read_through_it_at_once(streamed: Streamed) -> None:
         found = list(threads.map(lambda _: streamed.model(streamed.inputs), range(8)))
     assert all(torch.equal(each, streamed.wanted) for each in found)
     assert streamed.cached() >= WEIGHTS
-
-
-def test_processes_that_stream_the_same_files_read_them_from_the_device_once(folder: Path) -> None:
-    model = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(saved_llama(folder)).eval()
-    file = folder / "llama" / "model.safetensors"
-    os.sync()
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    imported = ("nvme_ops.offload.weights.pretrained", "transformers.models.llama.modeling_llama")
-    with ThreadPoolExecutor(2) as threads:
-        started = [
-            threads.submit(prepared.run, "-c", STREAMING, str(folder), *names, imported=imported)
-            for names in (("a", "b"), ("b", "a"))
-        ]
-    from_device = 0
-    for name, process in zip("ab", started, strict=True):
-        assert process.result().returncode == 0, process.result().stderr
-        from_device += int(process.result().stdout)
-        with torch.no_grad():
-            wanted = model(torch.tensor([[1, 2, 3]])).logits
-        assert all(torch.equal(each, wanted) for each in torch.load(folder / f"{name}.pt"))
-    assert 0 < from_device < 1.5 * file.stat().st_size
