@@ -59,7 +59,10 @@ class Streamed:
         self.forget()
 
     def forget(self) -> None:
-        """The page cache gives up the file, as for a program that needs the memory."""
+        """The page cache gives up the file, as for a program that needs the memory. Nothing is read meanwhile."""
+        for weight in list(self.model._nvme_window._in_memory):
+            if weight.arriving is not None:
+                weight.arriving.exception()
         with self.path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
