@@ -348,7 +348,7 @@ def _fio_best(task: Task, name: str, _: Settings) -> Row:
 
 def _fio_blocks(task: Task, block: str) -> BlockTimes:
     """Measures single random blocks, one after the other, as many and as large as for the handles."""
-    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number-ios={_BLOCKS}"]
+    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number_ios={_BLOCKS}"]
     for options, _ in fio.variants([block, *limits]):
         task.set_cache()
         try:
