@@ -10,6 +10,7 @@ import importlib
 import inspect
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -240,7 +241,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
 
 
 @pytest.fixture
-def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     monkeypatch.chdir(folder)
     (folder / "dir").mkdir()
     (folder / "text").write_text("words")
@@ -250,7 +251,8 @@ def place(folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     with data.SampleWriter("store") as writer:
         writer.add(b"sample")
     names = {"torch": torch, "nvme_ops": nvme_ops, "data": data, "offload": offload, "storage": storage}
-    return {**names, "safe_open": safe_open, "t": t, "m": torch.nn.Linear(600, 600), "h": nvme_ops.aio_handle()}
+    with nvme_ops.aio_handle() as handle:  # its reads end before the folder is removed
+        yield {**names, "safe_open": safe_open, "t": t, "m": torch.nn.Linear(600, 600), "h": handle}
 
 
 @pytest.mark.parametrize(("call", "kind", "words"), CALLS, ids=[call for call, _, _ in CALLS])
