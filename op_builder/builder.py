@@ -440,7 +440,7 @@ class PinMemoryBuilder(OpBuilder):
 
     def absolute_name(self) -> str:
         """Returns the name of the module that ``load`` returns."""
-        return "nvme_ops.pin_memory"
+        return "nvme_ops.io.pin_memory"
 
     def is_buildable(self, verbose: bool = False) -> bool:
         """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from nvme_ops import gds as gds_op
-    from nvme_ops import handle, pin_memory
+    from nvme_ops.io import gds as gds_op
+    from nvme_ops.io import handle, pin_memory
 
 
 class AsyncIOModule(ModuleType):

@@ -64,7 +64,7 @@ def attempt(builder: OpBuilder, folders: Sequence[str] = ()) -> Attempt:
 
 def wrong_setting() -> str:
     """Returns which variable a handle would refuse, as far as that is known before the op is compiled."""
-    from nvme_ops.keywords import cache_mode
+    from nvme_ops.io.arguments import cache_mode
 
     try:
         cache_mode(None)
@@ -87,7 +87,7 @@ def _use(builder: OpBuilder, folders: Sequence[str]) -> dict[str, Any]:
         found |= {"loaded": module is not None, "warnings": [str(each.message) for each in caught]}
         if module is None or builder.name != AsyncIOBuilder.NAME:
             return found
-        from nvme_ops.handle import aio_handle
+        from nvme_ops.io.handle import aio_handle
 
         found["backends"] = module.backends()
         handle = aio_handle()

@@ -1,7 +1,8 @@
 """Saves and loads checkpoints at the speed of the device, atomically, in the formats that people use.
 
 ``api`` and ``background`` are the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats;
-``dcp`` is for several ranks. ``nvme_ops.memory`` moves the data, ``nvme_ops.storage.publication`` replaces the files.
+``dcp`` is for several ranks; ``cli`` is the command ``nvme-checkpoint``. ``nvme_ops.memory`` moves the data,
+``nvme_ops.filesystem.publication`` replaces the files.
 """
 
 from __future__ import annotations

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from nvme_ops.base.errors import named
 from nvme_ops.checkpoint import Format
 from nvme_ops.checkpoint.request import Request, format_of, plan_for
-from nvme_ops.errors import named
-from nvme_ops.file import handle_of
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (

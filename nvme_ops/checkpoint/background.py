@@ -13,17 +13,17 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops import at_exit
-from nvme_ops._native import native
+from nvme_ops.base import at_exit
+from nvme_ops.base.limits import free_memory
+from nvme_ops.base.native import native
+from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.checkpoint import Format, api
 from nvme_ops.checkpoint.api import Turn, name_of
 from nvme_ops.checkpoint.request import Plan, plan_for
-from nvme_ops.file import handle_of
-from nvme_ops.handle import aio_handle
-from nvme_ops.limits import free_memory
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import collector_paused, copy, empty, placed
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.tensors import collector_paused, copy, empty, placed
-from nvme_ops.text import bytes_of, never_raising
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")

@@ -16,14 +16,14 @@ from typing import Any, Protocol
 
 import torch
 
+from nvme_ops.base.errors import MissingTensorError
+from nvme_ops.base.text import URL, bytes_of
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.modules import covered, require_writable, state_to_fill, without_ties
-from nvme_ops.errors import MissingTensorError
 from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.text import URL, bytes_of
 
 _SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # of a file; versions and dates are parts of names
 

@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.errors import ChecksumError, SharedMemoryError
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
 from nvme_ops.checkpoint.request import Request, Targets, require_strings
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError, SharedMemoryError
+from nvme_ops.filesystem.publication import OpenFiles, opened, replacing
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import MAX_HEADER, NAMES, Header, TensorEntry
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import Kind, collector_paused
+from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory import pieces
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.publication import OpenFiles, opened, replacing
-from nvme_ops.tensors import Kind, collector_paused
 
 
 @dataclass

@@ -25,21 +25,21 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvme_ops.base.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
 from nvme_ops.checkpoint.request import Request, Targets, require_strings
 from nvme_ops.checkpoint.safetensors_file import require_tensors
-from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.filesystem.files import make_folder, sync_folder, unlink
+from nvme_ops.filesystem.publication import OpenFiles, Publication
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.safetensors_format import MAX_HEADER
 from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, resolved, shards_of, text_of
 from nvme_ops.formats.torch_zip import PICKLE
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import groups
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.storage.files import make_folder, sync_folder, unlink
-from nvme_ops.storage.publication import OpenFiles, Publication
-from nvme_ops.tensors import groups
 
 SUFFIXES = FORMATS["sharded"][1]
 

@@ -14,9 +14,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
-from nvme_ops.measure.energy import Meter, total, used
-from nvme_ops.progress import progress_bar
-from nvme_ops.text import (
+from nvme_ops.base.energy import Meter, total, used
+from nvme_ops.base.progress import progress_bar
+from nvme_ops.base.text import (
     command,
     command_line,
     fitted,
@@ -31,7 +31,7 @@ from nvme_ops.text import (
     show,
     size_words,
 )
-from nvme_ops.text import size as size_argument
+from nvme_ops.base.text import size as size_argument
 
 if TYPE_CHECKING:
     import torch

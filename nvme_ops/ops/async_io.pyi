@@ -1,4 +1,4 @@
-"""The native module ``async_io``: the engine, and the names of ``nvme_ops.handle``."""
+"""The native module ``async_io``: the engine, and the names of ``nvme_ops.io.handle``."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -6,12 +6,12 @@ from typing import Any, final
 
 import torch
 
-from nvme_ops.file import File
-from nvme_ops.future import IoFuture as IoFuture
-from nvme_ops.handle import aio_handle as aio_handle
-from nvme_ops.handle import aio_read as aio_read
-from nvme_ops.handle import aio_write as aio_write
-from nvme_ops.handle import deepspeed_memcpy as deepspeed_memcpy
+from nvme_ops.io.file import File
+from nvme_ops.io.future import IoFuture as IoFuture
+from nvme_ops.io.handle import aio_handle as aio_handle
+from nvme_ops.io.handle import aio_read as aio_read
+from nvme_ops.io.handle import aio_write as aio_write
+from nvme_ops.io.handle import deepspeed_memcpy as deepspeed_memcpy
 
 @final
 class OpenFile:

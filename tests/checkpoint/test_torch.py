@@ -14,14 +14,14 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.errors import FormatError, UnsafeError
+from nvme_ops.base.native import native
 from nvme_ops.checkpoint import torch_load, torch_save
-from nvme_ops.errors import FormatError, UnsafeError
+from nvme_ops.checkpoint.contents import compare, contents, damaged
+from nvme_ops.filesystem.publication import opened as opened_for_reading
 from nvme_ops.formats import torch_pickle, torch_zip
 from nvme_ops.formats.pickle_protocol import in_protocol_2
 from nvme_ops.formats.pickle_scan import scan
-from nvme_ops.inspection.contents import compare, contents, damaged
-from nvme_ops.storage.publication import opened as opened_for_reading
 from tests.checkpoint.torch_files import (
     OBJECTS,
     Evil,

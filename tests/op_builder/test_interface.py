@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.pin_memory import pin_handle
 from nvme_ops.op_builder import (
     ALL_OPS,
     AsyncIOBuilder,
@@ -22,7 +23,6 @@ from nvme_ops.op_builder import (
     modules,
     recipe,
 )
-from nvme_ops.pin_memory import pin_handle
 from tests.conftest import run_python
 from tests.op_builder.tiny_op import REPOSITORY
 

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from nvme_ops.text import printable
+from nvme_ops.base.text import printable
 
 
 class naming:  # noqa: N801  (used like contextlib's)

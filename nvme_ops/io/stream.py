@@ -13,9 +13,9 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from nvme_ops import at_exit
-from nvme_ops.handle import aio_handle
-from nvme_ops.memory.blocks import ReadAhead, WriteBehind
+from nvme_ops.base import at_exit
+from nvme_ops.io.blocks import ReadAhead, WriteBehind
+from nvme_ops.io.handle import aio_handle
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

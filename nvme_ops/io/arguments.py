@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from nvme_ops.handle import FileName
+    from nvme_ops.io.handle import FileName
 
 CACHE = "NVME_OPS_CACHE"
 _CACHE_MODES = ("auto", "direct", "buffered")

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from nvme_ops import pin_memory
-from nvme_ops._native import native
-from nvme_ops.closing import Closing
-from nvme_ops.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
-from nvme_ops.future import IoFuture
-from nvme_ops.keywords import asynchronous, cache_mode, flag, one_example, one_file
-from nvme_ops.text import never_raising
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.native import native
+from nvme_ops.base.text import never_raising
+from nvme_ops.io import pin_memory
+from nvme_ops.io.arguments import asynchronous, cache_mode, flag, one_example, one_file
+from nvme_ops.io.engine import AUTOMATIC, ClosedEngine, Op, Priority, Statistics, statistics_of
+from nvme_ops.io.future import IoFuture
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
     from typing_extensions import Self
 
-    from nvme_ops.file import File
+    from nvme_ops.io.file import File
+    from nvme_ops.io.tuning.dictionary import Dictionary, Learned
     from nvme_ops.ops.async_io import Engine, OpenFile, Pending
-    from nvme_ops.tuning.dictionary import Dictionary, Learned
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
     FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
@@ -137,7 +137,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         Warns:
             RuntimeWarning: the stored settings are damaged, or others can change them; they are ignored.
         """
-        from nvme_ops.tuning import store
+        from nvme_ops.io.tuning import store
 
         backend = aio_handle(backend=given.get("backend")).backend
         return cls(**store.arguments(path, way or cls._way, backend, given))
@@ -170,8 +170,8 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             FileNotFoundError: the parent folder of ``path`` is missing.
             ValueError: as for the arguments; an unknown value of ``NVME_OPS_ADAPTIVE``.
         """
-        from nvme_ops.storage.device import identify
-        from nvme_ops.tuning.dictionary import dictionary_of
+        from nvme_ops.filesystem.device import identify
+        from nvme_ops.io.tuning.dictionary import dictionary_of
 
         handle = cls.tuned(path, way=way, **given)
         device = identify(path, way or cls._way, handle.backend)

@@ -10,12 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nvme_ops import at_exit
-from nvme_ops.engine import AUTOMATIC
-from nvme_ops.keywords import CACHE
-from nvme_ops.storage.device import Identity
-from nvme_ops.text import rate_words, size_words
-from nvme_ops.tuning import store
+from nvme_ops.base import at_exit
+from nvme_ops.base.text import rate_words, size_words
+from nvme_ops.filesystem.device import Identity
+from nvme_ops.io.arguments import CACHE
+from nvme_ops.io.engine import AUTOMATIC
+from nvme_ops.io.tuning import store
 
 SECTION = "classes"  # of a device's file
 MODE = "NVME_OPS_ADAPTIVE"

@@ -11,27 +11,27 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.errors import ChangedFileError, ChecksumError, named
+from nvme_ops.base.text import size_words
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
+from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
 from nvme_ops.checkpoint.request import format_of, listed, plan_for
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
-from nvme_ops.errors import ChangedFileError, ChecksumError, named
-from nvme_ops.file import shared_handle
+from nvme_ops.filesystem.publication import OpenFiles, open_leased
 from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, Described
 from nvme_ops.formats.torch_zip import Archive, is_zip
-from nvme_ops.inspection.contents import OnProgress, contents, damaged
+from nvme_ops.io.file import shared_handle
+from nvme_ops.io.tensors import cut, is_dense
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.publication import OpenFiles, open_leased
-from nvme_ops.tensors import cut, is_dense
-from nvme_ops.text import size_words
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
@@ -186,7 +186,7 @@ class _Reader:
 
     def read_dcp(self, folder: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Does what ``read`` does for a checkpoint of torch.distributed.checkpoint; ``key``: how the names begin."""
-        from nvme_ops.inspection.dcp_tensors import sources_of  # slow to import
+        from nvme_ops.checkpoint.dcp.tensors import sources_of  # slow to import
 
         if self._verify:
             found = contents(folder, None, self._files)

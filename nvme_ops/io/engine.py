@@ -10,10 +10,10 @@ import enum
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.text import Counts
+from nvme_ops.base.text import Counts
 
 if TYPE_CHECKING:
-    from nvme_ops.handle import aio_handle
+    from nvme_ops.io.handle import aio_handle
     from nvme_ops.ops.async_io import Engine
 
 

@@ -12,14 +12,14 @@ import stat
 import warnings
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
-from nvme_ops._native import native
-from nvme_ops.engine import Op, engine_of
-from nvme_ops.errors import naming
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.storage.files import Syncing, sync_folder
-from nvme_ops.stream import Stream
-from nvme_ops.text import URL, never_raising
+from nvme_ops.base.errors import naming
+from nvme_ops.base.native import native
+from nvme_ops.base.text import URL, never_raising
+from nvme_ops.filesystem.files import Syncing, sync_folder
+from nvme_ops.io.engine import Op, engine_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.stream import Stream
 
 if TYPE_CHECKING:
     import torch

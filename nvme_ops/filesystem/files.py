@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from nvme_ops.errors import name_failure
+from nvme_ops.base.errors import name_failure
 
 Call = Literal["fsync", "fdatasync"]
 LOCK_SUFFIX = ".nvme_ops-lock"
@@ -439,7 +439,7 @@ def wait_until_free() -> None:
 
 def _free_by_thread(fd: int, size: int) -> None:
     owned = [fd]  # whoever pops it closes it
-    thread = threading.Thread(target=lambda: _free(owned, thread), name="nvme_ops.storage.files", daemon=False)
+    thread = threading.Thread(target=lambda: _free(owned, thread), name="nvme_ops.filesystem.files", daemon=False)
     try:
         with _freed:
             _under_way[thread] = size

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Op, engine_of
-from nvme_ops.errors import naming
-from nvme_ops.handle import aio_handle
-from nvme_ops.settings import PAGE
-from nvme_ops.tensors import pool_buffer
+from nvme_ops.base.errors import naming
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
+from nvme_ops.io.engine import Op, engine_of
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import pool_buffer
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Engine, OpenFile, Operation

@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.checkpoint.dcp.contents import items_of, metadata_of
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text
 from nvme_ops.checkpoint.dcp.reader import find
 from nvme_ops.checkpoint.request import listed
-from nvme_ops.errors import FormatError
+from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated
 from nvme_ops.offload.weights.window import read_now
-from nvme_ops.storage.publication import OpenFiles, opened
 
 _Sizes = tuple[int, ...]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import ALIGNMENT, LARGE, PAGE
+from nvme_ops.lazy.offloaded import OffloadedTensor
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Buffer

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.keywords import one_example
-from nvme_ops.tensors import pool_buffer
+from nvme_ops.base.native import native
+from nvme_ops.io.arguments import one_example
+from nvme_ops.io.tensors import pool_buffer
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Buffer

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Protocol
 
-from nvme_ops.text import never_raising, size_words
+from nvme_ops.base.text import never_raising, size_words
 
 if TYPE_CHECKING:
     from concurrent.futures import Future

@@ -21,8 +21,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from io import FileIO
 
-from nvme_ops.errors import FormatError, naming
-from nvme_ops.storage.files import (
+from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.filesystem.files import (
     Lock,
     abandoned,
     freed_later,
@@ -36,7 +36,7 @@ from nvme_ops.storage.files import (
     try_lock,
     unlink,
 )
-from nvme_ops.whole import read_whole, write_whole
+from nvme_ops.filesystem.whole import read_whole, write_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"

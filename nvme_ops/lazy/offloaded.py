@@ -15,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvme_ops import operators
-from nvme_ops._native import native
+from nvme_ops.base.native import native
+from nvme_ops.lazy import operators
 
 aten = torch.ops.aten
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 
-from nvme_ops.errors import naming
+from nvme_ops.base.errors import naming
 
 _LARGE, _MIN_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
 _MAX = 1 << 30  # bytes of one pread

@@ -15,9 +15,9 @@ import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from nvme_ops.base.text import size_words
+from nvme_ops.filesystem.files import no_folder
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.storage.files import no_folder
-from nvme_ops.text import size_words
 
 NETWORK = {
     "nfs", "nfs4", "cifs", "smb3", "smbfs", "9p", "virtiofs", "ceph", "lustre", "gpfs", "beegfs", "wekafs", "glusterfs",

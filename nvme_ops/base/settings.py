@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nvme_ops.text import MIB, size_words
+from nvme_ops.base.text import MIB, size_words
 
 #: Bytes of one buffer of a ring: large enough to keep a device busy while the previous one is used.
 PIECE = 8 << 20

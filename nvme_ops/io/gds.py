@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import one_example
+from nvme_ops.io.arguments import one_example
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.op_builder import GDSBuilder
 
 if TYPE_CHECKING:

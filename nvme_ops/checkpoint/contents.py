@@ -12,12 +12,12 @@ from typing import TypeAlias
 import torch
 
 from nvme_ops.checkpoint.request import format_of
-from nvme_ops.file import shared_handle
+from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
+from nvme_ops.io.file import shared_handle
 from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.storage.publication import OpenFiles, opened
 
 _Reading: TypeAlias = Callable[[str], AbstractContextManager[int]]
 OnProgress = Callable[[int], None]  # called with the number of further bytes that were read

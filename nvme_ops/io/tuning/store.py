@@ -14,13 +14,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import parse_json
+from nvme_ops.filesystem.device import Identity, identify
+from nvme_ops.filesystem.files import make_folder, try_lock, unlock_and_close
+from nvme_ops.filesystem.publication import content_of, publish
 from nvme_ops.op_builder import finished
-from nvme_ops.settings import Settings
-from nvme_ops.storage.device import Identity, identify
-from nvme_ops.storage.files import make_folder, try_lock, unlock_and_close
-from nvme_ops.storage.publication import content_of, publish
-from nvme_ops.text import parse_json
 
 #: Version of the files; others are ignored. It also changes when the engine moves bytes in another way.
 FORMAT = 2

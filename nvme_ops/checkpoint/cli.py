@@ -24,11 +24,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from nvme_ops import __version__
+from nvme_ops.base.progress import byte_bar
+from nvme_ops.base.text import columns_text, command, command_line, in_flags, printable, say, show, size_words
 from nvme_ops.checkpoint import FORMATS
+from nvme_ops.filesystem.publication import OpenFiles
 from nvme_ops.formats.contents import Contents
-from nvme_ops.progress import byte_bar
-from nvme_ops.storage.publication import OpenFiles
-from nvme_ops.text import columns_text, command, command_line, in_flags, printable, say, show, size_words
 
 _FLAGS = {"format=": "--format", "max_shard_size": "--max-shard-size", "checksums=False": "--no-checksums"}
 
@@ -81,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _info(args: argparse.Namespace) -> int:
-    from nvme_ops.inspection.contents import contents
+    from nvme_ops.checkpoint.contents import contents
 
     found = contents(args.path, args.format)
     if args.json:
@@ -103,7 +103,7 @@ def _verify_all(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace, path: str, label: str) -> int:
-    from nvme_ops.inspection.contents import contents, damaged
+    from nvme_ops.checkpoint.contents import contents, damaged
 
     with OpenFiles() as files:  # so that no save changes what was listed
         found = contents(path, args.format, files)
@@ -148,7 +148,7 @@ def _clean(args: argparse.Namespace) -> int:
 
 
 def _diff(args: argparse.Namespace) -> int:
-    from nvme_ops.inspection.contents import compare, contents
+    from nvme_ops.checkpoint.contents import compare, contents
 
     with OpenFiles() as ours, OpenFiles() as theirs:
         first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
@@ -171,7 +171,7 @@ def _diff(args: argparse.Namespace) -> int:
 
 
 def _convert(args: argparse.Namespace) -> int:
-    from nvme_ops.inspection.convert import convert
+    from nvme_ops.checkpoint.convert import convert
 
     done = convert(
         args.source,
