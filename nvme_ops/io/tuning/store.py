@@ -20,7 +20,7 @@ from nvme_ops.base.text import parse_json
 from nvme_ops.filesystem.device import Identity, identify
 from nvme_ops.filesystem.files import make_folder, try_lock, unlock_and_close
 from nvme_ops.filesystem.publication import content_of, publish
-from nvme_ops.op_builder import finished
+from nvme_ops.op_builder import trust
 
 #: Version of the files; others are ignored. It also changes when the engine moves bytes in another way.
 FORMAT = 2
@@ -73,7 +73,7 @@ def _read(path: Path) -> tuple[dict[str, Any], str]:
     try:
         if not path.is_file():  # a pipe would block
             return {}, ""
-        if loose := finished.why_not_trusted(path):
+        if loose := trust.why_not_trusted(path):
             return {}, f"others could change it: {loose}"
         document = parse_json(content_of(str(path), _MAX))
         if document["format"] != FORMAT:
@@ -107,7 +107,7 @@ def changing(identity: Identity) -> Iterator[dict[str, Any]]:
     """
     path = path_of(identity)
     make_folder(os.fspath(path.parent), mode=0o755)
-    if problem := finished.why_not_trusted(path.parent):
+    if problem := trust.why_not_trusted(path.parent):
         raise PermissionError(f"others could change what is kept in {path.parent}: {problem}")
     lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
