@@ -22,8 +22,9 @@ import torch
 import nvme_ops
 from benchmarks import command, raw_io
 from benchmarks.raw_io import LEARNING, practised
+from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE
-from nvme_ops.base.text import MIB, size, size_words
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.tuning import dictionary
 from nvme_ops.measure import fio
 from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable

@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.base.text import MIB, command_line, listed, positive, size, size_words
+from nvme_ops.base.command_line import command_line, listed, positive, size
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import files, machine, stop
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.scratch import scratch_folder

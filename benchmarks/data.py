@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from benchmarks import command
-from nvme_ops.base.text import MIB, rounded, size, size_words
+from nvme_ops.base.command_line import size
+from nvme_ops.base.text import MIB, rounded, size_words
 from nvme_ops.data import AsyncLog
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index

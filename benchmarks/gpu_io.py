@@ -22,8 +22,9 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.raw_io import fio_row, mover, practised
+from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE, Settings
-from nvme_ops.base.text import MIB, size, size_words
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io import gds
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync

@@ -30,7 +30,8 @@ from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,un
 
 from benchmarks import command as shared
 from benchmarks.command import ROOT
-from nvme_ops.base.text import command_line, positive, size_words
+from nvme_ops.base.command_line import command_line, positive
+from nvme_ops.base.text import size_words
 from nvme_ops.filesystem.device import mount_of
 from nvme_ops.measure import machine, stop
 from nvme_ops.measure.picture import plot

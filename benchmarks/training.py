@@ -21,7 +21,8 @@ from typing import Any
 import torch
 
 from benchmarks import command
-from nvme_ops.base.text import size, size_words
+from nvme_ops.base.command_line import size
+from nvme_ops.base.text import size_words
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table

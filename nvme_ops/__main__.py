@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from nvme_ops import __version__
-from nvme_ops.base.text import Main, command, command_line, listed
+from nvme_ops.base.command_line import Main, command, command_line, listed
 
 #: Command -> the module with its ``main``, and what it does. Each is installed as ``nvme-<command>`` too.
 COMMANDS = {

@@ -24,8 +24,9 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from nvme_ops import __version__
+from nvme_ops.base.command_line import command, command_line, in_flags, say, show
 from nvme_ops.base.progress import byte_bar
-from nvme_ops.base.text import columns_text, command, command_line, in_flags, printable, say, show, size_words
+from nvme_ops.base.text import columns_text, printable, size_words
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.filesystem.publication import OpenFiles
 from nvme_ops.formats.contents import Contents

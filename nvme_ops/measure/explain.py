@@ -19,10 +19,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import nvme_ops
+from nvme_ops.base.command_line import command_line, say, show, size
 from nvme_ops.base.energy import Meter
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.progress import progress_bar
-from nvme_ops.base.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
+from nvme_ops.base.text import GIB, MIB, size_words, terminal_width
 from nvme_ops.filesystem.device import MEMORY, NETWORK, devices_under, mount_of
 from nvme_ops.measure import files, fio, machine
 from nvme_ops.measure.engines import Task, unavailable

@@ -20,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nvme_ops.base.command_line import positive, size
 from nvme_ops.base.settings import Settings
-from nvme_ops.base.text import KIB, MIB, positive, size
+from nvme_ops.base.text import KIB, MIB
 from nvme_ops.measure.files import cached_share, handles_read_the_cache, make_cold, sync
 from nvme_ops.measure.rows import in_turn, noise, noise_of_median
 

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from types import FrameType
 
-from nvme_ops.base.text import Main, command, say
+from nvme_ops.base.command_line import Main, command, say
 from nvme_ops.measure.files import NotUsable
 
 #: A lost terminal, a request to end, Ctrl-\.

@@ -11,8 +11,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.base.command_line import check_output, say, show
 from nvme_ops.base.energy import total
-from nvme_ops.base.text import GIB, check_output, columns_text, rounded, say, share_words, show, size_words
+from nvme_ops.base.text import GIB, columns_text, rounded, share_words, size_words
 from nvme_ops.measure.picture import DRAWN, plot
 from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
 

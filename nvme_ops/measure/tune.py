@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import nvme_ops
 from nvme_ops import __version__
+from nvme_ops.base.command_line import command_line, positive, say, size
 from nvme_ops.base.settings import Settings
-from nvme_ops.base.text import MIB, columns_text, command_line, positive, say, share_words, size, size_words
+from nvme_ops.base.text import MIB, columns_text, share_words, size_words
 from nvme_ops.filesystem.device import Identity, identify
 from nvme_ops.io.tuning import store
 from nvme_ops.measure import search

@@ -14,7 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.base.text import MIB, command_line, listed, positive, rate_words, say, share_words, show, size, size_words
+from nvme_ops.base.command_line import command_line, listed, positive, say, show, size
+from nvme_ops.base.text import MIB, rate_words, share_words, size_words
 from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
