@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from . import finished, jit, machine
 from .console import announce, say, warn
@@ -19,8 +19,6 @@ from .recipe import CSRC, UNITED, Recipe, compiled, headers, requirements
 
 if TYPE_CHECKING:
     from setuptools import Extension
-
-    from .modules import AsyncIOModule, GDSModule, PinMemoryModule
 
 #: -O2 because the CPU's part is small; no -march, so that a prebuilt op runs on any CPU of its architecture.
 CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -378,11 +376,6 @@ class AsyncIOBuilder(EngineOpBuilder):
     BUILD_VAR: ClassVar[str] = "NVME_BUILD_AIO"
     NAME: ClassVar[str] = "async_io"
 
-    if TYPE_CHECKING:
-
-        def load(self, verbose: bool = False) -> AsyncIOModule: ...  # noqa: D102
-        def jit_load(self, verbose: bool = True) -> AsyncIOModule: ...  # noqa: D102
-
 
 class GDSBuilder(EngineOpBuilder):
     """Builds ``gds``, whose handle is ``gds_handle``. Neither CUDA's toolkit nor cuFile is needed to build it."""
@@ -417,11 +410,6 @@ class GDSBuilder(EngineOpBuilder):
             for text in [*problems, *hints]:
                 self.warning(f"{self.NAME}: {text}")
         return not problems
-
-    if TYPE_CHECKING:
-
-        def load(self, verbose: bool = False) -> GDSModule: ...  # noqa: D102
-        def jit_load(self, verbose: bool = True) -> GDSModule: ...  # noqa: D102
 
 
 class PinMemoryBuilder(OpBuilder):
@@ -458,12 +446,12 @@ class PinMemoryBuilder(OpBuilder):
         """Returns whether ``async_io`` is in the cache."""
         return self._compiled.is_cached()
 
-    def load(self, verbose: bool = False) -> PinMemoryModule:
+    def load(self, verbose: bool = False) -> ModuleType:
         """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""
         self._compiled.load(verbose)
         return self._module()
 
-    def jit_load(self, verbose: bool = True) -> PinMemoryModule:
+    def jit_load(self, verbose: bool = True) -> ModuleType:
         """Does what ``load`` does, ignoring a prebuilt ``async_io``."""
         self._compiled.jit_load(verbose)
         return self._module()
@@ -472,9 +460,9 @@ class PinMemoryBuilder(OpBuilder):
         """Returns ``async_io`` as an extension module for setuptools."""
         return self._compiled.builder()
 
-    def _module(self) -> PinMemoryModule:
+    def _module(self) -> ModuleType:
         self.jit_mode = self._compiled.jit_mode
-        return cast("PinMemoryModule", importlib.import_module(self.absolute_name()))
+        return importlib.import_module(self.absolute_name())
 
 
 #: Op name -> its builder, for every op that is compiled; the report, setup.py and the tests go through this table.

@@ -28,15 +28,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from . import finished, machine, trust
 from .console import usable_streams, warn
 from .finished import CacheEntry
 from .recipe import Recipe, old_torch
-
-if TYPE_CHECKING:
-    from .builder import OpBuilder
 
 #: The environment variable that requests every op that this machine can build.
 BUILD_ALL = "NVME_BUILD_OPS"
@@ -52,6 +49,15 @@ _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
 
 #: Lines of ninja's output that repeat a command instead of saying what went wrong.
 _NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
+
+
+class Buildable(Protocol):
+    """A builder, as far as this module needs one."""
+
+    name: str
+
+    def toolchain_problem(self) -> str | None:
+        """Returns why nothing can be compiled here, with the fix; None if it can."""
 
 
 def build(recipe: Recipe) -> CacheEntry:
@@ -217,7 +223,7 @@ def _essence(output: str, limit: int = 60) -> str:
     return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))
 
 
-def why_not_built(op: OpBuilder) -> str | None:
+def why_not_built(op: Buildable) -> str | None:
     """Returns why ``op`` could not be built just in time, with the fix; None if it could.
 
     It needs a torch that is not too old, a working compiler, ninja, and a folder in which ops can be built, and from
@@ -266,7 +272,7 @@ def variable(name: str) -> bool | None:
     return None
 
 
-def obstacle(op: OpBuilder) -> str | None:
+def obstacle(op: Buildable) -> str | None:
     """Returns why ``op`` cannot be compiled here and now, with the fix; None if it can."""
     try:
         import torch  # noqa: F401

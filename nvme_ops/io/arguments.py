@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 if TYPE_CHECKING:
-    from nvme_ops.io.handle import FileName
+    from typing import TypeAlias
+
+    from nvme_ops.ops.async_io import OpenFile
+
+    class KeepsOpen(Protocol):
+        """An ``nvme_ops.File``."""
+
+        _open_file: OpenFile
+
+    FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | KeepsOpen | OpenFile
 
 CACHE = "NVME_OPS_CACHE"
 _CACHE_MODES = ("auto", "direct", "buffered")

@@ -1,4 +1,4 @@
-"""What a handle's engine, which moves its bytes, is told and tells: directions, priorities, statistics.
+"""What a handle asks of its engine, which moves its bytes, and what the engine reports: directions, statistics.
 
 Engines are native, described in ``nvme_ops/ops/async_io.pyi``. ``aio_handle`` and ``gds_handle`` each have one; that of
 an adaptive handle learns which tool suits each transfer. Only the handles and this module access a handle's engine.
@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nvme_ops.base.text import Counts
 
 if TYPE_CHECKING:
-    from nvme_ops.io.handle import aio_handle
     from nvme_ops.ops.async_io import Engine
 
 
@@ -70,7 +69,13 @@ class ClosedEngine:
     run = submit = submit_many = backend = staging_bytes = paths = statistics = sweep = _refuse
 
 
-def engine_of(handle: aio_handle) -> Engine:
+class HasEngine(Protocol):
+    """A handle."""
+
+    _engine: Engine
+
+
+def engine_of(handle: HasEngine) -> Engine:
     """Returns the engine of ``handle``."""
     return handle._engine
 

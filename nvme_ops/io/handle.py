@@ -27,12 +27,11 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
     from typing_extensions import Self
 
-    from nvme_ops.io.file import File
+    from nvme_ops.io.arguments import FileName
     from nvme_ops.io.tuning.dictionary import Dictionary, Learned
-    from nvme_ops.ops.async_io import Engine, OpenFile, Pending
+    from nvme_ops.ops.async_io import Engine, Pending
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
-    FileName: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
     Source: TypeAlias = torch.Tensor | ReadableBuffer
     Target: TypeAlias = torch.Tensor | WriteableBuffer
 

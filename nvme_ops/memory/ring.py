@@ -22,7 +22,7 @@ from nvme_ops.io.tensors import copy_bytes, empty
 from nvme_ops.memory.pool import Lease, Pool, can_pin
 
 if TYPE_CHECKING:
-    from nvme_ops.io.handle import FileName
+    from nvme_ops.io.arguments import FileName
 
 
 _Item = TypeVar("_Item")
