@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint.request import format_of
+from nvme_ops.checkpoint.format import format_of
 from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import DTYPES
@@ -50,8 +50,7 @@ def contents(path: str | os.PathLike[str], format: str | None = None, files: Ope
         from nvme_ops.checkpoint.dcp import contents as of_dcp  # slow to import
 
         return of_dcp.contents(name, files)
-    found: Contents = format_of(name, format).contents(name, files)
-    return found
+    return format_of(name, format).contents(name, files)
 
 
 def damaged(found: Contents, on_progress: OnProgress = lambda _: None, files: OpenFiles | None = None) -> list[str]:

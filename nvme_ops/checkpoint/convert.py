@@ -6,7 +6,6 @@ import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,8 +14,9 @@ from nvme_ops.base.errors import ChangedFileError, ChecksumError, named
 from nvme_ops.base.text import size_words
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
 from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
+from nvme_ops.checkpoint.format import format_name, plan_for
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
-from nvme_ops.checkpoint.request import format_of, listed, plan_for
+from nvme_ops.checkpoint.request import FileFormat, SaveOptions, listed
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.filesystem.publication import OpenFiles, open_leased
@@ -108,11 +108,12 @@ def _convert(
         is_dcp = os.path.exists(os.path.join(source, ".metadata"))
         tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
         tied: dict[str, str] = {}
-        if format_of(target, format).__name__ == FORMATS["torch"][0]:
+        if format_name(target, format) == "torch":
             tensors, metadata = with_ties(tensors, metadata)
         else:
             tensors, tied = without_ties(_named(tensors, source))
-        plan = plan_for(named(target), tensors, format, checksums, {**metadata, **tied}, max_shard_size, True, False)
+        options = SaveOptions(checksums=checksums, metadata={**metadata, **tied}, max_shard_size=max_shard_size)
+        plan = plan_for(named(target), tensors, format, options)
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
@@ -136,7 +137,7 @@ def _convert(
 
 def _replaced(path: str) -> list[str]:
     """Returns the files that writing ``path`` replaces or removes; for an index also its shards, and a single file."""
-    suffix = FORMATS["sharded"][1][0]
+    suffix = FORMATS["sharded"][0]
     if not path.endswith(suffix):
         return [path]
     folder, name = os.path.split(path)
@@ -246,7 +247,7 @@ class _Reader:
         }
         return found, header.metadata
 
-    def _require_undamaged(self, path: str, format: ModuleType, part: ShardEntry | None) -> None:
+    def _require_undamaged(self, path: str, format: FileFormat, part: ShardEntry | None) -> None:
         try:
             found = format.contents(path, self._files, part)
         except ValueError:

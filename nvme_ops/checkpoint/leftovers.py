@@ -14,7 +14,7 @@ from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import read as read_header
 from nvme_ops.formats.sharded_index import read_index, shards_of
 
-_INDEX = FORMATS["sharded"][1][0]
+_INDEX = FORMATS["sharded"][0]
 
 
 def clean(folder: str, dry_run: bool = False) -> dict[str, int]:
