@@ -20,8 +20,7 @@ from array import array
 from collections.abc import Iterator
 
 from nvme_ops.base.errors import FormatError, naming
-from nvme_ops.filesystem.files import sync_folder, try_lock
-from nvme_ops.filesystem.whole import write_whole
+from nvme_ops.filesystem.files import sync_folder, try_lock, write_whole
 from nvme_ops.io.file import File
 from nvme_ops.io.tensors import checksums_of
 

@@ -1,4 +1,4 @@
-"""Files beyond what ``os`` has: durable writes and names, locks between processes, and unlinking without waiting.
+"""Files beyond what ``os`` has: durable and whole writes, locks between processes, and unlinking without waiting.
 
 Ctrl-C ends the wait for a device, which may be long if it does not respond. The kernel releases a lock (``flock``) when
 its process ends, however that happens. Where the file system has no locks, only one process at a time may save a
@@ -24,7 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
-from nvme_ops.base.errors import name_failure
+from nvme_ops.base.errors import name_failure, naming
 
 Call = Literal["fsync", "fdatasync"]
 LOCK_SUFFIX = ".nvme_ops-lock"
@@ -34,6 +34,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _NOT_HERE = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EPERM}
 _WITHOUT_LOCKS = {*_NOT_HERE, errno.ENOLCK}
 _MUCH = 16 << 20  # bytes; smaller files are freed at once
+_LARGE, _MIN_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
+_MAX_READ = 1 << 30  # bytes of one pread
 
 _freed = threading.Condition()
 _under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
@@ -140,6 +142,31 @@ def fallocate(fd: int, mode: int, start: int, nbytes: int) -> None:
         code = ctypes.get_errno()
         if code != errno.EINTR:
             raise OSError(code, os.strerror(code))
+
+
+def read_whole(fd: int, path: str | None = None) -> bytes:
+    """Returns the content of an open file.
+
+    Raises OSError if a part cannot be read (the read before it returns less), or for a file of holes, which may be
+    larger than any memory.
+    """
+    status, parts = os.fstat(fd), list[bytes]()
+    wanted = status.st_size
+    with naming("read", fd if path is None else path):
+        if wanted > _LARGE and status.st_blocks * 512 < wanted // _MIN_SHARE:
+            raise OSError(errno.EFBIG, f"has {wanted} bytes, and blocks for {status.st_blocks * 512} of them")
+        while wanted > 0 and (part := os.pread(fd, min(wanted, _MAX_READ), sum(map(len, parts)))):
+            parts.append(part)
+            wanted -= len(part)
+    return b"".join(parts)
+
+
+def write_whole(fd: int, content: bytes, place: int = 0) -> None:
+    """Writes ``content`` to an open file, from byte ``place`` on. Raises OSError, perhaps with a part written."""
+    left = memoryview(content)
+    while left:
+        written = os.pwrite(fd, left, place)
+        left, place = left[written:], place + written
 
 
 def set_mode(fd: int, mode: int) -> None:

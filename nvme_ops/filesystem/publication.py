@@ -29,14 +29,15 @@ from nvme_ops.filesystem.files import (
     hold,
     is_at,
     no_folder,
+    read_whole,
     require_room,
     set_mode,
     sync,
     sync_names,
     try_lock,
     unlink,
+    write_whole,
 )
-from nvme_ops.filesystem.whole import read_whole, write_whole
 
 _MARK = ".nvme_ops-tmp"
 _SPARE = ".nvme_ops-spare"

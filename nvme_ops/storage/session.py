@@ -33,6 +33,7 @@ from nvme_ops.filesystem.files import (
     is_at,
     machine_id,
     make_last_folder,
+    read_whole,
     sync,
     sync_folder,
     try_lock,
@@ -40,7 +41,6 @@ from nvme_ops.filesystem.files import (
     unlock_and_close,
 )
 from nvme_ops.filesystem.publication import remove_litter
-from nvme_ops.filesystem.whole import read_whole
 
 OWNER = "owner"
 _UNNAMED = "unnamed"  # the name of a file until it has none

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from nvme_ops.op_builder.trust import default_root
 
 import nvme_ops
 from benchmarks import activations, adaptive, cgroups, checkpoint, command, inference, raw_io, training
@@ -20,6 +19,7 @@ from nvme_ops.base.text import MIB
 from nvme_ops.measure import files
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
+from nvme_ops.op_builder.trust import default_root
 from tests import prepared
 
 ROOT = Path(__file__).parents[2]

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.filesystem.files import read_whole
 from nvme_ops.filesystem.publication import Publication, ReadLease, remove_litter
-from nvme_ops.filesystem.whole import read_whole
 from nvme_ops.io.tensors import checksums_of
 from nvme_ops.memory.pieces import CHECKSUM
 

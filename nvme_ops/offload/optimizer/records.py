@@ -26,9 +26,8 @@ import torch
 
 from nvme_ops.base.errors import FormatError, naming
 from nvme_ops.base.text import parse_json
-from nvme_ops.filesystem.files import boot_id
+from nvme_ops.filesystem.files import boot_id, read_whole, write_whole
 from nvme_ops.filesystem.publication import replacing
-from nvme_ops.filesystem.whole import read_whole, write_whole
 from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.storage.session import Session, file_of
 from nvme_ops.storage.store import TensorStore

@@ -20,9 +20,8 @@ import torch
 from nvme_ops.base.errors import FormatError
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import parse_json
-from nvme_ops.filesystem.files import allocate, sync_above
+from nvme_ops.filesystem.files import allocate, sync_above, write_whole
 from nvme_ops.filesystem.publication import opened, replacing
-from nvme_ops.filesystem.whole import write_whole
 from nvme_ops.formats import safetensors_format
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
