@@ -23,11 +23,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.base.command_line import command_line, listed, positive, size
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import files, machine, stop
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Table, add_outputs, as_json, as_text, check_outputs, deliver, show_progress
-from nvme_ops.text import MIB, command_line, listed, positive, size, size_words
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it

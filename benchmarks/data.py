@@ -20,12 +20,14 @@ from typing import Any
 import torch
 
 from benchmarks import command
+from nvme_ops.base.command_line import size
+from nvme_ops.base.text import MIB, rounded, size_words
 from nvme_ops.data import AsyncLog
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
 from nvme_ops.data.store import trailer
 from nvme_ops.data.writer import data_file
-from nvme_ops.file import shared_handle
+from nvme_ops.io.file import shared_handle
 from nvme_ops.measure import fio
 from nvme_ops.measure.engines import unavailable
 from nvme_ops.measure.files import make_cold
@@ -33,7 +35,6 @@ from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentil
 from nvme_ops.measure.tables import Table
 from nvme_ops.measure.workload.feed import cool
 from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, checked, made
-from nvme_ops.text import MIB, rounded, size, size_words
 
 GROUPS = {
     "random": "samples of each size in random order, in GB/s",

@@ -22,7 +22,10 @@ import torch
 import nvme_ops
 from benchmarks import command
 from benchmarks.raw_io import fio_row, mover, practised
-from nvme_ops import gds
+from nvme_ops.base.command_line import size
+from nvme_ops.base.settings import PAGE, Settings
+from nvme_ops.base.text import MIB, size_words
+from nvme_ops.io import gds
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
@@ -30,8 +33,6 @@ from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
 from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder
 from nvme_ops.op_builder.machine import cufile_libraries
-from nvme_ops.settings import PAGE, Settings
-from nvme_ops.text import MIB, size, size_words
 
 GROUPS = {
     "read": "read to GPU memory, of a file that is not in the page cache",

@@ -30,6 +30,9 @@ from tabulate import tabulate  # type: ignore[import-not-found,import-untyped,un
 
 from benchmarks import command as shared
 from benchmarks.command import ROOT
+from nvme_ops.base.command_line import command_line, positive
+from nvme_ops.base.text import size_words
+from nvme_ops.filesystem.device import mount_of
 from nvme_ops.measure import machine, stop
 from nvme_ops.measure.picture import plot
 from nvme_ops.measure.run import blocks_rows
@@ -38,8 +41,6 @@ from nvme_ops.measure.tables import Cells, cells, used_columns
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report.cli import collect
 from nvme_ops.report.result import Status
-from nvme_ops.storage.device import mount_of
-from nvme_ops.text import command_line, positive, size_words
 
 
 @dataclass(frozen=True)

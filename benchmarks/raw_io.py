@@ -18,13 +18,13 @@ import torch
 
 import nvme_ops
 from benchmarks import command
+from nvme_ops.base.settings import PAGE, Settings
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import engines, fio
 from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, median_latency, timed
 from nvme_ops.measure.tables import Table
-from nvme_ops.settings import PAGE, Settings
-from nvme_ops.text import MIB, size_words
 
 GROUPS = {
     "read": "read, of a file that is not in the page cache",

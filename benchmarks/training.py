@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from benchmarks import command
+from nvme_ops.base.command_line import size
+from nvme_ops.base.text import size_words
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params
-from nvme_ops.text import size, size_words
 
 GROUPS = {
     "step": "optimizer.step(): in memory, NvmeOptimizer, fio",

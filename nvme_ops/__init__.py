@@ -23,32 +23,32 @@ if TYPE_CHECKING:
     from nvme_ops import offload as offload
     from nvme_ops import op_builder as op_builder
     from nvme_ops import storage as storage
+    from nvme_ops.base.errors import ChecksumError as ChecksumError
+    from nvme_ops.base.errors import FormatError as FormatError
     from nvme_ops.checkpoint.api import load as load
     from nvme_ops.checkpoint.api import save as save
     from nvme_ops.checkpoint.background import save_async as save_async
-    from nvme_ops.engine import Priority as Priority
-    from nvme_ops.errors import ChecksumError as ChecksumError
-    from nvme_ops.errors import FormatError as FormatError
-    from nvme_ops.file import File as File
-    from nvme_ops.file import open as open  # noqa: A004  (used as nvme_ops.open)
-    from nvme_ops.future import IoFuture as IoFuture
-    from nvme_ops.gds import gds_handle as gds_handle
-    from nvme_ops.handle import aio_handle as aio_handle
-    from nvme_ops.tensors import empty as empty
+    from nvme_ops.io.engine import Priority as Priority
+    from nvme_ops.io.file import File as File
+    from nvme_ops.io.file import open as open  # noqa: A004  (used as nvme_ops.open)
+    from nvme_ops.io.future import IoFuture as IoFuture
+    from nvme_ops.io.gds import gds_handle as gds_handle
+    from nvme_ops.io.handle import aio_handle as aio_handle
+    from nvme_ops.io.tensors import empty as empty
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
-    "ChecksumError": "nvme_ops.errors",
-    "File": "nvme_ops.file",
-    "FormatError": "nvme_ops.errors",
-    "IoFuture": "nvme_ops.future",
-    "Priority": "nvme_ops.engine",
-    "aio_handle": "nvme_ops.handle",
-    "empty": "nvme_ops.tensors",
-    "gds_handle": "nvme_ops.gds",
+    "ChecksumError": "nvme_ops.base.errors",
+    "File": "nvme_ops.io.file",
+    "FormatError": "nvme_ops.base.errors",
+    "IoFuture": "nvme_ops.io.future",
+    "Priority": "nvme_ops.io.engine",
+    "aio_handle": "nvme_ops.io.handle",
+    "empty": "nvme_ops.io.tensors",
+    "gds_handle": "nvme_ops.io.gds",
     "load": "nvme_ops.checkpoint.api",
-    "open": "nvme_ops.file",
+    "open": "nvme_ops.io.file",
     "save": "nvme_ops.checkpoint.api",
     "save_async": "nvme_ops.checkpoint.background",
 }

@@ -8,14 +8,14 @@ import sys
 from collections.abc import Sequence
 
 from nvme_ops import __version__
-from nvme_ops.text import Main, command, command_line, listed
+from nvme_ops.base.command_line import Main, command, command_line, listed
 
 #: Command -> the module with its ``main``, and what it does. Each is installed as ``nvme-<command>`` too.
 COMMANDS = {
     "report": ("nvme_ops.report.cli", "what works on this machine, and what to do about the rest"),
     "bench": ("nvme_ops.measure.bench", "what the storage can do, and what limits a program"),
     "tune": ("nvme_ops.measure.tune", "the best settings of a handle for a device"),
-    "checkpoint": ("nvme_ops.inspection.cli", "look into checkpoints, verify, compare and convert them"),
+    "checkpoint": ("nvme_ops.checkpoint.cli", "look into checkpoints, verify, compare and convert them"),
     "offload": ("nvme_ops.offload.cli", "plan what of a model is in memory, and what on NVMe"),
     "data": ("nvme_ops.data.cli", "make stores of samples, describe and verify them"),
 }

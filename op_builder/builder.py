@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from . import finished, jit, machine
 from .console import announce, say, warn
@@ -19,8 +19,6 @@ from .recipe import CSRC, UNITED, Recipe, compiled, headers, requirements
 
 if TYPE_CHECKING:
     from setuptools import Extension
-
-    from .modules import AsyncIOModule, GDSModule, PinMemoryModule
 
 #: -O2 because the CPU's part is small; no -march, so that a prebuilt op runs on any CPU of its architecture.
 CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
@@ -378,11 +376,6 @@ class AsyncIOBuilder(EngineOpBuilder):
     BUILD_VAR: ClassVar[str] = "NVME_BUILD_AIO"
     NAME: ClassVar[str] = "async_io"
 
-    if TYPE_CHECKING:
-
-        def load(self, verbose: bool = False) -> AsyncIOModule: ...  # noqa: D102
-        def jit_load(self, verbose: bool = True) -> AsyncIOModule: ...  # noqa: D102
-
 
 class GDSBuilder(EngineOpBuilder):
     """Builds ``gds``, whose handle is ``gds_handle``. Neither CUDA's toolkit nor cuFile is needed to build it."""
@@ -418,11 +411,6 @@ class GDSBuilder(EngineOpBuilder):
                 self.warning(f"{self.NAME}: {text}")
         return not problems
 
-    if TYPE_CHECKING:
-
-        def load(self, verbose: bool = False) -> GDSModule: ...  # noqa: D102
-        def jit_load(self, verbose: bool = True) -> GDSModule: ...  # noqa: D102
-
 
 class PinMemoryBuilder(OpBuilder):
     """Loads ``pin_memory``, whose handle is ``pin_handle``, and compiles nothing: the memory is that of ``async_io``.
@@ -440,7 +428,7 @@ class PinMemoryBuilder(OpBuilder):
 
     def absolute_name(self) -> str:
         """Returns the name of the module that ``load`` returns."""
-        return "nvme_ops.pin_memory"
+        return "nvme_ops.io.pin_memory"
 
     def is_buildable(self, verbose: bool = False) -> bool:
         """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
@@ -458,12 +446,12 @@ class PinMemoryBuilder(OpBuilder):
         """Returns whether ``async_io`` is in the cache."""
         return self._compiled.is_cached()
 
-    def load(self, verbose: bool = False) -> PinMemoryModule:
+    def load(self, verbose: bool = False) -> ModuleType:
         """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""
         self._compiled.load(verbose)
         return self._module()
 
-    def jit_load(self, verbose: bool = True) -> PinMemoryModule:
+    def jit_load(self, verbose: bool = True) -> ModuleType:
         """Does what ``load`` does, ignoring a prebuilt ``async_io``."""
         self._compiled.jit_load(verbose)
         return self._module()
@@ -472,9 +460,9 @@ class PinMemoryBuilder(OpBuilder):
         """Returns ``async_io`` as an extension module for setuptools."""
         return self._compiled.builder()
 
-    def _module(self) -> PinMemoryModule:
+    def _module(self) -> ModuleType:
         self.jit_mode = self._compiled.jit_mode
-        return cast("PinMemoryModule", importlib.import_module(self.absolute_name()))
+        return importlib.import_module(self.absolute_name())
 
 
 #: Op name -> its builder, for every op that is compiled; the report, setup.py and the tests go through this table.

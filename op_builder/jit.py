@@ -28,15 +28,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-from . import finished, machine
+from . import finished, machine, trust
 from .console import usable_streams, warn
 from .finished import CacheEntry
 from .recipe import Recipe, old_torch
-
-if TYPE_CHECKING:
-    from .builder import OpBuilder
 
 #: The environment variable that requests every op that this machine can build.
 BUILD_ALL = "NVME_BUILD_OPS"
@@ -52,6 +49,15 @@ _INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
 
 #: Lines of ninja's output that repeat a command instead of saying what went wrong.
 _NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
+
+
+class Buildable(Protocol):
+    """A builder, as far as this module needs one."""
+
+    name: str
+
+    def toolchain_problem(self) -> str | None:
+        """Returns why nothing can be compiled here, with the fix; None if it can."""
 
 
 def build(recipe: Recipe) -> CacheEntry:
@@ -104,7 +110,7 @@ def _keep(output: str, log: Path | None, prefix: str) -> str:
         if log is None:
             descriptor, name = tempfile.mkstemp(prefix=prefix, suffix=".log")
         else:
-            descriptor, name = finished.replace_file(log), str(log)
+            descriptor, name = trust.replace_file(log), str(log)
         with os.fdopen(descriptor, "w", errors="replace") as file:
             file.write(f"{output}\n")
     except OSError:
@@ -168,7 +174,7 @@ def import_library(name: str, library: Path) -> ModuleType:
     try:
         module = importlib.util.module_from_spec(spec)
     except ImportError as error:  # the linker's words do not say why the kernel refused
-        if problem := finished.noexec(library):
+        if problem := trust.noexec(library):
             raise ImportError(f"{error}: {problem}", name=name, path=str(library)) from None
         raise
     package, _, last = name.rpartition(".")
@@ -217,13 +223,13 @@ def _essence(output: str, limit: int = 60) -> str:
     return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))
 
 
-def why_not_built(op: OpBuilder) -> str | None:
+def why_not_built(op: Buildable) -> str | None:
     """Returns why ``op`` could not be built just in time, with the fix; None if it could.
 
     It needs a torch that is not too old, a working compiler, ninja, and a folder in which ops can be built, and from
     which they can be loaded.
     """
-    if refused := finished.refusal() or old_torch():
+    if refused := trust.refusal() or old_torch():
         return refused
     if lacking := op.toolchain_problem():
         return lacking + finished.left_out(op.name)
@@ -266,7 +272,7 @@ def variable(name: str) -> bool | None:
     return None
 
 
-def obstacle(op: OpBuilder) -> str | None:
+def obstacle(op: Buildable) -> str | None:
     """Returns why ``op`` cannot be compiled here and now, with the fix; None if it can."""
     try:
         import torch  # noqa: F401
@@ -400,7 +406,7 @@ def usable_root() -> tuple[Path | None, str]:
 
     A root can be written, others cannot write to it, and what is in it can be loaded.
     """
-    root = finished.default_root()
+    root = trust.default_root()
     problem = _why_not_usable(root)
     if not problem:
         return root, ""
@@ -408,8 +414,8 @@ def usable_root() -> tuple[Path | None, str]:
         refused = (
             f"TORCH_EXTENSIONS_DIR cannot be written: {problem}; fix: set TORCH_EXTENSIONS_DIR to a folder that can"
         )
-        return None, finished.refusal() or refused
-    fallback = finished.shared_fallback_root()
+        return None, trust.refusal() or refused
+    fallback = trust.shared_fallback_root()
     trouble = "there is no folder for temporary files" if fallback is None else _why_no_fallback(fallback)
     if fallback is None or trouble:
         return None, (
@@ -421,14 +427,14 @@ def usable_root() -> tuple[Path | None, str]:
 
 def _why_not_usable(root: Path) -> str:
     """Returns why nothing can be built in ``root``, which is made; an empty string if it can."""
-    problem = finished.why_not_a_root(root) or finished.noexec(root) or _why_not_writable(root)
-    return problem or finished.why_not_trusted(root)  # now it is there
+    problem = trust.why_not_a_root(root) or trust.noexec(root) or _why_not_writable(root)
+    return problem or trust.why_not_trusted(root)  # now it is there
 
 
 def _why_not_writable(root: Path) -> str:
     """Returns the system's reason why ``root`` has no place for an op; an empty string if it has."""
     try:
-        finished.make_folder(root)
+        trust.make_folder(root)
         with tempfile.TemporaryFile(dir=root) as file:
             os.posix_fallocate(file.fileno(), 0, _ROOM)
         return ""
@@ -439,4 +445,4 @@ def _why_not_writable(root: Path) -> str:
 def _why_no_fallback(fallback: Path) -> str:
     with contextlib.suppress(OSError):
         fallback.parent.mkdir(mode=0o700)
-    return _why_not_usable(fallback) if finished.is_private(fallback.parent) else f"{fallback.parent} is not private"
+    return _why_not_usable(fallback) if trust.is_private(fallback.parent) else f"{fallback.parent} is not private"

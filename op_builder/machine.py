@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from . import finished
+from . import trust
 
 #: What is tried when ``CXX`` is not set; ``c++`` first, as torch does.
 DEFAULT_COMMANDS = ("c++", "g++", "clang++")
@@ -150,12 +150,12 @@ def include_directories(compiler: Compiler) -> list[str]:
 
     The answer is kept in the cache of ops: asking costs a process, which loading an op must not.
     """
-    flags, memory = compile_flags(), finished.roots()
+    flags, memory = compile_flags(), trust.roots()
     question = json.dumps([compiler.identity, flags, [*map(os.environ.get, _SEARCH_VARIABLES)]])
     note = f"compiler-{hashlib.sha256(question.encode()).hexdigest()[:20]}.json"
     for folder in memory:
         try:
-            if finished.why_not_trusted(folder / note):
+            if trust.why_not_trusted(folder / note):
                 continue
             return list(map(str, json.loads((folder / note).read_text())["include_directories"]))
         except (OSError, ValueError, KeyError, TypeError):
@@ -180,8 +180,8 @@ def _remember(note: Path, facts: Mapping[str, object]) -> bool:
     """Writes ``facts`` as JSON atomically; returns False if nothing can be written."""
     part = note.with_suffix(f".{os.getpid()}")
     try:
-        finished.make_folder(note.parent)
-        with os.fdopen(finished.replace_file(part), "w") as file:
+        trust.make_folder(note.parent)
+        with os.fdopen(trust.replace_file(part), "w") as file:
             json.dump(facts, file, indent=1)
         part.replace(note)
     except OSError:

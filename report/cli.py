@@ -33,9 +33,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias, cast
 
+from nvme_ops.base.command_line import command, command_line, say
+from nvme_ops.base.text import printable, terminal_width
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.text import command, command_line, printable, say, terminal_width
 
 from . import gds, kernel, ops, storage, trial
 from .result import Checks, Json, Result, Status, run_checks

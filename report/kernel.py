@@ -13,10 +13,10 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from nvme_ops.keywords import BACKEND, BACKENDS
+from nvme_ops.base.text import MIB, size_words
+from nvme_ops.io.arguments import BACKEND, BACKENDS
 from nvme_ops.op_builder import AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.text import MIB, size_words
 
 from . import ops
 from .result import Json, Result, Status, judged, run_checks, symbol

@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from nvme_ops.base.text import GIB, size_words
+from nvme_ops.filesystem.device import MEMORY, NETWORK, Device, Mount, devices_under, logical_block, mount_of
 from nvme_ops.op_builder.machine import Host, gpu
-from nvme_ops.storage.device import MEMORY, NETWORK, Device, Mount, devices_under, logical_block, mount_of
-from nvme_ops.text import GIB, size_words
 
 from . import kernel
 from .result import FIXES, Checks, Json, Result, Status, judged, run_checks, symbol

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-from nvme_ops.keywords import cache_mode, require_usable_names
+from nvme_ops.io.arguments import cache_mode, require_usable_names
 from nvme_ops.op_builder import AsyncIOBuilder, OpBuilder
 from nvme_ops.op_builder.builder import load_finished
 
@@ -83,7 +83,7 @@ def _use(builder: OpBuilder, folders: Sequence[str]) -> dict[str, Any]:
         found |= {"loaded": module is not None, "warnings": [str(each.message) for each in caught]}
         if module is None or builder.name != AsyncIOBuilder.NAME:
             return found
-        from nvme_ops.handle import aio_handle
+        from nvme_ops.io.handle import aio_handle
 
         found["backends"] = module.backends()
         handle = aio_handle()

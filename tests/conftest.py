@@ -25,7 +25,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.measure import stop
 from nvme_ops.op_builder import ALL_OPS
 from tests import prepared

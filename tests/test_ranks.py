@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nvme_ops import ranks
-from nvme_ops.ranks import Rank
+from nvme_ops.base import ranks
+from nvme_ops.base.ranks import Rank
 from nvme_ops.storage import Session
 
 HOST = os.uname().nodename

@@ -11,10 +11,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from nvme_ops import offload, progress
-from nvme_ops.data import SampleStats
-from nvme_ops.engine import Statistics
-from nvme_ops.text import (
+from nvme_ops import offload
+from nvme_ops.base import progress
+from nvme_ops.base.text import (
     GIB,
     KIB,
     MIB,
@@ -29,6 +28,8 @@ from nvme_ops.text import (
     share_words,
     size_words,
 )
+from nvme_ops.data import SampleStats
+from nvme_ops.io.engine import Statistics
 
 
 def test_sizes_are_understood_or_refused() -> None:

@@ -36,7 +36,9 @@ import native_mutants
 from mutant_list import ROOT, SAMPLE, Mutant
 
 ROOMS = {
-    "memory": ["tests/memory", "tests/stream", "tests/checkpoint/test_safetensors.py"],
+    "filesystem": ["tests/storage", "tests/checkpoint"],
+    "io": ["tests/handle", "tests/stream", "tests/memory"],
+    "memory": ["tests/memory", "tests/checkpoint/test_safetensors.py"],
     "storage": ["tests/storage"],
     "offload": ["tests/offload"],
     "checkpoint": ["tests/checkpoint", "tests/dcp"],

@@ -1,4 +1,4 @@
-// The module `async_io`: the engine for Python, on which nvme_ops.handle builds the DeepNVMe interface.
+// The module `async_io`: the engine for Python, on which nvme_ops.io.handle builds the DeepNVMe interface.
 #include <Python.h>
 
 #include <string>
@@ -174,7 +174,7 @@ std::shared_ptr<DevicePath> make_device_path(const EngineOptions&) {
 PyMODINIT_FUNC PyInit_async_io() {
   using namespace nvme_ops;
   return guarded([]() -> PyObject* {
-    Ref module(make_module("async_io", "Asynchronous tensor I/O.", functions, "nvme_ops.handle"));
+    Ref module(make_module("async_io", "Asynchronous tensor I/O.", functions, "nvme_ops.io.handle"));
     add_buffer_type(module.get());
     return module.release();
   });

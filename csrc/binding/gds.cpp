@@ -91,5 +91,5 @@ PyMethodDef functions[] = {
 
 PyMODINIT_FUNC PyInit_gds() {
   using namespace nvme_ops;
-  return guarded([] { return make_module("gds", "Tensors on a GPU through cuFile.", functions, "nvme_ops.gds"); });
+  return guarded([] { return make_module("gds", "Tensors on a GPU through cuFile.", functions, "nvme_ops.io.gds"); });
 }

@@ -1,7 +1,8 @@
 """Saves and loads checkpoints at the speed of the device, atomically, in the formats that people use.
 
 ``api`` and ``background`` are the interface; ``safetensors_file``, ``torch_file`` and ``sharded`` are the formats;
-``dcp`` is for several ranks. ``nvme_ops.memory`` moves the data, ``nvme_ops.storage.publication`` replaces the files.
+``dcp`` is for several ranks; ``cli`` is the command ``nvme-checkpoint``. ``nvme_ops.memory`` moves the data,
+``nvme_ops.filesystem.publication`` replaces the files.
 """
 
 from __future__ import annotations
@@ -9,13 +10,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-Format: TypeAlias = Literal["safetensors", "torch", "pt", "sharded"]
+FormatName: TypeAlias = Literal["safetensors", "torch", "pt", "sharded"]
 
-#: For each format, the module that has ``plan`` and ``load``, imported on first use, and the suffixes that select it.
-FORMATS = {
-    "sharded": ("nvme_ops.checkpoint.sharded", (".safetensors.index.json", ".bin.index.json")),
-    "safetensors": ("nvme_ops.checkpoint.safetensors_file", (".safetensors",)),
-    "torch": ("nvme_ops.checkpoint.torch_file", (".pt", ".pth", ".bin", ".ckpt")),
+#: For each format the suffixes that select it.
+FORMATS: dict[str, tuple[str, ...]] = {
+    "sharded": (".safetensors.index.json", ".bin.index.json"),
+    "safetensors": (".safetensors",),
+    "torch": (".pt", ".pth", ".bin", ".ckpt"),
 }
 
 if not TYPE_CHECKING:

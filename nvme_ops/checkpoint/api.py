@@ -11,12 +11,13 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops.checkpoint import Format
-from nvme_ops.checkpoint.request import Request, format_of, plan_for
-from nvme_ops.errors import named
-from nvme_ops.file import handle_of
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.base.errors import named
+from nvme_ops.checkpoint import FormatName
+from nvme_ops.checkpoint.format import format_of, plan_for
+from nvme_ops.checkpoint.request import Request, SaveOptions
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
 
 Path: TypeAlias = str | os.PathLike[str]
 MapLocation: TypeAlias = (
@@ -38,7 +39,7 @@ def save(
     obj: Any,
     path: Path,
     *,
-    format: Format | None = None,
+    format: FormatName | None = None,
     durable: bool = True,
     checksums: bool = True,
     metadata: Mapping[str, str] | None = None,
@@ -76,7 +77,7 @@ def save(
         RuntimeError: called by a signal handler that interrupts a save of the same path: use ``save_async`` there.
     """
     name = name_of(path, "save(obj, path)")
-    plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
+    plan = plan_for(name, obj, format, SaveOptions(durable, checksums, metadata, max_shard_size, recycle))
     turn = Turn(os.path.realpath(plan.target(name)))
     try:
         if turn.begin():
@@ -100,7 +101,7 @@ def load(
     strict: bool = True,
     verify: bool = False,
     mmap: bool = False,
-    format: Format | None = None,
+    format: FormatName | None = None,
     handle: aio_handle | None = None,
 ) -> Any:
     """Loads what ``save``, safetensors or ``torch.save`` wrote, bypassing the page cache for data not already in it.

@@ -13,17 +13,18 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops import at_exit
-from nvme_ops._native import native
-from nvme_ops.checkpoint import Format, api
+from nvme_ops.base import at_exit
+from nvme_ops.base.limits import free_memory
+from nvme_ops.base.native import native
+from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.checkpoint import FormatName, api
 from nvme_ops.checkpoint.api import Turn, name_of
-from nvme_ops.checkpoint.request import Plan, plan_for
-from nvme_ops.file import handle_of
-from nvme_ops.handle import aio_handle
-from nvme_ops.limits import free_memory
+from nvme_ops.checkpoint.format import plan_for
+from nvme_ops.checkpoint.request import Plan, SaveOptions
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import collector_paused, copy, empty, placed
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.tensors import collector_paused, copy, empty, placed
-from nvme_ops.text import bytes_of, never_raising
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -89,7 +90,7 @@ def save_async(
     *,
     strategy: Strategy = "copy",
     memory: int | str | None = None,
-    format: Format | None = None,
+    format: FormatName | None = None,
     durable: bool = True,
     checksums: bool = True,
     metadata: Mapping[str, str] | None = None,
@@ -129,7 +130,7 @@ def save_async(
     budget = None if memory is None else bytes_of("memory", memory, least=0)
     name = name_of(path, "save_async(obj, path)")
     place = os.path.abspath(name)  # the program may change its working directory meanwhile
-    plan = plan_for(name, obj, format, checksums, metadata, max_shard_size, durable, recycle)
+    plan = plan_for(name, obj, format, SaveOptions(durable, checksums, metadata, max_shard_size, recycle))
     handle = handle_of(handle)
     turn = Turn(os.path.realpath(plan.target(name)))
     copies: _Copies | None = None

@@ -8,12 +8,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from nvme_ops.engine import Priority
 from nvme_ops.formats.torch_zip import CHECKSUM, ZipRecord
-from nvme_ops.future import InFlight
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import InFlight
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import checksums_of, copy, is_plain
 from nvme_ops.memory import pieces
-from nvme_ops.tensors import checksums_of, copy, is_plain
 
 #: Bytes below which a tensor is written together with its neighbours.
 SMALL = 1 << 20

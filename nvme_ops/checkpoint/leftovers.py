@@ -6,15 +6,15 @@ import os
 from collections.abc import Callable
 from contextlib import suppress
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.checkpoint import FORMATS
-from nvme_ops.errors import FormatError
+from nvme_ops.filesystem import publication
+from nvme_ops.filesystem.files import abandoned, lock_files, locked
 from nvme_ops.formats import integrity
 from nvme_ops.formats.safetensors_format import read as read_header
 from nvme_ops.formats.sharded_index import read_index, shards_of
-from nvme_ops.storage import publication
-from nvme_ops.storage.files import abandoned, lock_files, locked
 
-_INDEX = FORMATS["sharded"][1][0]
+_INDEX = FORMATS["sharded"][0]
 
 
 def clean(folder: str, dry_run: bool = False) -> dict[str, int]:

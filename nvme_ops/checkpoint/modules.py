@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from nvme_ops.offloaded import OffloadedTensor, offloaded_in
+from nvme_ops.lazy.offloaded import OffloadedTensor, offloaded_in
 
 
 def tied(tensors: Mapping[str, Any]) -> dict[str, list[str]]:

@@ -9,10 +9,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.future import InFlight
-from nvme_ops.handle import aio_handle
-from nvme_ops.tensors import DEVICE_ALIGNMENT, Kind, collector_paused, lay_out, placed, pool_buffer
+from nvme_ops.base.native import native
+from nvme_ops.io.future import InFlight
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import DEVICE_ALIGNMENT, Kind, collector_paused, lay_out, placed, pool_buffer
 
 _AHEAD = 128 << 20  # bytes read before the header is known to be valid
 _PAGE = os.sysconf("SC_PAGE_SIZE")

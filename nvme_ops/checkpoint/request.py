@@ -1,32 +1,24 @@
-"""What ``save`` and ``load`` are asked for, and the format that does it.
+"""What ``save`` and ``load`` are asked for, and what a format does.
 
 A save is planned first: everything is decided before anything is written.
 """
 
 from __future__ import annotations
 
-import contextlib
-import importlib
-import os
-import re
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, Protocol
 
 import torch
 
-from nvme_ops.checkpoint import FORMATS
-from nvme_ops.checkpoint.modules import covered, require_writable, state_to_fill, without_ties
-from nvme_ops.errors import MissingTensorError
+from nvme_ops.base.errors import MissingTensorError
+from nvme_ops.checkpoint.modules import covered, require_writable, state_to_fill
+from nvme_ops.filesystem.publication import OpenFiles
+from nvme_ops.formats.contents import Contents
 from nvme_ops.formats.integrity import ShardEntry
-from nvme_ops.formats.mistaken import refuse
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import Kind
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.text import URL, bytes_of
-
-_SUFFIX = re.compile(r"\.[A-Za-z]\w*")  # of a file; versions and dates are parts of names
 
 
 class Plan(Protocol):
@@ -44,41 +36,41 @@ class Plan(Protocol):
         """Writes everything, atomically. ``borrowed``: tensors to be read first."""
 
 
-def plan_for(
-    path: str,
-    obj: Any,
-    format: str | None,
-    checksums: bool,
-    metadata: Mapping[str, str] | None,
-    max_shard_size: int | str | None,
-    durable: bool,
-    recycle: bool,
-) -> Plan:
-    """Returns the plan for saving ``obj`` (for a module, its state dict) in the format of ``path``.
+@dataclass(frozen=True)
+class SaveOptions:
+    """The arguments of ``save`` that a format heeds."""
 
-    Raises what ``nvme_ops.save`` raises before it writes.
-    """
-    require_switches(durable=durable, checksums=checksums, recycle=recycle)
-    module = format_of(path, format)
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")
-    if isinstance(obj, torch.nn.Module):
-        obj, left_out = without_ties(obj.state_dict())
-        metadata = {**left_out, **(metadata or {})}
-    options: dict[str, Any] = {}
-    sharded = module.__name__ == FORMATS["sharded"][0]
-    if recycle:
-        if sharded:
-            raise ValueError(f"{path}: recycle=True works for one file, not for checkpoints in several")
-        if not durable:
-            raise ValueError(f"{path}: recycle=True with durable=False could leave old and new bytes in one file")
-        options["recycle"] = True
-    if max_shard_size is not None:
-        if not sharded:
-            raise ValueError(f"{path}: max_shard_size is for checkpoints in several files: name a folder or an index")
-        options["max_shard_size"] = bytes_of("max_shard_size", max_shard_size)
-    made: Plan = module.plan(obj, checksums=checksums, metadata=metadata, **options)
-    return made
+    durable: bool = True
+    checksums: bool = True
+    metadata: Mapping[str, str] | None = None
+    max_shard_size: int | str | None = None
+    recycle: bool = False
+
+
+class Format(Protocol):
+    """A module that has these functions. Raises FormatError for what is damaged or of another format."""
+
+    def plan(self, obj: Any, options: SaveOptions, /) -> Plan:
+        """Plans a checkpoint of ``obj``. Raises TypeError and ValueError for what the format cannot store."""
+
+    def load(self, path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request, /) -> Any:
+        """Loads the tensors by name; for a ``.pt`` file without ``into`` and names the object that was saved."""
+
+    def contents(self, path: str, files: OpenFiles, /) -> Contents:
+        """Lists what the checkpoint contains."""
+
+
+class FileFormat(Format, Protocol):
+    """The format of one file, which may be a shard."""
+
+    def contents(self, path: str, files: OpenFiles, part: ShardEntry | None = None, /) -> Contents:
+        """Lists what the file contains; ``part`` is what its index says about it."""
+
+    def kinds(self, path: str, request: Request, /) -> dict[str, Kind]:
+        """Returns the dtypes and shapes of the tensors that ``read`` would return, if known without reading data."""
+
+    def read(self, path: str, targets: Targets | None, request: Request, /) -> dict[str, torch.Tensor]:
+        """Loads one file of a checkpoint that may have several; returns the tensors by name."""
 
 
 def require_strings(metadata: Mapping[str, str]) -> None:
@@ -86,42 +78,6 @@ def require_strings(metadata: Mapping[str, str]) -> None:
     for key, value in metadata.items():
         if not isinstance(key, str) or not isinstance(value, str):
             raise TypeError(f"metadata must map strings to strings, not {key!r} to {value!r}")
-
-
-def format_of(path: str, format: str | None) -> ModuleType:
-    """Returns the module that handles ``path``, chosen by ``format`` or else by the suffix of the name.
-
-    A folder is sharded, and so is a name without a suffix, or with none that a file has (``Qwen2.5-7B-Instruct``): a
-    folder to be created.
-
-    Raises:
-        ValueError: an unknown format or suffix, or a URL. FormatError: what a file is that such a name has.
-    """
-    if URL.match(path):
-        raise ValueError(
-            f"{path}: only local files can be saved and loaded: copy it to or from one (aws s3 cp, gsutil cp, hf "
-            "download), or mount it"
-        )
-    if format is not None:
-        name = "torch" if format == "pt" else format
-        if name not in FORMATS:
-            raise ValueError(f"format must be one of {', '.join(map(repr, FORMATS))}, not {format!r}")
-        return importlib.import_module(FORMATS[name][0])
-    for name, (module, suffixes) in FORMATS.items():
-        if path.endswith(suffixes) or (name == "sharded" and _is_folder(path)):
-            return importlib.import_module(module)
-    known = ", ".join(suffix for _, suffixes in FORMATS.values() for suffix in suffixes)
-    reason = f"the name does not end with any of {known}; give format="
-    if os.path.isfile(path):
-        with contextlib.suppress(OSError), open(path, "rb") as file:
-            refuse(path, reason, file.fileno())
-    raise ValueError(f"{path}: {reason}")
-
-
-def _is_folder(path: str) -> bool:
-    if os.path.isdir(path) or path.endswith(os.sep):
-        return True
-    return not _SUFFIX.fullmatch(os.path.splitext(path)[1]) and not os.path.exists(path)
 
 
 @dataclass(frozen=True)

@@ -13,23 +13,23 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.errors import ChecksumError, SharedMemoryError
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
-from nvme_ops.checkpoint.request import Request, Targets, require_strings
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError, SharedMemoryError
+from nvme_ops.checkpoint.request import Request, SaveOptions, Targets, require_strings
+from nvme_ops.filesystem.publication import OpenFiles, opened, replacing
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.safetensors_format import MAX_HEADER, NAMES, Header, TensorEntry
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import Kind, collector_paused
+from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory import pieces
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.publication import OpenFiles, opened, replacing
-from nvme_ops.tensors import Kind, collector_paused
 
 
 @dataclass
@@ -60,26 +60,24 @@ class SafetensorsPlan:
 
 
 @collector_paused()
-def plan(
-    obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, save: str | None = None, recycle: bool = False
-) -> SafetensorsPlan:
+def plan(obj: Any, options: SaveOptions, save: str | None = None) -> SafetensorsPlan:
     """Plans a file. Raises TypeError and ValueError for what the format cannot store.
 
     ``save``: the id of the save, if the file is one of several shards.
     """
     tensors = require_tensors(obj)
-    about = {"format": "pt", **(metadata or {})}  # transformers refuses files without it
+    about = {"format": "pt", **(options.metadata or {})}  # transformers refuses files without it
     require_strings(about)
     for key in integrity.OURS:  # left from a file that this metadata was loaded from
         about.pop(key, None)
     if save is not None:
         about[integrity.SAVE] = save
-    if checksums and tensors:
+    if options.checksums and tensors:
         about[integrity.KEY] = integrity.placeholder(len(tensors))
     header = build(tensors, about)
     ordered = map(tensors.__getitem__, header.entries)
     plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in ordered]
-    return SafetensorsPlan(header, plain, checksums, recycle)
+    return SafetensorsPlan(header, plain, options.checksums, options.recycle)
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:

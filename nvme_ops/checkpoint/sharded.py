@@ -25,23 +25,24 @@ from typing import Any, TypeVar
 
 import torch
 
+from nvme_ops.base.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.base.text import bytes_of
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
-from nvme_ops.checkpoint.request import Request, Targets, require_strings
+from nvme_ops.checkpoint.request import FileFormat, Request, SaveOptions, Targets, require_strings
 from nvme_ops.checkpoint.safetensors_file import require_tensors
-from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.filesystem.files import make_folder, sync_folder, unlink
+from nvme_ops.filesystem.publication import OpenFiles, Publication
 from nvme_ops.formats import integrity
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.safetensors_format import MAX_HEADER
 from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, resolved, shards_of, text_of
 from nvme_ops.formats.torch_zip import PICKLE
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import groups
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.storage.files import make_folder, sync_folder, unlink
-from nvme_ops.storage.publication import OpenFiles, Publication
-from nvme_ops.tensors import groups
 
-SUFFIXES = FORMATS["sharded"][1]
+SUFFIXES = FORMATS["sharded"]
 
 #: Bytes of tensors in one shard, unless one tensor is larger.
 MAX_SHARD_SIZE = 5 * 1000**3
@@ -106,16 +107,16 @@ class ShardedPlan:
         return text_of({"metadata": metadata, "weight_map": places})
 
 
-def plan(
-    obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, max_shard_size: int | None = None
-) -> ShardedPlan:
+def plan(obj: Any, options: SaveOptions) -> ShardedPlan:
     """Plans shards of the tensors in their order, as transformers does; the strings of ``metadata`` go to the index.
 
     Raises TypeError and ValueError for what safetensors cannot store.
     """
+    most = MAX_SHARD_SIZE
+    if options.max_shard_size is not None:
+        most = bytes_of("max_shard_size", options.max_shard_size)
     tensors = require_tensors(obj)
-    require_strings(metadata or {})
-    most = MAX_SHARD_SIZE if max_shard_size is None else max_shard_size
+    require_strings(options.metadata or {})
     items = list(tensors.items())
     sizes = [tensor.nbytes for tensor in tensors.values()]
     described = [safetensors_file.header_bytes(name, tensor) for name, tensor in items]
@@ -125,12 +126,13 @@ def plan(
         for part in groups(described[group.start : group.stop], MAX_HEADER // 2)  # of many small tensors
     ] or [{}]
     save = os.urandom(8).hex()
-    shards = [safetensors_file.plan(part, checksums=checksums, metadata=None, save=save) for part in parts]
-    about = {**(metadata or {}), "total_size": sum(sizes)}
+    alike = replace(options, metadata=None)
+    shards = [safetensors_file.plan(part, alike, save) for part in parts]
+    about = {**(options.metadata or {}), "total_size": sum(sizes)}
     for key in integrity.OURS:  # left from an index that this metadata was loaded from
         about.pop(key, None)
     about[integrity.SAVE] = save
-    if checksums:
+    if options.checksums:
         about[integrity.KEY] = integrity.placeholder(0)
     return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], about)
 
@@ -147,15 +149,15 @@ def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
                     os.unlink(path)
 
 
-def _module(path: str) -> Any:
-    return safetensors_file if path.endswith(FORMATS["safetensors"][1]) else torch_file
+def _format(path: str) -> FileFormat:
+    return safetensors_file if path.endswith(FORMATS["safetensors"]) else torch_file
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> Any:
     """Loads the tensors by name, in the order of the index. Opens only shards that have a requested tensor."""
     file = resolved(path)
     if not file.endswith(_INDEX):
-        return _module(file).load(file, into, request)
+        return _format(file).load(file, into, request)
     return from_one_save(file, lambda index: _load(index, into, request))
 
 
@@ -188,9 +190,9 @@ def _load(
     try:
         if targets is not None:
             for path, asked in requests.items():
-                targets.require_fit(path, _module(path).kinds(path, asked))
+                targets.require_fit(path, _format(path).kinds(path, asked))
         for path, asked in requests.items():
-            found.update(_module(path).read(path, targets, asked))
+            found.update(_format(path).read(path, targets, asked))
     except KeyError as error:
         raise FormatError(f"{index.path}: weight_map does not match its shard: {error.args[0]}") from None
     if request.verify and index.fits is False:
@@ -202,8 +204,7 @@ def contents(path: str, files: OpenFiles) -> Contents:
     """Lists what all the shards contain, in the order of the index."""
     file = resolved(path)
     if not file.endswith(_INDEX):
-        alone: Contents = _module(file).contents(file, files)
-        return alone
+        return _format(file).contents(file, files)
     return from_one_save(file, lambda index: _contents(index, files))
 
 
@@ -213,7 +214,7 @@ def _contents(index: ShardedIndex, files: OpenFiles) -> Contents:
     if index.fits is False:
         found.damaged.append(integrity.INDEX)
     for path, names in index.shards(index.places).items():
-        shard = _module(path).contents(path, files, index.part(path))
+        shard = _format(path).contents(path, files, index.part(path))
         found.items.extend(_items(index, path, names, shard))
         wrong = [name if name == integrity.INDEX else _in_shard(name, path) for name in shard.damaged]
         found.damaged.extend(name for name in wrong if name not in found.damaged)
@@ -221,7 +222,7 @@ def _contents(index: ShardedIndex, files: OpenFiles) -> Contents:
 
 
 def _items(index: ShardedIndex, path: str, names: Iterable[str], shard: Contents) -> Iterator[Item]:
-    if _module(path) is torch_file:  # storages, under the names of all tensors in them
+    if _format(path) is torch_file:  # storages, under the names of all tensors in them
         for item in shard.items:
             yield replace(item, name=_in_shard(item.name, path)) if item.name == PICKLE else item
         return

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch.serialization import default_restore_location
 
+from nvme_ops.base.errors import FormatError, UnsafeError
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.modules import state_to_fill
 from nvme_ops.checkpoint.request import Request, Targets
 from nvme_ops.checkpoint.torch_load import everything, fetcher
 from nvme_ops.checkpoint.torch_open import TorchFile, names_by_record, require_record, verify_others
 from nvme_ops.checkpoint.torch_save import METADATA, TorchPlan, plan
-from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.file import shared_handle
+from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats import torch_legacy, torch_pickle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described, Other, Storage
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
-from nvme_ops.storage.publication import OpenFiles, opened
-from nvme_ops.tensors import Kind, is_plain
+from nvme_ops.io.file import shared_handle
+from nvme_ops.io.tensors import Kind, is_plain
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 

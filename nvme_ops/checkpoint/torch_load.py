@@ -18,16 +18,16 @@ from typing import Any, NamedTuple
 import torch
 import torch._weights_only_unpickler
 
-from nvme_ops._native import native
+from nvme_ops.base.errors import FormatError, UnsafeError
+from nvme_ops.base.native import native
+from nvme_ops.base.text import printable
 from nvme_ops.checkpoint import torch_read
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record, verify_by_zipfile, verify_others
-from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.file import open as open_file
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import CODES, NotReadError, Unpickler, dtype_of_storage
 from nvme_ops.formats.torch_zip import PICKLE, Archive
-from nvme_ops.tensors import collector_paused
-from nvme_ops.text import printable
+from nvme_ops.io.file import open as open_file
+from nvme_ops.io.tensors import collector_paused
 
 
 @collector_paused()

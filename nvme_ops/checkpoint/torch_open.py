@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import ChecksumError
+from nvme_ops.base.errors import ChecksumError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.handle import aio_handle
 
 # The magic number of files from before torch 1.6, after the two bytes of the pickle's protocol.
 _LEGACY = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from nvme_ops.base.settings import ALIGNMENT
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, spans_of
+from nvme_ops.io.tensors import collector_paused, give_storages
 from nvme_ops.memory import pieces
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.settings import ALIGNMENT
-from nvme_ops.tensors import collector_paused, give_storages
 
 _GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 

@@ -13,18 +13,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import LARGE
 from nvme_ops.checkpoint import framed
-from nvme_ops.checkpoint.request import require_strings
-from nvme_ops.engine import Priority
+from nvme_ops.checkpoint.request import SaveOptions, require_strings
+from nvme_ops.filesystem.publication import replacing
 from nvme_ops.formats.torch_pickle import dtype_of_storage
 from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import collector_paused, dense_bytes, is_dense
+from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory.pieces import Borrowed
-from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.settings import LARGE
-from nvme_ops.storage.publication import replacing
-from nvme_ops.tensors import collector_paused, dense_bytes, is_dense
 
 #: The record with the strings of ``metadata=``; torch ignores it.
 METADATA = ".nvme_ops/metadata.json"
@@ -236,11 +236,12 @@ class TorchPlan:
         return records, lay_out(records)
 
 
-def plan(obj: Any, *, checksums: bool, metadata: Mapping[str, str] | None, recycle: bool = False) -> TorchPlan:
+def plan(obj: Any, options: SaveOptions) -> TorchPlan:
     """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero."""
-    require_strings(metadata or {})
+    metadata = options.metadata or {}
+    require_strings(metadata)
     content, tensors = pickled(obj)
-    return TorchPlan(content, tensors, metadata or {}, checksums, recycle)
+    return TorchPlan(content, tensors, metadata, options.checksums, options.recycle)
 
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:

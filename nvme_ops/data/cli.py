@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
-from nvme_ops.errors import FormatError
-from nvme_ops.progress import byte_bar
-from nvme_ops.storage.files import make_folder
-from nvme_ops.text import MIB, command, command_line, in_flags, printable, say, show, size, size_words
+from nvme_ops.base.command_line import command, command_line, in_flags, say, show, size
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.progress import byte_bar
+from nvme_ops.base.text import MIB, printable, size_words
+from nvme_ops.filesystem.files import make_folder
 
 if TYPE_CHECKING:
     from nvme_ops.data import SampleStore

@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from nvme_ops.errors import FormatError
-from nvme_ops.tensors import bytes_of
+from nvme_ops.base.errors import FormatError
+from nvme_ops.io.tensors import bytes_of
 
 #: ``bytes``, ``str``, a dtype (for numbers), or a dtype and a shape, whose first dimension may be -1: any length.
 #: ``int``, ``float`` and ``bool`` are numbers that a sample has as Python's, and a batch as tensors.

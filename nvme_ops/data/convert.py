@@ -12,15 +12,15 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.settings import PIECE
 from nvme_ops.data import formats, webdataset
 from nvme_ops.data.columns import Sample, Spec
 from nvme_ops.data.index import NAME
 from nvme_ops.data.store import SampleStore
 from nvme_ops.data.writer import SampleWriter, is_data_file
-from nvme_ops.errors import FormatError
-from nvme_ops.file import shared_handle
-from nvme_ops.settings import PIECE
-from nvme_ops.tensors import empty, groups
+from nvme_ops.io.file import shared_handle
+from nvme_ops.io.tensors import empty, groups
 
 OnProgress = Callable[[int], object]  # bytes read since the last call
 _AT_ONCE = 4 * PIECE  # bytes of files that one request reads

@@ -8,10 +8,10 @@ from typing import NamedTuple, TypeAlias
 
 import torch
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.data import index as own
 from nvme_ops.data import mds, webdataset
 from nvme_ops.data.columns import Columns, Sample
-from nvme_ops.errors import FormatError
 
 #: Turns the bytes of a record into a sample. Raises FormatError.
 Reader: TypeAlias = Callable[[torch.Tensor], Sample]

@@ -26,13 +26,13 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import parse_json
 from nvme_ops.data.columns import Columns
-from nvme_ops.errors import FormatError
-from nvme_ops.file import shared_handle
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.publication import opened, replacing
-from nvme_ops.tensors import checksum_of, checksums_of, empty
-from nvme_ops.text import parse_json
+from nvme_ops.filesystem.publication import opened, replacing
+from nvme_ops.io.file import shared_handle
+from nvme_ops.io.tensors import checksum_of, checksums_of, empty
 
 MAGIC = b"NVMEDATA"
 VERSION = 1

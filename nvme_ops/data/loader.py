@@ -18,15 +18,15 @@ import torch
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
-from nvme_ops import ranks
+from nvme_ops.base import ranks
+from nvme_ops.base.text import MIB, bytes_of, never_raising
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStats, SampleStore, huge_pages
-from nvme_ops.engine import Priority
-from nvme_ops.keywords import require_callables, require_switches
+from nvme_ops.io.arguments import require_callables, require_switches
+from nvme_ops.io.engine import Priority
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
-from nvme_ops.text import MIB, bytes_of, never_raising
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MAX_BATCHES = 64

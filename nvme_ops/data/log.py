@@ -14,12 +14,12 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from typing import Literal
 
-from nvme_ops import at_exit
-from nvme_ops.closing import Closing
+from nvme_ops.base import at_exit
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.errors import named
+from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
-from nvme_ops.errors import named
-from nvme_ops.storage.files import make_last_folder, try_lock
-from nvme_ops.text import bytes_of, never_raising, size_words
+from nvme_ops.filesystem.files import make_last_folder, try_lock
 
 _MAX = (1 << 32) - 1  # bytes of a record
 _FLAGS = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK  # safe if another user has put something there

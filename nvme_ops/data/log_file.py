@@ -19,11 +19,10 @@ import warnings
 from array import array
 from collections.abc import Iterator
 
-from nvme_ops.errors import FormatError, naming
-from nvme_ops.file import File
-from nvme_ops.storage.files import sync_folder, try_lock
-from nvme_ops.tensors import checksums_of
-from nvme_ops.whole import write_whole
+from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.filesystem.files import sync_folder, try_lock, write_whole
+from nvme_ops.io.file import File
+from nvme_ops.io.tensors import checksums_of
 
 _MAGIC, _LAST_MAGIC = b"NVLG", b"NVLZ"  # the last letter is the version
 _HEAD = struct.Struct("<4sIIQ")

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.errors import FormatError, UnsafeError
+from nvme_ops.base.text import parse_json
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Found, SampleIndex, foreign_index
-from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.storage.publication import content_of, opened
-from nvme_ops.tensors import bytes_of
-from nvme_ops.text import parse_json
+from nvme_ops.filesystem.publication import content_of, opened
+from nvme_ops.io.tensors import bytes_of
 
 _LIST = "index.json"
 _KEYS = ("column_names", "column_encodings", "column_sizes")

@@ -23,22 +23,22 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.utils.data
 
-from nvme_ops._native import native
-from nvme_ops.closing import Closing
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.errors import ChecksumError, FormatError, named, naming
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import ALIGNMENT, PAGE
+from nvme_ops.base.text import Counts, counted, never_raising, size_words
 from nvme_ops.data import formats
 from nvme_ops.data.columns import Columns, Sample, cpu_tensor
 from nvme_ops.data.index import CLASS_NAMES, SampleIndex, aligned
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError, FormatError, named, naming
-from nvme_ops.file import handle_of
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_callables, require_switches
-from nvme_ops.locks import forkable_lock
-from nvme_ops.settings import ALIGNMENT, PAGE
-from nvme_ops.storage.publication import FileState
-from nvme_ops.tensors import checksums_of, empty, groups
-from nvme_ops.text import Counts, counted, never_raising, size_words
+from nvme_ops.filesystem.publication import FileState
+from nvme_ops.io.arguments import require_callables, require_switches
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import checksums_of, empty, groups
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

@@ -15,12 +15,12 @@ from typing import IO, Any, BinaryIO, cast
 
 import torch
 
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.limits import free_memory
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.index import Found, SampleIndex, aligned, foreign_index
-from nvme_ops.errors import FormatError
-from nvme_ops.limits import free_memory
-from nvme_ops.storage.publication import opened
-from nvme_ops.tensors import bytes_of
+from nvme_ops.filesystem.publication import opened
+from nvme_ops.io.tensors import bytes_of
 
 KEY = "__key__"
 _BLOCK = 512

@@ -18,17 +18,15 @@ from typing import Any
 
 import torch
 
-from nvme_ops import at_exit
-from nvme_ops.closing import Closing
+from nvme_ops.base import at_exit
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.errors import FormatError, named, naming, paths_of
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import bytes_of, counted, never_raising, parse_json
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import CLASS_NAMES, NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
-from nvme_ops.errors import FormatError, named, naming, paths_of
-from nvme_ops.file import File
-from nvme_ops.file import open as open_file
-from nvme_ops.keywords import require_switches
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import (
+from nvme_ops.filesystem.files import (
     abandoned,
     hold,
     locked,
@@ -39,9 +37,11 @@ from nvme_ops.storage.files import (
     try_lock,
     unlink,
 )
-from nvme_ops.storage.publication import content_of
-from nvme_ops.tensors import checksums_of, joined_checksum
-from nvme_ops.text import bytes_of, counted, never_raising, parse_json
+from nvme_ops.filesystem.publication import content_of
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.file import File
+from nvme_ops.io.file import open as open_file
+from nvme_ops.io.tensors import checksums_of, joined_checksum
 
 _SMALL_ALIGNMENT = 8  # bytes: what a float64 needs
 _FIRST_BYTES = 1 << 20  # bytes of the first records, which decide the alignment

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from nvme_ops.errors import AnotherSaveError, ChecksumError, FormatError
+from nvme_ops.base.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.formats.safetensors_format import Header
+from nvme_ops.io.tensors import checksums_of
 from nvme_ops.memory.pieces import CHECKSUM, checksums_anywhere
-from nvme_ops.tensors import checksums_of
 
 #: In the metadata of a safetensors file: eight hexadecimal digits for each tensor, in the order of their data, then
 #: eight for the JSON of the header, computed with zeros in their place. In an index: eight for its own JSON.

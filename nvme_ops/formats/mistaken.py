@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import NoReturn
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 
 _HEAD = 64  # bytes at the beginning of a file that are looked at
 _BEGINNINGS = {

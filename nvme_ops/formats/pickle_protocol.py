@@ -6,7 +6,7 @@ import pickle
 import pickletools
 from itertools import pairwise
 
-from nvme_ops.errors import UnsafeError
+from nvme_ops.base.errors import UnsafeError
 
 _TEXT = {"SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"}
 _BYTES = {"SHORT_BINBYTES", "BINBYTES", "BINBYTES8"}

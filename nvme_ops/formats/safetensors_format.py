@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops.errors import FormatError, name_failure
+from nvme_ops.base.errors import FormatError, name_failure
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.tensors import collector_paused
+from nvme_ops.io.tensors import collector_paused
 
 #: The longest header that safetensors' reader accepts, in bytes.
 MAX_HEADER = 100_000_000

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
+from nvme_ops.filesystem import publication
 from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.safetensors_format import unique_names
-from nvme_ops.storage import publication
 
 # Files that save_pretrained may have written to a folder, in the order in which transformers looks for them.
 _IN_FOLDERS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.pickle_scan import scan
 

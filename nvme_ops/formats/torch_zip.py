@@ -20,12 +20,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.errors import ChecksumError
+from nvme_ops.base.errors import ChecksumError
+from nvme_ops.base.settings import ALIGNMENT, LARGE, PAGE
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.pickle_protocol import in_protocol_2
-from nvme_ops.handle import aio_handle
-from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
-from nvme_ops.tensors import bytes_of, pool_buffer
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import bytes_of, pool_buffer
 
 #: The folder in archives written here; torch names it after the file.
 FOLDER = b"archive/"

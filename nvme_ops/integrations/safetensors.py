@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.text import counted, never_raising
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import missing_error
-from nvme_ops.closing import Closing
-from nvme_ops.file import handle_of
+from nvme_ops.filesystem.publication import open_leased
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
-from nvme_ops.handle import aio_handle
-from nvme_ops.storage.publication import open_leased
-from nvme_ops.text import counted, never_raising
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
 
 _TORCH, _NUMPY = ("pt", "torch", "pytorch"), ("np", "numpy")
 

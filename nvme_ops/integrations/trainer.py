@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
-from nvme_ops.keywords import require_switches
+from nvme_ops.io.arguments import require_switches
 from nvme_ops.offload.activations.save_on_nvme import save_on_nvme
 from nvme_ops.offload.optimizer.nvme_optimizer import MIN_BUDGET, NvmeOptimizer, require_elementwise
 from nvme_ops.storage.session import Session
-from nvme_ops.text import bytes_of, never_raising, size_words
 
 Path = str | os.PathLike[str]
 

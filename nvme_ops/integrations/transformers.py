@@ -24,10 +24,10 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.patches import Patch
 from nvme_ops.checkpoint.api import save
 from nvme_ops.integrations.safetensors import safe_open
 from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer
-from nvme_ops.patches import Patch
 
 _MODULE = "transformers.modeling_utils"
 

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nvme_ops import __version__
+from nvme_ops.base.command_line import command_line, count, listed, positive, say, size
+from nvme_ops.base.settings import Settings
 from nvme_ops.measure.engines import ENGINES
 from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
-from nvme_ops.settings import Settings
-from nvme_ops.text import command_line, count, listed, positive, say, size
 
 _SWEPT = ", ".join(SWEPT).replace("_", "-")
 

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import nvme_ops
+from nvme_ops.base.settings import Settings
 from nvme_ops.measure import files, fio, stop
 from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable, WrongData, timed
-from nvme_ops.settings import Settings
 
 if TYPE_CHECKING:
     import torch
@@ -405,7 +405,7 @@ def read_gdsio(status: int, output: str) -> Sample:
 
 def _python(task: Task, name: str, _: Settings) -> Row:
     """Returns the row of ``ndarray.tofile``, or of ``readinto``; GPU memory goes through an ordinary tensor."""
-    from nvme_ops.tensors import bytes_of
+    from nvme_ops.io.tensors import bytes_of
 
     if task.write:
         try:

@@ -19,20 +19,21 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import nvme_ops
-from nvme_ops.limits import free_memory
+from nvme_ops.base.command_line import command_line, say, show, size
+from nvme_ops.base.energy import Meter
+from nvme_ops.base.limits import free_memory
+from nvme_ops.base.progress import progress_bar
+from nvme_ops.base.text import GIB, MIB, size_words, terminal_width
+from nvme_ops.filesystem.device import MEMORY, NETWORK, devices_under, mount_of
 from nvme_ops.measure import files, fio, machine
-from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import Task, unavailable
 from nvme_ops.measure.judge import EMPTY, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.measure.rows import Row, Spread, interleave, metered, spread, timed
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Table, as_text, with_range
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.progress import progress_bar
 from nvme_ops.report import kernel
 from nvme_ops.report.result import Status
-from nvme_ops.storage.device import MEMORY, NETWORK, devices_under, mount_of
-from nvme_ops.text import GIB, MIB, command_line, say, show, size, size_words, terminal_width
 
 if TYPE_CHECKING:
     import torch

@@ -11,9 +11,9 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from nvme_ops._native import native
-from nvme_ops.progress import byte_bar
-from nvme_ops.text import MIB, size_words
+from nvme_ops.base.native import native
+from nvme_ops.base.progress import byte_bar
+from nvme_ops.base.text import MIB, size_words
 
 if TYPE_CHECKING:
     import torch
@@ -43,7 +43,7 @@ def make_file(path: str, size: int) -> None:
     """Fills ``path`` with ``size`` random bytes that no device can compress, all written to the device."""
     import torch
 
-    from nvme_ops.tensors import bytes_of
+    from nvme_ops.io.tensors import bytes_of
 
     piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
     content = bytes_of(piece)
@@ -102,7 +102,7 @@ def checksum(path: str) -> int:
 
 def tensor_checksum(tensor: torch.Tensor) -> int:
     """Returns the digest of a tensor's bytes, on any device: that of a file with the same content."""
-    from nvme_ops.tensors import bytes_of
+    from nvme_ops.io.tensors import bytes_of
 
     return zlib.crc32(bytes_of(tensor.cpu()))
 

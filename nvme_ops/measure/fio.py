@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nvme_ops.base.text import MIB
 from nvme_ops.measure import stop
 from nvme_ops.measure.rows import PERCENTILES, BlockTimes, Row, Sample, Unavailable
-from nvme_ops.text import MIB
 
 _PAGE = 4096
 

@@ -15,9 +15,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from nvme_ops.base.text import rate_words
 from nvme_ops.measure import fio
 from nvme_ops.measure.rows import noise, noise_of_median
-from nvme_ops.text import rate_words
 
 # The rows' displayed names
 FIO = fio.NAME

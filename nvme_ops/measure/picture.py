@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nvme_ops.text import rounded
+from nvme_ops.base.text import rounded
 
 DRAWN = ("GB/s", "tokens/s", "samples/s")  # units of tables that are in a picture
 # How rows of this package begin; "dataset" is its SampleStore behind torch's DataLoader

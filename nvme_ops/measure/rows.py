@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
-from nvme_ops.measure.energy import Meter, used
+from nvme_ops.base.energy import Meter, used
+from nvme_ops.base.text import GIB
 from nvme_ops.measure.files import cached_share
-from nvme_ops.text import GIB
 
 Item = TypeVar("Item")
 

@@ -13,8 +13,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from nvme_ops.base.energy import Meter
+from nvme_ops.base.progress import Step, progress_bar
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import GIB, MIB, rounded, share_words, size_words
 from nvme_ops.measure import files, fio, machine
-from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import ENGINES, Contender, Task, make_rows
 from nvme_ops.measure.remote import Remote, joint_row
 from nvme_ops.measure.rows import (
@@ -30,9 +33,6 @@ from nvme_ops.measure.rows import (
 )
 from nvme_ops.measure.scratch import scratch_folder, sweep
 from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Cells, Table, as_json, as_text, cells_text, used_columns
-from nvme_ops.progress import Step, progress_bar
-from nvme_ops.settings import Settings
-from nvme_ops.text import GIB, MIB, rounded, share_words, size_words
 
 _SMALLER = "--io-size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")

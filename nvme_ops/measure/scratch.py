@@ -21,11 +21,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nvme_ops.filesystem.device import mount_of
+from nvme_ops.filesystem.files import boot_id
 from nvme_ops.measure import stop
 from nvme_ops.measure.files import NotUsable, require_space
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.storage.device import mount_of
-from nvme_ops.storage.files import boot_id
 
 _PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
 _NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")

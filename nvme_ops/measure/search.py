@@ -20,15 +20,16 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+from nvme_ops.base.command_line import positive, size
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import KIB, MIB
 from nvme_ops.measure.files import cached_share, handles_read_the_cache, make_cold, sync
 from nvme_ops.measure.rows import in_turn, noise, noise_of_median
-from nvme_ops.settings import Settings
-from nvme_ops.text import KIB, MIB, positive, size
 
 if TYPE_CHECKING:
     import torch
 
-    from nvme_ops.handle import aio_handle
+    from nvme_ops.io.handle import aio_handle
 
 #: Bytes per second of one pass, by direction: "read", "write".
 Rates: TypeAlias = Mapping[str, float]

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from multiprocessing import connection
 from types import FrameType
 
+from nvme_ops.base.command_line import Main, command, say
 from nvme_ops.measure.files import NotUsable
-from nvme_ops.text import Main, command, say
 
 #: A lost terminal, a request to end, Ctrl-\.
 SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGQUIT)

@@ -11,10 +11,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from nvme_ops.measure.energy import total
+from nvme_ops.base.command_line import check_output, say, show
+from nvme_ops.base.energy import total
+from nvme_ops.base.text import GIB, columns_text, rounded, share_words, size_words
 from nvme_ops.measure.picture import DRAWN, plot
 from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
-from nvme_ops.text import GIB, check_output, columns_text, rounded, say, share_words, show, size_words
 
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}

@@ -21,15 +21,16 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import nvme_ops
 from nvme_ops import __version__
+from nvme_ops.base.command_line import command_line, positive, say, size
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import MIB, columns_text, share_words, size_words
+from nvme_ops.filesystem.device import Identity, identify
+from nvme_ops.io.tuning import store
 from nvme_ops.measure import search
 from nvme_ops.measure.files import NotUsable, filled
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
-from nvme_ops.settings import Settings
-from nvme_ops.storage.device import Identity, identify
-from nvme_ops.text import MIB, columns_text, command_line, positive, say, share_words, size, size_words
-from nvme_ops.tuning import store
 
 if TYPE_CHECKING:
     import torch

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from nvme_ops.locks import forkable_lock
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Held, Pool
-from nvme_ops.settings import PAGE
 
 
 class Arena:

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.future import InFlight
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.settings import PIECE
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import InFlight
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import checksum_of, checksums_of, copy_bytes, cut, empty, is_plain, is_plain_on_host
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.settings import PIECE
-from nvme_ops.tensors import checksum_of, checksums_of, copy_bytes, cut, empty, is_plain, is_plain_on_host
 
 CHECKSUM = "crc32c"
 

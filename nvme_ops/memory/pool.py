@@ -17,11 +17,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.errors import DeadlockError
-from nvme_ops.settings import PAGE
-from nvme_ops.tensors import pool_buffer
-from nvme_ops.text import bytes_of, never_raising, size_words
+from nvme_ops.base.errors import DeadlockError
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import bytes_of, never_raising, size_words
+from nvme_ops.io.tensors import pool_buffer
 
 T = TypeVar("T")
 

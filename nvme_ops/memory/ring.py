@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.settings import ALIGNMENT, LARGE, PAGE, PIECE, RING_DEPTH
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import copy_bytes, empty
 from nvme_ops.memory.pool import Lease, Pool, can_pin
-from nvme_ops.settings import ALIGNMENT, LARGE, PAGE, PIECE, RING_DEPTH
-from nvme_ops.tensors import copy_bytes, empty
 
 if TYPE_CHECKING:
-    from nvme_ops.handle import FileName
+    from nvme_ops.io.arguments import FileName
 
 
 _Item = TypeVar("_Item")

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.lazy import attribute
+from nvme_ops.base.lazy_names import attribute
 
 if TYPE_CHECKING:
     from nvme_ops.offload.activations.save_on_nvme import save_on_nvme as save_on_nvme

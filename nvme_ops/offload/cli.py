@@ -14,24 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from nvme_ops import __version__
-from nvme_ops.measure.energy import Meter, total, used
-from nvme_ops.progress import progress_bar
-from nvme_ops.text import (
-    command,
-    command_line,
-    fitted,
-    in_flags,
-    positive,
-    printable,
-    rate_words,
-    rounded,
-    say,
-    seconds_words,
-    share_words,
-    show,
-    size_words,
-)
-from nvme_ops.text import size as size_argument
+from nvme_ops.base.command_line import command, command_line, in_flags, positive, say, show
+from nvme_ops.base.command_line import size as size_argument
+from nvme_ops.base.energy import Meter, total, used
+from nvme_ops.base.progress import progress_bar
+from nvme_ops.base.text import fitted, printable, rate_words, rounded, seconds_words, share_words, size_words
 
 if TYPE_CHECKING:
     import torch

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.locks import forkable_lock
+from nvme_ops.base.locks import forkable_lock
 from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Held, Pool
 

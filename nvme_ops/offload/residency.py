@@ -19,12 +19,12 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Priority
-from nvme_ops.future import IoFuture
-from nvme_ops.locks import forkable_lock
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.native import native
+from nvme_ops.base.text import Counts
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.device_memory import Memory, current_stream
-from nvme_ops.text import Counts
 
 _POLL = 0.2  # seconds to wait for a transfer to end before looking again
 

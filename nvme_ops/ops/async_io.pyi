@@ -1,17 +1,16 @@
-"""The native module ``async_io``: the engine, and the names of ``nvme_ops.handle``."""
+"""The native module ``async_io``: the engine, and the names of ``nvme_ops.io.handle``."""
 
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
 import torch
 
-from nvme_ops.file import File
-from nvme_ops.future import IoFuture as IoFuture
-from nvme_ops.handle import aio_handle as aio_handle
-from nvme_ops.handle import aio_read as aio_read
-from nvme_ops.handle import aio_write as aio_write
-from nvme_ops.handle import deepspeed_memcpy as deepspeed_memcpy
+from nvme_ops.io.arguments import FileName
+from nvme_ops.io.future import IoFuture as IoFuture
+from nvme_ops.io.handle import aio_handle as aio_handle
+from nvme_ops.io.handle import aio_read as aio_read
+from nvme_ops.io.handle import aio_write as aio_write
+from nvme_ops.io.handle import deepspeed_memcpy as deepspeed_memcpy
 
 @final
 class OpenFile:
@@ -20,8 +19,6 @@ class OpenFile:
     def __new__(cls, fd: int, padded: bool = False, /) -> OpenFile: ...
     def close(self) -> None: ...
     def fileno(self) -> int: ...
-
-_File = str | bytes | os.PathLike[str] | os.PathLike[bytes] | int | File | OpenFile
 
 @final
 class Operation:
@@ -81,7 +78,7 @@ class Engine:
         self,
         op: int,
         memory: object,
-        file: _File,
+        file: FileName,
         offset: int | None,
         validate: bool,
         all_lanes: bool = False,
@@ -94,7 +91,7 @@ class Engine:
         self,
         op: int,
         memory: object,
-        file: _File,
+        file: FileName,
         offset: int | None,
         validate: bool,
         all_lanes: bool = False,
@@ -108,7 +105,7 @@ class Engine:
         self,
         op: int,
         memories: Sequence[object] | torch.Tensor,
-        files: _File | Sequence[_File],
+        files: FileName | Sequence[FileName],
         offsets: Sequence[int] | None,
         priority: int = 0,
         pending: set[Operation] | None = None,

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
-from nvme_ops.future import IoFuture
+from nvme_ops.io.future import IoFuture
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation

@@ -21,16 +21,15 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import FormatError, naming
-from nvme_ops.future import IoFuture
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import boot_id, sync
-from nvme_ops.storage.publication import replacing
+from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import parse_json
+from nvme_ops.filesystem.files import boot_id, read_whole, sync, write_whole
+from nvme_ops.filesystem.publication import replacing
+from nvme_ops.io.future import IoFuture
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import Extent
 from nvme_ops.storage.striped import Piece
-from nvme_ops.text import parse_json
-from nvme_ops.whole import read_whole, write_whole
 
 
 @dataclass(eq=False, slots=True)

@@ -20,28 +20,28 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops import at_exit
-from nvme_ops.closing import Closing
-from nvme_ops.errors import naming, paths_of
-from nvme_ops.keywords import require_switches
-from nvme_ops.locks import forkable_lock
-from nvme_ops.ranks import expanded
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import (
+from nvme_ops.base import at_exit
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.errors import naming, paths_of
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.ranks import expanded
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import never_raising, parse_json
+from nvme_ops.filesystem.files import (
     allocate,
     boot_id,
     is_at,
     machine_id,
     make_last_folder,
+    read_whole,
     sync,
     sync_folder,
     try_lock,
     unlink,
     unlock_and_close,
 )
-from nvme_ops.storage.publication import remove_litter
-from nvme_ops.text import never_raising, parse_json
-from nvme_ops.whole import read_whole
+from nvme_ops.filesystem.publication import remove_litter
+from nvme_ops.io.arguments import require_switches
 
 OWNER = "owner"
 _UNNAMED = "unnamed"  # the name of a file until it has none

@@ -11,10 +11,10 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nvme_ops.base.settings import PAGE, SLAB_STEP
+from nvme_ops.base.text import size_words
+from nvme_ops.filesystem.files import allocate, fallocate
 from nvme_ops.memory.holes import Holes
-from nvme_ops.settings import PAGE, SLAB_STEP
-from nvme_ops.storage.files import allocate, fallocate
-from nvme_ops.text import size_words
 
 #: Errors for a file that cannot grow: the disk is full, the quota is used up, the file size limit is reached.
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_ops.closing import Closing
-from nvme_ops.engine import Priority
-from nvme_ops.file import handle_of
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.text import counted, never_raising, size_words
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
-from nvme_ops.text import counted, never_raising, size_words
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import Operation

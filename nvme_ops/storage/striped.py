@@ -13,17 +13,17 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Op, Priority, engine_of
-from nvme_ops.errors import ChecksumError
-from nvme_ops.future import InFlight, IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.errors import ChecksumError
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE, STRIPE
+from nvme_ops.filesystem.files import sync
+from nvme_ops.io.engine import Op, Priority, engine_of
+from nvme_ops.io.future import InFlight, IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import dense_bytes, empty
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.settings import PAGE, STRIPE
-from nvme_ops.storage.files import sync
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM, Extent, Slab, share
-from nvme_ops.tensors import dense_bytes, empty
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile, Operation

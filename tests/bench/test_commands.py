@@ -21,6 +21,8 @@ import torch
 import nvme_ops
 import nvme_ops.measure.run as run_module
 from benchmarks import command as benchmarks
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import GIB, KIB, MIB
 from nvme_ops.measure import bench, engines, explain, files, stop, tune
 from nvme_ops.measure.bench import Workplace
 from nvme_ops.measure.engines import ENGINES, BenchEngine, Task, tensor_row
@@ -29,8 +31,6 @@ from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable
 from nvme_ops.measure.run import BenchResult, contenders
 from nvme_ops.measure.tables import ALONE, Table
 from nvme_ops.measure.workload import cli
-from nvme_ops.settings import Settings
-from nvme_ops.text import GIB, KIB, MIB
 from tests import prepared
 from tests.conftest import refusal
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.measure.energy import Meter, total, used
+from nvme_ops.base.energy import Meter, total, used
 
 RANGE = 262_143_328_850  # microjoules, of a real processor
 

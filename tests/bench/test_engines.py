@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import GIB, KIB, MIB
 from nvme_ops.measure import bench, engines, files, fio
 from nvme_ops.measure.engines import ENGINES, Contender, Task, _over_files, make_row
 from nvme_ops.measure.rows import PERCENTILES, Row, Sample, interleave
 from nvme_ops.measure.run import run
-from nvme_ops.settings import Settings
-from nvme_ops.text import GIB, KIB, MIB
 from tests.conftest import contents, watched
 from tests.made_up import executable
 

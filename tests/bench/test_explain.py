@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.base.text import MIB
+from nvme_ops.filesystem import device
 from nvme_ops.measure import bench, explain, files
 from nvme_ops.measure.judge import EMPTY, FIO, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.storage import device
-from nvme_ops.text import MIB
 from tests.conftest import give_up_root, in_child, open_to_all, watched
 
 # Judgements: rates in GB/s, 2 unless said

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
+from nvme_ops.base.energy import Meter
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import GIB, MIB
 from nvme_ops.measure import files, rows, tables
-from nvme_ops.measure.energy import Meter
 from nvme_ops.measure.engines import Contender, Task, make_row
 from nvme_ops.measure.remote import combined
 from nvme_ops.measure.rows import Row, Sample, Spread, Unavailable, WrongData, cached_share_of, interleave, timed
-from nvme_ops.settings import Settings
-from nvme_ops.text import GIB, MIB
 
 GB = 10**9
 

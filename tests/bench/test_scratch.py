@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from nvme_ops.filesystem.files import boot_id
 from nvme_ops.measure import files, fio, scratch
 from nvme_ops.measure.fio import huge_pages
 from nvme_ops.measure.scratch import scratch_folder, sweep
-from nvme_ops.storage.files import boot_id
 from tests.conftest import give_up_root, in_child, in_threads, open_to_all
 
 NAME = "nvme_ops-bench-0123456789abcdef"

@@ -14,12 +14,12 @@ import torch
 
 from benchmarks import gpu_io
 from benchmarks.gpu_io import GpuWork
+from nvme_ops.base.text import MIB
 from nvme_ops.measure import files
 from nvme_ops.measure.engines import path_words
 from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
-from nvme_ops.text import MIB
 from tests.conftest import run_python
 from tests.doubles import FakeCuFile, PrivateDevice
 

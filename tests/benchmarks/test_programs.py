@@ -15,11 +15,11 @@ import torch
 
 import nvme_ops
 from benchmarks import activations, adaptive, cgroups, checkpoint, command, inference, raw_io, training
+from nvme_ops.base.text import MIB
 from nvme_ops.measure import files
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
-from nvme_ops.op_builder.finished import default_root
-from nvme_ops.text import MIB
+from nvme_ops.op_builder.trust import default_root
 from tests import prepared
 
 ROOT = Path(__file__).parents[2]

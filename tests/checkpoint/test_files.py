@@ -23,14 +23,14 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
+from nvme_ops.base.errors import FormatError
+from nvme_ops.checkpoint.cli import main
+from nvme_ops.checkpoint.contents import contents
+from nvme_ops.checkpoint.convert import convert
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.dcp import NvmeStorageWriter
-from nvme_ops.errors import FormatError
-from nvme_ops.inspection.cli import main
-from nvme_ops.inspection.contents import contents
-from nvme_ops.inspection.convert import convert
-from nvme_ops.storage import files, publication
-from nvme_ops.storage.files import Lock
+from nvme_ops.filesystem import files, publication
+from nvme_ops.filesystem.files import Lock
 from tests.conftest import forked, give_up_root, in_child, in_threads, killed_in, open_to_all, watched
 from tests.crashing_save import (
     NEW,

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import nvme_ops
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from nvme_ops.formats import safetensors_format as layout
 
 safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed: pip install safetensors")

@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
+from nvme_ops.base.errors import FormatError
+from nvme_ops.checkpoint import convert as converter
+from nvme_ops.checkpoint.cli import main
+from nvme_ops.checkpoint.contents import contents
+from nvme_ops.checkpoint.convert import convert
+from nvme_ops.checkpoint.dcp.tensors import _Chunk, _joined
 from nvme_ops.dcp import NvmeStorageWriter
-from nvme_ops.errors import FormatError
-from nvme_ops.file import shared_handle
-from nvme_ops.inspection import convert as converter
-from nvme_ops.inspection.cli import main
-from nvme_ops.inspection.contents import contents
-from nvme_ops.inspection.convert import convert
-from nvme_ops.inspection.dcp_tensors import _Chunk, _joined
+from nvme_ops.io.file import shared_handle
 from nvme_ops.offload.order import Order
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.window import read_now

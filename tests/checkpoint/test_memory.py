@@ -12,7 +12,7 @@ import torch
 
 import nvme_ops
 from nvme_ops.checkpoint import background
-from nvme_ops.inspection.convert import convert
+from nvme_ops.checkpoint.convert import convert
 from tests.conftest import MIB, in_child
 from tests.doubles import private_device
 

@@ -20,13 +20,13 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.inspection import contents
-from nvme_ops.inspection import convert as converter
-from nvme_ops.inspection.cli import main
-from nvme_ops.inspection.convert import convert
+from nvme_ops.checkpoint import contents
+from nvme_ops.checkpoint import convert as converter
+from nvme_ops.checkpoint.cli import main
+from nvme_ops.checkpoint.convert import convert
+from nvme_ops.filesystem import files, publication
+from nvme_ops.filesystem.files import Lock
 from nvme_ops.integrations.safetensors import safe_open
-from nvme_ops.storage import files, publication
-from nvme_ops.storage.files import Lock
 from tests.conftest import killed_in
 from tests.crashing_save import Hooked, number_in, numbered
 

@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.formats.safetensors_format import DTYPES
-from nvme_ops.inspection.contents import contents, damaged
 from tests import conftest
 from tests.conftest import REPOSITORY, pattern
 

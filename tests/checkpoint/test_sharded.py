@@ -14,10 +14,10 @@ import safetensors.torch as their
 import torch
 
 import nvme_ops
+from nvme_ops.base.errors import ChecksumError, FormatError
 from nvme_ops.checkpoint import safetensors_file, sharded
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.formats import safetensors_format, sharded_index
-from nvme_ops.inspection.contents import contents, damaged
 from tests.conftest import pattern
 from tests.contract.faulty import flip
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.errors import FormatError, UnsafeError
+from nvme_ops.base.native import native
 from nvme_ops.checkpoint import torch_load, torch_save
-from nvme_ops.errors import FormatError, UnsafeError
+from nvme_ops.checkpoint.contents import compare, contents, damaged
+from nvme_ops.checkpoint.request import SaveOptions
+from nvme_ops.filesystem.publication import opened as opened_for_reading
 from nvme_ops.formats import torch_pickle, torch_zip
 from nvme_ops.formats.pickle_protocol import in_protocol_2
 from nvme_ops.formats.pickle_scan import scan
-from nvme_ops.inspection.contents import compare, contents, damaged
-from nvme_ops.storage.publication import opened as opened_for_reading
 from tests.checkpoint.torch_files import (
     OBJECTS,
     Evil,
@@ -175,7 +176,7 @@ def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
 
 def test_storages_beyond_four_gibibytes(folder: Path) -> None:
     obj = {"huge": torch.empty(5 * GIB, dtype=torch.uint8), "after": pattern(MIB)}  # the first is never touched
-    records, end = torch_save.plan(obj, checksums=True, metadata=None).records()
+    records, end = torch_save.plan(obj, SaveOptions()).records()
     with (folder / "a.pt").open("w+b") as file:  # with a hole
         small = [record for record in records if record.size <= MIB]
         torch_save.write(nvme_ops.aio_handle(), file.fileno(), small, True)

@@ -16,9 +16,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import nvme_ops
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.checkpoint.torch_file import UnsafeError
-from nvme_ops.errors import ChecksumError, FormatError
-from nvme_ops.inspection.contents import contents, damaged
 from tests.checkpoint.torch_files import (
     CRC,
     HEADER,

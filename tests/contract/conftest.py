@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.contract.adapters import Capability
 from tests.contract.suite import ADAPTERS, NEEDS
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.engine import Op
+from nvme_ops.io.engine import Op
 
 
 def eio(path: str = "the device") -> OSError:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 from torch.distributed.checkpoint import CheckpointException
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.contract import adapters, adapters_offload
 from tests.contract.adapters import Capability
 

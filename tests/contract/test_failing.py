@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.checkpoint import CheckpointException
 
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.base.errors import ChecksumError, FormatError
 from tests.conftest import KIB, MIB, file_system, limited
 from tests.contract.adapters import Capability, SaveAsync, WrongResultError
 from tests.contract.faulty import Faulty, failing_calls, flip

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import MIB, in_child
 from tests.contract.suite import ADAPTERS, NEEDS, judge
 from tests.contract.test_refused import PART, PARTS, write_parts

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import MIB, in_child
 from tests.contract.adapters import WrongResultError
 from tests.contract.suite import ADAPTERS, NEEDS, judge

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nvme_ops.data import SampleWriter
-from nvme_ops.tensors import checksums_of
+from nvme_ops.io.tensors import checksums_of
 from tests.conftest import pattern
 
 COLUMNS: dict[str, Any] = {"image": bytes, "label": torch.int64, "name": str}

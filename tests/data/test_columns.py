@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.data.columns import Columns
-from nvme_ops.errors import FormatError
 
 numpy = pytest.importorskip("numpy")
 

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.base.errors import FormatError, UnsafeError
 from nvme_ops.data import Loader, SampleStore, mds, webdataset
 from nvme_ops.data.cli import main
-from nvme_ops.errors import FormatError, UnsafeError
-from nvme_ops.storage.publication import FileState
-from nvme_ops.tensors import bytes_of
+from nvme_ops.filesystem.publication import FileState
+from nvme_ops.io.tensors import bytes_of
 from tests.conftest import give_up_root, in_child, open_to_all, pattern
 from tests.data.samples import add, same_mds, same_tar, shard, tar_sample, write_index, write_mds, write_tar
 

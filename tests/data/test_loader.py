@@ -18,7 +18,7 @@ from nvme_ops import aio_handle
 from nvme_ops.data import Loader, SampleStore, SampleWriter
 from nvme_ops.data import loader as module
 from nvme_ops.data.order import EpochOrder, Shuffle
-from nvme_ops.engine import Priority
+from nvme_ops.io.engine import Priority
 from tests.conftest import KIB, MIB, in_child, watched
 from tests.data.samples import fixed, is_sample, sample, write, write_fixed
 

@@ -23,10 +23,10 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.data import AsyncLog, log_file
 from nvme_ops.data.log_file import Segment, segments
-from nvme_ops.errors import FormatError
-from nvme_ops.tensors import checksums_of
+from nvme_ops.io.tensors import checksums_of
 from tests.conftest import give_up_root, in_child, in_threads, open_to_all, watched
 from tests.contract.faulty import flip
 

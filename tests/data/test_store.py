@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
+from nvme_ops.base.errors import ChecksumError, FormatError
 from nvme_ops.data import Loader, SampleStats, SampleStore, SampleWriter, formats
 from nvme_ops.data import store as store_module
 from nvme_ops.data.index import NAME, SampleIndex, read_index, write_index
-from nvme_ops.errors import ChecksumError, FormatError
 from tests.conftest import MIB, in_child, pattern
 from tests.contract.faulty import flip
 from tests.data.samples import (

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.data import SampleStore, SampleWriter, writer
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, read_index, write_index
-from nvme_ops.errors import FormatError
-from nvme_ops.storage.files import LOCK_SUFFIX
+from nvme_ops.filesystem.files import LOCK_SUFFIX
 from tests.conftest import MIB, in_child, in_threads, limited, run_python
 from tests.data.samples import data_files
 

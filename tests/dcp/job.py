@@ -20,8 +20,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from nvme_ops.base.errors import ChecksumError
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
-from nvme_ops.errors import ChecksumError
 from tests.contract.faulty import flip
 
 MIB = 1 << 20

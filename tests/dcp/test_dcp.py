@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
 from nvme_ops import aio_handle
+from nvme_ops.checkpoint.cli import main
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter, use_by_default
-from nvme_ops.inspection.cli import main
 from tests.checkpoint.torch_files import storable
 from tests.conftest import MIB, in_child, run_python
 from tests.dcp.job import reference

@@ -20,11 +20,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import Metadata
 
 from nvme_ops import aio_handle
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.checkpoint.contents import contents
 from nvme_ops.checkpoint.dcp import folder as dcp_folder
 from nvme_ops.checkpoint.dcp.folder import Reading
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
-from nvme_ops.errors import ChecksumError, FormatError
-from nvme_ops.inspection.contents import contents
 from tests.conftest import MIB
 from tests.contract.faulty import flip
 from tests.dcp.states import equal, files, load, save, state, why, why_of

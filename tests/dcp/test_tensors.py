@@ -18,12 +18,12 @@ from hypothesis import given, settings
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import reader as reading
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
-from nvme_ops.errors import ChecksumError, FormatError
 from nvme_ops.memory.ring import Ring
-from nvme_ops.settings import PAGE
 from tests.contract.faulty import flip
 from tests.dcp.states import equal, why_of
 

@@ -16,7 +16,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.gds import gds_handle
+from nvme_ops.io.gds import gds_handle
 from tests.conftest import MIB, contents, limited, run_python
 from tests.doubles import FakeCuFile, Function, PrivateDevice
 

@@ -14,13 +14,13 @@ import torch
 
 import nvme_ops
 from nvme_ops.data import Loader
+from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import safetensors_format as layout
+from nvme_ops.io.tensors import DEVICE_ALIGNMENT
 from nvme_ops.measure.files import cached_share
 from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window
-from nvme_ops.storage.publication import open_to_read
-from nvme_ops.tensors import DEVICE_ALIGNMENT
 from tests.conftest import MIB, pattern, store
 from tests.data.samples import sample, write
 from tests.device.kinds import Device, in_own_process

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.gds import gds_handle
+from nvme_ops.io.gds import gds_handle
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import GPUS, PAGE, Device, code_of_refusal, on_kinds, sample, still_works
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.op_builder import finished, jit, machine
 from nvme_ops.op_builder.recipe import Recipe, headers
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.op_builder import GDSBuilder, machine
 from tests.conftest import in_child
 from tests.doubles import NVIDIA_FS, FakeCuFile, PrivateDevice, build, private_device

@@ -149,7 +149,7 @@ def mutated(format: Format, originals: dict[str, bytes], draw: random.Random) ->
 
 def serve(which: str, seed: int, start: int, stop: int, folder: Path) -> None:
     """Reads the changed files from ``start`` to ``stop``; prints a line for each finding and one at the end."""
-    from nvme_ops.errors import FormatError
+    from nvme_ops.base.errors import FormatError
     from tests.faults.hostile_formats import FORMATS
 
     warnings.simplefilter("ignore")

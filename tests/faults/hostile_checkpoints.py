@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 import nvme_ops
-from nvme_ops.errors import MissingTensorError
-from nvme_ops.inspection.contents import contents, damaged
+from nvme_ops.base.errors import MissingTensorError
+from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.integrations.safetensors import safe_open
 from tests.faults.hostile import NUMBERS, at_random, changed_json, edited, text_of
 

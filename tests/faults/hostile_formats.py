@@ -13,15 +13,15 @@ from pathlib import Path
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.convert import open_source
 from nvme_ops.data.writer import settle_abandoned
+from nvme_ops.filesystem.device import Identity
+from nvme_ops.io.tensors import checksums_of
+from nvme_ops.io.tuning import store as tuning_store
+from nvme_ops.io.tuning.dictionary import SECTION, Dictionary
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.storage.device import Identity
-from nvme_ops.tensors import checksums_of
-from nvme_ops.tuning import store as tuning_store
-from nvme_ops.tuning.dictionary import SECTION, Dictionary
 from tests.data.samples import index_of, index_parts, write_mds, write_tar
 from tests.faults import hostile_checkpoints as checkpoints
 from tests.faults.hostile import NUMBERS, Format, at_random, changed_json, edited, text_of
@@ -195,7 +195,7 @@ DEVICE = Identity(("made up",), "ext4", "1", "6.1", 8, "cpu", "io_uring")
 def write_tuned(folder: Path) -> None:
     native()
     os.environ["XDG_CACHE_HOME"] = str(folder)  # the op, which is cached there, is loaded
-    tuning_store.keep(DEVICE, nvme_ops.settings.Settings(), {"seconds": 1.0, "complete": True})
+    tuning_store.keep(DEVICE, nvme_ops.base.settings.Settings(), {"seconds": 1.0, "complete": True})
 
 
 def read_tuned(_: Path) -> None:

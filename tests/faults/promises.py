@@ -23,16 +23,16 @@ import torch.distributed as dist
 
 import nvme_ops
 from nvme_ops import dcp
+from nvme_ops.base.settings import Settings
 from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.data.cli import main as nvme_data
+from nvme_ops.filesystem.device import Identity
+from nvme_ops.io.tuning import dictionary
+from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.op_builder import finished, jit
 from nvme_ops.op_builder.recipe import Recipe
-from nvme_ops.settings import Settings
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.storage.device import Identity
-from nvme_ops.tuning import dictionary
-from nvme_ops.tuning import store as tuning_store
 from tests.contract import adapters
 from tests.contract.adapters import SHAPE, Capability, require, same, tensors
 from tests.faults import promises_keep

@@ -41,7 +41,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.contract.adapters import Capability, WrongResultError
 from tests.contract.suite import ADAPTERS, NEEDS, SLACK, cause_of, files, forget_pages, judge, settled
 from tests.faults.disk import MAKE, Crashes, Disk, end_with_parent, missing, sync, writeback

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import nvme_ops
+from nvme_ops.base.errors import FormatError
+from nvme_ops.checkpoint.contents import contents
 from nvme_ops.data import SampleStore
-from nvme_ops.errors import FormatError
-from nvme_ops.inspection.contents import contents
 from nvme_ops.storage import Session
 from tests.conftest import MIB, in_child, run_python
 from tests.data.samples import index_of
@@ -157,7 +157,7 @@ def test_what_a_terminal_acts_on_is_escaped(tmp_path: Path) -> None:
         contents(tmp_path / f"{name}.pt")
     assert "\x1b" not in str(caught.value)
     for path in ("a.safetensors", f"{name}.pt"):
-        program = "import sys; from nvme_ops.inspection.cli import main; main(['info', sys.argv[1]])"
+        program = "import sys; from nvme_ops.checkpoint.cli import main; main(['info', sys.argv[1]])"
         done = run_python(program, tmp_path / path)
         assert r"a\x1b[31m\u202e" in done.stdout + done.stderr
         assert not {"\x1b", "\u202e", "\x07"} & set(done.stdout + done.stderr)
@@ -167,7 +167,7 @@ def test_what_a_terminal_acts_on_is_escaped(tmp_path: Path) -> None:
     ("module", "words", "unbuffered"),
     [
         ("report.cli", [], ""),
-        ("inspection.cli", ["info", "a.safetensors"], "1"),
+        ("checkpoint.cli", ["info", "a.safetensors"], "1"),
     ],
 )
 def test_standard_output_that_is_full(module: str, words: list[str], unbuffered: str, tmp_path: Path) -> None:

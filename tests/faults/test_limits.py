@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import (
     GIB,
     KIB,

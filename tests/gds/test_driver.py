@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.gds import gds_handle
+from nvme_ops.io.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
 from tests.conftest import MIB, contents, in_child, pattern, run_python, store
 from tests.device.kinds import Doubles, round_trip, sample
@@ -239,7 +239,7 @@ def look():
     print("closed", cufile.calls(Function.DRIVER_CLOSE), os.listdir())
 atexit.register(look)  # before the op is loaded: runs after the op's own
 from nvme_ops import aio_handle
-from nvme_ops.gds import gds_handle
+from nvme_ops.io.gds import gds_handle
 device = private_device()
 """
 

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.gds import gds_handle
-from nvme_ops.tuning import dictionary
+from nvme_ops.io.gds import gds_handle
+from nvme_ops.io.tuning import dictionary
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import Doubles, round_trip, sample
 from tests.doubles import OLD, PEER_TO_PEER, FakeCuFile, Function, held

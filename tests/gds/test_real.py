@@ -18,7 +18,7 @@ PROGRAM = """
     import sys, torch
     from pathlib import Path
     from tests.doubles import private_device
-    from nvme_ops.gds import gds_handle
+    from nvme_ops.io.gds import gds_handle
     from nvme_ops.op_builder import GDSBuilder
 
     GDSBuilder().load()  # the handle compiles nothing where there is no GPU

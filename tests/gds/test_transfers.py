@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.gds import gds_handle
+from nvme_ops.io.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
 from tests.conftest import MIB, contents, in_threads, store
 from tests.device.kinds import Doubles, sample, still_works

@@ -17,13 +17,13 @@ import torch
 
 import nvme_ops
 from nvme_ops import dcp
+from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.data import AsyncLog, SampleWriter
+from nvme_ops.filesystem.device import Identity
+from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.offload import NvmeOptimizer
-from nvme_ops.settings import PAGE, Settings
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.storage.device import Identity
 from nvme_ops.storage.slab import Slab
-from nvme_ops.tuning import store as tuning_store
 
 IDENTITY = Identity(("nvme made up 0001 1 GB",), "ext4", "f00d", "6.1", 4, "cpu", "io_uring")
 SETTINGS = Settings(queue_depth=48)

@@ -13,10 +13,10 @@ import torch
 
 import nvme_ops
 from nvme_ops import dcp
+from nvme_ops.base.errors import FormatError
 from nvme_ops.data import AsyncLog, SampleStore
-from nvme_ops.errors import FormatError
+from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.storage import Session, TensorStore
-from nvme_ops.tuning import store as tuning_store
 from tests.golden import make
 
 HERE = Path(__file__).parent

@@ -15,9 +15,9 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle, gds_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
+from nvme_ops.io.pin_memory import pin_handle
 from nvme_ops.op_builder import AsyncIOBuilder
-from nvme_ops.pin_memory import pin_handle
 from tests.conftest import BACKENDS, HandleFactory, contents, pattern, store
 
 SIZE = 100_003  # a multiple of nothing

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import in_child, round_trip, run_python
 from tests.restrictions import IO_SETUP, IO_URING_SETUP, forbid
 
@@ -46,7 +46,7 @@ def test_io_uring_forbidden_by_seccomp(folder: Path, error: int) -> None:
     from pathlib import Path
     import pytest, nvme_ops
     from tests.conftest import round_trip
-    from nvme_ops._native import native
+    from nvme_ops.base.native import native
     from tests.handle.test_environment import forbid
     if not forbid({IO_URING_SETUP}, {error}):
         sys.exit("no seccomp")
@@ -102,7 +102,7 @@ def test_aio_contexts_used_up(folder: Path) -> None:
     in_child(starved)
     program = """
     import pytest, nvme_ops
-    from nvme_ops._native import native
+    from nvme_ops.base.native import native
     from tests.handle.test_environment import use_up_aio
     contexts = use_up_aio()  # before the probe
     reason = native().backends()["libaio"]

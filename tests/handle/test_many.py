@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import MIB, contents, pattern, store
 
 SIZES = st.lists(st.one_of(st.integers(0, 9000), st.sampled_from([0, 512, 4096, 70_000, MIB])), min_size=1, max_size=30)

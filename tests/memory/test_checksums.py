@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 
 
 def test_published_check_values() -> None:

@@ -14,7 +14,7 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import MIB, pattern, run_python
 
 BYTE = torch.empty(0, dtype=torch.uint8)
@@ -88,7 +88,7 @@ def made(size: int = SIZE) -> torch.Tensor:
 def test_what_was_made_before_and_after_is_freed_as_usual() -> None:
     """In a fresh process: elsewhere a graph that somebody still has may have activations on storage."""
     program = """
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.memory.test_empty import live, made
 
 earlier, before = made(), live()

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops._native import native
-from nvme_ops.limits import _cgroups, free_memory
+from nvme_ops.base.limits import _cgroups, free_memory
+from nvme_ops.base.native import native
 from tests.conftest import GIB, MIB, run_python
 
 
@@ -104,7 +104,7 @@ def test_a_save_in_the_background_keeps_to_the_limit(limited: Path, folder: Path
     import os, sys
     open(sys.argv[1], "w").write("0")
     import torch, nvme_ops
-    from nvme_ops.limits import free_memory
+    from nvme_ops.base.limits import free_memory
     assert free_memory() < 1024 << 20
     state = {str(i): torch.full((64 << 20,), i, dtype=torch.uint8) for i in range(9)}
     nvme_ops.save_async(state, sys.argv[2]).result()

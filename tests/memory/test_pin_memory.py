@@ -11,8 +11,8 @@ import torch
 
 import nvme_ops
 from nvme_ops import aio_handle
+from nvme_ops.io.pin_memory import pin_handle
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, PinMemoryBuilder
-from nvme_ops.pin_memory import pin_handle
 
 BYTE = torch.empty(0, dtype=torch.uint8)
 MAKERS: dict[str, Any] = {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.errors import DeadlockError
+from nvme_ops.base.errors import DeadlockError
+from nvme_ops.base.native import native
 from nvme_ops.memory.pool import Lease, Pool
 from tests.conftest import MIB, in_child, in_threads
 from tests.moments import Interrupt

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from tests.conftest import MIB, contents, pattern, store
 
 HUGE = 2 * MIB

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nvme_ops
-from nvme_ops.future import InFlight, IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.future import InFlight, IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Place, Ring
 from tests.conftest import KIB, MIB, pattern

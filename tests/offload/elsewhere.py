@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights import streamed
-from nvme_ops.settings import PAGE
 from tests import prepared
 
 KINDS = ("swapped", "streamed")

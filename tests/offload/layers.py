@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from nvme_ops import aio_handle
+from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.offload.weights.experts import Experts, experts_of
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
-from nvme_ops.storage.publication import open_to_read
 from tests.conftest import KIB, pattern
 
 HALF = 8 * KIB

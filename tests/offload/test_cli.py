@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
+from nvme_ops.base.text import MIB
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import cli, from_pretrained, stream_weights
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import GenerationStats
-from nvme_ops.text import MIB
 from tests.conftest import run_python
 from tests.offload.llama import WORDS, saved_llama, saved_tokenizer
 

@@ -19,7 +19,7 @@ from torch import nn
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
 from nvme_ops.offload.weights import streamed
 from nvme_ops.offload.weights.experts import Experts, handle_in_order

@@ -23,12 +23,12 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.engine import Op
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.ranks import Rank
+from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.offload.optimizer.records import Records, _checksum
 from nvme_ops.offload.optimizer.states import States
-from nvme_ops.ranks import Rank
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import in_child, run_python
@@ -340,7 +340,7 @@ def test_states_kept_by_a_version_that_left_out_empty_parameters_are_gone_on_wit
 
 
 def as_rank(rank: int, world_size: int) -> Any:
-    return mock.patch("nvme_ops.ranks.distributed", return_value=Rank(rank, world_size))
+    return mock.patch("nvme_ops.base.ranks.distributed", return_value=Rank(rank, world_size))
 
 
 @pytest.mark.parametrize("earlier", [False, True])

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from nvme_ops.base.patches import Patch
 from nvme_ops.integrations.transformers import install, installed, uninstall
 from nvme_ops.offload import NvmeOptimizer, stream_weights, swap_params
-from nvme_ops.patches import Patch
 from tests.conftest import REPOSITORY, run_python
 from tests.offload import models
 from tests.offload.training import layers
@@ -122,7 +122,7 @@ ROWS = [line.split(" | ") for line in PAGE.splitlines() if line.startswith("| ")
 
 #: Files in which ``setattr`` and the like change objects of the package, or are for others to use.
 OWN = {
-    "checkpoint/dcp/writer.py", "data/index.py", "lazy.py", "offload/plan/probe.py", "patches.py",
+    "base/lazy_names.py", "base/patches.py", "checkpoint/dcp/writer.py", "data/index.py", "offload/plan/probe.py",
     "offload/weights/window.py",
 }  # fmt: skip
 

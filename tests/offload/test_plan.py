@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nvme_ops.base.text import MIB
 from nvme_ops.offload.order import Order, what_stays, worth_keeping
 from nvme_ops.offload.plan.estimate import (
     Computing,
@@ -27,7 +28,6 @@ from nvme_ops.offload.plan.estimate import (
     ways,
 )
 from nvme_ops.offload.plan.probe import computing_of
-from nvme_ops.text import MIB
 
 MB = 1_000_000
 LAYERS = (10 * MB,) * 20

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import from_pretrained
 from tests.conftest import KIB, MIB
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.errors import ChecksumError
+from nvme_ops.base.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
 from nvme_ops.offload.activations.units import Group

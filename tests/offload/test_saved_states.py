@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from tests.conftest import MIB
 from tests.contract.faulty import Faulty, interrupt_two_waits
 from tests.offload.training import adamw, backward, equal, network, values

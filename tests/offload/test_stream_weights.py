@@ -20,13 +20,13 @@ from torch.utils._pytree import tree_leaves
 from typing_extensions import assert_type
 
 import nvme_ops
-from nvme_ops.engine import Priority
+from nvme_ops.base.text import parse_size
 from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_scale
+from nvme_ops.io.engine import Priority
 from nvme_ops.offload import WindowStats, from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
-from nvme_ops.text import parse_size
 from tests.conftest import KIB, MIB
 from tests.offload.elsewhere import elsewhere, values
 from tests.offload.llama import saved_llama

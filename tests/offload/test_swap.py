@@ -16,7 +16,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nvme_ops import aio_handle
-from nvme_ops.engine import Op
+from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.weights import residents
 from nvme_ops.offload.weights.gradients import SwappedGradient

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import finished, jit, machine, recipe
+from nvme_ops.op_builder import finished, jit, machine, recipe, trust
 from tests.made_up import executable
 from tests.op_builder.tiny_op import ANSWER, SOURCE, Sandbox, TinyBuilder, here, sandbox, workshop
 
@@ -181,7 +181,7 @@ def test_the_default_root_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
         if value:
             monkeypatch.setenv(name, value)
-        assert finished.default_root().parent.resolve() == Path(cpp_extension.get_default_build_root())
+        assert trust.default_root().parent.resolve() == Path(cpp_extension.get_default_build_root())
 
 
 def test_a_chosen_root_that_cannot_be_written_is_refused(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +204,7 @@ def test_without_a_home_builds_go_to_a_private_folder(
     assert stat.S_IMODE(private.stat().st_mode) == 0o700
     assert finished.find_cached(TinyBuilder().recipe()) == entry
     private.chmod(0o777)
-    assert finished.roots() == [finished.default_root()]
+    assert trust.roots() == [trust.default_root()]
     with pytest.raises(RuntimeError, match="is not private"):
         build()
 

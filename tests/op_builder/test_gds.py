@@ -61,7 +61,7 @@ def test_a_handle_says_first_that_there_is_no_gpu(
     tmp_path: Path, missing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     program = """
-        from nvme_ops.gds import gds_handle
+        from nvme_ops.io.gds import gds_handle
         try:
             gds_handle()
         except RuntimeError as error:

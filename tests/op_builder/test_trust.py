@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops.op_builder import finished, jit, machine
+from nvme_ops.op_builder import finished, jit, machine, trust
 from tests.conftest import NOBODY, give_up_root, in_child, open_to_all, with_mounts
 from tests.made_up import executable
 from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, once, sandbox, workshop
@@ -35,7 +35,7 @@ def made(here: Sandbox) -> finished.CacheEntry:
 def refused(problem: str) -> None:
     """Fails unless the folder is refused, by each way to the op, with the reason and the fix."""
     builder = TinyBuilder()
-    assert finished.roots() == []
+    assert trust.roots() == []
     assert not builder.is_cached()
     assert not builder.is_compatible()
     assert problem in str(builder.error_log)
@@ -121,8 +121,8 @@ def test_the_users_own_group_counts_as_the_user(
     open_to_all(tmp_path)
     tmp_path.chmod(0o755)
     program = (
-        "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import finished; os.setuid(4321);"
-        f"{first}print(finished.why_not_trusted(Path(sys.argv[1])))"
+        "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import trust; os.setuid(4321);"
+        f"{first}print(trust.why_not_trusted(Path(sys.argv[1])))"
     )
     names = ("passwd", "group", "nsswitch.conf")
     mounts = " && ".join(f"mount --bind {tmp_path}/{name} /etc/{name}" for name in names)
@@ -148,9 +148,9 @@ def test_in_a_rootless_container_the_folders_above_are_of_nobody(here: Sandbox, 
             os._exit(0)  # not permitted here
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         assert (os.geteuid(), os.stat("/").st_uid) == (user, NOBODY)
-        assert finished.roots() == [made.folder.parent]
+        assert trust.roots() == [made.folder.parent]
         assert TinyBuilder().is_cached()
-        assert finished.why_not_trusted(Path("/")) == "/ belongs to the user nobody"  # trusted above others only
+        assert trust.why_not_trusted(Path("/")) == "/ belongs to the user nobody"  # trusted above others only
 
     in_child(body)
 
@@ -195,7 +195,7 @@ def test_nothing_is_taken_from_the_current_folder(
     monkeypatch.chdir(current)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
     assert finished.find_cached(recipe) is None
-    assert finished.default_root() == by_default / ".cache" / "torch_extensions" / "nvme_ops"
+    assert trust.default_root() == by_default / ".cache" / "torch_extensions" / "nvme_ops"
     current.chmod(0o777)
     (tmp_path / "tmp").chmod(0o1777)
 
@@ -205,7 +205,7 @@ def test_nothing_is_taken_from_the_current_folder(
         os.setuid(54321)  # not in the password file
         del os.environ["HOME"], os.environ["XDG_CACHE_HOME"]
         assert finished.find_cached(recipe) is None
-        assert finished.roots() == []
+        assert trust.roots() == []
         with pytest.warns(UserWarning, match="because: ~/.* is not an absolute path"):
             assert jit.writable_root() == tmp_path / "tmp" / "torch_extensions_54321" / "nvme_ops"
 
@@ -352,7 +352,7 @@ def test_what_the_compiler_said_is_not_believed_of_others(here: Sandbox) -> None
     assert found is not None
     jit.writable_root()
     directories = machine.include_directories(found)
-    note = next(finished.roots()[0].glob("compiler-*.json"))
+    note = next(trust.roots()[0].glob("compiler-*.json"))
     note.write_text('{"include_directories": ["/planted"]}')
     assert machine.include_directories(found) == ["/planted"]
     os.chown(note, NOBODY, 0)

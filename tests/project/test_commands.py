@@ -21,7 +21,7 @@ COMMANDS = {
     "nvme-bench": "nvme_ops.measure.bench",
     "nvme-bench explain": "nvme_ops.measure.explain",
     "nvme-bench workload": "nvme_ops.measure.workload.cli",
-    "nvme-checkpoint": "nvme_ops.inspection.cli",
+    "nvme-checkpoint": "nvme_ops.checkpoint.cli",
     "nvme-data": "nvme_ops.data.cli",
     "nvme-offload": "nvme_ops.offload.cli",
     "nvme-ops": "nvme_ops.__main__",
@@ -158,8 +158,8 @@ def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.Captur
     bench = ("--folder", str(folder), "--io_size", "1M", "--loops", "1")
     sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference")
     said = [
-        *lines_of("inspection.cli", "info", model),
-        *lines_of("inspection.cli", "verify", model),
+        *lines_of("checkpoint.cli", "info", model),
+        *lines_of("checkpoint.cli", "verify", model),
         *lines_of("measure.bench", *bench, *sweep),
         *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
         *lines_of("measure.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),

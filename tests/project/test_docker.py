@@ -17,7 +17,7 @@ import dockerfile
 import pytest
 import torch
 
-from nvme_ops import limits
+from nvme_ops.base import limits
 from tests.conftest import REPOSITORY
 from tests.made_up import executable
 

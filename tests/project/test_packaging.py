@@ -124,6 +124,7 @@ def test_without_flags_nothing_is_compiled_and_torch_is_not_needed(
     assert not [name for name in files if name.endswith((".so", ".o", ".pyc"))]
     shipped = [path for kind in ("*.h", "*.cpp", "*.md") for path in (REPOSITORY / "csrc").rglob(kind)]
     shipped += [path for folder in ("op_builder", "report") for path in (REPOSITORY / folder).rglob("*.py")]
+    shipped += (REPOSITORY / "op_builder").rglob("*.pyi")
     expected = {f"nvme_ops/{path.relative_to(REPOSITORY)}" for path in shipped}
     for kind in ("*.py", "*.pyi", "py.typed"):
         expected |= {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "nvme_ops").rglob(kind)}

@@ -18,10 +18,10 @@ import torch
 
 import nvme_ops
 from nvme_ops import data, dcp, offload, op_builder, storage
+from nvme_ops.base.text import Counts
 from nvme_ops.integrations.safetensors import safe_open
-from nvme_ops.pin_memory import pin_handle
+from nvme_ops.io.pin_memory import pin_handle
 from nvme_ops.storage.joined import joined
-from nvme_ops.text import Counts
 from tests.conftest import in_child
 from tests.project.test_surface import PACKAGES
 

@@ -6,6 +6,7 @@ Every failure names the file and the line. Formatting is ruff's and clang-format
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
 import re
 import subprocess
@@ -30,37 +31,25 @@ LAYERS = {
 }
 BINDING_ONLY = re.compile(r"<(torch/|ATen/|c10/|pybind11/|Python\.h)")
 
-# What the modules of each part may import of the package.
-PARTS = {
-    "op_builder": {"op_builder"},
-    "report": {"op_builder", "report", "storage.device", "text", "handle", "keywords"},
+# The floors of the package, the lowest first: what is on one imports what is below it, and nothing beside it.
+FLOORS = (
+    {"op_builder"},
+    {"base", "ops"},
+    {"filesystem", "lazy"},
+    {"io"},
+    {"memory", "report"},
+    {"formats", "storage"},
+    {"data", "offload"},
+    {"checkpoint"},
+    {"dcp", "integrations", "measure"},
+    {"bench"},
+)
+FLOOR = {part: number for number, floor in enumerate(FLOORS) for part in floor}
+# Imports that close a circle, and are to go.
+IN_CIRCLES = {
+    ("nvme_ops.offload.cache.pager", "nvme_ops.offload.cache.paged"),
+    ("nvme_ops.offload.weights.page_cache", "nvme_ops.offload.weights.source"),
 }
-
-# What the subpackages of nvme_ops may import of each other. All may import the single modules beside them; nothing that
-# moves data imports what measures. A dotted name is a module that is meant for others.
-SUBPACKAGES: dict[str, set[str]] = {
-    "memory": set(),
-    "storage": {"memory"},
-    "stream": {"memory"},
-    "formats": {"memory", "storage"},
-    "checkpoint": {"memory", "storage", "formats"},
-    "inspection": {"memory", "storage", "formats", "checkpoint"}
-    | {f"offload.weights.{name}" for name in ("source", "stored", "window")},
-    "data": {"memory", "storage"},
-    "offload": {"memory", "storage", "formats", "measure.energy"},
-    "integrations": {"checkpoint.api", "checkpoint.new_tensors", "checkpoint.request", "formats", "storage.publication"}
-    | {"storage.session", "offload.optimizer", "offload.activations.save_on_nvme", "offload.weights.stream_weights"},
-    "bench": {"measure.bench"},
-    "measure": {"storage", "data", "tuning.store"} | {f"report.{name}" for name in ("kernel", "result", "storage")},
-    "tuning": {"storage"},
-}
-# What the single modules may import of the subpackages: nvme_ops.open has its stream, a handle what is known of it.
-OF_SINGLE_MODULES = {
-    "dcp": {"checkpoint.dcp"},
-    "file": {"stream", "storage.files"},
-    "handle": {"tuning", "storage.device"},
-}
-FOR_TYPE_CHECKERS = ("op_builder/modules.py",)  # imports nothing at run time
 
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs
@@ -150,22 +139,50 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
             yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
 
 
-def is_among(module: str, allowed: set[str]) -> bool:
-    return any(f"{module}.".startswith(f"{each}.") for each in allowed)
-
-
-def test_imports_point_to_op_builder() -> None:
+def test_imports_point_downwards() -> None:
+    """Imports within functions and for type checkers, too. ``nvme_ops`` itself, its names, stands on everything."""
     problems = set()
     for path in [path for path in PYTHON if inside(path, *LIBRARY)]:
-        part = path.relative_to(ROOT).parts[0]
-        allowed = PARTS.get(part) if name_of(path) not in FOR_TYPE_CHECKERS else None
+        inner = [part for part in path.relative_to(ROOT).with_suffix("").parts if part != PACKAGE]
+        if inner[0] in ENTRY_POINTS:
+            continue
+        if inner[0] not in FLOOR:
+            problems.add(f"{name_of(path)}:1: lies on no floor of the package")
+            continue
         for number, module in imports(path):
             first, _, rest = module.partition(".")
-            if first in PARTS:
+            wanted = rest.partition(".")[0]
+            if first in LIBRARY and first != PACKAGE:
                 problems.add(f"{name_of(path)}:{number}: import {PACKAGE}.{module}, not the folder {first}")
-            elif first == PACKAGE and allowed is not None and not is_among(rest, allowed):
-                problems.add(f"{name_of(path)}:{number}: {part} must not import {module}")
+            elif first == PACKAGE and wanted in FLOOR and wanted != inner[0] and FLOOR[wanted] >= FLOOR[inner[0]]:
+                problems.add(f"{name_of(path)}:{number}: {inner[0]} must not import {module}")
     clean(sorted(problems))
+
+
+def module_of(path: Path) -> str:
+    parts = [part for part in path.relative_to(ROOT).with_suffix("").parts if part not in (PACKAGE, "__init__")]
+    return ".".join([PACKAGE, *parts])
+
+
+def test_imports_form_no_circle() -> None:
+    """Those within functions and for type checkers count. Stubs (.pyi) do not: they say what is loaded at run time."""
+    modules = {module_of(path): path for path in PYTHON if inside(path, *LIBRARY)}
+    edges: set[tuple[str, str]] = set()
+    for name, path in modules.items():
+        lines: dict[int, set[str]] = {}
+        for number, module in imports(path):
+            lines.setdefault(number, set()).add(module if module in modules else module.rpartition(".")[0])
+        for wanted in lines.values():  # `from package import module` imports the module
+            used = {each for each in wanted & set(modules) if not any(other.startswith(f"{each}.") for other in wanted)}
+            edges |= {(name, each) for each in used - {name}}
+    assert edges >= IN_CIRCLES, "some are gone: take them out of IN_CIRCLES"
+    graph: dict[str, set[str]] = {name: set() for name in modules}
+    for name, wanted_one in edges - IN_CIRCLES:
+        graph[name].add(wanted_one)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
 
 
 def test_the_core_needs_what_pyproject_lists_and_no_more() -> None:
@@ -185,26 +202,6 @@ def test_the_core_needs_what_pyproject_lists_and_no_more() -> None:
     least = re.search(r'^LEAST_TORCH = "(.*)"$', (ROOT / "op_builder" / "recipe.py").read_text(), re.MULTILINE)
     assert least is not None
     assert f'"torch>={least[1]}"' in PYPROJECT
-
-
-def test_subpackages_import_what_is_below_them() -> None:
-    problems = []
-    for path in PYTHON:
-        part, *inner = path.relative_to(ROOT).with_suffix("").parts
-        if part != PACKAGE or inner == ["__init__"] or inner[0] == "ops":
-            continue
-        subpackage = inner[0] if len(inner) > 1 else None
-        allowed = SUBPACKAGES[subpackage] if subpackage else OF_SINGLE_MODULES.get(inner[0], set())
-        found = list(imports(path))
-        for number, module in found:
-            if any(line == number and other.startswith(f"{module}.") for line, other in found):
-                continue  # `from package import module` imports the module
-            first, _, rest = module.partition(".")
-            wanted = rest.split(".")[0]
-            others = first == PACKAGE and wanted != subpackage and wanted in {*SUBPACKAGES, "report"}
-            if others and not is_among(rest, allowed):
-                problems.append(f"{name_of(path)}:{number}: {subpackage or inner[0]} must not import {module}")
-    clean(sorted(set(problems)))
 
 
 def test_every_python_module_is_used() -> None:
@@ -232,7 +229,11 @@ def test_files_are_small() -> None:
     clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
 
 
-ENGINE = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py"}  # know where a handle keeps its engine
+ENGINE = {
+    "nvme_ops/io/handle.py",
+    "nvme_ops/io/gds.py",
+    "nvme_ops/io/engine.py",
+}  # know where a handle keeps its engine
 
 
 @pytest.mark.parametrize(
@@ -241,7 +242,7 @@ ENGINE = {"nvme_ops/handle.py", "nvme_ops/gds.py", "nvme_ops/engine.py"}  # know
         (r"\b(TODO|FIXME|XXX)\b", [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]),
         (NOT_IN_A_LIBRARY, [path for path in NATIVE if inside(path, "csrc")]),
         (r"/(?:home|Users)/\w+/|/root\b/", [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
-        # nvme_ops.engine.engine_of(handle) gives it
+        # nvme_ops.io.engine.engine_of(handle) gives it
         (r"(?<!self)\._engine\b", [each for each in PYTHON if inside(each, *LIBRARY) and name_of(each) not in ENGINE]),
     ],
     ids=["unfinished", "prints, exits or asserts", "someone's home", "where a handle keeps its engine"],

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.op_builder import AsyncIOBuilder, finished
 from tests import prepared
 from tests.restrictions import NOT_HERE
@@ -226,7 +226,7 @@ def run(machine: Machine, names: dict[str, str], program: str, folder: Path) -> 
     variables = {"TORCH_EXTENSIONS_DIR": "OPS", "NVME_OPS_BACKEND": "", "NVME_OPS_CACHE": "", **machine.environment}
     variables = {name: names.get(value, value) for name, value in variables.items()}
     if not machine.fresh:
-        imported = ("nvme_ops.handle", "nvme_ops.report.cli")
+        imported = ("nvme_ops.io.handle", "nvme_ops.report.cli")
         return prepared.run(
             "-c", program, environment=variables, folder=folder if machine.wheel else ROOT, imported=imported
         )

@@ -17,13 +17,13 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.keywords import BACKENDS
+from nvme_ops.filesystem.device import Device, Mount
+from nvme_ops.io.arguments import BACKENDS
 from nvme_ops.op_builder import machine
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage
 from nvme_ops.report.result import Result, Status
 from nvme_ops.report.trial import Attempt
-from nvme_ops.storage.device import Device, Mount
 from tests.conftest import run_python, with_mounts
 from tests.made_up import EVERYTHING, WITH_GPU, clear_environment, executable, put, without
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.filesystem import device
+from nvme_ops.filesystem.device import devices, logical_block
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import kernel, storage
 from nvme_ops.report.result import Result, Status
-from nvme_ops.storage import device
-from nvme_ops.storage.device import devices, logical_block
 from tests.conftest import with_mounts
 from tests.made_up import put
 

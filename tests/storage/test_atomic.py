@@ -15,8 +15,8 @@ import pytest
 
 import nvme_ops
 from nvme_ops import aio_handle
-from nvme_ops._native import native
-from nvme_ops.storage.publication import replacing
+from nvme_ops.base.native import native
+from nvme_ops.filesystem.publication import replacing
 from tests.conftest import give_up_root, in_child, killed_in, open_to_all
 from tests.crashing_save import (
     CHANGING,

@@ -1,4 +1,4 @@
-"""What ``storage/files.py`` adds to ``os``: what is flushed, locks between processes, files freed in the background."""
+"""What ``filesystem/files.py`` adds to ``os``: what is flushed, locks of processes, files freed in the background."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 from nvme_ops.data.cli import main as nvme_data
-from nvme_ops.storage import Session, TensorStore, files
-from nvme_ops.storage.files import Lock, locked, unlink, wait_until_free
-from nvme_ops.storage.publication import Publication, ReadLease
+from nvme_ops.filesystem import files
+from nvme_ops.filesystem.files import Lock, locked, unlink, wait_until_free
+from nvme_ops.filesystem.publication import Publication, ReadLease
+from nvme_ops.storage import Session, TensorStore
 from tests.conftest import MIB, in_child, living, pattern
 from tests.contract.faulty import failing_calls
 from tests.moments import Interrupt
@@ -226,7 +227,7 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     close, free = os.close, threading.Event()
 
     def wait_and_close(fd: int) -> None:
-        if threading.current_thread().name == "nvme_ops.storage.files":
+        if threading.current_thread().name == "nvme_ops.filesystem.files":
             assert free.wait(60)
         close(fd)
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from nvme_ops.filesystem import device
+from nvme_ops.filesystem.device import Identity, identify, nearest
 from nvme_ops.op_builder.machine import Host
-from nvme_ops.storage import device
-from nvme_ops.storage.device import Identity, identify, nearest
 from tests.conftest import LoopDevice
 
 

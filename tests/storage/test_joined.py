@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvme_ops import IoFuture, aio_handle
-from nvme_ops.file import shared_handle
+from nvme_ops.io.file import shared_handle
 from nvme_ops.storage.joined import JoinedOperation, as_operation
 from tests.conftest import in_threads, pattern
 from tests.contract.faulty import Faulty

@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.errors import FormatError
-from nvme_ops.settings import PAGE
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.settings import PAGE
 from nvme_ops.storage import Session, TensorStore, journal, striped
 from tests.conftest import pattern
 from tests.crashing_save import CHANGING, SOME_CALLS, Outcome, fail_at, kill_at, save_under_strace

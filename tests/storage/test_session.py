@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.storage import Session, TensorStore, files
+from nvme_ops.filesystem import files
+from nvme_ops.storage import Session, TensorStore
 from tests.conftest import NOBODY, killed_in, living
 from tests.storage.conftest import kept
 

@@ -16,10 +16,10 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.errors import ChecksumError
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage import Session, TensorStore
 from nvme_ops.storage.store import Claims

@@ -15,7 +15,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from nvme_ops.settings import PAGE
+from nvme_ops.base.settings import PAGE
 from nvme_ops.storage import Session, TensorStore, journal, striped
 from nvme_ops.storage.slab import Slab
 from nvme_ops.storage.store import StoreFuture

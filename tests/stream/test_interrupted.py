@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nvme_ops
-from nvme_ops.memory import blocks
+from nvme_ops.io import blocks
 from tests.conftest import KIB, MIB, pattern
 from tests.moments import Interrupt, numbers
 

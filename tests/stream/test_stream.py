@@ -16,9 +16,9 @@ import pytest
 import torch
 
 import nvme_ops
-from nvme_ops._native import native
-from nvme_ops.memory import blocks
-from nvme_ops.memory.blocks import BLOCK, BLOCKS
+from nvme_ops.base.native import native
+from nvme_ops.io import blocks
+from nvme_ops.io.blocks import BLOCK, BLOCKS
 from tests.conftest import KIB, MIB, in_child, in_threads, limited, pattern
 from tests.crashing_save import small_files
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 
 import pytest
 
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import KIB, MIB
 from nvme_ops.measure.search import DEFAULT, MIN_GAIN, Axis, Duel, Rounds, Search, axes, combinations
-from nvme_ops.settings import Settings
-from nvme_ops.text import KIB, MIB
 
 BUDGET = 16.0
 PEAK = 2e9

@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops import aio_handle, gds
+from nvme_ops import aio_handle
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import KIB, MIB
+from nvme_ops.filesystem.device import Identity
+from nvme_ops.io import gds
+from nvme_ops.io.tuning import store
 from nvme_ops.measure import search, stop, tune
 from nvme_ops.measure.files import cached_share, filled
 from nvme_ops.measure.search import DEFAULT, Axis, Duel, Outcome, Passes
 from nvme_ops.measure.tune import Tuned, TuneResult
-from nvme_ops.op_builder.finished import default_root
-from nvme_ops.settings import Settings
-from nvme_ops.storage.device import Identity
-from nvme_ops.text import KIB, MIB
-from nvme_ops.tuning import store
+from nvme_ops.op_builder.trust import default_root
 from tests import prepared
 from tests.conftest import contents, round_trip
 from tests.tune.test_search import MadeUpDevice

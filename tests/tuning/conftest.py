@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from nvme_ops import aio_handle
-from nvme_ops.op_builder.finished import default_root
-from nvme_ops.settings import PAGE
-from nvme_ops.tuning import dictionary
-from nvme_ops.tuning.dictionary import Learned
+from nvme_ops.base.settings import PAGE
+from nvme_ops.io.tuning import dictionary
+from nvme_ops.io.tuning.dictionary import Learned
+from nvme_ops.op_builder.trust import default_root
 from tests.conftest import MIB
 
 OPS = str(default_root().parent)  # with another cache folder the op would be compiled anew

@@ -13,10 +13,10 @@ import torch
 
 import nvme_ops
 from nvme_ops import Priority, aio_handle
-from nvme_ops.settings import Settings
-from nvme_ops.storage.device import identify
-from nvme_ops.tuning import store as kept
-from nvme_ops.tuning.dictionary import MODE, SECTION, forget
+from nvme_ops.base.settings import Settings
+from nvme_ops.filesystem.device import identify
+from nvme_ops.io.tuning import store as kept
+from nvme_ops.io.tuning.dictionary import MODE, SECTION, forget
 from tests.conftest import KIB, MIB, contents, pattern, round_trip, store
 from tests.tuning.conftest import MANY, aligned, only, write
 

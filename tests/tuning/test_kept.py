@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from nvme_ops import aio_handle
-from nvme_ops.tuning import dictionary
-from nvme_ops.tuning.dictionary import SECTION, forget
+from nvme_ops.io.tuning import dictionary
+from nvme_ops.io.tuning.dictionary import SECTION, forget
 from tests.conftest import MIB, forked, round_trip, run_python
 from tests.tuning.conftest import MANY, kept, only, write
 

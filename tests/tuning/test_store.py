@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from nvme_ops import aio_handle
-from nvme_ops.settings import Settings
-from nvme_ops.storage.device import Identity, identify
-from nvme_ops.tuning import store
+from nvme_ops.base.settings import Settings
+from nvme_ops.filesystem.device import Identity, identify
+from nvme_ops.io.tuning import store
 from tests.conftest import NOBODY, in_child, in_threads, round_trip
 
 DEVICE = Identity(("nvme made up",), "ext4", "1234", "6.1", 8, "cpu", "io_uring")

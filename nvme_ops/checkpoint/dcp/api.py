@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from nvme_ops.checkpoint.api import name_of
 from nvme_ops.checkpoint.dcp.reader import NvmeStorageReader
 from nvme_ops.checkpoint.dcp.writer import NvmeStorageWriter
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
-from nvme_ops.tensors import collector_paused
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import collector_paused
 
 
 @contextlib.contextmanager

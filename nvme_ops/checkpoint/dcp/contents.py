@@ -19,11 +19,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text, read_metadata
-from nvme_ops.errors import FormatError
+from nvme_ops.filesystem.publication import OpenFiles
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.torch_zip import CHECKSUM
-from nvme_ops.storage.publication import OpenFiles
 
 _NAMES = {
     "torch.distributed.checkpoint.metadata": (

@@ -15,11 +15,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from nvme_ops.errors import ChecksumError, FormatError
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.filesystem.files import read_whole
+from nvme_ops.filesystem.publication import Publication, ReadLease, remove_litter
+from nvme_ops.io.tensors import checksums_of
 from nvme_ops.memory.pieces import CHECKSUM
-from nvme_ops.storage.publication import Publication, ReadLease, remove_litter
-from nvme_ops.tensors import checksums_of
-from nvme_ops.whole import read_whole
 
 #: The file's name; where ranks save independently, the end of the name of each rank's file.
 METADATA = ".metadata"

@@ -18,23 +18,23 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
+from nvme_ops.base.errors import ChecksumError, FormatError
+from nvme_ops.base.settings import PAGE, PIECE
+from nvme_ops.base.text import never_raising
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.framed import grouped
-from nvme_ops.errors import ChecksumError, FormatError
-from nvme_ops.file import handle_of, shared_handle
+from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.torch_pickle import Described
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
-from nvme_ops.future import InFlight, IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.file import handle_of, shared_handle
+from nvme_ops.io.future import InFlight, IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined_checksum
 from nvme_ops.memory.pieces import checksums_in_files
 from nvme_ops.memory.ring import Place, Ring
-from nvme_ops.settings import PAGE, PIECE
-from nvme_ops.storage.publication import open_to_read
-from nvme_ops.tensors import checksum_of, checksums_of, collector_paused, is_plain, joined_checksum
-from nvme_ops.text import never_raising
 
 _log = logging.getLogger("nvme_ops.dcp")
 

@@ -21,13 +21,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from nvme_ops.base.errors import named
+from nvme_ops.base.settings import ALIGNMENT, LARGE, PAGE
+from nvme_ops.base.text import never_raising
 from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
 from nvme_ops.checkpoint.framed import Framed
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
-from nvme_ops.errors import named
-from nvme_ops.file import handle_of
+from nvme_ops.filesystem.files import make_folder
+from nvme_ops.filesystem.publication import replacing
 from nvme_ops.formats.torch_zip import (
     AROUND,
     CENTRAL_CHECKSUM,
@@ -39,13 +42,10 @@ from nvme_ops.formats.torch_zip import (
     directory,
     lay_out,
 )
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
-from nvme_ops.settings import ALIGNMENT, LARGE, PAGE
-from nvme_ops.storage.files import make_folder
-from nvme_ops.storage.publication import replacing
-from nvme_ops.tensors import checksums_of, collector_paused, joined_checksum
-from nvme_ops.text import never_raising
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import checksums_of, collector_paused, joined_checksum
 
 
 class NvmeStorageWriter(filesystem.FileSystemWriter):

@@ -14,6 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nvme_ops.base.command_line import command_line, listed, positive, say, show, size
+from nvme_ops.base.text import MIB, rate_words, share_words, size_words
 from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
@@ -21,7 +23,6 @@ from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_output
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
 from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
-from nvme_ops.text import MIB, command_line, listed, positive, rate_words, say, share_words, show, size, size_words
 
 _MAX_SAMPLES = 1 << 18
 

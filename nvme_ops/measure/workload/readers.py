@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure.rows import Unavailable, WrongData
-from nvme_ops.text import MIB, size_words
 
 if TYPE_CHECKING:
     import torch

@@ -17,12 +17,13 @@ from typing import Any, TypeGuard
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChecksumError
-from nvme_ops.file import handle_of
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.errors import ChecksumError
+from nvme_ops.base.native import native
+from nvme_ops.base.text import never_raising, size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
@@ -31,7 +32,6 @@ from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.text import never_raising, size_words
 
 _IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to

@@ -10,14 +10,14 @@ from typing import Any, Literal
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.base.native import native
+from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.activations.units import ActivationStats
-from nvme_ops.text import bytes_of, never_raising
 
 Path = str | os.PathLike[str]
 

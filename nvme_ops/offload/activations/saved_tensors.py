@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from nvme_ops._native import native
+from nvme_ops.base.native import native
 
 _MAX = 4  # a storage that is larger than what is saved of it by more than this factor is not saved as a whole
 _node = getattr(torch._C, "_current_autograd_node", lambda: None)

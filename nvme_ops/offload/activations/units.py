@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvme_ops.future import IoFuture
+from nvme_ops.base.text import size_words
+from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, copy_of, made_of
 from nvme_ops.offload.residency import Entry, Stats, tensors_over
 from nvme_ops.storage.striped import Piece
-from nvme_ops.text import size_words
 
 
 @dataclass(repr=False)

@@ -21,11 +21,11 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from nvme_ops.closing import Closing
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.text import bytes_of, counted, never_raising
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
-from nvme_ops.text import bytes_of, counted, never_raising
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]

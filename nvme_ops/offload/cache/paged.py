@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.errors import note
-from nvme_ops.future import IoFuture
-from nvme_ops.settings import PAGE
+from nvme_ops.base.errors import note
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
 from nvme_ops.storage.slab import NO_ROOM, Extent
 from nvme_ops.storage.striped import Piece, StripedSlabs
-from nvme_ops.text import size_words
 
 if TYPE_CHECKING:
     from nvme_ops.offload.cache.pager import Pager

@@ -11,17 +11,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Priority
-from nvme_ops.file import handle_of
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.native import native
+from nvme_ops.base.text import least_words, size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.residency import Stats, Usable
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
-from nvme_ops.text import least_words, size_words
 
 _PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes

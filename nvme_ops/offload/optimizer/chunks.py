@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvme_ops.base.settings import PAGE
+from nvme_ops.io.tensors import dense_bytes, is_dense
 from nvme_ops.offload.optimizer.records import scalars_from_json
 from nvme_ops.offload.weights.gradients import gradient_of
 from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.settings import PAGE
-from nvme_ops.tensors import dense_bytes, is_dense
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32
 

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Sequence
 
-from nvme_ops import ranks
+from nvme_ops.base import ranks
 from nvme_ops.offload.optimizer.records import steps_in
 from nvme_ops.storage.session import kept_sessions
 

@@ -17,11 +17,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nvme_ops.closing import Closing
-from nvme_ops.errors import note
-from nvme_ops.file import handle_of
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.errors import note
+from nvme_ops.base.text import MIB, bytes_of, never_raising, size_words
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import is_dense
 from nvme_ops.offload.optimizer import kept, saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
@@ -41,8 +43,6 @@ from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.weights.gradients import require_one_rank
-from nvme_ops.tensors import is_dense
-from nvme_ops.text import MIB, bytes_of, never_raising, size_words
 
 _AS_IT_IS = "as it is"  # stands for all that state has
 

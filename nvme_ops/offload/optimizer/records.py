@@ -24,14 +24,13 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import FormatError, naming
+from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.base.text import parse_json
+from nvme_ops.filesystem.files import boot_id, read_whole, write_whole
+from nvme_ops.filesystem.publication import replacing
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.storage.files import boot_id
-from nvme_ops.storage.publication import replacing
 from nvme_ops.storage.session import Session, file_of
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.text import parse_json
-from nvme_ops.whole import read_whole, write_whole
 
 _MAGIC = "nvme_ops commit 2"
 _SECTOR = 512

@@ -17,10 +17,14 @@ from typing import Any
 
 import torch
 
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import parse_json
+from nvme_ops.filesystem.files import allocate, sync_above, write_whole
+from nvme_ops.filesystem.publication import opened, replacing
 from nvme_ops.formats import safetensors_format
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.optimizer.chunks import (
     MASTER,
     Chunk,
@@ -35,11 +39,6 @@ from nvme_ops.offload.optimizer.chunks import (
 )
 from nvme_ops.offload.optimizer.records import required
 from nvme_ops.offload.optimizer.states import States
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.files import allocate, sync_above
-from nvme_ops.storage.publication import opened, replacing
-from nvme_ops.text import parse_json
-from nvme_ops.whole import write_whole
 
 _METADATA = "nvme_ops.optimizer"
 

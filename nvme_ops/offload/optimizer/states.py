@@ -19,19 +19,19 @@ from typing import Any
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.errors import FormatError, note
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.errors import FormatError, note
+from nvme_ops.base.text import MIB
+from nvme_ops.filesystem.files import sync_above
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Slice, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency import Stats
-from nvme_ops.storage.files import sync_above
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.text import MIB
 
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
 _BUFFERS = 4

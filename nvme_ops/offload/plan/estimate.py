@@ -16,9 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
 from nvme_ops.offload.order import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
-from nvme_ops.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
 _NOISY = 0.25  # noise of the steps from which no batch can be recommended

@@ -19,11 +19,12 @@ from typing import Any, TypeAlias
 import torch
 
 import nvme_ops
-from nvme_ops.errors import FormatError
-from nvme_ops.future import InFlight, IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import cache_mode
-from nvme_ops.limits import free_memory
+from nvme_ops.base.errors import FormatError
+from nvme_ops.base.limits import free_memory
+from nvme_ops.base.text import MIB, size_words
+from nvme_ops.io.arguments import cache_mode
+from nvme_ops.io.future import InFlight, IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
 from nvme_ops.offload.weights.experts import experts_of
@@ -32,7 +33,6 @@ from nvme_ops.offload.weights.routing import groups_of
 from nvme_ops.offload.weights.stored import stored_in
 from nvme_ops.offload.weights.streamed import StreamedModel, places_of
 from nvme_ops.storage.session import Session
-from nvme_ops.text import MIB, size_words
 
 _CPU = torch.device("cpu")
 _PIECE, _IN_FLIGHT = 16 * MIB, 4

@@ -18,17 +18,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import DEVICE_ALIGNMENT
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.residency import Entry, Residency, Stats, tensors_over
 from nvme_ops.offload.weights.guesses import LayerGuesses, Trial
 from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
-from nvme_ops.settings import PAGE
 from nvme_ops.storage.joined import joined
-from nvme_ops.tensors import DEVICE_ALIGNMENT
-from nvme_ops.text import size_words
 
 #: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
 _HALF_LIFE = 128

@@ -15,17 +15,17 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from nvme_ops import ranks
-from nvme_ops.closing import Closing
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_switches
-from nvme_ops.locks import forkable_lock
+from nvme_ops.base import ranks
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.residency import tensors_over
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.weights.stream_weights import device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.text import bytes_of, never_raising
 
 aten = torch.ops.aten
 

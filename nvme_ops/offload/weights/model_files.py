@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from nvme_ops.errors import named, naming
+from nvme_ops.base.errors import named, naming
 from nvme_ops.formats.sharded_index import read_index
 
 Path = str | os.PathLike[str]

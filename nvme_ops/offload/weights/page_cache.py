@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from nvme_ops.handle import aio_handle
-from nvme_ops.limits import free_memory
+from nvme_ops.base.limits import free_memory
+from nvme_ops.io.handle import aio_handle
 
 if TYPE_CHECKING:
     from nvme_ops.offload.weights.source import FileExtent

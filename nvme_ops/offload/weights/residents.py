@@ -14,18 +14,18 @@ from typing import Any, Literal
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.file import handle_of
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import counted, never_raising, size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.file import handle_of
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.io.tensors import dense_bytes, dense_strides
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order
 from nvme_ops.offload.residency import Arrival, Entry, Residency, Stats, free_frames, tensors_over
-from nvme_ops.settings import PAGE
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
-from nvme_ops.tensors import dense_bytes, dense_strides
-from nvme_ops.text import counted, never_raising, size_words
 
 _CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters
 _AHEAD = 64 << 20  # bytes to read ahead, unless a quarter of the budget is more

@@ -10,10 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from nvme_ops.base.patches import Patch
+from nvme_ops.io.tensors import empty
+from nvme_ops.lazy.offloaded import Step, apply_steps
 from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.offloaded import Step, apply_steps
-from nvme_ops.patches import Patch
-from nvme_ops.tensors import empty
 
 aten = torch.ops.aten
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from nvme_ops._native import native
-from nvme_ops.engine import Priority
-from nvme_ops.errors import ChangedFileError, FormatError
-from nvme_ops.future import IoFuture
-from nvme_ops.handle import aio_handle
+from nvme_ops.base.errors import ChangedFileError, FormatError
+from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
+from nvme_ops.filesystem.publication import FileState
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.weights.page_cache import PageCache
-from nvme_ops.settings import PAGE
-from nvme_ops.storage.publication import FileState
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile

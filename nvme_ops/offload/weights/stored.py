@@ -12,13 +12,11 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from nvme_ops import operators
-from nvme_ops.errors import FormatError
+from nvme_ops.base.errors import FormatError
 from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
-from nvme_ops.offload.weights.window import Window, read_now
-from nvme_ops.offloaded import (
+from nvme_ops.lazy import operators
+from nvme_ops.lazy.offloaded import (
     OffloadedTensor,
     Step,
     apply_steps,
@@ -27,6 +25,8 @@ from nvme_ops.offloaded import (
     offloaded_in,
     outline_of,
 )
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
+from nvme_ops.offload.weights.window import Window, read_now
 
 aten = torch.ops.aten
 

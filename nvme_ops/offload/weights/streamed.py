@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from nvme_ops.closing import Closing
-from nvme_ops.file import shared_handle
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.patches import Patch
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import least_words, size_words
+from nvme_ops.io.file import shared_handle
+from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.page_cache import PageCache
@@ -20,10 +24,6 @@ from nvme_ops.offload.weights.routing import groups_of, is_packed, route
 from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
 from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
-from nvme_ops.offloaded import OffloadedTensor
-from nvme_ops.patches import Patch
-from nvme_ops.settings import PAGE
-from nvme_ops.text import least_words, size_words
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nvme_ops.closing import Closing
-from nvme_ops.handle import aio_handle
-from nvme_ops.keywords import require_callables, require_switches
+from nvme_ops.base.closing import Closing
+from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.io.arguments import require_callables, require_switches
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.lazy.offloaded import outline_of
 from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.weights.saved_entries import STATE_DICTS
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
 from nvme_ops.offload.weights.swapped import SwappedTensor
-from nvme_ops.offloaded import outline_of
-from nvme_ops.text import bytes_of, never_raising
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
 

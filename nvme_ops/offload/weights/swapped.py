@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from nvme_ops.lazy.offloaded import OffloadedTensor, Step, apply_steps, outline_of
 from nvme_ops.offload.weights.residents import Phase, Resident, Residents
-from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, outline_of
 
 aten = torch.ops.aten
 

@@ -8,17 +8,17 @@ from itertools import accumulate
 
 import torch
 
-from nvme_ops.engine import Priority
-from nvme_ops.future import IoFuture
+from nvme_ops.base.settings import ALIGNMENT, PAGE
+from nvme_ops.base.text import size_words
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.tensors import DEVICE_ALIGNMENT, empty
 from nvme_ops.offload.device_memory import memory_on
 from nvme_ops.offload.order import Order, what_stays
 from nvme_ops.offload.residency import Entry, Residency
 from nvme_ops.offload.weights.experts import Experts, ExpertStats
 from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
-from nvme_ops.settings import ALIGNMENT, PAGE
 from nvme_ops.storage.joined import joined
-from nvme_ops.tensors import DEVICE_ALIGNMENT, empty
-from nvme_ops.text import size_words
 
 #: An embedding is read as a whole if more than 1 / MANY_ROWS of its rows are used.
 MANY_ROWS = 4

@@ -1,4 +1,4 @@
-"""The native module ``gds``: the engine with cuFile, and the names of ``nvme_ops.gds``.
+"""The native module ``gds``: the engine with cuFile, and the names of ``nvme_ops.io.gds``.
 
 Before it is loaded, ``GDSBuilder`` is all that ``nvme_ops.ops.gds`` has.
 """
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.gds import gds_handle as gds_handle
+from nvme_ops.io.gds import gds_handle as gds_handle
 from nvme_ops.op_builder import GDSBuilder as GDSBuilder
 from nvme_ops.ops.async_io import Engine as Engine
 from nvme_ops.ops.async_io import Operation as Operation

@@ -1,0 +1,197 @@
+"""Inspects and converts checkpoints: safetensors, files of torch.save, shards.
+
+Also inspects folders of DCP.
+
+for example:
+  nvme-checkpoint info model.safetensors           names, dtypes, shapes, sizes
+  nvme-checkpoint verify checkpoints/step-1000     every byte, by its checksums
+  nvme-checkpoint diff old.pt new.pt               which tensors differ
+  nvme-checkpoint convert model.pt model.safetensors
+  nvme-checkpoint convert Llama-3-8B Llama-3-8B    its .bin files, to
+                                                   safetensors beside them
+  nvme-checkpoint clean checkpoints                what killed saves have left
+
+exit status: 0; 1 when verify finds damage, or nothing to compare with, or diff
+a difference; 2 for wrong arguments and files that cannot be read
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+
+from nvme_ops import __version__
+from nvme_ops.base.command_line import command, command_line, in_flags, say, show
+from nvme_ops.base.progress import byte_bar
+from nvme_ops.base.text import columns_text, printable, size_words
+from nvme_ops.checkpoint import FORMATS
+from nvme_ops.filesystem.publication import OpenFiles
+from nvme_ops.formats.contents import Contents
+
+_FLAGS = {"format=": "--format", "max_shard_size": "--max-shard-size", "checksums=False": "--no-checksums"}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the flags."""
+    made = command_line("nvme-checkpoint", __doc__ or "")
+    made.add_argument("--version", action="version", version=f"nvme-checkpoint {__version__}")
+    commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, words, paths in (
+        ("info", "what it contains; reads only the headers of files", ["path"]),
+        ("verify", "check every byte against the checksums", ["path"]),
+        ("diff", "which tensors of two checkpoints differ", ["first", "second"]),
+    ):
+        command = commands.add_parser(name, help=words, description=words)
+        for path in paths:
+            command.add_argument(path, metavar=path.upper(), help="a file, an index, or a folder")
+        if name == "verify":
+            command.add_argument("more", metavar="MORE", nargs="*", help="further ones")
+        command.add_argument("--format", choices=FORMATS, help="instead of the format that the name implies")
+    words = "write the tensors in another format, in bounded memory"
+    command = commands.add_parser("convert", help=words, description=words)
+    command.add_argument("source", metavar="SOURCE", help="a file, an index, or a folder; it stays as it is")
+    words = "a .safetensors, .pt or .bin file, or a folder for several safetensors files"
+    command.add_argument("target", metavar="TARGET", help=words)
+    command.add_argument("--key", default="", metavar="NAME", help="the entry of a .pt file that has the tensors")
+    command.add_argument("--format", choices=FORMATS, help="of TARGET, instead of the one that its name implies")
+    command.add_argument("--max-shard-size", metavar="SIZE", help="of each of several files: 5GB")
+    command.add_argument("--no-checksums", action="store_true", help="store no checksums")
+    command.add_argument("--no-verify", action="store_true", help="do not first compare the source's checksums")
+    words = "remove what killed saves left in a folder; files of running saves are kept"
+    command = commands.add_parser("clean", help=words, description=words)
+    command.add_argument("folders", metavar="FOLDER", nargs="+")
+    command.add_argument("--dry-run", action="store_true", help="only list")
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    return made
+
+
+@command("nvme-checkpoint")
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns the exit status."""
+    args = parser().parse_args(argv)
+    try:
+        commands = {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}
+        return commands[args.command](args)
+    except (OSError, ValueError) as error:
+        say(f"nvme-checkpoint: {in_flags(error, _FLAGS)}")
+        return 2
+
+
+def _info(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.contents import contents
+
+    found = contents(args.path, args.format)
+    if args.json:
+        print(json.dumps(asdict(found), indent=2))
+        return 0
+    kept = sum(item.checksum is not None for item in found.tensors)
+    print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
+    for key, text in found.metadata.items():
+        show(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}"))
+    lines = [["", "dtype", "shape", ""]]
+    lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
+    print(columns_text(lines))
+    return 0
+
+
+def _verify_all(args: argparse.Namespace) -> int:
+    paths = [args.path, *args.more]
+    return max(_verify(args, path, f"{path}: " if len(paths) > 1 else "") for path in paths)
+
+
+def _verify(args: argparse.Namespace, path: str, label: str) -> int:
+    from nvme_ops.checkpoint.contents import contents, damaged
+
+    with OpenFiles() as files:  # so that no save changes what was listed
+        found = contents(path, args.format, files)
+        checked = [item for item in found.items if item.checksum is not None]
+        with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
+            wrong = damaged(found, advance, files)
+    tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
+    bare = len(found.tensors) - tensors
+    if args.json:
+        counts = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
+        print(json.dumps({"path": path, **counts} if label else counts, indent=2))
+    else:
+        for name in wrong:
+            print(printable(f"{label}DAMAGED {name}"))
+        print(printable(label + _verdict(found, bool(checked), tensors, bare, wrong)))
+    return 1 if wrong or (found.items and not checked) else 0
+
+
+def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
+    if found.items and not any_checked:
+        return "[NO CHECKSUMS] it was saved by another program, or without checksums: nothing to compare with"
+    rest = f"; {bare} have no checksum" if bare else ""
+    if wrong:
+        names = {item.name for item in found.tensors}
+        parts = f"{checked} tensors" + ("" if names.issuperset(wrong) else " and what describes them")
+        return f"[DAMAGED] {len(wrong)} of {parts} are not what was saved{rest}"
+    return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
+
+
+def _clean(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.leftovers import clean
+
+    found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
+    if args.json:
+        print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
+        return 0
+    for path, size in found.items():
+        print(printable(f"{path}: {size_words(size)}"))
+    done = "would be removed" if args.dry_run else "removed"
+    print(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
+    return 0
+
+
+def _diff(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.contents import compare, contents
+
+    with OpenFiles() as ours, OpenFiles() as theirs:
+        first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
+        with byte_bar(first.bytes, "diff") as advance:
+            found = compare(first, second, advance, ours, theirs)
+    if args.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        for label, names in (
+            ("only in the first", found.only_first),
+            ("only in the second", found.only_second),
+            ("dtype or shape differs", found.described),
+            ("values differ", found.values),
+        ):
+            for name in names:
+                print(printable(f"{label}: {name}"))
+        if not found:
+            print(f"the same {len(first.tensors)} tensors")
+    return 1 if found else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from nvme_ops.checkpoint.convert import convert
+
+    done = convert(
+        args.source,
+        args.target,
+        key=args.key,
+        format=args.format,
+        max_shard_size=args.max_shard_size,
+        checksums=not args.no_checksums,
+        verify=not args.no_verify,
+        on_progress=lambda total: byte_bar(total, "convert"),
+    )
+    if args.json:
+        print(json.dumps(asdict(done), indent=2))
+        return 0
+    for name, stored in done.tied.items():
+        print(printable(f"{name}: the same tensor as {stored}, which is stored"))
+    print(printable(f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}"))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

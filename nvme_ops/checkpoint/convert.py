@@ -1,0 +1,355 @@
+"""Converts the tensors of a checkpoint to another format, piece by piece: ``nvme-checkpoint convert``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from nvme_ops.base.errors import ChangedFileError, ChecksumError, named
+from nvme_ops.base.text import size_words
+from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
+from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
+from nvme_ops.checkpoint.format import format_name, plan_for
+from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
+from nvme_ops.checkpoint.request import FileFormat, SaveOptions, listed
+from nvme_ops.checkpoint.sharded import from_one_save
+from nvme_ops.checkpoint.torch_open import TorchFile, require_record
+from nvme_ops.filesystem.publication import OpenFiles, open_leased
+from nvme_ops.formats import safetensors_format, torch_pickle
+from nvme_ops.formats.integrity import INDEX, ShardEntry
+from nvme_ops.formats.mistaken import refuse
+from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
+from nvme_ops.formats.torch_pickle import Call, Described
+from nvme_ops.formats.torch_zip import Archive, is_zip
+from nvme_ops.io.file import shared_handle
+from nvme_ops.io.tensors import cut, is_dense
+from nvme_ops.memory.ring import Ring
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.offload.weights.window import Window
+
+#: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
+BUDGET = 64 << 20
+# The most bytes that a byte of the source may become, where they are more than _PLENTY.
+_MAX_EXPANSION, _PLENTY = 16, 1 << 30
+_TRIES = 4  # while saves replace the source
+
+
+@dataclass
+class Converted:
+    """Describes the checkpoint that was written."""
+
+    path: str  # the file, or the index
+    tensors: int
+    bytes: int
+    tied: dict[str, str] = field(default_factory=dict)  # names that are not stored -> names that have their values
+
+
+def convert(
+    source: str,
+    target: str,
+    *,
+    key: str = "",
+    format: str | None = None,
+    max_shard_size: int | str | None = None,
+    checksums: bool = True,
+    verify: bool = True,
+    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
+) -> Converted:
+    """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
+
+    safetensors files store a tensor with several names under one of them; the other names are in the metadata, as when
+    ``nvme_ops.save`` saves a module. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other
+    tensors than dense ones are loaded as a whole.
+
+    Args:
+        source: a file of safetensors or of ``torch.save``, an index, a folder with one of these, or one of DCP.
+        target: a path as for ``nvme_ops.save``: its suffix chooses the format.
+        key: the entry with the tensors, if a file of ``torch.save`` or of DCP has others: ``"model"``, or ``"a.b"``.
+        format: the format of the target, instead of the one that its name implies.
+        max_shard_size: as in ``nvme_ops.save``.
+        checksums: as in ``nvme_ops.save``.
+        verify: first compare the checksums that the source has, so that damaged bytes get no new ones.
+        on_progress: given the total of bytes, returns a context manager that yields an ``OnProgress``.
+
+    Raises:
+        OSError: the source cannot be read, or the target cannot be written.
+        FormatError: the source is damaged.
+        ChecksumError: some of its tensors do not match their checksums.
+        ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
+            that the format of the target cannot store.
+    """
+    for _ in range(_TRIES):
+        try:
+            return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
+        except ChangedFileError:  # such as where a killed save's second name of it is replaced by another
+            continue
+    return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
+
+
+def _convert(
+    source: str,
+    target: str,
+    key: str,
+    format: str | None,
+    max_shard_size: int | str | None,
+    checksums: bool,
+    verify: bool,
+    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None,
+) -> Converted:
+    weights = _Counted()
+    with contextlib.ExitStack() as ends:
+        reader = _Reader(weights, ends, verify)
+        is_dcp = os.path.exists(os.path.join(source, ".metadata"))
+        tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
+        tied: dict[str, str] = {}
+        if format_name(target, format) == "torch":
+            tensors, metadata = with_ties(tensors, metadata)
+        else:
+            tensors, tied = without_ties(_named(tensors, source))
+        options = SaveOptions(checksums=checksums, metadata={**metadata, **tied}, max_shard_size=max_shard_size)
+        plan = plan_for(named(target), tensors, format, options)
+        path = plan.target(target)
+        for each in _replaced(path):
+            if os.path.realpath(each) in reader.paths:
+                raise ValueError(f"{each} is part of the source: name another target")
+        total = sum(tensor.nbytes for tensor in plan.tensors)
+        if total > max(_PLENTY, _MAX_EXPANSION * reader.nbytes):
+            name = max(tensors, key=lambda each: tensors[each].nbytes)
+            raise ValueError(
+                f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
+                f"times as {tuple(tensors[name].shape)}, and safetensors holds all one by one: convert it to .pt"
+            )
+        pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
+        sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
+        weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
+        ends.callback(weights.window.close)
+        if on_progress is not None:
+            weights.on_progress = ends.enter_context(on_progress(total))
+        plan.write(target, durable=True, handle=shared_handle())
+    return Converted(path, len(tensors), total, tied)
+
+
+def _replaced(path: str) -> list[str]:
+    """Returns the files that writing ``path`` replaces or removes; for an index also its shards, and a single file."""
+    suffix = FORMATS["sharded"][0]
+    if not path.endswith(suffix):
+        return [path]
+    folder, name = os.path.split(path)
+    stem = name.removesuffix(suffix)
+    shards = shards_of(folder, stem) if os.path.isdir(folder) else []
+    return [path, *(os.path.join(folder, each) for each in (f"{stem}.safetensors", *shards))]
+
+
+class _Counted(Weights):
+    """Reports how many bytes are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_progress: OnProgress = lambda _: None
+        self._seen: set[Source] = set()
+
+    def fetch(self, source: Source) -> torch.Tensor:
+        if source not in self._seen:
+            self._seen.add(source)
+            self.on_progress(source.nbytes)
+        values = super().fetch(source)
+        for extent in source.extents:  # only now, after the read, does this cover all of it
+            extent.file.require_unchanged()
+        return values
+
+
+class _Reader:
+    """Opens files and describes the tensors in them, without reading their data yet.
+
+    Args:
+        weights: reads the tensors later.
+        ends: closes the files.
+        verify: compare the checksums of files that are loaded as a whole.
+    """
+
+    def __init__(self, weights: Weights, ends: contextlib.ExitStack, verify: bool) -> None:
+        self._weights, self._ends, self._verify = weights, ends, verify
+        self._files = ends.enter_context(OpenFiles())
+        self.paths: set[str] = set()  # of the files that were opened
+        self.nbytes = 0  # in them
+
+    def read(self, path: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        """Returns the tensors by name, and the metadata."""
+        if not path.endswith(".index.json"):
+            return self._file(path, key)
+        return from_one_save(path, lambda index: self._shards(index, key))
+
+    def read_dcp(self, folder: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        """Does what ``read`` does for a checkpoint of torch.distributed.checkpoint; ``key``: how the names begin."""
+        from nvme_ops.checkpoint.dcp.tensors import sources_of  # slow to import
+
+        if self._verify:
+            found = contents(folder, None, self._files)
+            if wrong := damaged(found, files=self._files):
+                raise ChecksumError(folder, wrong)
+        sources = sources_of(folder, key, self._files, self._data_file)
+        return {
+            name: StoredTensor(self._weights, each) if isinstance(each, Source) else each
+            for name, each in sources.items()
+        }, {}
+
+    def _data_file(self, path: str, fd: int = -1) -> WeightFile:
+        self.paths.add(os.path.realpath(path))
+        file = WeightFile(open_leased(path) if fd < 0 else os.dup(fd), path, shared_handle())
+        self._ends.callback(file.close)
+        self.nbytes += file.size
+        return file
+
+    def _shards(self, index: ShardedIndex, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        self._files.close()  # shards of another save
+        self.paths, self.nbytes = {os.path.realpath(index.path)}, 0
+        if self._verify and index.fits is False:
+            raise ChecksumError(index.path, [INDEX])
+        shards = index.shards(index.places)
+        for shard in shards:  # before one is verified, which may take longer than a save
+            with self._files.opened(shard):
+                pass
+        found: dict[str, torch.Tensor] = {}
+        for shard, names in shards.items():
+            tensors, _ = self._file(shard, key, index.part(shard))
+            if missing := [name for name in names if name not in tensors]:
+                refuse(index.path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
+            found.update((name, tensors[name]) for name in names)
+        return {name: found[name] for name in index.places}, index.metadata
+
+    def _file(
+        self, path: str, key: str, part: ShardEntry | None = None
+    ) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        is_torch = not path.endswith(".safetensors")
+        with self._files.opened(path) as fd:
+            file = self._data_file(path, fd)
+        if self._verify:
+            self._require_undamaged(path, torch_file if is_torch else safetensors_file, part)
+        if is_torch:
+            loaded = self._of_torch(file, fd, key)
+            file.require_unchanged()  # some may be in memory already
+            return loaded
+        if key:
+            raise ValueError(f"{path}: safetensors files have no nested entries: leave out --key")
+        header = safetensors_format.read(fd, path)
+        if part is not None:
+            part.require(path, header.metadata, False)  # raises if it belongs to another save
+        stored = stored_tensors(file, header, self._weights)
+        found = {
+            name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype, device="cpu")
+            for name, each in stored
+        }
+        return found, header.metadata
+
+    def _require_undamaged(self, path: str, format: FileFormat, part: ShardEntry | None) -> None:
+        try:
+            found = format.contents(path, self._files, part)
+        except ValueError:
+            if format is safetensors_file:
+                raise
+            return  # compressed, so verified when it is loaded as a whole; or older, without checksums
+        if wrong := damaged(found, files=self._files):
+            raise ChecksumError(path, wrong)
+
+    def _of_torch(self, file: WeightFile, fd: int, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
+        opened = TorchFile(fd, file.path, shared_handle())
+        archive = opened.archive()
+        metadata = {} if archive is None else torch_file.metadata(archive)
+        if archive is not None:
+            root, _ = torch_pickle.read(archive.pickled(), file.path)
+            entries = _entry(root, key, file.path)
+            described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
+            _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
+            plain = {
+                name: each
+                for name, each in described.items()
+                if isinstance(each, Described) and type(name) in (str, int)  # others are recorded calls
+            }
+            if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
+                return self._views(file, archive, plain), metadata
+        verify = self._verify and is_zip(fd)  # others have no checksums
+        loaded = _entry(torch_load.everything(opened, "cpu", verify), key, file.path)
+        others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
+        _require_tensors(loaded, others, file.path)
+        return _apart(loaded), metadata
+
+    def _views(self, file: WeightFile, archive: Archive, described: Mapping[Any, Described]) -> dict[Any, torch.Tensor]:
+        for each in described.values():
+            require_record(archive, each.storage.record, each.storage.size)
+        archive.locate({each.storage.record for each in described.values()})
+        known: dict[Any, Source] = {}  # tied tensors share a source
+
+        def view(each: Described) -> torch.Tensor:
+            begin, end = each.extent
+            if begin == end:
+                return torch.empty(each.shape, dtype=each.dtype, device="cpu")
+            extent = FileExtent(file, archive.starts[each.storage.record] + begin, end - begin)
+            shape = each.shape if each.contiguous else ((end - begin) // each.dtype.itemsize,)
+            source = known.setdefault((extent, each.dtype, shape), Source([extent], each.dtype, shape))
+            found = StoredTensor(self._weights, source)
+            if each.contiguous:
+                return found
+            strided: Any = found.as_strided(each.shape, each.stride)
+            made: torch.Tensor = strided if is_dense(strided) else strided.to_memory()
+            return made
+
+        return {name: view(each) for name, each in described.items()}
+
+
+def _apart(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Copies tensors that are parts of larger storages, since safetensors refuses tensors that share memory."""
+    made: dict[Any, torch.Tensor] = {}
+
+    def own(each: torch.Tensor) -> torch.Tensor:
+        if not is_strided(each) or each.untyped_storage().nbytes() == each.nbytes:
+            return each
+        place = each.data_ptr(), each.dtype, each.shape, each.stride()
+        return made.setdefault(place, each.detach().clone())
+
+    return {name: own(each) for name, each in tensors.items()}
+
+
+def _named(tensors: Mapping[Any, torch.Tensor], path: str) -> dict[str, torch.Tensor]:
+    """Returns the tensors by names of text. Raises ValueError for keys that have none, or the same."""
+    names: dict[str, Any] = {}
+    for key in tensors:
+        if type(key) not in (str, int):
+            raise ValueError(f"{path}: names in safetensors files are text, and {key!r} is a {type(key).__name__}")
+        if str(key) in names:
+            raise ValueError(f"{path}: the keys {names[str(key)]!r} and {key!r} are one name in a safetensors file")
+        names[str(key)] = key
+    return {name: tensors[key] for name, key in names.items()}
+
+
+def _entry(root: Any, key: str, path: str) -> dict[Any, Any]:
+    """Returns the entries of the dictionary that ``key`` leads to."""
+    node, rest = _members(root), key
+    while node is not None and rest:
+        step = next((name for name in node if rest == name or rest.startswith(f"{name}.")), None)
+        if step is None:
+            break
+        node, rest = _members(node[step]), rest[len(step) + 1 :]
+    if node is None:
+        raise ValueError(f"{path}: {repr(key) if key else 'its content'} is not a dictionary of tensors by name")
+    if rest:
+        raise ValueError(f"{path} has no entry {key!r}; it has {listed(node)}")
+    return dict(node)
+
+
+def _members(node: Any) -> Mapping[Any, Any] | None:
+    if isinstance(node, Call):
+        return node.items if node.path == "collections.OrderedDict" else None
+    return node if isinstance(node, Mapping) else None
+
+
+def _require_tensors(entries: Mapping[Any, Any], others: list[Any], path: str) -> None:
+    if others:
+        inner = [name for name in others if _members(entries[name])]
+        what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
+        raise ValueError(f"{path} has more than tensors by name: {listed(others)}{what}")

@@ -1,0 +1,163 @@
+"""Describes the tensors of a DCP checkpoint, without reading their data: each is put together from its chunks."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+
+from nvme_ops.base.errors import FormatError
+from nvme_ops.checkpoint.dcp.contents import items_of, metadata_of
+from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text
+from nvme_ops.checkpoint.dcp.reader import find
+from nvme_ops.checkpoint.request import listed
+from nvme_ops.filesystem.publication import OpenFiles, opened
+from nvme_ops.formats.mistaken import refuse
+from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated
+from nvme_ops.offload.weights.window import read_now
+
+_Sizes = tuple[int, ...]
+
+
+class _Chunk(NamedTuple):
+    offsets: _Sizes
+    source: Source
+
+
+def sources_of(
+    folder: str, key: str, files: OpenFiles, open_data: Callable[[str], WeightFile]
+) -> dict[str, Source | torch.Tensor]:
+    """Returns the tensors whose names begin with ``key`` and a dot, without these; all when it is empty.
+
+    Those without elements are tensors in memory, and so are those that are stored otherwise than as their bytes.
+    ``open_data`` opens a data file, once for each.
+
+    Raises:
+        FormatError: the checkpoint is damaged.
+        ValueError: it has other things than tensors there, or nothing.
+    """
+    metadata = metadata_of(folder, files)
+    list(items_of(folder, metadata))  # raises for what lies outside of the files
+    prefix = f"{key}." if key else ""
+    entries: Mapping[str, Any] = metadata.state_dict_metadata
+    chosen = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
+    tops = sorted({name.partition(".")[0] for name in entries})
+    if key and not chosen:
+        raise ValueError(f"{folder} has no entry {key!r}; it has {listed(tops)}")
+    others = [name for name in chosen.values() if not isinstance(entries[name], TensorStorageMetadata)]
+    if others:
+        inner = [] if key else [top for top in tops if top not in entries]
+        what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
+        raise ValueError(f"{folder} has more than tensors by name: {listed(others)}{what}")
+    places: dict[str, dict[_Sizes, Any]] = {}
+    for index, info in metadata.storage_data.items():
+        places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
+    known: dict[str, WeightFile] = {}
+
+    def file(name: str) -> WeightFile:
+        if name not in known:
+            known[name] = open_data(os.path.join(folder, name))
+        return known[name]
+
+    try:
+        return {name: _tensor(folder, full, entries[full], places[full], file) for name, full in chosen.items()}
+    except FormatError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise FormatError(f"{folder}: the parts of {METADATA} contradict each other: {error_text(error)}") from error
+
+
+def _tensor(
+    folder: str,
+    name: str,
+    entry: TensorStorageMetadata,
+    places: Mapping[_Sizes, Any],
+    file: Callable[[str], WeightFile],
+) -> Source | torch.Tensor:
+    dtype, shape = entry.properties.dtype, tuple(entry.size)
+    if 0 in shape:
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    parts: list[tuple[_Sizes, Source | torch.Tensor]] = []
+    for each in entry.chunks:
+        if 0 not in each.sizes:
+            info = places[()] if len(entry.chunks) == 1 and () in places else places[tuple(each.offsets)]
+            parts.append((tuple(each.offsets), _chunk(folder, name, each, dtype, info, file)))
+    chunks = [_Chunk(offsets, part) for offsets, part in parts if isinstance(part, Source)]
+    if len(chunks) == len(parts):
+        for dim in reversed(range(len(shape))):
+            chunks = _joined(chunks, dim)
+        if len(chunks) == 1 and chunks[0].source.shape == shape and not any(chunks[0].offsets):
+            return chunks[0].source
+    if sum(part.nbytes for _, part in parts) != torch.Size(shape).numel() * dtype.itemsize:
+        refuse(folder, f"{name!r}: its chunks do not make a tensor of shape {list(shape)}")
+    whole = torch.empty(shape, dtype=dtype, device="cpu")
+    seen = torch.zeros(shape, dtype=torch.bool, device="cpu")
+    for offsets, part in parts:
+        values = read_now([part])[0] if isinstance(part, Source) else part
+        place = tuple(slice(start, start + size) for start, size in zip(offsets, values.shape, strict=True))
+        whole[place], seen[place] = values, True
+    if not seen.all():
+        refuse(folder, f"{name!r}: its chunks overlap")
+    return whole
+
+
+def _chunk(
+    folder: str,
+    name: str,
+    chunk: ChunkStorageMetadata,
+    dtype: torch.dtype,
+    info: Any,
+    file: Callable[[str], WeightFile],
+) -> Source | torch.Tensor:
+    path, shape = os.path.join(folder, info.relative_path), tuple(chunk.sizes)
+    place = getattr(info, ATTRIBUTE, {}).get("data")
+    start = -1 if place is None else info.offset + place
+    if place is None and not getattr(info, "transform_descriptors", None):
+        found = find(path, info.offset, info.length)
+        if found is None:
+            return _loaded(path, name, info, dtype, shape)
+        start = found.start if (found.dtype, found.shape) == (dtype, shape) else -1
+    if start < 0:
+        refuse(path, f"{name!r} is not stored as a tensor of {dtype} {list(shape)}")
+    nbytes = torch.Size(shape).numel() * dtype.itemsize
+    if not info.offset <= start <= start + nbytes <= info.offset + info.length:
+        refuse(path, f"{name!r}: {nbytes} bytes of data do not fit an item of {info.length} bytes")
+    return Source([FileExtent(file(info.relative_path), start, nbytes)], dtype, shape)
+
+
+def _loaded(path: str, name: str, info: Any, dtype: torch.dtype, shape: _Sizes) -> torch.Tensor:
+    """Loads a chunk whose bytes do not follow each other as in a contiguous tensor: a transposed one, say."""
+    with opened(path) as fd:
+        content = os.pread(fd, info.length, info.offset)
+    try:
+        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged one can raise anything
+        refuse(path, f"{name!r}: {error_text(error)}")
+    if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
+        refuse(path, f"{name!r} is not stored as a tensor of {dtype} {list(shape)}")
+    return found.detach()
+
+
+def _joined(chunks: Sequence[_Chunk], dim: int) -> list[_Chunk]:
+    """Joins chunks that differ in this dimension alone and follow each other there."""
+    rows: dict[Any, list[_Chunk]] = {}
+    for each in sorted(chunks, key=lambda each: each.offsets):
+        shape = each.source.shape
+        others = [offsets[:dim] + offsets[dim + 1 :] for offsets in (each.offsets, shape)]
+        rows.setdefault(tuple(others), []).append(each)
+    found = []
+    for row in rows.values():
+        reached = row[0].offsets[dim]
+        for each in row:
+            if each.offsets[dim] != reached:
+                return list(chunks)  # a gap, or an overlap
+            reached += each.source.shape[dim]
+        whole = row[0].source if len(row) == 1 else concatenated([each.source for each in row], dim)
+        if whole is None:
+            return list(chunks)
+        found.append(_Chunk(row[0].offsets, whole))
+    return found

@@ -1,1 +1,0 @@
-"""Lists, verifies, compares and converts checkpoints of all formats without loading them: ``nvme-checkpoint``."""

@@ -1,0 +1,1 @@
+"""Tensors whose values are elsewhere: ``offloaded`` has them, ``operators`` what operators do with arguments."""
