@@ -38,7 +38,7 @@ HERE = tempfile.gettempdir()
 SMALL = ["--io_size", "4M", "--no_reference"]
 DEFAULT = Settings(MIB, 128, single_submit=False, overlap_events=True, intra_op_parallelism=1)
 WORKPLACE = Workplace(HERE, 0)
-B, T, W = ["--folder", HERE], ["--nvme_dir", HERE], ["workload", "bert", "--folder", HERE]
+B, T, W = ["--folder", HERE], ["--nvme_dir", HERE], ["workload", "cosmoflow", "--folder", HERE]
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +74,11 @@ BENCH: list[tuple[list[str], str]] = [
     (["explain", HERE, "--device", "cuda:77"], "--device cuda:77: torch sees"),
     (["explain", HERE, "--device", "tpu"], "--device tpu: neither cpu nor cuda:N"),
     (["explain", __file__, "--write"], "a file that exists is only read"),
-    (["workload", "bert", "--folder", "nothing"], "--folder nothing: no such folder"),
+    (["workload", "cosmoflow", "--folder", "nothing"], "--folder nothing: no such folder"),
     ([*W, "--seconds", "nan"], "must be numbers greater than 0"),
     ([*W, "--output", "x.png"], "ends with .json"),
-    (["workload", "inference-log", *B, "--reader", "nvme_ops"], "--reader is for jobs that read"),
-    (["workload", "zero-inference", *B, "--size", "4000000G"], "of free space are needed .* --size or --folder"),
+    (["workload", "llm-checkpoint", *B, "--reader", "nvme_ops"], "--reader is for jobs that read"),
+    ([*W, "--size", "4000000G"], "of free space are needed .* --size or --folder"),
 ]
 TUNE = [
     ([], "--folder"),
@@ -174,8 +174,8 @@ def test_hyphens_and_underscores_are_one() -> None:
         found = parse(*each.split())
         assert (found.engines, found.size, found.swept) == (["aio_handle"], 2 * MIB, ["queue_depth"])
     assert tune.parse(["--nvme-dir", HERE, "--io-size", "64M"]) == tune.parse(["--nvme_dir", HERE, "--io_size", "64M"])
-    workload = cli._parse(["zero_inference", "llm-checkpoint", "--folder", HERE, "--reader", "nvme-ops"])
-    assert (workload.jobs, workload.reader) == (["zero-inference", "llm-checkpoint"], ["nvme_ops"])
+    workload = cli._parse(["unet3d", "llm_checkpoint", "--folder", HERE, "--reader", "nvme-ops"])
+    assert (workload.jobs, workload.reader) == (["unet3d", "llm-checkpoint"], ["nvme_ops"])
 
 
 def parse(*words: str) -> Namespace:

@@ -26,7 +26,7 @@ from tests.conftest import REPOSITORY
 from tests.made_up import executable
 
 RANKS = ("nvme_ops.bench", "--io_size", "4M", "--no_reference", "--loops", "100000", "--multi_process", "2")
-WORKLOAD = ("nvme_ops.bench", "workload", "retinanet", "--size", "8M", "--seconds", "60", "--reader", "plain")
+WORKLOAD = ("nvme_ops.bench", "workload", "cosmoflow", "--size", "8M", "--seconds", "60", "--reader", "plain")
 BENCHMARK = ("benchmarks", "raw_io", "--size", "4M", "--rounds", "100", "--only", "cached", "latency", "--no-deepspeed")
 BEGIN = """
 import os, runpy, signal, sys
