@@ -22,8 +22,7 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
-from benchmarks import cgroups, command
-from nvme_ops.measure import fio
+from benchmarks import cgroups, command, fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme

@@ -23,14 +23,13 @@ from typing import Any
 
 import torch
 
-from benchmarks import command
+from benchmarks import command, fio
 from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
 from nvme_ops.data.store import trailer
 from nvme_ops.data.writer import data_file
 from nvme_ops.file import shared_handle
-from nvme_ops.measure import fio
 from nvme_ops.measure.engines import unavailable
 from nvme_ops.measure.files import make_cold
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentile, timed

@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import cgroups, command
-from nvme_ops.measure import fio
+from benchmarks import cgroups, command, fio
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table

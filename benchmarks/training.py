@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks import command
-from nvme_ops.measure import fio
+from benchmarks import command, fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params
