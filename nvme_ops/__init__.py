@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from nvme_ops.io.handle import aio_handle as aio_handle
     from nvme_ops.io.tensors import empty as empty
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULE_OF = {
     "ChecksumError": "nvme_ops.base.errors",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+import nvme_ops
 from tests.conftest import REPOSITORY, run_python
 
 OURS = re.compile(r"\b(NVME_OPS_(?!HAVE_)[A-Z_]+|NVME_BUILD_[A-Z]+)\b")
@@ -33,6 +34,11 @@ def test_every_flag_is_on_its_page(command: str, page: str) -> None:
     flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
     text = (REPOSITORY / "docs" / f"{page}.md").read_text()
     assert {flag for flag in flags - {"--help", "--version"} if f"`{flag}" not in text} == set()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    begin = (REPOSITORY / "CHANGELOG.md").read_text().partition("\n\n")[2]
+    assert begin.startswith(f"## {nvme_ops.__version__}\n")
 
 
 def test_every_link_leads_somewhere() -> None:
