@@ -75,17 +75,7 @@ class OffloadedTensor(torch.Tensor):
     Operations return ordinary tensors. Views are tensors of this class again: making one reads nothing, and writing to
     it changes what it is a view of.
 
-    Ways to the values that bypass torch's dispatcher (an entry of a state dict may have a copy, with an address):
-
-    ===================================================== ==============================================================
-    ``data = t``, ``set_(t)``                             the values become those of ``t``, or RuntimeError
-    ``copy.copy``                                         another tensor over the same values
-    ``copy.deepcopy``, ``pickle``, ``torch.save``         an ordinary tensor with the values, tied ones once
-    ``tolist()``, ``numpy(force=True)``                   a copy of the values
-    ``data_ptr()``, ``untyped_storage()``; ``numpy()``;         RuntimeError
-    ``share_memory_()``; dlpack; ``torch.jit.save``
-    ``resize_``, ``t_`` and the like                      RuntimeError
-    ===================================================== ==============================================================
+    docs/architecture.md has the ways to the values that bypass torch's dispatcher, and what happens on each.
     """
 
     _outline: torch.Tensor  # on the meta device: shape, strides, offset and dtype

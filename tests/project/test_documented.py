@@ -43,7 +43,7 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 def test_every_link_leads_somewhere() -> None:
     broken = []
-    for page in [REPOSITORY / "README.md", REPOSITORY / "CONTRIBUTING.md", *(REPOSITORY / "docs").glob("*.md")]:
+    for page in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
         broken += [
             f"{page.name}: {target}"
             for target in LINK.findall(page.read_text())
@@ -52,7 +52,14 @@ def test_every_link_leads_somewhere() -> None:
     assert broken == []
 
 
-def test_every_page_is_in_the_readme_and_in_the_site_and_its_front_page_leads_to_it() -> None:
+def test_the_page_on_the_architecture_names_files_that_exist() -> None:
+    page = (REPOSITORY / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+/[\w.]*)`", page))
+    assert len(named) > 20
+    assert [name for name in sorted(named) if not (REPOSITORY / name).exists()] == []
+
+
+def test_readme_site_and_front_page_lead_to_every_page() -> None:
     pages = {page.name for page in (REPOSITORY / "docs").glob("*.md")}
     readme, site, front = ((REPOSITORY / name).read_text() for name in ("README.md", "mkdocs.yml", "docs/index.md"))
     parts = set()  # pages to which benchmarks.md and api.md lead

@@ -71,7 +71,7 @@ def front(site: dict[Path, Page]) -> tuple[Path, Page]:
     return path, site[path]
 
 
-def test_every_link_leads_to_a_part_of_a_page_and_nothing_comes_from_elsewhere(site: dict[Path, Page]) -> None:
+def test_every_link_leads_to_a_part_and_nothing_comes_from_elsewhere(site: dict[Path, Page]) -> None:
     for path, page in site.items():
         assert [each for each in page.loaded if urlsplit(each).netloc] == []
         for link, _ in page.links:
