@@ -60,7 +60,7 @@ class OpBuilder:
         #: Why ``load`` would fail, after ``is_buildable`` returned False.
         self.build_problem: str | None = None
         #: The finished op that ``is_buildable`` found and ``load`` would use; None if it would compile first.
-        self.built: finished.Built | None = None
+        self.built: finished.BuiltOp | None = None
         #: What ``is_buildable`` found missing that the op can do without.
         self.warnings: list[str] = []
 
@@ -246,16 +246,16 @@ class OpBuilder:
     def _requirements(self) -> dict[str, str]:
         return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
 
-    def _find_prebuilt(self) -> finished.Built | None:
+    def _find_prebuilt(self) -> finished.BuiltOp | None:
         found = finished.find_prebuilt(self.name)
         return found if found is not None and not finished.mismatch(found, self._requirements()) else None
 
-    def _find_built(self) -> finished.Built | None:
+    def _find_built(self) -> finished.BuiltOp | None:
         if (found := self._find_prebuilt()) is not None:
             return found
         entry = finished.find_cached(self.recipe())
         record = entry.record() if entry is not None else None
-        return finished.Built("cached", entry.library, record) if entry is not None and record is not None else None
+        return finished.BuiltOp("cached", entry.library, record) if entry is not None and record is not None else None
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:

@@ -38,7 +38,7 @@ MARK = "portable"
 
 
 @dataclass(frozen=True)
-class Built:
+class BuiltOp:
     """A finished op, and what it was made from."""
 
     how: str  #: "prebuilt" or "cached"
@@ -49,7 +49,7 @@ class Built:
 # Built ahead of time
 
 
-def find_prebuilt(name: str) -> Built | None:
+def find_prebuilt(name: str) -> BuiltOp | None:
     """Returns the prebuilt op ``name`` in the package, whatever it was built for; None if there is none."""
     fitting = [OPS / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
     others = sorted(OPS.glob(f"{name}.*.so"), reverse=True)
@@ -64,7 +64,7 @@ def find_prebuilt(name: str) -> Built | None:
                 record = json.loads(record_path(library).read_text())
             except (OSError, ValueError):
                 record = {}
-            return Built("prebuilt", library, record if isinstance(record, dict) else {})
+            return BuiltOp("prebuilt", library, record if isinstance(record, dict) else {})
     return None
 
 
@@ -73,7 +73,7 @@ def record_path(library: Path) -> Path:
     return library.with_name(f"{stem(library.name) or library.name.partition('.')[0]}.{RECORD}")
 
 
-def mismatch(found: Built, requirements: Mapping[str, str]) -> str:
+def mismatch(found: BuiltOp, requirements: Mapping[str, str]) -> str:
     """Returns why ``found`` must not be loaded by a process with ``requirements``; an empty string if it fits."""
     if problem := _why_not_as_safe_as_this_module(found.library):
         return problem

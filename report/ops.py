@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, finished, jit, machine, recipe
-from nvme_ops.op_builder.finished import Built
+from nvme_ops.op_builder.finished import BuiltOp
 from nvme_ops.op_builder.machine import Host
 
 from . import trial
@@ -94,7 +94,7 @@ def fix_for(failure: Failure) -> str:
     return f"unset {named[0]}" if named else FIXES.get(failure.errno or 0, "")
 
 
-def if_needed(check: Callable[[], Result], built: Mapping[str, Built]) -> Result:
+def if_needed(check: Callable[[], Result], built: Mapping[str, BuiltOp]) -> Result:
     """Runs a check of what compiles an op; its complaint becomes a fact if all ops are compiled already."""
     found = check()
     if found.status is not Status.NO or built.keys() < ALL_OPS.keys():
@@ -124,7 +124,7 @@ def _build_fix(problem: str = "", fix: str = "") -> str:
     return install_command("compiler")
 
 
-def all_built() -> dict[str, Built]:
+def all_built() -> dict[str, BuiltOp]:
     """Returns the finished ops that ``load`` would use, by name, as ``row`` has found them."""
     if torch_problem() is not None:
         return {}
@@ -136,7 +136,7 @@ def would_have_libaio() -> bool:
     return _HAVE_LIBAIO in ALL_OPS[AsyncIOBuilder.NAME].cxx_args()
 
 
-def compiled_with(built: Mapping[str, Built]) -> list[Result]:
+def compiled_with(built: Mapping[str, BuiltOp]) -> list[Result]:
     """Reports what each finished op was compiled with."""
     results = []
     for name, found in built.items():

@@ -24,7 +24,7 @@ from nvme_ops.checkpoint.request import Plan, SaveOptions
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import collector_paused, copy, empty, placed
-from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.pieces import BorrowedTensors
 
 Strategy: TypeAlias = Literal["copy", "copy_free"]
 STRATEGIES: tuple[Strategy, ...] = ("copy", "copy_free")
@@ -38,7 +38,7 @@ class SaveFuture(Future[None]):
     It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
     """
 
-    def __init__(self, path: str, borrowed: Borrowed) -> None:
+    def __init__(self, path: str, borrowed: BorrowedTensors) -> None:
         super().__init__()
         self.path = path
         self._borrowed = borrowed
@@ -142,7 +142,7 @@ def save_async(
             copies = _Copies(plan.tensors, None if in_handler else _budget() if budget is None else budget)
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
-        future = SaveFuture(name, Borrowed(lent))
+        future = SaveFuture(name, BorrowedTensors(lent))
         arguments = (future, place, plan, turn, durable, handle, copies)
         thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}", daemon=False)
         thread.start()

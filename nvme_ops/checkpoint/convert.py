@@ -24,7 +24,7 @@ from nvme_ops.formats import safetensors_format, torch_pickle
 from nvme_ops.formats.integrity import INDEX, ShardEntry
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
-from nvme_ops.formats.torch_pickle import Call, Described
+from nvme_ops.formats.torch_pickle import Call, DenseTensor
 from nvme_ops.formats.torch_zip import Archive, is_zip
 from nvme_ops.io.file import shared_handle
 from nvme_ops.io.tensors import cut, is_dense
@@ -41,7 +41,7 @@ _TRIES = 4  # while saves replace the source
 
 
 @dataclass
-class Converted:
+class Conversion:
     """Describes the checkpoint that was written."""
 
     path: str  # the file, or the index
@@ -60,7 +60,7 @@ def convert(
     checksums: bool = True,
     verify: bool = True,
     on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
-) -> Converted:
+) -> Conversion:
     """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
 
     safetensors files store a tensor with several names under one of them; the other names are in the metadata, as when
@@ -101,8 +101,8 @@ def _convert(
     checksums: bool,
     verify: bool,
     on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None,
-) -> Converted:
-    weights = _Counted()
+) -> Conversion:
+    weights = _CountedWeights()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
         is_dcp = os.path.exists(os.path.join(source, ".metadata"))
@@ -132,7 +132,7 @@ def _convert(
         if on_progress is not None:
             weights.on_progress = ends.enter_context(on_progress(total))
         plan.write(target, durable=True, handle=shared_handle())
-    return Converted(path, len(tensors), total, tied)
+    return Conversion(path, len(tensors), total, tied)
 
 
 def _replaced(path: str) -> list[str]:
@@ -146,7 +146,7 @@ def _replaced(path: str) -> list[str]:
     return [path, *(os.path.join(folder, each) for each in (f"{stem}.safetensors", *shards))]
 
 
-class _Counted(Weights):
+class _CountedWeights(Weights):
     """Reports how many bytes are read."""
 
     def __init__(self) -> None:
@@ -269,7 +269,7 @@ class _Reader:
             plain = {
                 name: each
                 for name, each in described.items()
-                if isinstance(each, Described) and type(name) in (str, int)  # others are recorded calls
+                if isinstance(each, DenseTensor) and type(name) in (str, int)  # others are recorded calls
             }
             if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
                 return self._views(file, archive, plain), metadata
@@ -279,13 +279,15 @@ class _Reader:
         _require_tensors(loaded, others, file.path)
         return _apart(loaded), metadata
 
-    def _views(self, file: WeightFile, archive: Archive, described: Mapping[Any, Described]) -> dict[Any, torch.Tensor]:
+    def _views(
+        self, file: WeightFile, archive: Archive, described: Mapping[Any, DenseTensor]
+    ) -> dict[Any, torch.Tensor]:
         for each in described.values():
             require_record(archive, each.storage.record, each.storage.size)
         archive.locate({each.storage.record for each in described.values()})
         known: dict[Any, Source] = {}  # tied tensors share a source
 
-        def view(each: Described) -> torch.Tensor:
+        def view(each: DenseTensor) -> torch.Tensor:
             begin, end = each.extent
             if begin == end:
                 return torch.empty(each.shape, dtype=each.dtype, device="cpu")

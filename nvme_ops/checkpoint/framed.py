@@ -23,7 +23,7 @@ _SMALL_GROUP, _LARGE_GROUP, _MAX_ITEMS, _MAX_GROUPS = 8 << 20, 256 << 20, 4096, 
 _T = TypeVar("_T")
 
 
-class Framed(NamedTuple):
+class FramedTensor(NamedTuple):
     """A tensor, where its bytes begin in the file, and what yields, for their CRC-32, (offset, bytes) around them."""
 
     start: int
@@ -48,8 +48,8 @@ def grouped(items: Iterable[_T], nbytes: Callable[[_T], int], most: int) -> Iter
 def write(
     handle: aio_handle,
     fd: int,
-    small: Iterable[Framed | ZipRecord],
-    large: Iterable[Framed | ZipRecord],
+    small: Iterable[FramedTensor | ZipRecord],
+    large: Iterable[FramedTensor | ZipRecord],
     checksums: bool = True,
 ) -> None:
     """Writes tensors on any device and of any strides, and waits. Without ``checksums`` their CRC-32s count as 0.
@@ -76,7 +76,7 @@ def write(
             submit([part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
 
 
-_nbytes: Callable[[Framed | ZipRecord], int] = attrgetter("data.nbytes")
+_nbytes: Callable[[FramedTensor | ZipRecord], int] = attrgetter("data.nbytes")
 
 
 def _copied(tensor: torch.Tensor) -> torch.Tensor:

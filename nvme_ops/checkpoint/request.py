@@ -18,7 +18,7 @@ from nvme_ops.formats.contents import Contents
 from nvme_ops.formats.integrity import ShardEntry
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import Kind
-from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.pieces import BorrowedTensors
 
 
 class Plan(Protocol):
@@ -32,7 +32,7 @@ class Plan(Protocol):
     def target(self, path: str) -> str:
         """Returns the file that is replaced when the plan is written to ``path``."""
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Writes everything, atomically. ``borrowed``: tensors to be read first."""
 
 

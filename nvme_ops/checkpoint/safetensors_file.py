@@ -29,7 +29,7 @@ from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import Kind, collector_paused
 from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory import pieces
-from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.pieces import BorrowedTensors
 
 
 @dataclass
@@ -46,7 +46,7 @@ class SafetensorsPlan:
         """Implements ``Plan``."""
         return path
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
         places = list(zip([entry.start for entry in self.header.entries.values()], self.tensors, strict=True))
         with replacing(path, durable, self.recycle) as file:

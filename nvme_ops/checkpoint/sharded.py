@@ -40,7 +40,7 @@ from nvme_ops.formats.sharded_index import ShardedIndex, names_for, read_index, 
 from nvme_ops.formats.torch_zip import PICKLE
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import groups
-from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.pieces import BorrowedTensors
 
 SUFFIXES = FORMATS["sharded"]
 
@@ -59,7 +59,7 @@ class ShardedPlan:
     tensors: list[torch.Tensor]
     metadata: dict[str, Any]
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``. Creates a missing folder; an index that is a symbolic link stays one."""
         index = self.target(path)
         folder = os.path.dirname(index)
@@ -79,7 +79,7 @@ class ShardedPlan:
             raise ValueError(f"{path}: shards are saved as safetensors: the name must end with {SUFFIXES[0]}")
         return index
 
-    def _write(self, publication: Publication, handle: aio_handle, borrowed: Borrowed | None) -> None:
+    def _write(self, publication: Publication, handle: aio_handle, borrowed: BorrowedTensors | None) -> None:
         folder, name = os.path.split(publication.manifest)
         stem = name.removesuffix(SUFFIXES[0])
         names = names_for(folder, name, stem, len(self.shards))

@@ -21,7 +21,7 @@ from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats import torch_legacy, torch_pickle
 from nvme_ops.formats.contents import Contents, Item
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.torch_pickle import Described, Other, Storage
+from nvme_ops.formats.torch_pickle import DenseTensor, OtherTensor, Storage
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
 from nvme_ops.io.file import shared_handle
 from nvme_ops.io.tensors import Kind, is_plain
@@ -75,7 +75,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
                 verify_others(archive)
             known = _described(archive)
             names = request.chosen(known, path, targets)
-            described = {name: each for name in names if isinstance(each := known[name], Described)}
+            described = {name: each for name in names if isinstance(each := known[name], DenseTensor)}
             if len(described) == len(names):
                 return _fill_or_make(file, archive, described, targets, request)
         whole = everything(file, request.map_location if targets is None else "cpu", request.verify)
@@ -104,23 +104,23 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
         archive = file.archive()
         known = {} if archive is None else _described(archive)
     asked = known if request.keys is None else request.keys
-    return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), Described)}
+    return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), DenseTensor)}
 
 
-def _described(archive: Archive) -> dict[str, Described | Other]:
+def _described(archive: Archive) -> dict[str, DenseTensor | OtherTensor]:
     root, _ = torch_pickle.read(archive.pickled(), archive.path)
-    known: dict[str, Described | Other] = {}
+    known: dict[str, DenseTensor | OtherTensor] = {}
     for name, each in torch_pickle.tensors(root, archive.path):
         if name in known:
             raise ValueError(f"{archive.path}: two tensors are called {name!r} when their places are joined by dots")
         known[name] = each
-        if isinstance(each, Described):
+        if isinstance(each, DenseTensor):
             require_record(archive, each.storage.record, each.storage.size)
     return known
 
 
 def _fill_or_make(
-    file: TorchFile, archive: Archive, described: Mapping[str, Described], targets: Targets | None, request: Request
+    file: TorchFile, archive: Archive, described: Mapping[str, DenseTensor], targets: Targets | None, request: Request
 ) -> dict[str, torch.Tensor]:
     if targets is None:
         return _make(file, archive, described, request.map_location, request.verify)
@@ -134,9 +134,9 @@ def _fill_or_make(
 
 
 def _make(
-    file: TorchFile, archive: Archive, described: Mapping[str, Described], map_location: Any, verify: bool
+    file: TorchFile, archive: Archive, described: Mapping[str, DenseTensor], map_location: Any, verify: bool
 ) -> dict[str, torch.Tensor]:
-    by_record: dict[str, list[Described]] = {}
+    by_record: dict[str, list[DenseTensor]] = {}
     for each in described.values():
         by_record.setdefault(each.storage.record, []).append(each)
     wanted = {record: (*torch_read.union(some), some[0].storage.location) for record, some in by_record.items()}
@@ -188,7 +188,7 @@ def _legacy_contents(file: TorchFile) -> Contents:
 
 def _listed(root: Any, storages: Iterable[Storage], path: str) -> Iterator[tuple[Storage, str, str, tuple[int, ...]]]:
     """Yields each storage with its name, dtype and shape: those of a tensor that is all of it, if there is one."""
-    plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, Described)]
+    plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, DenseTensor)]
     views = {each.storage.record: each for each in reversed(plain)}
     names = names_by_record(root, path)
     seen: Counter[str] = Counter()

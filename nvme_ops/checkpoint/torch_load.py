@@ -182,7 +182,7 @@ def _load_by_torch(file: TorchFile, map_location: Any, verify: bool) -> Any:
 _CODES = [code for code in CODES if code != pickle.NEWOBJ]
 
 
-class _Typed(NamedTuple):
+class _TypedStorage(NamedTuple):
     """A storage, by its key, the dtype of its elements, and the device where it will be."""
 
     key: str
@@ -250,7 +250,7 @@ class _Maker(Unpickler):
         super().__init__(content, _CODES)
         self._device_of = device_of
         self._storages: dict[str, tuple[int, str]] = {}  # by key: bytes and location
-        self._kinds: dict[Any, _Typed] = {}
+        self._kinds: dict[Any, _TypedStorage] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
         self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: key, offset, size, stride
@@ -270,7 +270,7 @@ class _Maker(Unpickler):
             return found
         raise NotReadError(f"{module}.{name}")
 
-    def persistent_load(self, identity: Any, /) -> _Typed:
+    def persistent_load(self, identity: Any, /) -> _TypedStorage:
         """Returns what stands for a storage until ``fill``."""
         self.unused += 1
         found = self._kinds.get(identity)
@@ -279,7 +279,7 @@ class _Maker(Unpickler):
             size = count * dtype.itemsize
             if self._storages.setdefault(key, (size, location)) != (size, location):
                 raise NotReadError("a storage that is described in two ways")
-            found = self._kinds[identity] = _Typed(key, dtype, self._device_of(location))
+            found = self._kinds[identity] = _TypedStorage(key, dtype, self._device_of(location))
         return found
 
     def _new(self, dtype: torch.dtype, device: torch.device, view: tuple[str, int, Any, Any]) -> torch.Tensor:
@@ -293,7 +293,14 @@ class _Maker(Unpickler):
         return tensor
 
     def _tensor(
-        self, typed: _Typed, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any, metadata: Any = None
+        self,
+        typed: _TypedStorage,
+        offset: int,
+        size: Any,
+        stride: Any,
+        requires_grad: bool,
+        hooks: Any,
+        metadata: Any = None,
     ) -> torch.Tensor:
         self.unused -= 1
         tensor = self._new(typed.dtype, typed.device, (typed.key, offset, size, stride))
@@ -306,7 +313,7 @@ class _Maker(Unpickler):
         return tensor
 
     def _tensor_of_dtype(
-        self, typed: _Typed, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any,
+        self, typed: _TypedStorage, offset: int, size: Any, stride: Any, requires_grad: bool, hooks: Any,
         dtype: torch.dtype, metadata: Any = None,
     ) -> torch.Tensor:  # fmt: skip
         return self._tensor(typed._replace(dtype=dtype), offset, size, stride, requires_grad, hooks, metadata)

@@ -16,7 +16,7 @@ import torch
 from nvme_ops.base.errors import ChecksumError
 from nvme_ops.formats import torch_pickle
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.formats.torch_pickle import Described
+from nvme_ops.formats.torch_pickle import DenseTensor
 from nvme_ops.formats.torch_zip import PICKLE, Archive, is_zip, open_archive
 from nvme_ops.io.handle import aio_handle
 
@@ -134,6 +134,6 @@ def names_by_record(root: Any, path: str) -> dict[str, list[str]]:
     """Returns the names of the tensors in each record."""
     found: dict[str, list[str]] = {}
     for name, each in torch_pickle.tensors(root, path):
-        for storage in [each.storage] if isinstance(each, Described) else each.storages:
+        for storage in [each.storage] if isinstance(each, DenseTensor) else each.storages:
             found.setdefault(storage.record, []).append(name)
     return found

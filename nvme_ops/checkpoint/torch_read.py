@@ -10,7 +10,7 @@ import torch
 from nvme_ops.base.settings import ALIGNMENT
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
-from nvme_ops.formats.torch_pickle import Described
+from nvme_ops.formats.torch_pickle import DenseTensor
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, spans_of
 from nvme_ops.io.tensors import collector_paused, give_storages
 from nvme_ops.memory import pieces
@@ -118,7 +118,7 @@ class Zip:
         return ""
 
 
-def rebuilt(described: Described, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
+def rebuilt(described: DenseTensor, storage: torch.UntypedStorage, first: int) -> torch.Tensor:
     """Returns the tensor as ``torch.load`` builds it. The storage begins at byte ``first`` of the saved one."""
     tensor = torch.empty(0, dtype=described.dtype, device=storage.device)
     offset = described.offset - first // described.dtype.itemsize if math.prod(described.shape) else 0
@@ -129,20 +129,20 @@ def rebuilt(described: Described, storage: torch.UntypedStorage, first: int) -> 
     return tensor.requires_grad_(described.requires_grad)
 
 
-def _mark(tensor: torch.Tensor, described: Described) -> None:
+def _mark(tensor: torch.Tensor, described: DenseTensor) -> None:
     """Sets the conjugate and negative bits of a tensor."""
     if described.metadata:
         torch._utils.set_tensor_metadata(tensor, described.metadata)
 
 
-def union(described: Sequence[Described]) -> tuple[int, int]:
+def union(described: Sequence[DenseTensor]) -> tuple[int, int]:
     """Returns the byte range of their storage that covers all of these tensors, from an aligned byte on."""
     extents = [each.extent for each in described if each.extent[1]]
     first = min((start for start, _ in extents), default=0)
     return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
 
 
-def fill(archive: Archive, described: Mapping[str, Described], targets: Mapping[str, torch.Tensor]) -> None:
+def fill(archive: Archive, described: Mapping[str, DenseTensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Fills existing tensors from the records that hold them, through bounded memory."""
     archive.locate([described[name].storage.record for name in targets])
     plain, strided = [], []
@@ -157,7 +157,7 @@ def fill(archive: Archive, described: Mapping[str, Described], targets: Mapping[
     _fill_strided(archive, strided)
 
 
-def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, Described, torch.Tensor]]) -> None:
+def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, DenseTensor, torch.Tensor]]) -> None:
     """Fills tensors whose elements are not contiguous in the file, or have conjugate or negative bits."""
     ring = Ring()
     blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
@@ -169,8 +169,8 @@ def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, Described, torch
 
 
 def _blocks(
-    start: int, each: Described, target: torch.Tensor, most: int
-) -> Iterator[tuple[int, int, Described, torch.Tensor]]:
+    start: int, each: DenseTensor, target: torch.Tensor, most: int
+) -> Iterator[tuple[int, int, DenseTensor, torch.Tensor]]:
     """Halves a tensor recursively until each block spans at most ``most`` bytes of the file."""
     size = each.dtype.itemsize
     waiting = [(start, target)]

@@ -24,7 +24,7 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import collector_paused, dense_bytes, is_dense
 from nvme_ops.lazy.offloaded import OffloadedTensor
-from nvme_ops.memory.pieces import Borrowed
+from nvme_ops.memory.pieces import BorrowedTensors
 
 #: The record with the strings of ``metadata=``; torch ignores it.
 METADATA = ".nvme_ops/metadata.json"
@@ -202,7 +202,7 @@ class TorchPlan:
         """Implements ``Plan``."""
         return path
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: Borrowed | None = None) -> None:
+    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
         with collector_paused(), replacing(path, durable, self.recycle) as file:
             records, end = self.records()

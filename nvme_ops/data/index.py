@@ -234,7 +234,7 @@ def _section(fd: int, path: str, name: str, body: int, place: dict[str, int], re
 # The index of files that other programs wrote is made once, kept beside them, and made again when they change
 
 
-class Found(NamedTuple):
+class RecordOffsets(NamedTuple):
     """Where the records of a file lie: the offset of the first, and the offsets at which they end, int64."""
 
     start: int
@@ -242,8 +242,8 @@ class Found(NamedTuple):
 
 
 def foreign_index(
-    kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], Found], more: dict[str, Any],
-    single: str = "",
+    kind: str, folder: str, names: Sequence[str], about: bytes, scan: Callable[[str, int], RecordOffsets],
+    more: dict[str, Any], single: str = "",
 ) -> SampleIndex:  # fmt: skip
     """Returns the stored index if it matches the files as they are now; else makes and stores a new one.
 

@@ -17,7 +17,7 @@ import torch
 from nvme_ops.base.errors import FormatError, UnsafeError
 from nvme_ops.base.text import parse_json
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import Found, SampleIndex, foreign_index
+from nvme_ops.data.index import RecordOffsets, SampleIndex, foreign_index
 from nvme_ops.filesystem.publication import content_of, opened
 from nvme_ops.io.tensors import bytes_of
 
@@ -76,7 +76,7 @@ def _name_of(shard: dict[str, Any], folder: str) -> str:
     return name
 
 
-def _places(shard: str, count: int) -> Found:
+def _places(shard: str, count: int) -> RecordOffsets:
     with opened(shard) as fd:
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise FormatError(f"{shard}: is no regular file")
@@ -88,7 +88,7 @@ def _places(shard: str, count: int) -> Found:
     places = torch.frombuffer(bytearray(head), dtype=torch.int32)[1:].to(torch.int64) & 0xFFFFFFFF
     if (places[1:] < places[:-1]).any() or int(places[-1]) > size:
         raise FormatError(f"{shard}: the places of its samples are damaged")
-    return Found(int(places[0]), places[1:])
+    return RecordOffsets(int(places[0]), places[1:])
 
 
 class NotDecodedError(FormatError, ImportError):

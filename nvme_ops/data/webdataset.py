@@ -18,7 +18,7 @@ import torch
 from nvme_ops.base.errors import FormatError
 from nvme_ops.base.limits import free_memory
 from nvme_ops.data.columns import Sample
-from nvme_ops.data.index import Found, SampleIndex, aligned, foreign_index
+from nvme_ops.data.index import RecordOffsets, SampleIndex, aligned, foreign_index
 from nvme_ops.filesystem.publication import opened
 from nvme_ops.io.tensors import bytes_of
 
@@ -69,7 +69,7 @@ def key_of(name: str) -> tuple[str, str] | None:
     return os.path.join(folder, stem), extension.lower()
 
 
-def _places(path: str) -> Found:
+def _places(path: str) -> RecordOffsets:
     starts: list[int] = []
     keys: list[str] = []
     links: list[str] = []
@@ -94,7 +94,7 @@ def _places(path: str) -> Found:
         what = "hard links, which are left out of the samples, as webdataset does: make it with --hard-dereference"
         _warn(f"{path}: has {len(links)} {what}: {', '.join(links[:3])}")
     ends = torch.tensor([*starts[1:], *([end] if starts else [])], dtype=torch.int64, device="cpu")
-    return Found(starts[0] if starts else 0, ends)
+    return RecordOffsets(starts[0] if starts else 0, ends)
 
 
 def _warn(words: str) -> None:

@@ -41,7 +41,7 @@ class Storage(NamedTuple):  # a tuple, which a pickle cannot change
 
 
 @dataclass(frozen=True)
-class Described:
+class DenseTensor:
     """A dense tensor: a view of a storage, ``offset`` and ``stride`` in elements."""
 
     storage: Storage
@@ -74,7 +74,7 @@ class Described:
 
 
 @dataclass
-class Other:
+class OtherTensor:
     """A tensor that is not a plain view of one storage: sparse, quantized, nested, or of a subclass."""
 
     storages: list[Storage]
@@ -194,7 +194,7 @@ def read(content: bytes, path: str) -> tuple[Any, list[Storage]]:
     return root, list(reader.storages.values())
 
 
-def tensors(root: Any, path: str) -> Iterator[tuple[str, Described | Other]]:
+def tensors(root: Any, path: str) -> Iterator[tuple[str, DenseTensor | OtherTensor]]:
     """Yields each tensor with its name: keys, indices and attributes from the root on, joined by dots.
 
     A container is walked only once. Raises FormatError for a tensor that does not fit its storage.
@@ -230,7 +230,7 @@ def _children(node: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(node))
 
 
-def tensor(call: Any, name: str, path: str) -> Described | Other | None:
+def tensor(call: Any, name: str, path: str) -> DenseTensor | OtherTensor | None:
     """Returns what the pickle says of a tensor if ``call`` makes one, else None. Raises as ``tensors``."""
     if not isinstance(call, Call):
         return None
@@ -242,12 +242,12 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
         inner = None
         if isinstance(data, Call) and not data.path.startswith("torch._utils._rebuild_parameter"):
             inner = tensor(data, name, path)
-        if isinstance(inner, Described) and function == "_rebuild_parameter" and len(call.arguments) > 1:
-            return Described(**{**vars(inner), "requires_grad": bool(call.arguments[1]), "parameter": True})
-        return Other(_storages(call))
+        if isinstance(inner, DenseTensor) and function == "_rebuild_parameter" and len(call.arguments) > 1:
+            return DenseTensor(**{**vars(inner), "requires_grad": bool(call.arguments[1]), "parameter": True})
+        return OtherTensor(_storages(call))
     places = {"_rebuild_tensor": (4, None, None), "_rebuild_tensor_v2": (6, None, 6), "_rebuild_tensor_v3": (7, 6, 7)}
     if function not in places or call.state is not None:
-        return Other(_storages(call))
+        return OtherTensor(_storages(call))
     least, dtype_place, metadata_place = places[function]
     try:
         if len(call.arguments) < least:
@@ -257,7 +257,7 @@ def tensor(call: Any, name: str, path: str) -> Described | Other | None:
         refuse(path, f"data.pkl: tensor {name!r}: {error}")
 
 
-def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_place: int | None) -> Described:
+def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_place: int | None) -> DenseTensor:
     storage, offset, shape, stride = arguments[:4]
     if not isinstance(storage, Storage):
         raise ValueError("has no storage")
@@ -278,7 +278,7 @@ def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_pla
     metadata = arguments[metadata_place] if metadata_place and len(arguments) > metadata_place else None
     requires_grad = len(arguments) > 4 and bool(arguments[4])
     marks = dict(metadata) if isinstance(metadata, Mapping) else {}
-    found = Described(storage, dtype, offset, shape, stride, requires_grad, parameter=False, metadata=marks)
+    found = DenseTensor(storage, dtype, offset, shape, stride, requires_grad, parameter=False, metadata=marks)
     if found.extent[1] > storage.size:
         raise ValueError(
             f"size {shape} and stride {stride} from {offset} on reach beyond the {storage.size} bytes of its storage"

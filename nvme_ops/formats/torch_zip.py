@@ -72,7 +72,7 @@ class ZipRecord:
         return _LOCAL.pack(_LOCAL_MARK, *numbers) + self.name + extra + _FIELD.pack(_PADDING, padding) + bytes(padding)
 
     def around(self, crc: int) -> list[tuple[int, bytes]]:
-        """Sets the checksum of the data; returns the header's place and bytes, for ``Framed``."""
+        """Sets the checksum of the data; returns the header's place and bytes, for ``FramedTensor``."""
         self.crc = crc
         return [(self.header, self.local())]
 

@@ -54,7 +54,7 @@ def checksums_in_files(
     return values
 
 
-class Borrowed:
+class BorrowedTensors:
     """Tensors that another thread is waiting to change: they are read before all others, and then released."""
 
     def __init__(self, tensors: Iterable[torch.Tensor] = ()) -> None:
@@ -82,7 +82,7 @@ def write(
     fd: int,
     places: Sequence[tuple[int, torch.Tensor]],
     kind: str | None = CHECKSUM,
-    borrowed: Borrowed | None = None,
+    borrowed: BorrowedTensors | None = None,
 ) -> list[int]:
     """Writes each tensor at its offset; returns the checksums of their bytes, in order.
 

@@ -309,7 +309,7 @@ def value_in(entry: dict[str, Any]) -> tuple[str, Value | None]:
     return str(entry["key"]), value
 
 
-class Unsynced:
+class UnsyncedChanges:
     """Tracks what has changed in a store since its last sync; used with the store's lock held.
 
     Args:

@@ -22,7 +22,7 @@ from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import copy, dense_bytes, dense_strides, empty, is_dense, is_plain
 from nvme_ops.memory.pool import Pool
 from nvme_ops.storage.joined import JoinedOperation, as_operation
-from nvme_ops.storage.journal import Journal, Unsynced, Value, entry_of, value_in
+from nvme_ops.storage.journal import Journal, UnsyncedChanges, Value, entry_of, value_in
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 
@@ -214,7 +214,7 @@ class TensorStore(Closing):
                     self._slabs.reserve(piece for value in self._values.values() for piece in value.pieces)
                 except (ValueError, TypeError) as error:
                     raise self._journal.damaged(error) from error
-            self._unsynced = Unsynced(kept=self._journal is not None)
+            self._unsynced = UnsyncedChanges(kept=self._journal is not None)
             self._unsynced.durable = dict(self._values)
             if self._journal and self._journal.is_ahead:  # of what would be left after a power failure
                 self._slabs.sync()

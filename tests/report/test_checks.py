@@ -328,12 +328,12 @@ def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> N
         import os, subprocess, torch
         from pathlib import Path
         from nvme_ops.op_builder import GDSBuilder
-        from nvme_ops.op_builder.finished import Built
+        from nvme_ops.op_builder.finished import BuiltOp
         from nvme_ops.report import gds
         def refuse(*args, **kwargs): raise AssertionError(args)
         def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}
         made = GDSBuilder()
-        made._find_built = lambda: Built("prebuilt", Path("op.so"), {})
+        made._find_built = lambda: BuiltOp("prebuilt", Path("op.so"), {})
         made.check_for_libaio_pkg = lambda: True  # else asks a package manager, where the header is missing
         made.is_compatible()  # asks the compiler, once, where libaio is
         before = loaded(), dict(os.environ)

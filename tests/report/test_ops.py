@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nvme_ops.op_builder import ALL_OPS, OpBuilder, finished, recipe
-from nvme_ops.op_builder.finished import Built
+from nvme_ops.op_builder.finished import BuiltOp
 from nvme_ops.report import ops
 from nvme_ops.report.result import Result, Status, run_checks
 from tests.made_up import WITH_GPU, ForAGpu, clear_environment, put, without
@@ -146,7 +146,7 @@ def test_what_a_prebuilt_op_was_compiled_with_is_read_from_its_record(
 
 def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built() -> None:
     missing = Result("C++ compiler", NO, "not found (c++): ops cannot be compiled here", "apt-get install g++")
-    built = {name: Built("prebuilt", Path("op.so"), {}) for name in ALL_OPS}
+    built = {name: BuiltOp("prebuilt", Path("op.so"), {}) for name in ALL_OPS}
     assert ops.if_needed(lambda: missing, {"gds": built["gds"]}) == missing
     found = ops.if_needed(lambda: missing, built)
     assert (found.status, found.fix) == (Status.INFO, "")

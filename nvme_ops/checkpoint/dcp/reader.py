@@ -26,7 +26,7 @@ from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.framed import grouped
 from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import torch_pickle
-from nvme_ops.formats.torch_pickle import Described
+from nvme_ops.formats.torch_pickle import DenseTensor
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of, shared_handle
@@ -163,7 +163,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
                 f"{self.path} has no checksums to verify: it was saved by another writer, or with checksums=False"
             )
 
-    def _wanted(self, item: ReadItem) -> Wanted:
+    def _wanted(self, item: ReadItem) -> PlannedItem:
         info = self.storage_data[item.storage_index]
         known = getattr(info, ATTRIBUTE, {})
         path = os.path.join(self.path, info.relative_path)
@@ -172,16 +172,16 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             pass
         elif "data" in known:
             dtype, shapes = self._tensors[item.storage_index.fqn]
-            stored = Stored(info.offset + known["data"], dtype, shapes[tuple(item.storage_index.offset or ())])
+            stored = TensorRecord(info.offset + known["data"], dtype, shapes[tuple(item.storage_index.offset or ())])
         elif info.length >= _SMALL:
             stored = find(path, info.offset, info.length)
-        wanted = Wanted(item, path, info.offset, info.length, known.get(CHECKSUM), stored)
+        wanted = PlannedItem(item, path, info.offset, info.length, known.get(CHECKSUM), stored)
         if stored is not None:
             _require_inside(wanted, stored)
         return wanted
 
 
-def _require_inside(wanted: Wanted, stored: Stored) -> None:
+def _require_inside(wanted: PlannedItem, stored: TensorRecord) -> None:
     """Raises FormatError unless the tensor lies in its item, and the wanted part in the tensor."""
     name = f"{wanted.path}: {wanted.name!r}"
     if not wanted.offset <= stored.start <= stored.start + stored.nbytes <= wanted.offset + wanted.length:
@@ -195,7 +195,7 @@ def _require_inside(wanted: Wanted, stored: Stored) -> None:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlannedItem:
     """An item of a plan and its place: ``length`` bytes of a file, with the tensor ``stored`` in them."""
 
     item: ReadItem
@@ -203,7 +203,7 @@ class Wanted:
     offset: int
     length: int
     checksum: int | None
-    stored: Stored | None = None
+    stored: TensorRecord | None = None
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ class Wanted:
 
 
 #: An item read whole to compare its checksum, and its bytes before, in and after the target.
-_WholeItem: TypeAlias = tuple[Wanted, torch.Tensor, torch.Tensor, torch.Tensor]
+_WholeItem: TypeAlias = tuple[PlannedItem, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Loading:
@@ -224,7 +224,7 @@ class Loading:
         self._verified: set[Place] = set()
         self._damaged: dict[str, None] = {}  # names, each once, in order
 
-    def verify_in_files(self, wanted: Iterable[Wanted]) -> None:
+    def verify_in_files(self, wanted: Iterable[PlannedItem]) -> None:
         """Reads items to compare their checksums, each item once; ``read`` then raises for damaged ones."""
         items = {Place(one.path, one.offset, one.length): one for one in wanted if self._verify}
         places = [place for place in items if place not in self._verified]
@@ -236,7 +236,7 @@ class Loading:
             if value != items[place].checksum
         }
 
-    def read(self, wanted: Sequence[tuple[Wanted, Stored]]) -> None:
+    def read(self, wanted: Sequence[tuple[PlannedItem, TensorRecord]]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
         wanted = sorted(wanted, key=lambda each: (each[0].path, each[1].start))  # neighbours are read as one run
         with InFlight() as in_flight:
@@ -245,13 +245,13 @@ class Loading:
         if self._damaged:
             raise ChecksumError(self._folder, list(self._damaged))
 
-    def _start(self, group: Sequence[tuple[Wanted, Stored]]) -> tuple[IoFuture, Callable[[], None]]:
+    def _start(self, group: Sequence[tuple[PlannedItem, TensorRecord]]) -> tuple[IoFuture, Callable[[], None]]:
         """Starts reads straight into targets, and copies the rest. Returns a future and what to call when it ends."""
-        targets: list[tuple[Wanted, torch.Tensor]] = []
+        targets: list[tuple[PlannedItem, torch.Tensor]] = []
         whole: list[_WholeItem] = []
         reads: list[tuple[Any, ...]] = []  # tensor, path and offset
-        in_parts: list[Wanted] = []  # read straight into their targets, but not whole into memory
-        others: list[tuple[Wanted, Stored, torch.Tensor]] = []
+        in_parts: list[PlannedItem] = []  # read straight into their targets, but not whole into memory
+        others: list[tuple[PlannedItem, TensorRecord, torch.Tensor]] = []
         for one, stored in group:
             target = self._planner.resolve_tensor(one.item).detach()
             if tuple(target.shape) != tuple(one.item.lengths):
@@ -280,7 +280,7 @@ class Loading:
             in_flight.hand_over()
         return future, functools.partial(self._finish, targets, whole)
 
-    def _copy(self, wanted: Iterable[tuple[Wanted, Stored, torch.Tensor]]) -> None:
+    def _copy(self, wanted: Iterable[tuple[PlannedItem, TensorRecord, torch.Tensor]]) -> None:
         """Reads tensors that cannot be read into their targets, and copies the wanted parts."""
         parts = [
             (one.path, span)
@@ -292,7 +292,7 @@ class Loading:
         for (_, span), found in zip(parts, held, strict=True):
             span.target.copy_(found.view(span.dtype).view(span.shape)[span.part])
 
-    def _finish(self, targets: Sequence[tuple[Wanted, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
+    def _finish(self, targets: Sequence[tuple[PlannedItem, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
         payloads = checksums_of([target for _, _, target, _ in whole], CHECKSUM)
         for (one, head, target, tail), payload in zip(whole, payloads, strict=True):
             found = joined_checksum(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
@@ -309,7 +309,7 @@ _MAX_DESCRIPTION = 1 << 20  # bytes; torch's have less than 200
 
 
 @dataclass(frozen=True)
-class Stored:
+class TensorRecord:
     """A contiguous tensor that begins ``start`` bytes into the file."""
 
     start: int
@@ -322,7 +322,7 @@ class Stored:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def find(path: str, offset: int, length: int) -> Stored | None:
+def find(path: str, offset: int, length: int) -> TensorRecord | None:
     """Finds the tensor that ``torch.save`` wrote to this part of the file; returns None if it is not a plain one.
 
     Raises:
@@ -339,7 +339,7 @@ def find(path: str, offset: int, length: int) -> Stored | None:
         os.close(fd)
 
 
-def _find(archive: Archive) -> Stored | None:
+def _find(archive: Archive) -> TensorRecord | None:
     if any(record.method for record in archive.records.values()):
         return None
     description, order = archive.records[PICKLE], archive.records.get("byteorder")
@@ -349,7 +349,7 @@ def _find(archive: Archive) -> Stored | None:
         return None
     root, _ = torch_pickle.read(archive.pickled(), archive.path)
     tensor = torch_pickle.tensor(root, "", archive.path)
-    if not isinstance(tensor, Described) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
+    if not isinstance(tensor, DenseTensor) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
         return None
     if tensor.parameter:
         return None
@@ -357,7 +357,7 @@ def _find(archive: Archive) -> Stored | None:
     archive.locate([name])
     if end > archive.records[name].size:
         return None
-    return Stored(archive.starts[name] + begin, tensor.dtype, tensor.shape)
+    return TensorRecord(archive.starts[name] + begin, tensor.dtype, tensor.shape)
 
 
 #: Bytes read and copied at once where a tensor cannot be read in place: as many as fit into a buffer of a ring.
@@ -366,14 +366,14 @@ _ROW = 64 << 10  # bytes of a row above which only the wanted part is read
 
 
 @dataclass(frozen=True)
-class Span(Stored):
+class Span(TensorRecord):
     """Rows of a stored tensor; their ``part`` fills ``target``."""
 
     part: tuple[slice, ...]
     target: torch.Tensor
 
 
-def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Iterator[Span]:
+def spans(stored: TensorRecord, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Iterator[Span]:
     """Cuts the wanted part of a tensor into spans of at most ``SPAN`` bytes."""
     size, (length, *_), (offset, *_) = stored.dtype.itemsize, (*lengths, 1), (*offsets, 0)
     inner = stored.shape[1:]
@@ -382,7 +382,7 @@ def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target
     partial = tuple(lengths[1:]) != inner
     if inner and (row > SPAN or (partial and row > _ROW)):
         for index in range(length):
-            one_row = Stored(stored.start + (offset + index) * row, stored.dtype, inner)
+            one_row = TensorRecord(stored.start + (offset + index) * row, stored.dtype, inner)
             yield from spans(one_row, offsets[1:], lengths[1:], target[index])
         return
     if not stored.shape:
@@ -395,7 +395,7 @@ def spans(stored: Stored, offsets: Sequence[int], lengths: Sequence[int], target
         yield Span(start, stored.dtype, (rows, *inner), (slice(None), *rest), target[first : first + rows])
 
 
-def in_one_piece(stored: Stored, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
+def in_one_piece(stored: TensorRecord, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
     """Returns where the wanted part begins in the file if it is contiguous there, else None."""
     start, block, whole = stored.start, stored.dtype.itemsize, True
     for size, offset, length in zip(reversed(stored.shape), reversed(offsets), reversed(lengths), strict=True):

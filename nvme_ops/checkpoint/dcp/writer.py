@@ -27,7 +27,7 @@ from nvme_ops.base.text import never_raising
 from nvme_ops.checkpoint import framed
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE
-from nvme_ops.checkpoint.framed import Framed
+from nvme_ops.checkpoint.framed import FramedTensor
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
 from nvme_ops.filesystem.files import make_folder
 from nvme_ops.filesystem.publication import replacing
@@ -183,7 +183,7 @@ class RankFile:
         self._end = 0
         self.results: list[WriteResult] = []
 
-    def placed(self, item: WriteItem) -> Framed:
+    def placed(self, item: WriteItem) -> FramedTensor:
         """Places an item at the end of the file: its payload, and around that of a plain tensor a frame."""
         data = self._planner.resolve_data(item)
         if isinstance(data, torch.Tensor):
@@ -202,7 +202,7 @@ class RankFile:
         payload = torch.frombuffer(content, dtype=torch.uint8) if len(content) else empty
         return self._framed(item, payload)
 
-    def _framed(self, item: WriteItem, payload: torch.Tensor, given: Frame | None = None) -> Framed:
+    def _framed(self, item: WriteItem, payload: torch.Tensor, given: Frame | None = None) -> FramedTensor:
         head_length, tail_length = (given.head_length, given.tail_length) if given else (0, 0)
         nbytes, offset = payload.nbytes, self._end
         start, length = offset + head_length, head_length + nbytes + tail_length
@@ -221,7 +221,7 @@ class RankFile:
                 yield offset, head
                 yield start + nbytes, tail
 
-        return Framed(start, payload, around)
+        return FramedTensor(start, payload, around)
 
 
 def _nominal_size(item: WriteItem) -> int:
@@ -279,7 +279,7 @@ def frame(dtype: torch.dtype, shape: tuple[int, ...], offset: int) -> Frame:
 _frame = functools.lru_cache(maxsize=4096)(Frame)  # a model has many tensors of few shapes
 
 
-class _Rebuilt:
+class _Reduction:
     def __init__(self, function: Any, arguments: tuple[Any, ...]) -> None:
         self._reduced = function, arguments
 
@@ -301,6 +301,6 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     rest = arguments[6:]  # which some dtypes have
     stream = io.BytesIO()
     Pickler(stream, everywhere=True).dump(
-        _Rebuilt(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
+        _Reduction(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
     )
     return stream.getvalue()
