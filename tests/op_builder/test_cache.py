@@ -99,7 +99,7 @@ def test_a_damaged_entry_is_built_anew(here: Sandbox, damage: str) -> None:
     assert here.compilations() == 2
 
 
-def test_a_changed_header_source_or_flag_builds_anew_and_a_touched_one_does_not(
+def test_a_changed_header_source_or_flag_builds_anew_a_touched_one_not(
     here: Sandbox, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = [
@@ -132,7 +132,7 @@ def test_another_runtime_has_another_key(here: Sandbox, monkeypatch: pytest.Monk
     assert len(keys) == 1 + len(here_and_now)
 
 
-def test_the_users_compiler_and_ninja_are_used_and_the_environment_is_left_as_it_was(
+def test_the_users_compiler_and_ninja_are_used_and_nothing_is_left_changed(
     here: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch.utils import _cpp_extension_versioner, cpp_extension
@@ -182,12 +182,6 @@ def test_the_default_root_is_torchs(monkeypatch: pytest.MonkeyPatch, tmp_path: P
         if value:
             monkeypatch.setenv(name, value)
         assert trust.default_root().parent.resolve() == Path(cpp_extension.get_default_build_root())
-
-
-def test_a_chosen_root_that_cannot_be_written_is_refused(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(here.header / "below a file"))
-    with pytest.raises(RuntimeError, match=r"TORCH_EXTENSIONS_DIR cannot be written: .*Not a directory"):
-        build()
 
 
 def test_without_a_home_builds_go_to_a_private_folder(
@@ -247,10 +241,6 @@ FAILURES: dict[str, tuple[Callable[[Sandbox], object], dict[str, str], str]] = {
         lambda here: executable(here.compiler, "echo out of licences; exit 1"), {},
         "Unable to JIT load the tiny op: .*counting-c.. does not work: out of licences",
     ),
-    "no compiler": (
-        lambda _: None, {"PATH": "/no/such", "CXX": ""},
-        r"no C\+\+ compiler was found \(c\+\+, g\+\+, clang\+\+\); fix: install one",
-    ),
 }  # fmt: skip
 
 
@@ -268,12 +258,6 @@ def test_a_failure_is_in_the_words_of_its_cause(here: Sandbox, monkeypatch: pyte
         assert "-isystem" in Path(log).read_text()
         here.source.write_text(SOURCE)
         build()  # in the same process
-
-
-def test_missing_ninja_is_said(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "ninja_directory", lambda: None)
-    with pytest.raises(RuntimeError, match="ninja is not installed; fix: pip install ninja"):
-        TinyBuilder().load()
 
 
 @pytest.mark.parametrize(

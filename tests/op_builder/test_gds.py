@@ -38,7 +38,7 @@ def test_it_is_compatible_unless_a_needed_piece_is_missing(root: Path, capfd: py
     assert capfd.readouterr() == ("", "")
 
 
-def test_verbose_prints_what_is_missing_and_what_can_be_done_without_is_a_warning(
+def test_verbose_prints_what_is_missing_and_warns_of_what_is_optional(
     root: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     put(root, without("proc/modules", "nvidia-fs", "run/udev"))
@@ -53,6 +53,29 @@ def test_verbose_prints_what_is_missing_and_what_can_be_done_without_is_a_warnin
     for _ in range(2):
         assert made.is_compatible()
         assert len(made.warnings) == 3
+
+
+def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> None:
+    program = """
+        import os, subprocess, torch
+        from pathlib import Path
+        from nvme_ops.op_builder import GDSBuilder
+        from nvme_ops.op_builder.finished import BuiltOp
+        from nvme_ops.report import gds
+        def refuse(*args, **kwargs): raise AssertionError(args)
+        def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}
+        made = GDSBuilder()
+        made._find_built = lambda: BuiltOp("prebuilt", Path("op.so"), {})
+        made.check_for_libaio_pkg = lambda: True  # else asks a package manager, where the header is missing
+        made.is_compatible()  # asks the compiler, once, where libaio is
+        before = loaded(), dict(os.environ)
+        subprocess.Popen.__init__ = refuse
+        gds.section(gds.Host())
+        made.is_compatible()
+        assert (loaded(), dict(os.environ)) == before
+        assert not torch.cuda.is_initialized()
+    """
+    run_python(program)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

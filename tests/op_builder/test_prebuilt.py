@@ -8,12 +8,13 @@ import shutil
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import make_wheel
 import pytest
 import torch
 
-from nvme_ops.op_builder import ALL_OPS, finished, jit, machine
+from nvme_ops.op_builder import ALL_OPS, finished, jit, machine, recipe
 from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 MINOR = finished.minor(str(torch.__version__))
@@ -42,6 +43,7 @@ def load(sandbox: Sandbox, folder: Path, **environment: str) -> tuple[str, str]:
     """The file that a new process loads the op from, and what it says while doing so."""
     program = f"""
 from pathlib import Path
+from types import SimpleNamespace
 from nvme_ops.op_builder import finished
 finished.OPS = Path({str(folder)!r})
 builder = TinyBuilder()
@@ -59,9 +61,7 @@ def change_record(library: Path, **changes: str) -> None:
     record.write_text(json.dumps({**json.loads(record.read_text()), **changes}))
 
 
-def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_one_built_just_in_time(
-    sandbox: Sandbox, installed: Path
-) -> None:
+def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_the_cache(sandbox: Sandbox, installed: Path) -> None:
     assert TinyBuilder().is_installed()
     assert TinyBuilder().is_compatible()
     assert load(sandbox, installed.parent) == (str(installed), "")
@@ -161,3 +161,10 @@ def test_what_a_wheel_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.endswith(": there the ops are compiled on first use; --torch adds them")
     assert libaio == "the libaio backend of async_io: libaio.h is not here; fix: apt-get install libaio-dev"
     assert gds.startswith("the op gds: ")
+
+
+def test_a_fix_names_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    for url, requirement in (("file:///home/a%20user/nvme_ops", "'/home/a user/nvme_ops'"), ("", "nvme-ops")):
+        made = SimpleNamespace(read_text=lambda _, url=url: json.dumps({"url": url}))
+        monkeypatch.setattr("importlib.metadata.distribution", lambda _, made=made: made)
+        assert recipe.requirement() == requirement

@@ -1,7 +1,6 @@
 """Broken machines, each made for real: ``nvme-report`` says ready where a handle works, and only there.
 
-A machine is broken in two processes, one of which runs the report, the other makes a handle, writes a page and reads it
-back. Where that fails, both name the cause.
+One process makes a handle, writes a page and reads it back; another runs the report. Both name the cause of a failure.
 """
 
 from __future__ import annotations
@@ -14,18 +13,19 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
 from nvme_ops.base.native import native
 from nvme_ops.op_builder import AsyncIOBuilder, finished
 from tests import prepared
+from tests.conftest import REPOSITORY as ROOT
 from tests.restrictions import NOT_HERE
 
-ROOT = Path(__file__).parents[2]
 HANDLE = """
 import nvme_ops, torch
 page = torch.arange(1024, dtype=torch.int32)
@@ -67,119 +67,98 @@ FROM_HERE = """
 for name in [name for name in sys.modules if name.startswith("nvme_ops")]:
     del sys.modules[name]
 """
+NO_CXX = "no C.. compiler was found"
 LIBRARY = "next(Path(OPS).rglob('async_io.so'))"
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """How a machine is broken, and what is said of it."""
 
     words: str = ""  #: a pattern of what both say; empty where everything works
     fix: str = ""  #: a pattern of what the report advises
     broken: str = ""  #: by this program, with all of tests.restrictions; OPS and FOLDER are folders
-    environment: Mapping[str, str] = field(default_factory=dict)
+    environment: Mapping[str, str] = {}
     built: bool = True  #: the op lies in OPS, which TORCH_EXTENSIONS_DIR names
     wheel: bool = False  #: the op lies in the package, at WHEEL, with its RECORD
     fresh: bool = False  #: in a process of its own from the start, for what the dynamic linker reads
     slow: bool = False  #: the op is compiled, torch imported, or another machine is much the same
 
 
+NotBuilt, Slow = partial(Machine, built=False), partial(Machine, built=False, slow=True)
+Wheel = partial(Machine, built=False, wheel=True)
+NOEXEC, UNWRITABLE, HERE = "mounted noexec", "TORCH_EXTENSIONS_DIR cannot be written: .*", {DIRECTORY: "FOLDER"}
+NOWHERE = {DIRECTORY: "", "XDG_CACHE_HOME": "OPS", "TMPDIR": "FOLDER"}
+FOREIGN = "Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_%s, (0, 0)); become_nobody()"
 MACHINES = {
     "nothing": Machine(),
     # Variables
-    "no such backend": Machine(
-        "NVME_OPS_BACKEND='uring' is not one of auto, io_uring", "unset NVME_OPS_BACKEND", environment=URING),
-    "no such cache mode": Machine(
-        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", environment=FOO),
-    "no such size": Machine(
-        "NVME_OPS_POOL_BYTES='abc' is not a number of bytes", "unset NVME_OPS_POOL_BYTES", environment=ABC),
-    "no such cache mode, not built": Machine(
-        "NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", built=False,
-        environment={**FOO, **NO_COMPILER}),
-    "no such size, not built": Machine(
-        "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL_BYTES", built=False,
-        environment={**ABC, **NO_COMPILER}),
-    "no such backend, not built": Machine(
-        "NVME_OPS_BACKEND='uring' is not", "unset NVME_OPS_BACKEND", built=False,
-        environment={**URING, **NO_COMPILER}),
-    "an open quotation": Machine(
-        "CFLAGS='\"' cannot be split into words", "unset CFLAGS", environment={"CFLAGS": '"'}),
+    "no such backend": Machine("NVME_OPS_BACKEND='uring' is not one of auto, io_uring", "unset NVME_OPS_B", "", URING),
+    "no such cache mode": Machine("NVME_OPS_CACHE='foo' is not one of auto, direct", "unset NVME_OPS_CACHE", "", FOO),
+    "no such size": Machine("NVME_OPS_POOL_BYTES='abc' is not a number of bytes", "unset NVME_OPS_POOL_B", "", ABC),
+    "no such cache mode, not built": NotBuilt(
+        "NVME_OPS_CACHE='foo' is not one", "unset NVME_OPS_CACHE", "", {**FOO, **NO_COMPILER}),
+    "no such size, not built": NotBuilt(
+        "NVME_OPS_POOL_BYTES='abc' is not", "unset NVME_OPS_POOL", "", {**ABC, **NO_COMPILER}),
+    "no such backend, not built": NotBuilt(
+        "NVME_OPS_BACKEND='uring' is not", "unset NVME_OPS_B", "", {**URING, **NO_COMPILER}),
+    "an open quotation": Machine("CFLAGS='\"' cannot be split into words", "unset CFLAGS", "", {"CFLAGS": '"'}),
     # System calls that a container's filter refuses
-    "no io_uring": Machine(broken="refuse(IO_URING_SETUP, errno.EPERM)"),
-    "neither io_uring nor AIO": Machine(broken="refuse(IO_URING_SETUP, errno.ENOSYS); refuse(IO_SETUP, errno.EPERM)"),
-    "no io_uring, but wanted": Machine(
-        "io_uring", "unset NVME_OPS_BACKEND", "refuse(IO_URING_SETUP, errno.EPERM)", {"NVME_OPS_BACKEND": "io_uring"}),
+    "no io_uring": Machine("", "", "refuse(IO_URING_SETUP, errno.EPERM)"),
+    "neither io_uring nor AIO": Machine("", "", "refuse(IO_URING_SETUP, errno.ENOSYS); refuse(IO_SETUP, errno.EPERM)"),
+    "no io_uring, but wanted": Machine("io_uring", "unset NVME_OPS_BACKEND", "refuse(IO_URING_SETUP, errno.EPERM)",
+        {"NVME_OPS_BACKEND": "io_uring"}),
     "no AIO, but wanted": Machine("io_setup", "unset NVME_OPS_BACKEND", "refuse(IO_SETUP, errno.EPERM)", LIBAIO),
-    "no io_uring_enter": Machine(broken="refuse(IO_URING_ENTER, errno.EPERM)"),
-    "no io_submit": Machine(broken="refuse(IO_SUBMIT, errno.EPERM)", environment=LIBAIO),
+    "no io_uring_enter": Machine("", "", "refuse(IO_URING_ENTER, errno.EPERM)"),
+    "no io_submit": Machine("", "", "refuse(IO_SUBMIT, errno.EPERM)", LIBAIO),
     # The cache of ops
-    "a read-only cache": Machine(
-        "TORCH_EXTENSIONS_DIR cannot be written: .*Read-only file system", DIRECTORY, "read_only(OPS)", built=False),
-    "a read-only cache, built": Machine(broken="read_only(OPS)", slow=True),
-    "another user": Machine(
-        "TORCH_EXTENSIONS_DIR cannot be written: .*Permission denied|Python.h is not in", "", "become_nobody()",
-        built=False),
-    "another user, built": Machine(broken="Path(FOLDER).chmod(0o777); become_nobody()"),
-    "noexec": Machine("no op can be loaded from TORCH_EXTENSIONS_DIR: .* is mounted noexec", "with exec",
-        "shutil.copytree(f'{OPS}/nvme_ops', memory(FOLDER, 'noexec,mode=755') / 'nvme_ops')",
-        {"TORCH_EXTENSIONS_DIR": "FOLDER"}),
-    "noexec, not built": Machine("no op can be loaded from TORCH_EXTENSIONS_DIR: .* is mounted noexec", "with exec",
-        "memory(OPS, 'noexec,mode=755')", built=False),
-    "a read-only root and /tmp noexec": Machine(
+    "a read-only cache": NotBuilt(f"{UNWRITABLE}Read-only file system", DIRECTORY, "read_only(OPS)"),
+    "a read-only cache, built": Machine("", "", "read_only(OPS)", slow=True),
+    "another user": NotBuilt(f"{UNWRITABLE}Permission denied|Python.h is not in", "", "become_nobody()"),
+    "another user, built": Machine("", "", "Path(FOLDER).chmod(0o777); become_nobody()"),
+    "noexec": Machine(f"no op can be loaded from TORCH_EXTENSIONS_DIR: .* is {NOEXEC}", "with exec",
+        "shutil.copytree(f'{OPS}/nvme_ops', memory(FOLDER, 'noexec,mode=755') / 'nvme_ops')", HERE),
+    "noexec, not built": NotBuilt(f"no op can be loaded from TORCH_EXTENSIONS_DIR: .* is {NOEXEC}", "with exec",
+        "memory(OPS, 'noexec,mode=755')"),
+    "a read-only root and /tmp noexec": NotBuilt(
         "no folder for compiled ops: .*Read-only file system.*noexec", "export TORCH_EXTENSIONS_DIR=.*exec",
-        "read_only(OPS); memory(FOLDER, 'noexec,mode=1777')",
-        {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": "OPS", "TMPDIR": "FOLDER"}, built=False),
-    "a full cache": Machine(
-        "TORCH_EXTENSIONS_DIR cannot be written: .*No space left", DIRECTORY, "memory(OPS, 'size=64k,mode=755')",
-        built=False),
+        "read_only(OPS); memory(FOLDER, 'noexec,mode=1777')", NOWHERE),
+    "a full cache": NotBuilt(f"{UNWRITABLE}No space left", DIRECTORY, "memory(OPS, 'size=64k,mode=755')"),
     "a cache that everybody can write to": Machine("can be written by everybody", DIRECTORY, "os.chmod(OPS, 0o777)"),
-    "a file as cache": Machine(
-        "TORCH_EXTENSIONS_DIR", DIRECTORY, environment={"TORCH_EXTENSIONS_DIR": "/dev/null"}, slow=True),
-    "no home, built": Machine(broken=NO_HOME),
-    "no home": Machine(broken=NO_HOME, environment={"TORCH_EXTENSIONS_DIR": ""}, built=False, slow=True),
-    "a damaged op": Machine("no C.. compiler was found", "", f"{LIBRARY}.write_bytes(bytes({LIBRARY}.stat().st_size))",
-        NO_COMPILER),
-    "an op cut short": Machine(
-        "no C.. compiler was found", "", f"os.truncate({LIBRARY}, 4096)", NO_COMPILER, slow=True),
+    "a file as cache": Machine(DIRECTORY, DIRECTORY, "", {DIRECTORY: "/dev/null"}, slow=True),
+    "no home, built": Machine("", "", NO_HOME),
+    "no home": Slow("", "", NO_HOME, {DIRECTORY: ""}),
+    "a damaged op": Machine(NO_CXX, "", f"{LIBRARY}.write_bytes(bytes({LIBRARY}.stat().st_size))", NO_COMPILER),
+    "an op cut short": Machine(NO_CXX, "", f"os.truncate({LIBRARY}, 4096)", NO_COMPILER, slow=True),
     # What compiles
-    "no compiler": Machine("no C.. compiler was found", "g..", environment=NO_COMPILER, built=False),
+    "no compiler": NotBuilt(NO_CXX, "g..", "", NO_COMPILER),
     "no compiler, built": Machine(environment=NO_COMPILER),
-    "a compiler that fails": Machine(
-        "false does not work", "unset CXX", environment={"CXX": "false"}, built=False, slow=True),
-    "wrong flags": Machine(
-        "no-such-flag", "unset CPPFLAGS", environment={"CXXFLAGS": "--no-such-flag"}, built=False, slow=True),
-    "no temporary file": Machine("File too large|temporary", "ulimit -f", NO_FILE, built=False),
-    "no ninja": Machine("ninja is not installed", "install.* ninja", NO_NINJA, built=False),
-    "an old torch": Machine(
-        "torch 2.3.1 is older than 2.4", "install --upgrade torch", "import torch; torch.__version__ = '2.3.1'",
-        built=False),
+    "a compiler that fails": Slow("false does not work", "unset CXX", "", {"CXX": "false"}),
+    "wrong flags": Slow("no-such-flag", "unset CPPFLAGS", "", {"CXXFLAGS": "--no-such-flag"}),
+    "no temporary file": NotBuilt("File too large|temporary", "ulimit -f", NO_FILE),
+    "no ninja": NotBuilt("ninja is not installed", "install.* ninja", NO_NINJA),
+    "an old torch": NotBuilt("torch 2.3.1 is older than 2.4", "install --upgrade torch",
+        "import torch; torch.__version__ = '2.3.1'"),
     # Libraries
-    "a libaio that is none": Machine(
-        "the libaio backend is not usable", "unset NVME_OPS_BACKEND", "",
+    "a libaio that is none": Machine("the libaio backend is not usable", "unset NVME_OPS_BACKEND", "",
         {**LIBAIO, "LD_LIBRARY_PATH": "LIBRARIES"}, fresh=True, slow=True),
     # Ahead of time
-    "a wheel": Machine(environment=NO_COMPILER, built=False, wheel=True),
-    "a wheel for another torch": Machine(
-        "no C.. compiler was found", "g..", ANOTHER_TORCH, NO_COMPILER,
-        built=False, wheel=True),
-    "a wheel cut short": Machine("SIGBUS", "--force-reinstall", "os.truncate(WHEEL, 1 << 16)", NO_COMPILER,
-        built=False, wheel=True),
-    "a wheel, noexec": Machine("mounted noexec", "with exec", "noexec(HERE)", NO_COMPILER, built=False, wheel=True),
+    "a wheel": Wheel("", "", "", NO_COMPILER),
+    "a wheel for another torch": Wheel(NO_CXX, "g..", ANOTHER_TORCH, NO_COMPILER),
+    "a wheel cut short": Wheel("SIGBUS", "--force-reinstall", "os.truncate(WHEEL, 1 << 16)", NO_COMPILER),
+    "a wheel, noexec": Wheel(NOEXEC, "with exec", "noexec(HERE)", NO_COMPILER),
     # Limits
-    "no memory may be locked": Machine(
-        broken="Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0)); become_nobody()"),
+    "no memory may be locked": Machine("", "", FOREIGN % "MEMLOCK"),
     "no descriptor left": Machine("Too many open files", "ulimit -n", "descriptors(1)"),
     "no file may grow": Machine("File too large", "ulimit -f", NO_FILE),
-    "no other process": Machine(
-        broken="Path(FOLDER).chmod(0o777); resource.setrlimit(resource.RLIMIT_NPROC, (0, 0)); become_nobody()"),
+    "no other process": Machine("", "", FOREIGN % "NPROC"),
     "no address space": Machine("Cannot allocate memory", "ulimit -v", "address_space(2 << 20)"),
-    "no /proc": Machine(broken="memory('/proc')"),
+    "no /proc": Machine("", "", "memory('/proc')"),
     "no temporary folder": Machine(
-        broken="read_only('/tmp'); read_only('/var/tmp'); memory(FOLDER); os.chdir('/proc')"),
+        "", "", "read_only('/tmp'); read_only('/var/tmp'); memory(FOLDER); os.chdir('/proc')"),
     # The folder
-    "a folder in memory": Machine(broken="memory(FOLDER)"),
-    "a full folder": Machine(
-        "No space left on device", "df -h", "(memory(FOLDER, 'size=64k') / 'full').write_bytes(bytes(1 << 16))"),
+    "a folder in memory": Machine("", "", "memory(FOLDER)"),
+    "a full folder": Machine("No space left on device", "df -h",
+        "(memory(FOLDER, 'size=64k') / 'full').write_bytes(bytes(1 << 16))"),
     "no inode left": Machine("No space left on device", "df -i", "memory(FOLDER, 'nr_inodes=1')", slow=True),
     "a read-only folder": Machine("Read-only file system", "remount,rw", "read_only(FOLDER)"),
     "another user's folder": Machine("Permission denied", "chown", "become_nobody()"),
@@ -210,9 +189,8 @@ def made(folder: Path, machine: Machine, op: Path) -> dict[str, str]:
         for note in op.parent.glob("compiler-*.json"):
             shutil.copy(note, folder / "ops" / "nvme_ops")
     if machine.wheel:
-        package = shutil.copytree(
-            ROOT / "nvme_ops", folder / "nvme_ops", ignore=shutil.ignore_patterns("*.so", "__pycache__")
-        )
+        sources = shutil.ignore_patterns("*.so", "__pycache__")
+        package = shutil.copytree(ROOT / "nvme_ops", folder / "nvme_ops", ignore=sources)
         wheel = package / "ops" / f"async_io{EXTENSION_SUFFIXES[0]}"
         shutil.copy(op / "async_io.so", wheel)
         shutil.copy(op / finished.RECORD, finished.record_path(wheel))
@@ -226,10 +204,8 @@ def run(machine: Machine, names: dict[str, str], program: str, folder: Path) -> 
     variables = {"TORCH_EXTENSIONS_DIR": "OPS", "NVME_OPS_BACKEND": "", "NVME_OPS_CACHE": "", **machine.environment}
     variables = {name: names.get(value, value) for name, value in variables.items()}
     if not machine.fresh:
-        imported = ("nvme_ops.io.handle", "nvme_ops.report.cli")
-        return prepared.run(
-            "-c", program, environment=variables, folder=folder if machine.wheel else ROOT, imported=imported
-        )
+        place, imported = folder if machine.wheel else ROOT, ("nvme_ops.io.handle", "nvme_ops.report.cli")
+        return prepared.run("-c", program, environment=variables, folder=place, imported=imported)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **variables}
     return subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
 
@@ -252,12 +228,10 @@ def test_the_report_says_ready_where_a_handle_works(name: str, tmp_path: Path, o
     handle, report = done[HANDLE], done[REPORT]
     works = handle.returncode == 0
     assert works == (not machine.words), handle.stderr
-    assert report.stdout, report.stderr
     found = json.loads(report.stdout)
     assert found["verdict"]["ready"] == works, found["verdict"]
     assert report.returncode == (0 if works else 1)
-    assert re.search(
-        machine.words, handle.stderr if handle.returncode >= 0 else signal.Signals(-handle.returncode).name
-    )
+    end = handle.stderr if handle.returncode >= 0 else signal.Signals(-handle.returncode).name
+    assert re.search(machine.words, end), end
     assert re.search(machine.words, found["verdict"]["text"]), found["verdict"]
     assert re.search(f"fix: .*{machine.fix}" if machine.words else "", report.stderr), report.stderr
