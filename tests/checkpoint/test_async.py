@@ -92,7 +92,7 @@ def test_tensors_can_be_changed_once_they_are_safe(path: Path, options: Any) -> 
         assert beside(path) == []
 
 
-def test_tensors_are_safe_before_the_file_is_complete_whoever_loses_interest(path: Path, gate: Gated) -> None:
+def test_tensors_are_safe_before_the_file_is_complete(path: Path, gate: Gated) -> None:
     tensors = numbered(1)
     future = nvme_ops.save_async(tensors, path, strategy="copy_free", handle=gate)
     with pytest.raises(TimeoutError, match=str(path)):

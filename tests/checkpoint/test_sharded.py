@@ -195,9 +195,7 @@ def test_a_save_takes_other_names_and_leaves_other_files(saved: Path) -> None:
     assert all((saved / name).read_text() == "mine" for name in others)
 
 
-def test_a_reader_at_work_while_a_save_replaces_its_shards_gets_the_new_ones(
-    saved: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_whose_shards_a_save_replaces_gets_the_new_ones(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reads: list[str] = []
     read = safetensors_file.read
 

@@ -242,7 +242,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(
 # Where it goes
 
 
-def test_tensors_of_a_missing_device_are_an_error_or_go_where_they_are_sent(folder: Path) -> None:
+def test_tensors_of_a_missing_device_go_where_they_are_sent_or_raise(folder: Path) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")
     content, storages = torch_save_content({"t": torch.arange(3.0), "step": torch.tensor(1)})

@@ -216,7 +216,7 @@ def test_headers_that_are_others_and_names_that_come_twice(small: Path) -> None:
         load(small)
 
 
-def test_a_bomb_and_records_that_are_compressed_in_an_unknown_way_or_damaged(folder: Path) -> None:
+def test_bombs_and_unknown_or_damaged_compression_are_refused(folder: Path) -> None:
     content, storages = torch_save_content({"a": pattern(100)})
 
     def zipped(storages: dict[str, bytes]) -> Path:
@@ -253,7 +253,7 @@ def test_no_checkpoint_at_all(content: bytes | None, words: str, folder: Path) -
         load(folder / "b.pt")
 
 
-def test_archives_of_tar_and_of_torchscript_are_refused_as_torch_refuses_them(folder: Path) -> None:
+def test_archives_of_tar_and_torchscript_are_refused_as_by_torch(folder: Path) -> None:
     with tarfile.open(folder / "a.pt", "w") as archive:
         archive.add(__file__, "storages")
     torch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2)).save(folder / "b.pt")

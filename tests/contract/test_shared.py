@@ -51,7 +51,7 @@ def test_a_forked_child_uses_its_parents_or_is_told_and_takes_nothing_away(
 
 
 @pytest.mark.parametrize("points", [4, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_child_forked_while_another_thread_is_at_it_can_use_and_close_it_or_is_told(
+def test_a_child_forked_beside_a_busy_thread_can_use_and_close_it(
     one: Capability, kind: type[Capability], points: int
 ) -> None:
     if kind.__name__ not in PARENTS:

@@ -405,7 +405,7 @@ def test_lengths_that_are_not_those_of_the_block_lose_it(folder: Path) -> None:
             assert read(folder) == RECORDS[:2]
 
 
-def test_a_torn_end_is_skipped_and_damage_in_a_file_that_was_ended_an_error(folder: Path) -> None:
+def test_a_torn_end_is_skipped_and_damage_in_an_ended_file_is_an_error(folder: Path) -> None:
     whole = unended(folder, [*RECORDS, b"x" * 300]).read_bytes()
     torn = folder / "torn.000000"
     for cut in (1, 19, 30, 200, 323):

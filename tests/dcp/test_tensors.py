@@ -85,7 +85,7 @@ def test_any_part_of_any_tensor(
     assert torch.equal(target, expected.to(target.dtype))
 
 
-def test_a_part_that_is_none_is_an_error_and_of_one_the_whole_item_is_verified(tmp_path: Path) -> None:
+def test_no_such_part_is_an_error_and_of_a_part_the_whole_item_is_verified(tmp_path: Path) -> None:
     dcp.save({"a": numbered((50, 4000), torch.float32)}, storage_writer=NvmeStorageWriter(tmp_path))
     target, reader = torch.zeros(3, 4000), NvmeStorageReader(tmp_path, verify=True)
     for starts in ((48, 0), (-1, 0), (0, 2)):

@@ -187,9 +187,7 @@ def test_a_handler_that_raises_ends_a_blocking_call(cufile: FakeCuFile, device: 
 # Memory that is registered
 
 
-def test_memory_is_freed_after_it_was_deregistered_and_with_its_last_tensor(
-    cufile: FakeCuFile, device: Doubles
-) -> None:
+def test_memory_is_deregistered_before_it_is_freed_with_its_last_tensor(cufile: FakeCuFile, device: Doubles) -> None:
     handle, before = gds_handle(), device.memory()
     for new in (True, False):
         tensor = handle.new_pinned_device_tensor(BIG, device.empty(1)) if new else device.empty(BIG)

@@ -129,7 +129,7 @@ def test_a_wait_ends_with_its_timeout_and_who_gave_up_is_in_nobodys_way() -> Non
 
 
 @pytest.mark.usefixtures("no_collection")
-def test_a_wait_can_be_interrupted_and_a_signal_handler_may_release_what_is_waited_for() -> None:
+def test_a_signal_handler_may_end_a_wait_or_release_what_it_waits_for() -> None:
     pool = Pool(2 * MIB)
     leases: list[Lease] = [pool.lease(2 * MIB)]
     with alarm(signal.default_int_handler), pytest.raises(KeyboardInterrupt):

@@ -54,7 +54,7 @@ def test_a_read_into_fresh_memory_asks_for_huge_pages(handle: aio_handle, folder
 
 
 @pytest.mark.parametrize("size", [0, HUGE - 1, 2 * HUGE - 2])
-def test_memory_in_use_or_written_from_or_without_a_whole_huge_page_is_left_alone(folder: Path, size: int) -> None:
+def test_memory_in_use_written_from_or_without_a_huge_page_is_left_alone(folder: Path, size: int) -> None:
     handle, path, (_, tensor, first) = aio_handle(), folder / "file", fresh(8 * MIB)
     start = first - tensor.data_ptr() + 1
     native().populate(tensor[start : start + size], 0, size)

@@ -110,7 +110,7 @@ def write(folder: Path, pieces: list[tuple[int, torch.Tensor]], handle: aio_hand
     return (folder / "file").read_bytes()
 
 
-def test_neighbours_are_written_together_and_tensors_of_any_kind_in_row_major_order(folder: Path) -> None:
+def test_neighbours_of_any_kind_are_written_together_in_row_major_order(folder: Path) -> None:
     handle = Counting()
     found = write(folder, [(1000 * number, pattern(1000, seed=number)) for number in range(100)], handle)
     assert handle.writes <= 3
@@ -192,7 +192,7 @@ def test_all_have_ended_before_a_failure_is_raised() -> None:
 
 
 @pytest.mark.parametrize("abandon", [False, True])
-def test_a_wait_that_is_interrupted_is_repeated_at_the_end_unless_abandoned(abandon: bool) -> None:
+def test_an_interrupted_wait_is_repeated_at_the_end_unless_abandoned(abandon: bool) -> None:
     """Ctrl-C comes in the middle of a wait, and the memory of the transfer is still in use."""
     transfer = Transfer(interrupted=True)
     with pytest.raises(KeyboardInterrupt), InFlight(abandon=abandon) as in_flight:

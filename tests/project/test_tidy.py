@@ -229,6 +229,20 @@ def test_files_are_small() -> None:
     clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
 
 
+LONGEST_NAME = 70  # of a test; longer ones are sentences about several things
+NOT_YET = ("bench", "benchmarks", "offload", "tune", "tuning")  # folders of tests whose names are still longer
+
+
+def test_names_of_tests_are_short() -> None:
+    problems = []
+    for path in [each for each in PYTHON if inside(each, "tests") and each.parent.name not in NOT_YET]:
+        for number, line in enumerate(lines_of(path), 1):
+            found = re.match(r"\s*def (test_\w+)", line)
+            if found and len(found[1]) > LONGEST_NAME:
+                problems.append(f"{name_of(path)}:{number}: {found[1]} has {len(found[1])} characters")
+    clean(problems)
+
+
 ENGINE = {
     "nvme_ops/io/handle.py",
     "nvme_ops/io/gds.py",

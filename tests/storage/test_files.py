@@ -202,7 +202,7 @@ def test_who_looks_whether_a_writer_is_gone_holds_nothing(tmp_path: Path) -> Non
     assert [files.is_abandoned(str(tmp_path / "file")) for _ in range(2)] == [True, True]
 
 
-def test_a_manifest_stays_while_it_is_read_and_no_longer_for_a_child_that_lives_on(folder: Path) -> None:
+def test_a_manifest_stays_while_it_is_read_but_not_for_a_forked_child(folder: Path) -> None:
     manifest = folder / "manifest"
     manifest.write_bytes(b"old")
     lease = ReadLease(str(manifest))

@@ -132,7 +132,7 @@ def test_other_file_systems_are_known_by_server_source_or_uuid(
     assert (nothing.disks, nothing.file_system) == ((), "unknown")
 
 
-def test_an_overlay_is_followed_to_what_it_is_written_to_where_that_is_in_sight(made_up: MadeUpHost) -> None:
+def test_an_overlay_is_followed_to_where_it_is_written_if_that_is_in_sight(made_up: MadeUpHost) -> None:
     host = made_up.mount("overlay", "overlay", "rw,upperdir=/no/such/folder")
     assert known(made_up.folder, host=host).disks == ()
     made_up.disk("nvme0n1", os.stat("/dev/shm").st_dev, wwid="eui.2", size="2048")

@@ -43,7 +43,7 @@ def test_the_end_happens_once_among_threads_and_calls_back_each_once(folder: Pat
         assert not called.acquire(blocking=False)
 
 
-def test_what_is_raised_at_the_end_is_its_failure_but_ctrl_c_is_made_up_for(folder: Path) -> None:
+def test_what_finish_raises_is_the_failure_but_ctrl_c_is_made_up_for(folder: Path) -> None:
     raised: list[BaseException] = [ValueError("second"), KeyboardInterrupt("first")]
 
     def finish(_: object) -> None:

@@ -85,7 +85,7 @@ def test_the_index_does_not_grow_for_ever(folder: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("during", [striped, journal], ids=["slabs", "index"])
-def test_after_a_sync_during_which_another_thread_rewrites_the_index_a_power_failure_brings_back_what_was_synced(
+def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, during: Any
 ) -> None:
     monkeypatch.setattr(journal, "_LINES", 0)
@@ -381,7 +381,7 @@ def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkey
                     assert "first" in store
 
 
-def test_a_store_without_a_record_gives_back_the_rest_of_its_file_once_it_knows_what_is_in_it(folder: Path) -> None:
+def test_a_store_without_a_record_gives_back_what_it_does_not_need(folder: Path) -> None:
     with kept(folder) as session, TensorStore(session, journal=False) as store:
         store.put("a", OLD["a"]).result()
         entries, slab = store.described(["a"]), Path(session.path(0, "slab"))

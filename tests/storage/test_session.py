@@ -205,7 +205,7 @@ def test_a_folder_without_an_owner_is_a_leftover_when_it_is_empty(folder: Path) 
 # What is kept
 
 
-def test_a_kept_session_is_taken_over_also_after_a_crash_and_emptied_for_another_fingerprint(folder: Path) -> None:
+def test_a_kept_session_outlives_a_crash_but_not_another_fingerprint(folder: Path) -> None:
     long = "x" * 100_000
     with kept(folder, "1") as session:
         assert not session.found
@@ -260,7 +260,7 @@ def test_a_kept_session_in_use_is_refused(folder: Path, monkeypatch: pytest.Monk
             assert session.found
 
 
-def test_what_changes_in_an_owner_lies_in_one_sector_and_half_of_it_is_never_written(folder: Path) -> None:
+def test_what_changes_in_an_owner_is_one_sector_and_written_as_a_whole(folder: Path) -> None:
     long = "x" * 3000
     with Session(folder, name=long, reuse=True, fingerprint=long) as session:
         owner = Path(session.folders[0]) / "owner"
@@ -277,9 +277,7 @@ def test_what_changes_in_an_owner_lies_in_one_sector_and_half_of_it_is_never_wri
 # Threads, processes
 
 
-def test_a_child_forked_while_somebody_looks_has_no_lock_for_as_long_as_it_lives(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_child_forked_while_somebody_looks_has_no_lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     children = []
     take = files.try_lock
 

@@ -43,7 +43,7 @@ def blocks(fd: int) -> int:
     return os.fstat(fd).st_blocks * 512
 
 
-def test_extents_are_whole_pages_with_blocks_and_it_grows_by_steps_or_by_what_is_missing(slab: Slab, fd: int) -> None:
+def test_extents_are_whole_pages_and_a_slab_grows_by_what_is_missing(slab: Slab, fd: int) -> None:
     assert (slab.allocate(1), slab.allocate(PAGE + 1)) == (Extent(0, PAGE), Extent(PAGE, 2 * PAGE))
     assert (slab.bytes_in_use, slab.size) == (3 * PAGE, MIB)
     assert blocks(fd) >= MIB

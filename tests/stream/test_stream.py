@@ -174,7 +174,7 @@ def test_a_file_that_grows_is_read_to_its_new_end(filled: Path) -> None:
         assert file.read(10) == b""
 
 
-def test_what_others_changed_is_read_after_a_flush_and_a_file_that_shrinks_ends_there(filled: Path) -> None:
+def test_changes_by_others_are_read_after_a_flush_also_a_shorter_end(filled: Path) -> None:
     with nvme_ops.open(filled) as file, filled.open("r+b") as other:
         for _ in range(4):
             file.read(100)
@@ -278,9 +278,7 @@ def test_a_forked_child_goes_on_reading_and_writing(filled: Path, path: Path) ->
     assert path.with_name("other").read_bytes() == DATA[: 2 * BLOCK + 100] + b"more"
 
 
-def test_a_file_that_is_dropped_is_written_with_a_warning_and_its_error_is_told(
-    path: Path, unraisable: list[Any]
-) -> None:
+def test_a_dropped_file_is_written_with_a_warning_and_its_error_is_told(path: Path, unraisable: list[Any]) -> None:
     files = [nvme_ops.open(path, "w")]
     files[0].write(DATA[:MIB])
     with pytest.warns(ResourceWarning, match="unclosed file"):
@@ -358,7 +356,7 @@ def test_modes(path: Path) -> None:
         nvme_ops.open(path, "r")
 
 
-def test_tensors_at_offsets_leave_the_position_alone_and_close_waits_for_them(path: Path) -> None:
+def test_tensors_at_offsets_keep_the_position_and_close_waits_for_them(path: Path) -> None:
     tensors = [torch.randn(1000, 333) for _ in range(3)]
     size = tensors[0].nbytes
     with nvme_ops.open(path, "w") as file:
