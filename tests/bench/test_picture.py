@@ -19,7 +19,7 @@ def document(unit: str, *names: str, tables: int = 1) -> dict[str, Any]:
     return {"tables": [{"title": "a title", "unit": unit, "rows": rows}] * tables}
 
 
-def test_rows_with_a_throughput_are_bars_ours_have_one_colour_and_many_tables_are_columns(
+def test_rows_with_a_throughput_are_bars_and_tables_are_columns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "a.png"

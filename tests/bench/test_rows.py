@@ -93,7 +93,7 @@ def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
-def test_the_end_of_the_program_ends_the_rounds_and_what_was_measured_stays(end: type[BaseException]) -> None:
+def test_the_end_of_the_program_ends_the_rounds_and_keeps_results(end: type[BaseException]) -> None:
     rows = [failing(end(), 2), Row("later", lambda: Sample(1, 1))]
     with pytest.raises(end):
         interleave(rows, 3)

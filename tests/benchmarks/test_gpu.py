@@ -80,7 +80,7 @@ def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: p
     assert capfd.readouterr().out == ""
 
 
-def test_a_process_that_is_gone_leaves_no_answer_of_the_others_for_the_next_question() -> None:
+def test_a_process_that_is_gone_leaves_no_answer_for_the_next_question() -> None:
     class MadeUp(Remote):
         """Answers each question with a sample of its own; once it is gone, it takes none."""
 

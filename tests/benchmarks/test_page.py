@@ -92,7 +92,7 @@ def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_sections_are_measured_stored_and_shown_and_one_that_fails_keeps_what_was(docs: Path) -> None:
+def test_sections_are_measured_and_one_that_fails_keeps_what_was(docs: Path) -> None:
     pytest.importorskip("matplotlib")
     (docs / "a disk").mkdir()
     before = json.dumps({"date": "2001-02-03", "description": DESCRIPTION, "runs": []})

@@ -182,7 +182,7 @@ def test_fio_output_is_read_and_its_failures_keep_its_words() -> None:
             fio.read_output(status, output, errors)
 
 
-def test_the_first_variant_of_fio_that_runs_is_kept_and_what_it_lacks_is_said(
+def test_the_first_variant_of_fio_that_runs_is_kept_with_what_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     script = f'echo "$@" >> {tmp_path}/told\ncase "$*" in *mmaphuge*) echo no huge pages >&2; exit 1;; esac'
@@ -201,7 +201,7 @@ def test_the_first_variant_of_fio_that_runs_is_kept_and_what_it_lacks_is_said(
     assert (tmp_path / "nr_hugepages").read_text().split() == ["7"], "given back"
 
 
-def test_huge_pages_become_as_many_as_before_and_what_others_reserve_meanwhile_stays(
+def test_huge_pages_become_as_many_as_before_and_others_keep_theirs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counter, wanted = tmp_path / "nr_hugepages", fio.SIZE // fio.page_size()
@@ -220,7 +220,7 @@ GDSIO = (
 )
 
 
-def test_gdsio_is_told_size_block_size_and_threads_and_its_failures_keep_its_words(
+def test_gdsio_gets_its_settings_and_its_failures_keep_its_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     executable(tmp_path / "gdsio", f"echo \"$@\" >> '{tmp_path}/told'\necho '{GDSIO.strip()}'")

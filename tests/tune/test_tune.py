@@ -265,7 +265,7 @@ def test_ctrl_c_prints_the_best_so_far_and_keeps_nothing(
     assert not (place.parent / "cache").exists()
 
 
-def test_a_sweep_configuration_is_kept_to_and_a_cache_that_cannot_be_written_a_warning(place: Path) -> None:
+def test_a_sweep_configuration_is_kept_to_and_an_unwritable_cache_warns(place: Path) -> None:
     config, logs = place.parent / "sweep.json", place.parent / "logs"
     config.write_text(json.dumps({"block_size": ["64K", 262144], "queue_depth": [2], "io_parallel": [2]}))
     words = ["--sweep_config", str(config), "--log_dir", str(logs), "--loops", "2"]

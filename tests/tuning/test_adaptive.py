@@ -116,7 +116,7 @@ def test_it_begins_with_what_nvme_tune_found(folder: Path) -> None:
     round_trip(handle, folder / "file")
 
 
-def test_handles_of_a_device_learn_together_and_what_has_ended_is_in_flight_for_none(folder: Path) -> None:
+def test_handles_of_a_device_learn_together_and_forget_what_has_ended(folder: Path) -> None:
     one, other, ended = aio_handle.adaptive(folder), aio_handle.adaptive(folder / "elsewhere"), threading.Event()
     write(one, folder, 3)
     future = one.submit_pwrite(pattern(8 * MIB), folder / "large", 0)  # whose result nobody asks for yet

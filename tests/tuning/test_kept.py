@@ -94,7 +94,7 @@ def test_what_other_programs_have_learned_stays(folder: Path, tmp_path: Path) ->
     assert {one.most_bytes for one in aio_handle.adaptive(folder).learned()} == set(sizes)
 
 
-def test_a_damaged_file_is_one_warning_and_replaced_even_if_warnings_are_errors(folder: Path, cache: Path) -> None:
+def test_a_damaged_file_warns_once_and_is_replaced(folder: Path, cache: Path) -> None:
     with aio_handle.adaptive(folder) as handle:
         write(handle, folder)
     (path,) = cache.glob("*.json")
