@@ -1,8 +1,7 @@
-"""``aio_handle.adaptive``: any tool moves the right bytes, what is learned is used, kept and told."""
+"""``aio_handle.adaptive``: any tool moves the right bytes, what is learned is used and told, and can be frozen."""
 
 from __future__ import annotations
 
-import json
 import pickle
 import threading
 from collections.abc import Callable
@@ -16,8 +15,8 @@ from nvme_ops import Priority, aio_handle
 from nvme_ops.base.settings import Settings
 from nvme_ops.filesystem.device import identify
 from nvme_ops.io.tuning import store as kept
-from nvme_ops.io.tuning.dictionary import MODE, SECTION, forget
-from tests.conftest import KIB, MIB, contents, pattern, round_trip, store
+from nvme_ops.io.tuning.adaptive import MODE, forget
+from tests.conftest import KIB, MIB, contents, in_child, pattern, round_trip, store
 from tests.tuning.conftest import MANY, aligned, only, write
 
 # The bytes
@@ -128,57 +127,74 @@ def test_handles_of_a_device_learn_together_and_what_has_ended_is_in_flight_for_
     assert future.result() == 8 * MIB
 
 
-# Modes
+def test_a_forked_child_continues_from_what_its_parent_has_learned(folder: Path) -> None:
+    parent = aio_handle.adaptive(folder)
+    write(parent, folder, 3)
+
+    def learn() -> None:
+        other = aio_handle.adaptive(folder)
+        assert only(other).transfers == 3
+        for handle in (parent, other):
+            write(handle, folder, 12)
+        assert (only(other).transfers, only(other).exploring) == (27, False)
+
+    in_child(learn)
+    assert only(parent).transfers == 3
 
 
-def test_frozen_the_same_calls_take_the_same_known_way(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+# Freezing, the mode, the explanation
+
+
+@pytest.mark.parametrize("times", [1, MANY])
+def test_frozen_the_same_calls_use_the_same_tool_and_nothing_is_learned(folder: Path, times: int) -> None:
     data, large = aligned(2 * MIB), pattern(64 * MIB)
-    with aio_handle.adaptive(folder) as handle:
-        while not [one for one in handle.learned() if one.concurrency == "crowd" and not one.exploring]:
-            for future in [handle.submit_pwrite(data, folder / f"file{number}", 0) for number in range(8)]:
-                future.result()
-    (path,) = cache.glob("*.json")
-    document = json.loads(path.read_text())
-    for entry in document[SECTION]:
-        entry["chosen"] = 1  # a block size that the handle's settings have not
-    path.write_text(json.dumps(document))
-    forget()
-    monkeypatch.setenv(MODE, "frozen")
-    frozen, other = aio_handle.adaptive(folder), aio_handle.adaptive(folder)
-    requests = []
-    for busy in (False, True):
-        beside = [other.submit_pwrite(large, folder / "large", 0)] if busy else []
-        before = frozen.statistics().requests
-        frozen.submit_pwrite(data, folder / "file", 0).result()
-        requests.append(frozen.statistics().requests - before)
-        assert [future.result() for future in beside] == [64 * MIB] * busy
-    assert requests[0] == requests[1]
-    assert {one.chosen for one in frozen.learned()} == {1}
-    assert "frozen: as kept in " in frozen.explain()
-    frozen.close()
-    assert json.loads(path.read_text()) == document
+    handle, other = aio_handle.adaptive(folder), aio_handle.adaptive(folder)
+    with other:
+        write(other, folder, times)  # once: the tools would be tried next
+    other.freeze()
+    other = aio_handle.adaptive(folder)
+    known = handle.learned()
+    assert [(one.frozen, one.exploring, one.transfers) for one in known] == [(True, False, times)]
+    requests = set()
+    for number in range(MANY):
+        beside = [other.submit_pwrite(large, folder / "large", 0)] if number % 10 == 9 else []
+        before = handle.statistics().requests
+        handle.sync_pwrite(data, folder / "used", 0)
+        requests.add(handle.statistics().requests - before)
+        assert [future.result() for future in beside] == [64 * MIB] * len(beside)
+    assert len(requests) == 1
+    assert handle.learned() == known == other.learned() == aio_handle.adaptive(folder).learned()
+    assert f"waited: frozen after {times} transfers" in handle.explain()
+    assert handle.explain().endswith("frozen: all other transfers use the handle's settings")
 
 
 def test_off_it_is_tuned_another_mode_is_refused_and_it_says_what_it_does(
-    folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+    folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(MODE, "off")
     with aio_handle.adaptive(folder) as handle:
         round_trip(handle, folder / "file")
+        handle.freeze()
         assert handle.learned() == []
         assert "NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings" in handle.explain()
-    assert not cache.exists()
-    monkeypatch.setenv(MODE, "no")
-    with pytest.raises(ValueError, match="NVME_OPS_ADAPTIVE='no' is not one of learn, frozen, off"):
-        aio_handle.adaptive(folder)
+    for mode in ("no", "frozen"):
+        monkeypatch.setenv(MODE, mode)
+        with pytest.raises(ValueError, match=f"NVME_OPS_ADAPTIVE='{mode}' is not one of learn, off"):
+            aio_handle.adaptive(folder)
     monkeypatch.delenv(MODE)
     handle = aio_handle.adaptive(folder)
-    assert handle.explain().startswith("nothing was transferred yet")
+    assert handle.explain() == "nothing was transferred yet"
     write(handle, folder)
     text = handle.explain()
     assert "write up to 4 MiB, aligned, waited: settled after 30 transfers" in text
     assert text.count("  -> ") == 1
     assert "(the handle's settings): " in text
-    assert text.splitlines()[-1].startswith("kept in ")
+
+
+def test_nothing_is_kept_when_a_handle_is_closed(folder: Path, cache: Path) -> None:
+    with aio_handle.adaptive(folder) as handle:
+        write(handle, folder)
+    assert not only(handle).exploring
+    assert not cache.exists()
+    forget()
+    assert aio_handle.adaptive(folder).learned() == []

@@ -33,11 +33,8 @@ def test_what_is_kept_is_loaded_and_a_later_result_replaces_it(cache: Path) -> N
     document = json.loads(path.read_text())
     assert document["tuned"] == {"aio": FOUND.as_json(), "ratio": 1.2}
     assert (document["format"], document["identity"]["file_system_id"]) == (store.FORMAT, "1234")
-    with store.changing(DEVICE) as document:
-        document["classes"] = [1]
     store.keep(DEVICE, Settings(), {})
     assert loaded() == Settings()
-    assert store.load(DEVICE, "classes", len) == [1]  # sections do not replace each other
     assert list(cache.iterdir()) == [path]
     for other in (replace(DEVICE, way="gpu"), replace(DEVICE, kernel="6.2"), replace(DEVICE, file_system_id="5")):
         assert loaded(other) is None

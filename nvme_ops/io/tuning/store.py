@@ -1,7 +1,4 @@
-"""Keeps what is known about each device, in a small file in the user's cache folder.
-
-A file has a section ``tuned``, of ``nvme-tune``, and a section ``classes``, of adaptive handles.
-"""
+"""Keeps the settings that ``nvme-tune`` found for each device, in a small file in the user's cache folder."""
 
 from __future__ import annotations
 

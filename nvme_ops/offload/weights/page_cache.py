@@ -51,7 +51,7 @@ class PageCache:
 
 def _filling(handle: aio_handle) -> aio_handle:
     """Returns a handle like this one that reads through the page cache, or this one if it has another cache mode."""
-    if type(handle) is not aio_handle or handle._dictionary is not None or handle._settings["cache"] != "auto":
+    if type(handle) is not aio_handle or handle._learner is not None or handle._settings["cache"] != "auto":
         return handle
     return _buffered(**{**handle._settings, "cache": "buffered"})
 
