@@ -198,7 +198,7 @@ def write_tuned(folder: Path) -> None:
 
 
 def read_tuned(_: Path) -> None:
-    tuning_store.load(DEVICE, "tuned", tuning_store.settings_of)
+    tuning_store.load(DEVICE)
 
 
 FORMATS = {

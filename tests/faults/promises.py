@@ -278,7 +278,7 @@ def _tuned(folder: Path, version: int) -> None:
 
 def _found_tuned(folder: Path) -> int:
     _settings_in(folder)
-    found: Any = tuning_store.load(IDENTITY, "tuned", tuning_store.settings_of)
+    found: Any = tuning_store.load(IDENTITY)
     require(found is None or found["long"] == [found["version"]] * 3000, f"{found}")
     return 0 if found is None else int(found["version"])
 
