@@ -22,10 +22,9 @@ import numpy as np
 import torch
 from torch.utils.checkpoint import checkpoint_sequential
 
-from benchmarks import cgroups, command
+from benchmarks import cgroups, command, fio
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import GIB, size_words
-from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import save_on_nvme

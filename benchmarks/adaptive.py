@@ -20,14 +20,14 @@ import numpy
 import torch
 
 import nvme_ops
-from benchmarks import command, raw_io
+from benchmarks import command, fio, raw_io
+from benchmarks.peers import load_deepspeed
 from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.tuning import adaptive as learning
-from nvme_ops.measure import fio
-from nvme_ops.measure.engines import load_deepspeed, locked_tensor, unavailable
+from nvme_ops.measure.engines import locked_tensor, unavailable
 from nvme_ops.measure.files import filled, make_cold
 from nvme_ops.measure.rows import Row, Unavailable, WrongData, timed
 from nvme_ops.measure.tables import Table

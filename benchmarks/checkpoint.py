@@ -18,12 +18,11 @@ from typing import Any, cast
 import torch
 
 import nvme_ops
-from benchmarks import command
+from benchmarks import command, fio
+from benchmarks.peers import load_deepspeed
 from benchmarks.raw_io import load_through_us, save_through_us
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.filesystem.files import wait_until_free
-from nvme_ops.measure import fio
-from nvme_ops.measure.engines import load_deepspeed
 from nvme_ops.measure.files import make_cold, make_file, make_warm, sync
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
 from nvme_ops.measure.tables import Table

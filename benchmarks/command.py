@@ -188,6 +188,23 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(known)}
 
 
+def execute(argv: Sequence[str]) -> tuple[int, str]:
+    """Runs ``python ...`` or ``nvme-bench ...``; returns its status and output, of lines of up to 160 columns.
+
+    If this process is stopped, so is the command, which removes its files.
+    """
+    programs = {"python": [sys.executable], "nvme-bench": [sys.executable, "-m", "nvme_ops.bench"]}
+    words = stop.tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM")
+    more: dict[str, Any] = {"env": {**environment(), "COLUMNS": "160"}, "cwd": ROOT, "text": True}
+    # a session of its own: it gets one signal from us, not also the terminal's while it cleans up
+    with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, **more) as process:
+        try:
+            output = process.communicate()[0]
+        finally:
+            process.terminate()  # which does nothing at the end
+    return process.returncode, output
+
+
 def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> Any:
     """Returns the JSON in the last line that a Python program prints; Unavailable with the last line of its errors."""
     done = subprocess.run(

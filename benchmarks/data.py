@@ -7,34 +7,38 @@ and append to a log.
 
 from __future__ import annotations
 
+import io
+import itertools
 import os
 import statistics
+import tarfile
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks import command
+from benchmarks import command, fio
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import MIB, rounded, size_words
-from nvme_ops.data import AsyncLog
+from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.data.columns import Columns
 from nvme_ops.data.index import NAME, DataFile, SampleIndex, write_index
 from nvme_ops.data.store import trailer
 from nvme_ops.data.writer import data_file
 from nvme_ops.io.file import shared_handle
-from nvme_ops.measure import fio
 from nvme_ops.measure.engines import unavailable
 from nvme_ops.measure.files import make_cold
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, percentile, timed
 from nvme_ops.measure.tables import Table
+from nvme_ops.measure.workload import readers
 from nvme_ops.measure.workload.feed import cool
-from nvme_ops.measure.workload.readers import OURS, READERS, DataSet, checked, made
+from nvme_ops.measure.workload.readers import OURS, DataSet, Reader, checked, collated, made, per_file, torch_loader
 
 GROUPS = {
     "random": "samples of each size in random order, in GB/s",
@@ -43,6 +47,7 @@ GROUPS = {
 }
 _DEPTHS = (128, 1024)  # enough to keep a device busy; and as much memory as the batches of 128 KiB samples
 _BATCH, _MAX_BATCH_BYTES = 256, 64 * MIB
+_SHARDS = 8
 RECORD_BYTES = 64  # of a sample of the index, on average
 _STORE = "benchmark"  # its identity
 _PIECE = 256 * MIB
@@ -67,10 +72,91 @@ print(json.dumps([marks[1] - marks[0], marks[2] - marks[1], peak]))
 """
 
 
+def dataset(data: DataSet) -> Reader:
+    """This package's dataset in torch's loader."""
+    folder, files = readers.our_store(data)
+    return Reader("dataset", data, files, torch_loader(data, SampleStore(folder)))
+
+
+def memmap(data: DataSet) -> Reader:
+    """All samples in a file that NumPy maps, read by torch's loader."""
+    numpy = _needed("numpy", "numpy")
+    path = data.path("memmap") / "samples"
+    with path.open("wb") as file:
+        file.writelines(data.samples())
+    places = [slice(end - size, end) for end, size in zip(itertools.accumulate(data.sizes), data.sizes, strict=True)]
+    mapped = numpy.memmap(path, numpy.uint8, "r")
+    samples = readers.NumberedSamples(places, partial(_mapped_sample, mapped))
+    return Reader("memmap", data, [path], torch_loader(data, samples))
+
+
+def _mapped_sample(mapped: Any, place: slice) -> Any:
+    return torch.from_numpy(mapped[place].copy())
+
+
+def safetensors(data: DataSet) -> Reader:
+    """A safetensors file for each sample, read by torch's loader."""
+    save_file = _needed("safetensors.torch", "safetensors").torch.save_file
+    return per_file(
+        "safetensors", data, _first_tensor, lambda path, sample: save_file({"sample": readers.tensor_of(sample)}, path)
+    )
+
+
+def _first_tensor(path: Path) -> Any:
+    from safetensors.torch import load_file
+
+    return load_file(path)["sample"].clone()  # load_file maps the file: only what is used is read
+
+
+def webdataset(data: DataSet) -> Reader:
+    """Tars, read by webdataset and shuffled its way: the order of the shards, and a buffer of samples."""
+    wds = _needed("webdataset", "webdataset")
+    folder = data.path("webdataset")
+    for shard in range(min(_SHARDS, len(data.sizes))):
+        with tarfile.open(folder / f"{shard}.tar", "w") as tar:
+            for number in range(shard, len(data.sizes), _SHARDS):
+                member = tarfile.TarInfo(f"{number:07d}.bin")
+                member.size = data.sizes[number]
+                tar.addfile(member, io.BytesIO(data.sample(number)))
+    files = sorted(folder.iterdir())
+    pipeline = wds.WebDataset([str(path) for path in files], shardshuffle=_SHARDS, empty_check=False).shuffle(256)
+    pipeline = pipeline.to_tuple("bin").map(itemgetter(0)).batched(data.batch, collation_fn=collated)
+    workers = replace(data, workers=min(data.workers, len(files)))
+    batches = torch_loader(workers, pipeline, batch_size=None, shuffle=None, collate_fn=None)
+    return Reader("webdataset", data, files, batches)
+
+
+def streaming(data: DataSet) -> Reader:
+    """MDS shards, read by MosaicML's package."""
+    mds = _needed("streaming", "mosaicml-streaming")
+    folder = data.path("streaming")
+    with mds.MDSWriter(out=str(folder), columns={"bin": "bytes"}, exist_ok=True) as writer:
+        for sample in data.samples():
+            writer.write({"bin": sample})
+    samples = mds.StreamingDataset(local=str(folder), shuffle=True, batch_size=data.batch)
+    batches = torch_loader(data, samples, shuffle=False, collate_fn=_collated_dicts)
+    return Reader("streaming", data, sorted(folder.glob("*.mds")), batches)
+
+
+def _collated_dicts(samples: list[dict[str, bytes]]) -> Any:
+    return collated([sample["bin"] for sample in samples])
+
+
+def _needed(module: str, package: str) -> Any:
+    try:
+        return __import__(module)
+    except (ImportError, RuntimeError) as error:
+        raise Unavailable(f"pip install {package} ({error})") from None
+
+
+_OTHERS = (dataset, readers.plain, memmap, safetensors, webdataset, streaming)
+READERS = {OURS: readers.ours} | {each.__name__: each for each in _OTHERS}
+
+
 def reader_row(name: str, data: DataSet) -> Row:
     """Returns a row that reads all batches of an epoch. The CPU time of workers is not known."""
     try:
-        reader = made(name, data)
+        reader = made(READERS[name], data)
     except Unavailable as reason:
         return unavailable(name, str(reason))
     sizes = reader.data.sizes

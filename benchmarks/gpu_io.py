@@ -21,12 +21,13 @@ import torch
 
 import nvme_ops
 from benchmarks import command
+from benchmarks.peers import gdsio_row, load_deepspeed
 from benchmarks.raw_io import fio_row, mover, practised
 from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io import gds
-from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, noting_paths, tensor_row, unavailable
+from nvme_ops.measure.engines import Contender, Task, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
 from nvme_ops.measure.remote import Remote
 from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
@@ -122,7 +123,7 @@ def other_rows(work: GpuWork) -> list[Row]:
     settings = Settings(work.block_size, intra_op_parallelism=work.threads)
     name = "torch.save + fsync" if work.write else "torch.load(map_location)"
     return [
-        make_row(Contender("gdsio", settings, GDSIO), replace(work, use_gds=True)),
+        gdsio_row(work, GDSIO, settings),
         make_row(Contender("torch", settings, name), work),
     ]
 

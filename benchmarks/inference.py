@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from benchmarks import cgroups, command
+from benchmarks import cgroups, command, fio
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import MIB, size_words
-from nvme_ops.measure import fio
 from nvme_ops.measure.files import NotUsable
 from nvme_ops.measure.rows import Row, Sample, Unavailable, forget_peak, peak
 from nvme_ops.measure.tables import Table

@@ -17,11 +17,12 @@ from typing import IO, Any, cast
 import torch
 
 import nvme_ops
-from benchmarks import command
+from benchmarks import command, fio
+from benchmarks.peers import load_deepspeed, safetensors_row
 from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
-from nvme_ops.measure import engines, fio
-from nvme_ops.measure.engines import Contender, Task, load_deepspeed, make_row, tensor_row, unavailable
+from nvme_ops.measure import engines
+from nvme_ops.measure.engines import Contender, Task, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, median_latency, timed
 from nvme_ops.measure.tables import Table
@@ -88,7 +89,8 @@ def mover(handle: Any, task: Task) -> Callable[[torch.Tensor], object]:
 
 def fio_row(task: Task, name: str = fio.NAME, variants: list[fio.Variant] = fio.BEST) -> Row:
     """Returns fio's row over the file of a task."""
-    return fio.row(name, task.pattern, lambda: task.path, task.size, task.set_cache, variants)
+    pattern = "write" if task.write else "read"
+    return fio.row(name, pattern, lambda: task.path, task.size, task.set_cache, variants)
 
 
 def large_rows(task: Task, deepspeed: bool) -> list[Row]:
@@ -116,6 +118,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
         *(deepspeed_rows(task) if deepspeed else []),
         *plain,
         engines.saved_row(task, name, path, save, partial(load_through_us, path)),
+        safetensors_row(task, f"safetensors {'save_file + fsync' if task.write else 'load_file'}"),
     ]
 
 
@@ -251,4 +254,4 @@ def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]
             yield Table(group, title, "s", start_rows(args.rounds))
 
 
-PROGRAM = command.Program(GROUPS, tables, prepare=prepare)
+PROGRAM = command.Program(GROUPS, tables, 3, prepare=prepare)

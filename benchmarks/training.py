@@ -20,10 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks import command
+from benchmarks import command, fio
 from nvme_ops.base.command_line import size
 from nvme_ops.base.text import size_words
-from nvme_ops.measure import fio
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, peak, timed
 from nvme_ops.measure.tables import Table
 from nvme_ops.offload import NvmeOptimizer, swap_params

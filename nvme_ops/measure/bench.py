@@ -32,15 +32,15 @@ class Workplace:
 def parser() -> argparse.ArgumentParser:
     """Moves tensors between files and memory by all engines asked for.
 
-    All work on the same file in interleaved rounds. Says how fast each was, at
-    what cost, and how close to fio at its best. Writes by default; --read reads.
+    All work on the same file in interleaved rounds. Says how fast each was, and at
+    what cost. Writes by default; --read reads.
 
     engines:
     {engines}
 
     Examples:
       nvme-bench --folder /mnt/nvme --read
-      nvme-bench --folder /mnt/nvme --read --engine all   beside torch, fio, ...
+      nvme-bench --folder /mnt/nvme --read --engine all   beside torch and Python
       nvme-bench --folder /mnt/nvme --sweep block-size=64K,1M queue-depth=1,32,128
       nvme-bench --folder-to-device-mapping /mnt/a:0 /mnt/b:1 --read --gpu --scaling
       nvme-bench explain /mnt/nvme               what limits, and what to change
@@ -89,9 +89,8 @@ def parser() -> argparse.ArgumentParser:
     memory("--device", choices=["cpu", "cuda"], default="cpu", help="where tensors are (default cpu)")
     memory("--gpu", dest="device", action="store_const", const="cuda", help="the same as --device cuda")
     memory("--pageable", action="store_true", help="an ordinary CPU tensor (default: a page-locked one)")
-    memory("--use-gds", action="store_true", help="through cuFile where an engine can; with a GPU")
+    memory("--use-gds", action="store_true", help="gds_handle in place of aio_handle; with a GPU")
     out = made.add_argument_group("comparison and output").add_argument
-    out("--no-reference", dest="reference", action="store_false", help="leave out the row of fio at its best")
     out("--scaling", action="store_true", help="also 1, 2, ... of the folders, against the sum of each alone")
     add_outputs(out, ".json, a picture's")
     made.add_argument("--version", action="version", version=f"nvme-bench {__version__}")
@@ -123,8 +122,10 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
     wanted = [name for name, each in ENGINES.items() if args.gpu or not each.gpu_only]
     args.engines = wanted if "all" in args.engines else list(dict.fromkeys(args.engines))
-    if args.use_gds and not args.gpu:
-        raise ValueError("--use-gds goes with --device cuda")
+    if args.use_gds:
+        if not args.gpu:
+            raise ValueError("--use-gds goes with --device cuda")
+        args.engines = list(dict.fromkeys("gds_handle" if name == "aio_handle" else name for name in args.engines))
     if args.cached and args.write:
         raise ValueError("--cached goes with --read")
     check_outputs(args.output, pictures=True)

@@ -1,21 +1,14 @@
-"""Everything that moves a tensor between a file and memory: one row for each engine, all over one ``Task``.
+"""What moves a tensor between a file and memory: a row for each of this package's handles, and for plain ways.
 
 A new engine is a function ``row(task, name, settings)``, which returns its ``Row`` or raises ``Unavailable`` that says
-what to install, and one line of ``ENGINES``.
+what to install, and one line of ``ENGINES``. Rows of other packages are in ``benchmarks/``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import os
 import random
-import re
-import shutil
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import nvme_ops
 from nvme_ops.base.settings import Settings
-from nvme_ops.measure import files, fio, stop
+from nvme_ops.measure import files
 from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable, WrongData, timed
 
 if TYPE_CHECKING:
@@ -48,7 +41,6 @@ class Task:
     cached: bool = False  # the file is in the page cache
     validate: bool = False
     pageable_memory: bool = False  # an ordinary tensor instead of a page-locked one
-    use_gds: bool = False
     more_paths: tuple[str, ...] = ()  # if given, each pass takes the next file
     written: int = field(default=0, init=False)  # number of checked writes, to distinguish them
     _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
@@ -92,11 +84,6 @@ class Task:
         if self.path not in self._contents:
             self._contents[self.path] = files.checksum(self.path)
         return self._contents[self.path]
-
-    @property
-    def pattern(self) -> str:
-        """The direction, as fio calls it."""
-        return "write" if self.write else "read"
 
     def set_cache(self, path: str = "") -> None:
         """Drops the file from the page cache, or reads it into it: the same starting point for every pass."""
@@ -172,7 +159,7 @@ def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load
     return Row(name, lambda: timed(save if task.write else load, task.size), before, check, reads=reads)
 
 
-# This package's handles, and DeepSpeed's: the calls are the same
+# This package's handles
 
 
 def _aio(task: Task, name: str, settings: Settings) -> Row:
@@ -259,147 +246,6 @@ def random_offsets(size: int, block: int) -> Iterator[int]:
             return
 
 
-def _deepspeed(task: Task, name: str, settings: Settings) -> Row:
-    op = load_deepspeed("gds" if task.use_gds else "async_io")
-    handle = (op.gds_handle if task.use_gds else op.aio_handle)(**settings.as_json())
-    if task.gpu is None and not task.pageable_memory and "buffer" not in vars(task):
-        # DeepSpeed recognises only memory that it locked itself; no other engine runs in this process
-        task.buffer = locked_tensor(handle, task.size)
-    return handle_row(task, name, handle, past_cache=True)
-
-
-def load_deepspeed(op: str = "async_io") -> Any:
-    """Loads DeepSpeed's op ``async_io`` or ``gds``, first compiling it (minutes). Raises Unavailable with the reason.
-
-    Load it before this package's op: torch counts the builds of one name in a process, and DeepSpeed compiles its op
-    again, under another name, if another ``async_io`` was built before.
-    """
-    found = _loaded_deepspeed(op)
-    if isinstance(found, Unavailable):
-        raise found
-    return found
-
-
-@functools.cache
-def _loaded_deepspeed(op: str) -> Any:
-    import torch
-
-    os.environ.setdefault("DS_ACCELERATOR", "cuda" if torch.cuda.is_available() else "cpu")
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        try:
-            with _silenced(output.fileno()):
-                from deepspeed.ops import op_builder  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-                logging.getLogger("DeepSpeed").setLevel(logging.ERROR)  # it warns of wear at the first write
-                builder = op_builder.GDSBuilder if op == "gds" else op_builder.AsyncIOBuilder
-                return builder().load(verbose=False)
-        except Exception as error:  # a builder can raise anything
-            if isinstance(error, ImportError) and error.name == "deepspeed":
-                return Unavailable("DeepSpeed is not installed: pip install deepspeed")
-            output.seek(0)
-            reason = [line.strip() for line in output if "WARNING" in line] or [f"{type(error).__name__}: {error}"]
-            return Unavailable(f"DeepSpeed's {op} does not load: {reason[-1].splitlines()[0]}")
-
-
-@contextlib.contextmanager
-def _silenced(target: int) -> Iterator[None]:
-    """Redirects stdout and stderr to ``target``, by descriptor: DeepSpeed's probes fail if sys.stderr has none."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    kept = {descriptor: os.dup(descriptor) for descriptor in (1, 2)}
-    try:
-        for descriptor in kept:
-            os.dup2(target, descriptor)
-        yield
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        for descriptor, copy in kept.items():
-            os.dup2(copy, descriptor)
-            os.close(copy)
-
-
-# Other programs
-
-_CACHED = ["--ioengine=psync", "--bs=1M", "--direct=0", "--invalidate=0"]  # reads cached data
-
-
-def _fio_row(task: Task, name: str, variants: Sequence[fio.Variant], lanes: int = 1) -> Row:
-    fio.require()
-    made = fio.row(name, task.pattern, lambda: task.path, task.size, task.set_cache, variants, lanes=lanes)
-    made.reads = (lambda: task.path) if task.cached else None
-    return made
-
-
-def _fio(task: Task, name: str, settings: Settings) -> Row:
-    """Returns fio's row with the block size, queue depth and lanes of ``settings``, in fio's own memory."""
-    block, depth = f"--bs={settings.block_size}", f"--iodepth={settings.queue_depth}"
-    variants = [([*_CACHED, block], "psync")] if task.cached else fio.variants([block, depth])
-    made = _fio_row(task, name, variants, settings.intra_op_parallelism)
-    if not task.cached:
-        made.blocks = lambda: _fio_blocks(task, block)
-    return made
-
-
-def _fio_best(task: Task, name: str, _: Settings) -> Row:
-    """Returns fio's best row, whatever the settings: 4 MiB x 32 in huge pages; cached files by buffered reads."""
-    return _fio_row(task, name, [(_CACHED, "")] if task.cached else fio.best(task.size))
-
-
-def _fio_blocks(task: Task, block: str) -> BlockTimes:
-    """Measures single random blocks, one after the other, as many and as large as for the handles."""
-    limits = ["--iodepth=1", f"--runtime={_SECONDS:g}", f"--number_ios={_BLOCKS}"]
-    for options, _ in fio.variants([block, *limits]):
-        task.set_cache()
-        try:
-            return fio.latencies(f"rand{task.pattern}", task.path, task.size, options)
-        except RuntimeError as error:
-            failure = error
-    raise failure
-
-
-_GDSIO_PLACES = ("/usr/local/cuda/gds/tools", "/usr/local/gds/tools")
-_GDSIO_LIMIT = 300  # seconds
-_GDSIO_FIGURES = re.compile(r"DataSetSize: (\d+)/\d+\(KiB\).*?total_time ([\d.]+) secs", re.DOTALL)
-
-
-def _gdsio(task: Task, name: str, settings: Settings) -> Row:
-    """Returns gdsio's row, with a thread for each lane. It says ``GPUD`` even where cuFile uses its own bounce path."""
-    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    places = [os.path.join(home, "gds", "tools")] if home else []
-    program = shutil.which("gdsio", path=os.pathsep.join([os.environ.get("PATH", ""), *places, *_GDSIO_PLACES]))
-    if program is None:
-        raise Unavailable("gdsio is not installed: apt-get install nvidia-gds")
-    path = f"{task.path}.gdsio" if task.write else task.path  # it writes its own pattern
-    if task.write:
-        files.make_file(path, task.size)
-    command = stop.tied([
-        program, "-f", path, "-d", str(task.gpu), "-w", str(settings.intra_op_parallelism), "-s", f"{task.size >> 10}K",
-        "-i", f"{settings.block_size >> 10}K", "-x", "0" if task.use_gds else "2", "-I", str(int(task.write)),
-    ])  # fmt: skip
-
-    def run() -> Sample:
-        try:
-            done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-                timeout=_GDSIO_LIMIT, cwd=os.path.dirname(os.path.abspath(path)),  # where cuFile's log goes
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            raise RuntimeError(f"gdsio: not done after {_GDSIO_LIMIT} s") from None
-        return read_gdsio(done.returncode, done.stdout + done.stderr)
-
-    return Row(name, run, task.set_cache)
-
-
-def read_gdsio(status: int, output: str) -> Sample:
-    """Parses gdsio's output into a sample, without CPU time. Raises RuntimeError with its message if it failed."""
-    found = _GDSIO_FIGURES.search(output)
-    if status or found is None:
-        words = [line.strip() for line in output.splitlines() if line.strip()]
-        raise RuntimeError(f"gdsio: {words[0] if words else f'exit status {status}'}")
-    return Sample(float(found[2]), int(found[1]) << 10)
-
-
 # Through the page cache. The ``fsync`` that makes a write durable is timed, too
 
 
@@ -441,25 +287,11 @@ def _torch(task: Task, name: str, _: Settings) -> Row:
     def load(path: str) -> Any:
         return torch.load(path, map_location=task.buffer.device)
 
-    return _file_of_its_own(task, name, "pt", torch.save, load)
+    return own_file_row(task, name, "pt", torch.save, load)
 
 
-def _safetensors(task: Task, name: str, _: Settings) -> Row:
-    try:
-        from safetensors.torch import load_file, save_file
-    except ImportError:
-        raise Unavailable("safetensors is not installed: pip install safetensors") from None
-
-    def load(path: str) -> torch.Tensor:
-        loaded = load_file(path, device=str(task.buffer.device))["tensor"]
-        if task.gpu is None:
-            task.buffer.copy_(loaded)  # the file is mapped: only pages that are touched are read
-        return loaded
-
-    return _file_of_its_own(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
-
-
-def _file_of_its_own(task: Task, name: str, suffix: str, save: _Save, load: Callable[[str], torch.Tensor]) -> Row:
+def own_file_row(task: Task, name: str, suffix: str, save: _Save, load: Callable[[str], torch.Tensor]) -> Row:
+    """Returns a row that saves ``task.buffer`` to a file of its own, durably, or loads it from there."""
     path = f"{task.path}.{suffix}"
 
     def save_and_sync() -> None:
@@ -483,7 +315,6 @@ class BenchEngine:
     takes: tuple[str, ...] = ()
     gpu_only: bool = False
     own_file: bool = False  # it uses a file in another format
-    own_process: bool = False  # its code may exit, hang, or disturb the others
 
 
 _ALL = ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism")
@@ -493,19 +324,12 @@ ENGINES = {
     "gds_handle": BenchEngine("this package, from and to GPU memory", _gds, _ALL, gpu_only=True),
     "torch": BenchEngine("torch.save with fsync, torch.load", _torch, own_file=True),
     "python": BenchEngine("ndarray.tofile with fsync, readinto", _python),
-    "safetensors": BenchEngine("save_file with fsync, load_file", _safetensors, own_file=True),
-    "deepspeed": BenchEngine("DeepSpeed's aio_handle; gds_handle with --use-gds", _deepspeed, _ALL, own_process=True),
-    "fio": BenchEngine("fio with the same settings", _fio, ("block_size", "queue_depth", "intra_op_parallelism")),
-    "gdsio": BenchEngine(
-        "NVIDIA's gdsio", _gdsio, ("block_size", "intra_op_parallelism"), gpu_only=True, own_file=True
-    ),
 }
-_REFERENCE = BenchEngine("fio at its best", _fio_best)
 
 
 @dataclass(frozen=True)
 class Contender:
-    """An engine with settings: one row. ``fio.NAME`` as the engine is the reference, whatever the settings."""
+    """An engine with settings: one row."""
 
     engine: str
     settings: Settings
@@ -514,7 +338,7 @@ class Contender:
 
 def make_row(contender: Contender, task: Task) -> Row:
     """Returns the contender's row; if it is not available, one that says why."""
-    engine = ENGINES.get(contender.engine, _REFERENCE)
+    engine = ENGINES[contender.engine]
     if engine.gpu_only and task.gpu is None:
         return unavailable(contender.name, "moves GPU memory only: --device cuda")
     try:

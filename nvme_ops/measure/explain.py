@@ -1,49 +1,135 @@
-"""``nvme-bench explain FILE|DIR``: compares the rate reached with the ceiling; says what limits it, and what to change.
+"""``nvme-bench explain FILE|DIR``: what limits a default handle, the figures that show it, and what to change.
 
-It inspects the file and measures rows; ``judge`` draws conclusions from the rates alone; all is shown on one page.
+Steps lead from an ordinary tensor to the ceiling, this package's best with page-locked memory. Each is the difference
+between two rows that are measured in the same rounds, and a finding if it is beyond the noise of the run.
 """
 
 from __future__ import annotations
 
 import argparse
-import mmap
+import math
 import os
 import re
-import stat
 import statistics
-import textwrap
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import nvme_ops
 from nvme_ops.base.command_line import command_line, say, show, size
-from nvme_ops.base.energy import Meter
 from nvme_ops.base.limits import free_memory
-from nvme_ops.base.progress import progress_bar
-from nvme_ops.base.text import GIB, MIB, size_words, terminal_width
-from nvme_ops.filesystem.device import MEMORY, NETWORK, devices_under, mount_of
-from nvme_ops.measure import files, fio, machine
-from nvme_ops.measure.engines import Task, unavailable
-from nvme_ops.measure.judge import EMPTY, GDS, GPU, KEPT, LOCKED, NEW, Judgement, Measured, judge, two_lanes
-from nvme_ops.measure.rows import Row, Spread, interleave, metered, spread, timed
+from nvme_ops.base.text import MIB, rate_words, size_words
+from nvme_ops.filesystem.device import MEMORY, devices_under, mount_of
+from nvme_ops.measure import files, machine
+from nvme_ops.measure.engines import Task
+from nvme_ops.measure.rows import Row, interleave, noise, noise_of_median, paired_ratios, timed
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Table, as_text, with_range
+from nvme_ops.measure.tables import Table, as_text, show_progress
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import kernel
-from nvme_ops.report.result import Status
 
 if TYPE_CHECKING:
     import torch
 
-_PASS_SECONDS = 0.4  # duration of a pass, unless the user chooses its size
+# The rows' names
+LOCKED, KEPT, NEW = "page-locked tensor", "torch.empty, kept", "torch.empty, new"
+GPU, GDS = "GPU tensor", "GPU tensor, gds_handle"
+
+#: Differences below this do not matter, however sure they are.
+MIN_DIFFERENCE = 0.03
+_SURE = 2.5  # standard errors; some five comparisons are made
+_BUSY = 0.85  # of a core; a thread this busy hardly waits for the device
 _MIN_PASS = 64 * MIB  # a pass moves a smaller file several times
-_MAX_CALLS = 1024
-_TENSORS = 4  # tensors of --io-size allocated at once, including fio's memory
-_MIN_FILE = MIB  # one block of a default handle; with less, a call is bound by its latency
-_NOTE = 50  # the most characters of a row's note
+_TWO_LANES = "aio_handle(intra_op_parallelism=2), or search all settings: nvme-tune"
+
+
+def two_lanes(name: str) -> str:
+    """Returns the name of the row that is as ``name``, but with two lanes."""
+    return f"{name}, 2 lanes"
+
+
+class Finding(NamedTuple):
+    """Why rate is lost. ``share``: how much of the gap to the ceiling the fix alone closes; shares may overlap."""
+
+    name: str
+    share: float
+    evidence: str
+    fix: str
+
+
+class Case:
+    """The rows of one direction, and what they show. ``reached`` is that of an ordinary tensor: NEW, KEPT or GPU."""
+
+    def __init__(self, write: bool, reached: str, rows: Sequence[Row]) -> None:
+        self.write, self.reached = write, reached
+        self.samples = {row.name: row.samples for row in rows}
+        taken = {row.name: kept for row in rows if (kept := [each for each in row.samples if each is not None])}
+        self.medians = {name: statistics.median(each.rate for each in samples) for name, samples in taken.items()}
+        self.busy = {name: statistics.median((each.cpu_seconds or 0) / each.seconds for each in samples)
+                     for name, samples in taken.items()}  # fmt: skip
+        self.noise = self._least_difference()
+        self.ceiling = two_lanes(LOCKED) if self.faster(two_lanes(LOCKED), LOCKED) else LOCKED
+        self.findings = self._found() if self.faster(self.ceiling, reached) else []
+        if self.busy[self.ceiling] >= _BUSY:
+            evidence = f"{self.ceiling} keeps {self.busy[self.ceiling]:.0%} of a core busy"
+            self.findings.append(Finding("CPU", 0.0, evidence, "a larger block_size, and fewer other programs"))
+
+    def _least_difference(self) -> float:
+        """Returns the least difference between two medians that counts, by the noise of the rates in their rounds."""
+        around = [[each and math.log(each.rate / median) for each in self.samples[name]]
+                  for name, median in self.medians.items()]  # fmt: skip
+        known = [[value for value in taken if value is not None] for taken in zip(*around, strict=True)]
+        levels = [statistics.median(values or [0.0]) for values in known]
+        one = noise([None if value is None else value - level for value, level in zip(row, levels, strict=True)]
+                    for row in around)  # fmt: skip
+        chance = 0.0 if one is None else math.sqrt(2) * noise_of_median(one, len(levels))
+        return max(MIN_DIFFERENCE, math.expm1(_SURE * chance))
+
+    def faster(self, name: str, other: str) -> bool:
+        """Returns whether a row is faster beyond the noise, and in all rounds but one in five."""
+        ratios = paired_ratios(*(self.samples.get(each, []) for each in (name, other)))
+        against = sum(ratio <= 1 for ratio in ratios)
+        return bool(ratios) and statistics.median(ratios) > 1 + self.noise and against <= len(ratios) // 5
+
+    def _steps(self) -> Iterator[tuple[str, str, str, str]]:
+        """Yields what may cost rate: its name, the slow row, the fast one, and what to change."""
+        if self.reached == GPU:
+            best = max((GDS, two_lanes(GPU)), key=lambda name: self.medians.get(name, 0.0))
+            fix = "start several transfers at once (async_pread, wait); nvme-report has GPUDirect Storage"
+            fix = f"{best}: {rate_words(self.medians[best])}" if self.faster(best, GPU) else fix
+            yield f"copy {'from' if self.write else 'to'} the GPU", GPU, LOCKED, fix
+        else:
+            if not self.write:
+                yield "page faults", NEW, KEPT, "keep the tensor and read into it again"
+            fix = "keep the data in handle.new_cpu_locked_tensor(...), or in nvme_ops.empty(...)"
+            yield "memory copies", KEPT, LOCKED, fix
+        yield "one lane", LOCKED, two_lanes(LOCKED), _TWO_LANES
+        if self.busy[self.reached] >= _BUSY:
+            yield "CPU", self.reached, two_lanes(self.reached), f"{_TWO_LANES}; the tensor can stay what it is"
+
+    def _found(self) -> list[Finding]:
+        """Returns the steps beyond the noise, the most costly first."""
+        gap = 1 / self.medians[self.reached] - 1 / self.medians[self.ceiling]
+        found = []
+        for name, slow, fast, fix in self._steps():
+            if self.faster(fast, slow):
+                share = (1 / self.medians[slow] - 1 / self.medians[fast]) / gap
+                evidence = ", ".join(f"{row} {rate_words(self.medians[row])}" for row in (slow, fast))
+                found.append(Finding(name, min(1.0, max(0.0, share)), evidence, fix))
+        unclear = Finding("several small parts", 1.0, "no single step is beyond the noise", "take more --rounds")
+        return sorted(found, key=lambda finding: -finding.share) or [unclear]
+
+    def lines(self) -> list[str]:
+        """Returns the verdict, then the findings with their figures and what to change."""
+        reached, ceiling = self.medians[self.reached], self.medians[self.ceiling]
+        words = f"{rate_words(reached)} reached, {reached / ceiling:.0%} of the ceiling of {rate_words(ceiling)}"
+        limit = f"most is lost to: {self.findings[0].name}" if self.findings else "the device is the limit"
+        lines = [f"{'write' if self.write else 'read'}: {words}; {limit}"]
+        for number, each in enumerate(self.findings, 1):
+            lines.append(f"{number}. {each.name}: {each.share:.0%} of the gap")
+            lines += [f"   measured: {each.evidence}", f"   change: {each.fix}"]
+        return [*lines, f"Differences below {self.noise:.0%} cannot be distinguished from noise (try more --rounds)."]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -51,7 +137,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     try:
         page = _explain(args)
-    except (OSError, EOFError, RuntimeError) as reason:
+    except (EOFError, RuntimeError) as reason:
         say(f"nvme-bench explain: {reason}")
         return 1
     show("\n".join(page))
@@ -59,11 +145,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Compares how fast a default aio_handle moves an ordinary tensor with its device.
+    """Says what limits a default aio_handle that moves an ordinary tensor.
 
-    Measures for about half a minute, and says on one page which part limits and
-    what to change. A FILE is only read; its pages are dropped from the page cache.
-    In a DIR a file of --io-size is made, and removed at the end.
+    Measures for about half a minute, and says on one page which part limits, the
+    figures that show it, and what to change. A FILE is only read; its pages are
+    dropped from the page cache. In a DIR a file of --io-size is made, and removed.
 
     exit status: 0; 1 when a transfer failed; 2 for wrong arguments and places that
     cannot be used
@@ -71,8 +157,7 @@ def parser() -> argparse.ArgumentParser:
     made = command_line("nvme-bench explain", parser.__doc__ or "")
     add = made.add_argument
     add("path", metavar="FILE|DIR", help="a file to read, or a folder on the device")
-    words = "bytes of a pass, the whole FILE at most (default: what the device moves in 0.4 s, 1 GiB at most)"
-    add("--io-size", type=size, metavar="SIZE", help=words)
+    add("--io-size", type=size, default="512M", metavar="SIZE", help="bytes of a pass, FILE at most (default 512M)")
     add("--rounds", type=int, default=3, metavar="N", help="timed passes of each row (default 3)")
     add("--write", action="store_true", help="explain writing too; for a folder")
     add("--device", default="cpu", metavar="cuda:N", help="GPU memory instead of an ordinary tensor")
@@ -82,12 +167,12 @@ def parser() -> argparse.ArgumentParser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
     args = made.parse_args(argv)
+    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", args.device)
+    if found is None:
+        made.error(f"--device {args.device}: neither cpu nor cuda:N")
+    args.gpu = None if args.device == "cpu" else int(found[1] or 0)
     if args.rounds < 2:
         made.error(f"--rounds {args.rounds}: at least 2, or nothing is known of the noise")
-    kind, _, number = args.device.partition(":")
-    if kind not in ("cpu", "cuda") or not (number or "0").isdecimal():
-        made.error(f"--device {args.device}: neither cpu nor cuda:N")
-    args.gpu = int(number or 0) if kind == "cuda" else None
     if args.write and os.path.isfile(args.path):
         made.error("--write: a file that exists is only read; name a folder")
     if args.gpu is not None:
@@ -99,221 +184,69 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _explain(args: argparse.Namespace) -> list[str]:
-    """Returns the verdicts, then for each direction its table and findings, then the place and the machine."""
+    """Returns the page: for each direction its table and findings, then the file, what is refused, the machine."""
     with _file(args) as path:
-        place = _require_device(path)
-        most = min(os.path.getsize(path), args.io_size or _default_size())
-        if args.io_size:
-            _check_memory(most)
-        meter = Meter([] if args.gpu is None else [args.gpu])
-        found = Task(path, min(most, _MIN_PASS), False, args.gpu)
-        about = [] if path != args.path else [_as_found(found, args.rounds)]
+        nbytes, cached, host = os.path.getsize(path), files.cached_share(path), Host()
         files.make_cold(path)
-        task = Task(path, most if args.io_size else _in_time(path, most), False, args.gpu)
-        about += _cautions(path, task.size)
-        verdicts, page = [], []
-        for write in [False, True] if args.write else [False]:
-            task = replace(task, write=write)
-            refused = hindrances(task.handle.backend, _lock(task))
-            judgement, lines = _direction(task, meter, args.rounds, refused)
-            verdicts.append(judgement.verdict)
-            page += ["", *lines]
-        about += [f"refused: {words}; fix: {fix}" for words, fix in refused]
-        about += [f"energy: {meter.unavailable()}"] if meter.unavailable() else []
-        about += [f"place: {place}", f"machine: {machine.facts(machine.machine())}"]
-        return [*verdicts, *page, "", *(part for line in about for part in _wrapped("", line, "  "))]
+        task, page = Task(path, min(nbytes, args.io_size), False, args.gpu), []
+        for task.write in [False, True] if args.write else [False]:
+            page += [*_direction(replace(task), args.rounds), ""]
+        page.append(f"file: {size_words(nbytes)}, {cached or 0:.0%} of it in the page cache before; {_device_of(path)}")
+        checks = [kernel.io_uring(host), kernel.memlock(host), kernel.transparent(host)]
+        page += [f"refused: {each.name}: {each.detail}; fix: {each.fix}" for each in checks if each.status.needs_fix]
+        return [*page, f"machine: {machine.facts(machine.machine())}"]
 
 
 @contextmanager
 def _file(args: argparse.Namespace) -> Iterator[str]:
-    """Yields the file to work on: the one that is named, or a new one in the folder."""
-    if not _is_folder(args.path):
-        yield args.path
+    """Yields the file to work on: the one that is named, or a new one in the folder. Raises NotUsable."""
+    nbytes = min(args.io_size, os.path.getsize(args.path) if os.path.isfile(args.path) else args.io_size)
+    if 3 * nbytes > (free := free_memory()):  # an ordinary tensor, one that is kept, a page-locked one
+        words = f"takes {size_words(3 * nbytes)} of memory and {size_words(free)} are free; choose a smaller one"
+        raise files.NotUsable(f"--io-size {size_words(nbytes)} {words}")
+    _device_of(args.path)
+    if os.path.isdir(args.path):
+        with scratch_folder(args.path, args.io_size + 64 * MIB, "--io-size or folder") as folder:
+            files.make_file(path := os.path.join(folder, "data"), args.io_size)
+            yield path
         return
-    _require_device(args.path)
-    size = args.io_size or _default_size()
-    with scratch_folder(args.path, size + 64 * MIB, "--io-size or folder") as folder:
-        _check_memory(size)
-        path = os.path.join(folder, "data")
-        try:
-            files.make_file(path, size)
-        except OSError as error:
-            raise files.NotUsable(f"{args.path}: {error.strerror}") from error
-        yield path
-
-
-def _is_folder(path: str) -> bool:
-    """Returns True for a folder, False for a file that can be explained. Raises NotUsable for anything else."""
+    if os.path.exists(args.path) and not (os.path.isfile(args.path) and os.path.getsize(args.path) >= MIB):
+        words = "is no regular file of 1 MiB, a block, or more: name one, or a folder on the device"
+        raise files.NotUsable(f"{args.path} {words}")
     try:
-        about = os.stat(path)
-        if stat.S_ISDIR(about.st_mode):
-            return True
-        if not stat.S_ISREG(about.st_mode):
-            raise files.NotUsable(f"{path} is no regular file: name a file, or a folder on the device")
-        _require_device(path)
-        if about.st_size < _MIN_FILE:
-            words = f"{size_words(about.st_size)}, less than a block of {size_words(_MIN_FILE)}"
-            raise files.NotUsable(f"{path} has {words}: too little to tell a rate; name a larger file, or a folder")
-        _require_direct(path)
+        os.close(os.open(args.path, os.O_RDONLY | os.O_DIRECT))
     except OSError as error:
-        raise files.NotUsable(f"{path}: {error.strerror}") from error
-    return False
+        raise files.NotUsable(f"{args.path} cannot be read past the page cache: {error.strerror}") from error
+    yield args.path
 
 
-def _require_device(path: str) -> str:
+def _device_of(path: str) -> str:
     """Returns file system and device in words. Raises NotUsable for a file system in memory."""
     mount = mount_of(Host(), path)
-    if mount is None:
-        return "unknown file system"
-    if mount.kind in MEMORY:
+    if mount is not None and mount.kind in MEMORY:
         raise files.NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
-    words = [f"{mount.kind} on {mount.point}"]
-    for device in devices_under(Host(), path, mount):
-        words += filter(None, (device.name, device.kind, device.model))
-    return ", ".join(words + [f"from {mount.source}"] * (mount.kind in NETWORK))
+    parts = [part for each in devices_under(Host(), path, mount) for part in (each.name, each.kind, each.model)]
+    return ", ".join(filter(None, [f"{mount.kind} on {mount.point}" if mount else "", *parts]))
 
 
-def _require_direct(path: str) -> None:
-    """Raises NotUsable for a file without direct I/O, OSError for one that cannot be read."""
-    os.close(os.open(path, os.O_RDONLY))
-    try:
-        with (
-            open(path, "rb", 0, opener=lambda name, flags: os.open(name, flags | os.O_DIRECT)) as file,
-            mmap.mmap(-1, 1 << 16) as block,  # page-aligned, and a multiple of every logical block size
-        ):
-            file.readinto(block)
-    except OSError as error:
-        reason = "the file system refuses O_DIRECT, everything goes through the page cache"
-        raise files.NotUsable(f"{path}: {reason} ({error.strerror})") from error
+def _direction(task: Task, rounds: int) -> list[str]:
+    """Measures one direction; returns its verdict and table, and what was found, as lines."""
+    from nvme_ops.io import gds
 
-
-def _default_size() -> int:
-    return min(GIB, max(MIB, free_memory() // _TENSORS))
-
-
-def _in_time(path: str, most: int) -> int:
-    """Returns how many bytes a pass of ``_PASS_SECONDS`` moves, by one short read of a cold file; at most ``most``."""
-    import torch
-
-    tensor = files.filled(nvme_ops.empty(min(most, _MIN_PASS), dtype=torch.uint8))
-    rate = timed(lambda: nvme_ops.aio_handle().sync_pread(tensor, path, 0), tensor.numel()).rate
-    return min(most, max(_MIN_PASS, int(rate * _PASS_SECONDS) // (16 * MIB) * 16 * MIB))
-
-
-def _check_memory(size: int) -> None:
-    needed, free = size * _TENSORS, free_memory()
-    if needed > free:
-        raise files.NotUsable(
-            f"--io-size {size_words(size)} takes {size_words(needed)} of memory and {size_words(free)} are free; "
-            "choose a smaller one"
-        )
-
-
-def _as_found(task: Task, rounds: int) -> str:
-    """Returns a line on how much of a file is in the page cache, and how fast it is read as it is."""
-    size, cached = os.path.getsize(task.path), files.cached_bytes(task.path)
-    words = "nothing of it in the page cache"
-    if cached != 0:
-        row = _row(task, "as found", task.handle, NEW if task.gpu is None else GPU)
-        row.before = lambda: None
-        interleave([row], rounds)
-        rate: Spread | None = spread([sample.rate / 1e9 for sample in row.samples if sample is not None])
-        share = "unknown how much of it" if cached is None else f"{cached / size:.0%} of it"
-        words = f"{share} in the page cache, as found {with_range(rate, 3)} GB/s"
-    return f"file: {task.path}, {size_words(size)}; {words}"
-
-
-def _cautions(path: str, size: int) -> list[str]:
-    """Returns lines on what makes the file look faster than the device."""
-    about, cached = os.stat(path), files.cached_bytes(path) or 0
-    missing = about.st_size - about.st_blocks * 512  # stat(2)'s unit, whatever the file system's block
-    words = [f"{size_words(missing)} of it are not on the device (holes or compression)"] if missing > 0 else []
-    words += [f"{size_words(cached)} of it stay in the page cache: others map them"] if cached > size // 50 else []
-    return [f"caution: {each}" for each in words]
-
-
-def _direction(task: Task, meter: Meter, rounds: int, refused: list[tuple[str, str]]) -> tuple[Judgement, list[str]]:
-    """Measures one direction; returns the judgement, and its table and findings as lines."""
-    rows = make_rows(task)
-    for row in rows:
-        metered(row, meter)
-    with progress_bar(len(rows) * (1 + rounds)) as step:
-        interleave(rows, rounds, step)
-    by_name = {row.name: row for row in rows}
-    for name in (usual := reached(task), LOCKED):
-        if not any(by_name[name].samples):
-            raise RuntimeError(f"{name}: {by_name[name].note}")
-    measured = Measured(
-        task.write,
-        usual,
-        {row.name: [None if sample is None else sample.rate for sample in row.samples] for row in rows},
-        {row.name: busy for row in rows if (busy := _busy(row)) is not None},
-        missing="" if any(by_name[fio.NAME].samples) else by_name[fio.NAME].note,
-        hindrances=refused,
-    )
-    judgement = judge(measured)
-    marks = {judgement.ceiling: "the ceiling", usual: "what was reached"}
-    for row in rows:
-        note = ", ".join(filter(None, (marks.get(row.name), row.note)))
-        row.note = textwrap.shorten(note, _NOTE, placeholder=" ...")
-    word = "write" if task.write else "read"
-    title = f"{word} of {size_words(task.size)} past the page cache, default aio_handle, medians of {rounds} rounds"
-    table = Table(word, title, "GB/s", rows, judgement.ceiling, ("CPU s/GiB", "J/GiB"))
-    return judgement, [as_text(table), "", *_findings(judgement, measured)]
-
-
-def _busy(row: Row) -> float | None:
-    """Returns CPU seconds for each second of a pass."""
-    known = [each for each in row.samples if each is not None and each.cpu_seconds is not None]
-    return statistics.median((each.cpu_seconds or 0) / each.seconds for each in known) if known else None
-
-
-def reached(task: Task) -> str:
-    """Returns the name of the row to be explained: a default handle and an ordinary tensor."""
-    return GPU if task.gpu is not None else KEPT if task.write else NEW
-
-
-def make_rows(task: Task) -> list[Row]:
-    """Returns rows over the first ``task.size`` bytes of its file, which is written only if ``task.write``."""
-    ordinary = [GPU] if task.gpu is not None else [KEPT] if task.write else [EMPTY, KEPT, NEW]
-    moved, best = task.size * calls(task.size), fio.best(task.size)
-    rows = [fio.row(fio.NAME, task.pattern, lambda: task.path, moved, task.set_cache, best)]
-    rows += [*(_row(task, name, task.handle, name) for name in (LOCKED, *ordinary))]
-    if task.gpu is not None:
-        rows.append(_gds_row(task))
+    usual = GPU if task.gpu is not None else KEPT if task.write else NEW
     lanes = nvme_ops.aio_handle(intra_op_parallelism=2)
-    return rows + [_row(task, two_lanes(name), lanes, name) for name in (LOCKED, reached(task))]
-
-
-def _lock(task: Task) -> bool:
-    """Allocates the page-locked tensor; returns False if the system refuses to lock it. It can be used all the same."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        task.locked  # noqa: B018  (made when first asked for)
-    return not any("lock" in str(warning.message) for warning in caught)
-
-
-def hindrances(backend: str, locked: bool) -> list[tuple[str, str]]:
-    """Returns what the system refuses a handle that would be faster with it, each with the fix."""
-    host = Host()
-    found = []
-    if wanted := os.environ.get("NVME_OPS_BACKEND"):
-        if backend != "io_uring":
-            found.append((f"NVME_OPS_BACKEND={wanted}", "unset NVME_OPS_BACKEND"))
-    elif backend != "io_uring" and (result := kernel.io_uring(host)).status is not Status.OKAY:
-        found.append((f"io_uring: {result.detail}", result.fix))
-    if not locked:
-        fix = kernel.memlock(host).fix or "ulimit -l unlimited"
-        found.append(("memory cannot be locked (RLIMIT_MEMLOCK)", fix))
-    huge = kernel.transparent(host)
-    if huge.status is Status.WARNING:
-        found.append((f"huge pages: {huge.detail}", huge.fix))
-    return found
-
-
-def calls(size: int) -> int:
-    """Returns how often a file of this size is moved in a pass."""
-    return max(1, min(_MAX_CALLS, _MIN_PASS // size))
+    kinds = dict.fromkeys((LOCKED, GPU if usual == GPU else KEPT, usual))
+    rows = [_row(task, name, task.handle, name) for name in kinds]
+    rows += [_row(task, GDS, nvme_ops.gds_handle(), GPU)] if usual == GPU and gds.is_ready() else []
+    rows += [_row(task, two_lanes(name), lanes, name) for name in (LOCKED, usual)]
+    interleave(rows, rounds, show_progress)
+    show_progress("")
+    if failed := [f"{row.name}: {row.note}" for row in rows if row.name in (usual, LOCKED) and not any(row.samples)]:
+        raise RuntimeError(failed[0])
+    verdict, *findings = (case := Case(task.write, usual, rows)).lines()
+    title = f"{size_words(task.size)} past the page cache by {task.handle.backend}, medians of {rounds} rounds"
+    table = as_text(Table("", title, "GB/s", rows, case.ceiling, ("CPU s/GiB",)))
+    return [verdict, "", table, "", *findings]
 
 
 def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
@@ -321,16 +254,14 @@ def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
     import torch
 
     start = handle.sync_pwrite if task.write else handle.sync_pread
+    calls = max(1, _MIN_PASS // task.size)
     memory: Callable[[], torch.Tensor] = {
-        LOCKED: lambda: task.locked,
-        EMPTY: lambda: nvme_ops.empty(task.size, dtype=torch.uint8),
-        KEPT: lambda: task.pageable,
+        LOCKED: lambda: task.locked, KEPT: lambda: task.pageable, GPU: lambda: task.buffer,
         NEW: lambda: torch.empty(task.size, dtype=torch.uint8),
-        GPU: lambda: task.buffer,
-    }[kind]
+    }[kind]  # fmt: skip
 
     def move() -> None:
-        for _ in range(calls(task.size)):
+        for _ in range(calls):
             start(memory(), task.path, 0)
         task.finish()
 
@@ -338,34 +269,4 @@ def _row(task: Task, name: str, handle: nvme_ops.aio_handle, kind: str) -> Row:
         memory()
         task.set_cache()
 
-    return Row(name, lambda: timed(move, task.size * calls(task.size)), before)
-
-
-def _gds_row(task: Task) -> Row:
-    try:
-        return _row(task, GDS, nvme_ops.gds_handle(), GPU)
-    except RuntimeError as error:
-        return unavailable(GDS, str(error).splitlines()[0])
-
-
-def _findings(judgement: Judgement, measured: Measured) -> list[str]:
-    lines = []
-    for number, finding in enumerate(judgement.findings, 1):
-        lines.append(f"{number}. {finding.name}: {finding.share:.0%} of the gap")
-        lines += _wrapped("   measured: ", finding.evidence) + _wrapped("   change: ", finding.fix)
-    if not judgement.findings:
-        lines.append("Nothing to change: no part of this program costs more than the noise of the measurement.")
-    if judgement.ceiling != fio.NAME:
-        why = measured.missing or f"{fio.NAME} is slower here"
-        lines += _wrapped("", f"The ceiling is this package's own best with page-locked memory: {why}.")
-    words = f"Differences below {judgement.noise:.0%} cannot be distinguished from noise (try more --rounds)."
-    return lines + _wrapped("", words)
-
-
-def _wrapped(label: str, text: str, indent: str | None = None) -> list[str]:
-    whole = label + re.sub(r" (?=[GM]B/s)", "\xa0", text)  # keeps a number and its unit together
-    lines = textwrap.wrap(
-        whole, terminal_width(), subsequent_indent=" " * len(label) if indent is None else indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-    return [line.replace("\xa0", " ") for line in lines]
+    return Row(name, lambda: timed(move, task.size * calls), before)

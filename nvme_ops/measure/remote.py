@@ -55,15 +55,7 @@ class Remote:
 
     def row(self, name: str, number: int = 0) -> Row:
         """Returns a row of this process that stands for row ``number`` of the other one, and has its note."""
-        made = joint_row(name, [self], number)
-
-        def blocks() -> Any:
-            self.send(number, "blocks")
-            times, made.note = self.receive()
-            return times
-
-        made.blocks = blocks
-        return made
+        return joint_row(name, [self], number)
 
     def __enter__(self) -> Remote:
         """Keeps the process, once started, until the end of the block."""
@@ -163,8 +155,6 @@ def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], 
 
 def _answer(row: Row, command: str) -> Any:
     """Runs a command; this process checks the page cache, too, since it may be the only one that knows the file."""
-    if command == "blocks" and row.blocks is None:
-        return None
     return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()
 
 

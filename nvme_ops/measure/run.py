@@ -6,6 +6,7 @@ It also shows the result, as text and JSON.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from argparse import Namespace
 from collections import Counter
@@ -17,7 +18,7 @@ from nvme_ops.base.energy import Meter
 from nvme_ops.base.progress import Step, progress_bar
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import GIB, MIB, rounded, share_words, size_words
-from nvme_ops.measure import files, fio, machine
+from nvme_ops.measure import files, machine
 from nvme_ops.measure.engines import ENGINES, Contender, Task, make_rows
 from nvme_ops.measure.remote import Remote, joint_row
 from nvme_ops.measure.rows import (
@@ -68,7 +69,9 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
         for row in rows:
             metered(row, meter)
         places = {place.folder: machine.place(place.folder) for place in options.places}
-        group, reference = "write" if options.write else "read", fio.NAME if options.reference else ""
+        group = "write" if options.write else "read"
+        # rows of several devices are divided by the sum of each alone
+        reference = "" if options.scaling or len(rows) == 1 else rows[0].name
         table = Table(group, f"{group}, {_work_words(options)}", "GB/s", rows, reference, COLUMNS, ALONE)
         result = BenchResult(options, machine.machine(), places, table, energy=meter.unavailable())
         singles = [row for row in rows if row.blocks is not None] if len(options.settings) == 1 else []
@@ -92,8 +95,8 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
 
 
 def contenders(options: Namespace) -> list[Contender]:
-    """Returns the contenders in order: fio at its best, then each engine with all settings that differ for it."""
-    made = [Contender(fio.NAME, options.settings[0], fio.NAME)] if options.reference else []
+    """Returns the contenders in order: each engine with all settings that differ for it."""
+    made = []
     for engine in options.engines:
         takes = ENGINES[engine].takes
         swept = [name for name in options.swept if name in takes]
@@ -142,7 +145,7 @@ def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[
         gpu = place.device if options.gpu else None
         task = Task(
             paths[0], options.size, options.write, gpu, options.cached, options.validate, options.pageable,
-            options.use_gds, tuple(paths[1:]),
+            tuple(paths[1:]),
         )  # fmt: skip
         tasks.append(task)
     return tasks
@@ -154,26 +157,16 @@ _Sums = list[tuple[Row, list[Row]]]  # for --scaling: a row, and those that are 
 def _make_rows(options: Namespace, tasks: list[Task], processes: contextlib.ExitStack) -> tuple[list[Row], _Sums]:
     """Returns the rows of all contenders, in order. The processes that they need end with ``processes``."""
     everyone = contenders(options)
-    groups: dict[str, list[Contender]] = {}
-    for contender in everyone:
-        own = contender.engine in ENGINES and ENGINES[contender.engine].own_process
-        groups.setdefault(contender.engine if own else "", []).append(contender)
-    made: dict[str, list[Row]] = {}
+    if len(tasks) == 1:
+        return make_rows(tasks[0], everyone), []
     sums: _Sums = []
-    for group, members in groups.items():
-        if len(tasks) == 1 and not group:
-            made |= {row.name: [row] for row in make_rows(tasks[0], members)}
-            continue
-        remotes = [processes.enter_context(Remote(make_rows, replace(task), members)) for task in tasks]
-        for number, member in enumerate(members):
-            made[member.name] = _joint_rows(options, member.name, remotes, number, sums)
-    return [row for contender in everyone for row in made[contender.name]], sums
+    remotes = [processes.enter_context(Remote(make_rows, replace(task), everyone)) for task in tasks]
+    rows = [_joint_rows(options, each.name, remotes, number, sums) for number, each in enumerate(everyone)]
+    return list(itertools.chain.from_iterable(rows)), sums
 
 
 def _joint_rows(options: Namespace, name: str, remotes: list[Remote], number: int, sums: _Sums) -> list[Row]:
     """Returns a row of all processes; with --scaling also rows of each alone, and of the first 2, 3, ..."""
-    if len(remotes) == 1:
-        return [remotes[0].row(name, number)]
     if not options.scaling:
         return [joint_row(name, remotes, number)]
     each = zip(options.places, remotes, strict=True)
@@ -205,7 +198,7 @@ def text(result: BenchResult) -> str:
 
 def _measured(result: BenchResult) -> list[Row]:
     """Returns the rows of engines that have a sample."""
-    besides = {result.table.reference, *(row.peer for row in result.table.rows)}
+    besides = {row.peer for row in result.table.rows}
     return [row for row in result.table.rows if any(row.samples) and row.name not in besides]
 
 
@@ -217,7 +210,7 @@ def verdict(result: BenchResult) -> str:
         return ""
     best = max(rows, key=lambda row: rates[row.name].median)
     words = f"{best.name}: {rounded(rates[best.name].median, 4)} GB/s"
-    if against := spread(table.against(best, table.reference)):
+    if best.name != table.reference and (against := spread(table.against(best, table.reference))):
         words += f", {rounded(against.median, 3)} of {table.reference}"
     others = [row.name for row in rows if row is not best and max(table.against(row, best.name), default=0) >= 1]
     words = f"fastest: {words}" if len(rows) > 1 else words

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import json
 import os
 import time
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,7 @@ from benchmarks import gpu_io
 from benchmarks.gpu_io import GpuWork
 from nvme_ops.base.text import MIB
 from nvme_ops.measure import files
-from nvme_ops.measure.engines import path_words
-from nvme_ops.measure.remote import Remote
+from nvme_ops.measure.remote import Remote, joint_row
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
 from tests.conftest import run_python
@@ -79,6 +80,28 @@ def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: p
     assert capfd.readouterr().out == ""
 
 
+def test_a_process_that_is_gone_leaves_no_answer_of_the_others_for_the_next_question() -> None:
+    class MadeUp(Remote):
+        """Answers each question with a sample of its own; once it is gone, it takes none."""
+
+        def __init__(self) -> None:
+            self.asked, self.numbers, self.gone = list[int](), itertools.count(1), False
+
+        def send(self, number: int, command: str) -> None:
+            if self.gone:
+                raise Unavailable("gone")
+            self.asked.append(next(self.numbers))
+
+        def receive(self) -> tuple[Any, str]:
+            return Sample(1.0, self.asked.pop(0)), ""
+
+    first, second = MadeUp(), MadeUp()
+    second.gone = True
+    with pytest.raises(Unavailable, match="gone"):
+        joint_row("both", [first, second], 0).run()
+    assert joint_row("alone", [first], 0).run().amount == 2
+
+
 @pytest.mark.parametrize("direct", [True, False])
 def test_a_row_says_which_way_gds_handle_took(
     cufile: FakeCuFile, the_device: PrivateDevice, work: GpuWork, direct: bool
@@ -90,9 +113,6 @@ def test_a_row_says_which_way_gds_handle_took(
         row = gpu_io.gds_row(work, "", lambda handle=handle: handle, lambda: tensor)  # type: ignore[misc]
         row.run()
         assert row.note == f"{way} ({handle.path_statistics()['why']})"
-    uses = {"compat": {"transfers": 8, "bytes": 1}, "bounce": {"transfers": 2, "bytes": 1}}
-    several = path_words({"last": "compat", "why": "no nvidia-fs", "uses": uses})
-    assert several == "compat (no nvidia-fs); transfers: bounce 2, compat 8"
 
 
 def test_what_is_not_installed_or_left_out_is_said(work: GpuWork, monkeypatch: pytest.MonkeyPatch) -> None:

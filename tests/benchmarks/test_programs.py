@@ -1,9 +1,12 @@
-"""The programs of benchmarks/: a table of small runs, and what each makes of its figures."""
+"""Every program of benchmarks/ runs at a tiny size and gives sane rows; what they share of fio and other packages."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
+import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,13 +17,30 @@ import pytest
 import torch
 
 import nvme_ops
-from benchmarks import activations, adaptive, cgroups, checkpoint, command, inference, raw_io, training
-from nvme_ops.base.text import MIB
+from benchmarks import (
+    activations,
+    adaptive,
+    cgroups,
+    checkpoint,
+    command,
+    data,
+    fio,
+    inference,
+    peers,
+    raw_io,
+    training,
+)
+from nvme_ops.base.settings import Settings
+from nvme_ops.base.text import GIB, MIB
 from nvme_ops.measure import files
+from nvme_ops.measure.engines import Task
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
+from nvme_ops.measure.workload import readers
 from nvme_ops.op_builder.trust import default_root
 from tests import prepared
+from tests.conftest import refusal
+from tests.made_up import executable
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,12 +133,149 @@ def test_all_programs_are_listed_and_have_a_small_run(capsys: pytest.CaptureFixt
     assert all(f"\n  {name} " in listed for name in command.names())
 
 
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "usage: python benchmarks NAME"),
+        (["raw_io", "--size", "5M"], "not a multiple of 4 MiB"),
+        (["raw_io", "--folder", "none/such"], "no such folder"),
+        (["raw_io", "--output", "a.none"], "--output a.none: "),
+        (["raw_io", "--size", "4000000G"], "of free space are needed and there are"),
+        (["gpu_io", "--block-size", "5000"], "not a multiple of 4K"),
+        (["gpu_io", "--device", "cpu"], "--device cpu: not cuda:N"),
+        (["page"], "--place NAME=DIR is needed, or --render"),
+        (["page", "--place", "/mnt"], "not NAME=DIR"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_is_refused(words: list[str], said: str) -> None:
+    if words[:1] == ["page"]:
+        pytest.importorskip("tabulate")
+    status, told = refusal(command.main, words)
+    assert status == 2
+    assert said in " ".join(told.split())
+
+
+# fio and other packages
+
+
+def job(seconds: float = 0.5) -> dict[str, Any]:
+    """What fio says of a job that read."""
+    read = {"total_ios": 256, "runtime": int(1000 * seconds), "io_bytes": GIB}
+    other = {"total_ios": 0, "runtime": 0, "io_bytes": 0}
+    return {"error": 0, "read": read, "write": other, "usr_cpu": 2.0, "sys_cpu": 8.0, "job_runtime": 500}
+
+
+def test_fio_output_is_read_and_its_failures_keep_its_words() -> None:
+    text = "fio: a note\n" + json.dumps({"jobs": [job()]})
+    sample = fio.read_output(0, text, "")
+    assert sample.rate == 2 * GIB
+    assert sample.cpu_per_gib == pytest.approx(0.05)
+    assert fio.read_output(0, text, "", operations=True).rate == 512
+    for status, output, errors, words in (
+        (0, json.dumps({"jobs": [job(seconds=0)]}), "", "too short to time"),
+        (1, "", "fio: engine io_uring not loadable\n", "engine io_uring not loadable"),
+        (0, 'fio: pid=1, err=12\n{"jobs": [{"error": 12}]}', "", "err=12"),
+        (3, "{}", "", "exit status 3"),
+    ):
+        with pytest.raises(RuntimeError, match=words):
+            fio.read_output(status, output, errors)
+
+
+def test_the_first_variant_of_fio_that_runs_is_kept_and_what_it_lacks_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = f'echo "$@" >> {tmp_path}/told\ncase "$*" in *mmaphuge*) echo no huge pages >&2; exit 1;; esac'
+    executable(tmp_path / "fio", f"{script}\necho '{json.dumps({'jobs': [job()]})}'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(fio, "COUNTER", str(tmp_path / "nr_hugepages"))
+    (tmp_path / "nr_hugepages").write_text("7\n")
+    files.make_file(str(tmp_path / "a:b"), MIB)
+    row = fio.row("fio", "read", lambda: str(tmp_path / "a:b"), MIB, lambda: None)
+    interleave([row], 1)
+    assert (row.note, len(row.samples)) == ("without huge pages (vm.nr_hugepages)", 1)
+    told = (tmp_path / "told").read_text().splitlines()
+    assert f"--filename={tmp_path}/a\\:b" in told[0]  # a colon separates files
+    assert {"--rw=read", f"--bs={4 * MIB}", "--direct=1", "--readonly"} <= set(told[0].split())
+    assert told[-2] == told[-1], "what has worked is taken at once"
+    assert (tmp_path / "nr_hugepages").read_text().split() == ["7"], "given back"
+
+
+def test_huge_pages_become_as_many_as_before_and_what_others_reserve_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counter, wanted = tmp_path / "nr_hugepages", fio.SIZE // fio.page_size()
+    monkeypatch.setattr(fio, "COUNTER", str(counter))
+    counter.write_text("7\n")
+    with contextlib.suppress(RuntimeError), fio.huge_pages():
+        assert int(counter.read_text().split()[0]) == 7 + wanted
+        counter.write_text(f"{7 + wanted + 3}\n")
+        raise RuntimeError
+    assert int(counter.read_text().split()[0]) == 10
+
+
+GDSIO = (
+    "IoType: READ XferType: GPUD Threads: 4 DataSetSize: 1048576/1048576(KiB) IOSize: 1024(KiB) "
+    "Throughput: 2.000000 GiB/sec, Avg_Latency: 589.4 usecs ops: 1024 total_time 0.500000 secs\n"
+)
+
+
+def test_gdsio_is_told_size_block_size_and_threads_and_its_failures_keep_its_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executable(tmp_path / "gdsio", f"echo \"$@\" >> '{tmp_path}/told'\necho '{GDSIO.strip()}'")
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    files.make_file(str(tmp_path / "data"), MIB)
+    row = peers.gdsio_row(Task(str(tmp_path / "data"), MIB, True, 0), "", Settings(MIB, intra_op_parallelism=2))
+    interleave([row], 1)
+    assert row.samples == [Sample(0.5, GIB)]
+    path = tmp_path / "data.gdsio"
+    assert (tmp_path / "told").read_text().splitlines()[0] == f"-f {path} -d 0 -w 2 -s 1024K -i 1024K -x 0 -I 1"
+    assert path.stat().st_size == MIB
+    for status, output, words in ((1, "\nfile register error: 5027\n", "file register error: 5027"),
+                                  (0, "nothing useful", "nothing useful"), (5, "", "exit status 5")):  # fmt: skip
+        with pytest.raises(RuntimeError, match=f"gdsio: {words}"):
+            peers.read_gdsio(status, output)
+
+
+def test_what_is_not_installed_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("safetensors", "deepspeed")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if not entry.endswith("-packages")])
+    monkeypatch.setattr(peers, "_loaded_deepspeed", peers._loaded_deepspeed.__wrapped__)
+    monkeypatch.setattr(shutil, "which", lambda *_, **__: None)
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    task = Task(str(tmp_path / "data"), MIB, True, 0)
+    files.make_file(task.path, MIB)
+    rows = [peers.safetensors_row(task, ""), peers.gdsio_row(task, "", Settings())]
+    rows.append(fio.row("", "read", lambda: task.path, MIB, lambda: None))
+    interleave(rows, 1)
+    assert [row.note.rpartition(": ")[2] for row in rows] == [
+        "pip install safetensors", "apt-get install nvidia-gds", "apt-get install fio"
+    ]  # fmt: skip
+    with pytest.raises(Unavailable, match="pip install deepspeed"):
+        peers.load_deepspeed()
+
+
 # Rows, and processes of their own
 
 
 def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
     done = subprocess.run([sys.executable, "-c", "import op_builder"], cwd=ROOT, capture_output=True, text=True)
     assert done.stderr.splitlines()[-1] == "ImportError: this is nvme_ops.op_builder"
+
+
+@pytest.mark.parametrize("name", data.READERS)
+def test_each_reader_reads_what_it_wrote(name: str, folder: Path) -> None:
+    try:
+        reader = readers.made(
+            data.READERS[name], readers.DataSet(folder, [100 + 37 * each for each in range(45)], 10, 1)
+        )
+    except Unavailable as reason:
+        pytest.skip(str(reason))
+    seen = [int.from_bytes(bytes(each[:8].tolist()), "little") for batch in readers.checked(reader) for each in batch]
+    assert sorted(seen) == list(range(45))
+    assert all(path.exists() for path in reader.files)
 
 
 def test_what_a_new_process_says_is_its_last_line_and_its_failure_a_reason() -> None:

@@ -119,7 +119,7 @@ def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
             if " " not in command:
                 assert status(command, "--version") == 0, command
         for words in (["bench", "--folder", "/no/such"], ["bench", "--folder", folder, "--sweep", "depth=1"],
-                      ["bench", "explain", folder, "--rounds", "1"], ["bench", "workload", "bert", "--folder", "/no"],
+                      ["bench", "explain", folder, "--rounds", "1"], ["bench", "workload", "unet3d", "--folder", "/no"],
                       ["tune", "--folder", folder, "--seconds", "-1"]):
             assert status(*words) == 2, words
         print("needing torch", file=sys.stderr)
@@ -142,7 +142,7 @@ def test_no_command_says_that_numpy_is_missing(folder: Path) -> None:
     """
     missing = "Failed to initialize NumPy"
     assert missing in run_python(program, fresh=True).stderr, "else this test shows nothing"
-    bench = ("bench", "--folder", folder, "--io_size", "1M", "--loops", "1", "--multi_process", "2", "--no_reference")
+    bench = ("bench", "--folder", folder, "--io_size", "1M", "--loops", "1", "--multi_process", "2")
     for words in (("checkpoint", "info", folder / "model.pt"), bench):
         assert missing not in run_python(program, *words, fresh=True).stderr
 
@@ -156,12 +156,12 @@ def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.Captur
     name = "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_scale_inv"
     nvme_ops.save({name: torch.ones(2000, 3), "bias": torch.ones(3)}, model, metadata={"words": "many " * 30})
     bench = ("--folder", str(folder), "--io_size", "1M", "--loops", "1")
-    sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32", "--no_reference")
+    sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32")
     said = [
         *lines_of("checkpoint.cli", "info", model),
         *lines_of("checkpoint.cli", "verify", model),
         *lines_of("measure.bench", *bench, *sweep),
-        *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2"),
+        *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2", "--write"),
         *lines_of("measure.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
         *lines_of("measure.tune", *bench[:2], "--io_size", "32M", "--seconds", "1", "--no_write", "--no_store"),
     ]

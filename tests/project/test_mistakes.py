@@ -284,19 +284,62 @@ def test_every_switch_and_callback_is_in_the_table() -> None:
     assert missing == []
 
 
+_BENCH, _TUNE = "nvme_ops.measure.bench", "nvme_ops.measure.tune"
+
 #: Modules of commands, and words that are wrong; ``FULL`` is a full disk.
 COMMANDS = [
-    ("nvme_ops.measure.bench", ["--folder", "/no/such", "--read"], "/no/such"),
-    ("nvme_ops.measure.bench", ["--folder", "dir", "--io_size", "9999T"], "free"),
-    ("nvme_ops.measure.bench", ["--folder", "dir", "--engine", "fast"], "--engine fast: there are aio_handle"),
-    ("nvme_ops.measure.bench", ["workload", "resnet50", "--folder", "missing"], "no such folder"),
+    *(
+        (_BENCH, words.split(), said)
+        for words, said in {
+            "--folder /no/such --read": "/no/such: no such folder",
+            "--folder dir --io_size 9999T": "of free space are needed and there are .* --io-size or --folder",
+            "--folder dir --engine fast": "--engine fast: there are aio_handle, gds_handle, torch, python, and all",
+            "--folder_to_device_mapping dir:0 /none:1": "/none: no such folder",
+            "--folder_to_device_mapping dir": "dir: not FOLDER:NUMBER",
+            "--folder_to_device_mapping dir:0 --multi_process 2": "has one process for each folder",
+            "--folder_to_device_mapping dir:0 .:1 --scaling --sweep queue-depth=1,2": "are two runs",
+            "--folder dir --cached": "--cached goes with --read",
+            "--folder dir --use_gds": "--use-gds goes with --device cuda",
+            "--folder dir --scaling": "--scaling needs several folders",
+            "--folder dir --sweep blocks=1M": "blocks=1M: not NAME=VALUE,...; names are block-size, queue-depth",
+            "--folder dir --sweep block-size=1M,0": "--sweep block-size: '0' is not a size",
+            "--folder dir --sweep single-submit=maybe": "--sweep single-submit: 'maybe' is neither true nor false",
+            "--folder dir --sweep block_size=1M block_size=2M": "--sweep block_size: twice",
+            "--folder dir --output none/such.json": "--output none/such.json: its folder does not exist",
+            "--folder dir --output a.foo": "--output a.foo: ",
+            "--folder dir --bloc 1M": "unrecognized arguments: --bloc 1M",  # abbreviations break when a flag is added
+            "explain dir --rounds 1": "--rounds 1: at least 2",
+            "explain dir --device cuda:77": "--device cuda:77: torch sees",
+            "explain dir --device tpu": "--device tpu: neither cpu nor cuda:N",
+            "explain text --write": "a file that exists is only read",
+            "workload resnet50 --folder missing": "no such folder",
+            "workload cosmoflow --folder dir --seconds nan": "must be numbers greater than 0",
+            "workload cosmoflow --folder dir --output x.png": "ends with .json",
+            "workload llm-checkpoint --folder dir --reader nvme_ops": "--reader is for jobs that read",
+            "workload llm-checkpoint --folder dir --accelerators 2": "--accelerators is for jobs that read",
+        }.items()
+    ),
     ("nvme_ops.checkpoint.cli", ["info", "text"], "does not end with"),
     ("nvme_ops.checkpoint.cli", ["verify", "dir"], "none of model"),
     ("nvme_ops.checkpoint.cli", ["diff", "ok.pt"], "required: SECOND"),
     ("nvme_ops.checkpoint.cli", ["convert", "ok.pt", "missing/x.safetensors"], "is a disk not mounted"),
     ("nvme_ops.data.cli", ["convert", "dir", "out"], "dir"),
     ("nvme_ops.data.cli", ["verify", "text"], "text"),
-    ("nvme_ops.measure.tune", ["--nvme_dir", "dir", "--sweep_config", "text"], "text"),
+    *(
+        (_TUNE, words.split(), said)
+        for words, said in {
+            "": "--folder",
+            "--nvme_dir dir /no/such": "/no/such: no such folder",
+            "--nvme_dir dir --io_size 31M": "a pass of less than 32 MiB",
+            "--nvme_dir dir --io_size 9999T": "of free space are needed and there are .* --io-size or --folder",
+            "--nvme_dir dir --no_store --replace": "--replace with --no-store",
+            "--nvme_dir dir --seconds 0": "--seconds: 0 is not a number of seconds above 0",
+            "--nvme_dir dir --no_read --no_write": "leave nothing to measure",
+            "--nvme_dir dir --log_dir /proc/nothing": "--log-dir /proc/nothing: ",
+            "--nvme_dir dir --sweep_config /no/such": "--sweep-config /no/such: No such file",
+            "--nvme_dir dir --sweep_config text": "text",
+        }.items()
+    ),
     ("nvme_ops.report.cli", ["--paths", "x"], "unrecognized arguments"),
     ("nvme_ops.offload.cli", ["plan", "dir", "--memory", "1G"], "nvme-checkpoint convert"),
     ("nvme_ops.offload.cli", ["plan", "dir"], "required: --memory"),
@@ -315,3 +358,23 @@ def test_a_mistake_in_a_command_is_a_line(
     assert re.search(said, last), errors
     assert all(line.startswith(("usage: ", " ")) for line in usage), errors
     assert sorted(os.listdir(folder)) == ["dir", "ok.pt", "ok.safetensors", "store", "text"]
+
+
+#: What nvme-tune's --sweep_config has; its values are those of --sweep
+SWEEPS = {
+    "{": "not JSON",
+    "[]": "not an object with lists of values",
+    '{"blocksize": [1]}': "'blocksize' is none of block_size, queue_depth",
+    '{"queue_depth": 32}': "queue_depth must be a list of values",
+    '{"queue_depth": [true]}': "queue_depth: 'True' is not a number",
+}
+
+
+@pytest.mark.parametrize("text", SWEEPS)
+def test_a_wrong_sweep_is_a_line(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text(text)
+    words = ["--nvme_dir", str(tmp_path), "--sweep_config", str(path)]
+    status, said = refusal(importlib.import_module(_TUNE).main, words)
+    assert status == 2
+    assert re.search(f"--sweep-config {path}: .*{re.escape(SWEEPS[text])}", " ".join(said.split())), said

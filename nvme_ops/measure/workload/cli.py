@@ -15,25 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from nvme_ops.base.command_line import command_line, listed, positive, say, show, size
-from nvme_ops.base.text import MIB, rate_words, share_words, size_words
+from nvme_ops.base.text import MIB, rate_words, rounded, size_words
 from nvme_ops.measure.machine import machine, place
 from nvme_ops.measure.rows import Row, kept_as_note
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Cells, add_outputs, cells_text, check_outputs, deliver, show_progress, used_columns
 from nvme_ops.measure.workload.feed import FED, Fed, feed, search
 from nvme_ops.measure.workload.readers import MIN_BATCHES, OURS, READERS, DataSet, checked, made
-from nvme_ops.measure.workload.table import JOBS, WRITING, Job, Writing
+from nvme_ops.measure.workload.table import JOBS, Job
 
 _MAX_SAMPLES = 1 << 18
+_HEAD = ("", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99")
 
 
 def parser() -> argparse.ArgumentParser:
-    """Reads as known jobs do, and says how many accelerators that keeps busy.
+    """Does the I/O of known jobs, and says how many accelerators it keeps busy.
 
     An accelerator is only emulated: it takes a batch, waits as long as it would
     compute, and meanwhile asks for the next one. Utilization is its busy time over
-    all of its time, as MLPerf Storage counts it. Jobs that write compute, write,
-    and compute again.
+    all of its time, as MLPerf Storage counts it. The job that writes computes,
+    saves, and computes again.
 
     jobs:
     {jobs}
@@ -44,25 +45,24 @@ def parser() -> argparse.ArgumentParser:
     Examples:
       nvme-bench workload resnet50 --folder /mnt/nvme    how many H100s it feeds
       nvme-bench workload unet3d cosmoflow --folder /mnt/nvme --reader all
-                                                         who feeds how many
+                                                         beside torch's DataLoader
 
     exit status: 0; 1 when a reader returned wrong bytes; 2 for wrong arguments and
     folders that cannot be used; 130 after Ctrl-C, which prints and writes what was
     measured until then
     """
-    known: list[Job | Writing] = [*JOBS.values(), *WRITING.values()]
-    jobs = listed(((job.name, f"{job.words} ({job.source})") for job in known), 16)
-    readers = listed(((name, _words(make)) for name, make in READERS.items()), 16)
+    jobs = listed(((job.name, f"{job.words} ({job.source})") for job in JOBS.values()), 16)
+    readers = listed(((name, (make.__doc__ or "").rstrip(".")) for name, make in READERS.items()), 16)
     texts = inspect.cleandoc(parser.__doc__ or "").format(jobs=jobs, readers=readers)
     made = command_line("nvme-bench workload", texts)
     add = made.add_argument
-    add("jobs", type=_job, nargs="+", choices=[*JOBS, *WRITING], metavar="JOB", help="jobs, listed below")
+    add("jobs", type=_job, nargs="+", choices=JOBS, metavar="JOB", help="jobs, listed below")
     add("--folder", required=True, metavar="DIR", help="the data sets are written here, and removed at the end")
     words = f"readers, listed below, or all (default {OURS})"
     add("--reader", type=_reader, nargs="+", choices=[*READERS, "all"], metavar="NAME", help=words)
     words = f"about, for a data set: {MIN_BATCHES} batches at least, {_MAX_SAMPLES:,} samples at most (default 2G)"
     add("--size", type=size, default="2G", metavar="SIZE", help=words)
-    add("--workers", type=positive, default=2, metavar="N", help="processes of torch's loaders (default 2)")
+    add("--workers", type=positive, default=2, metavar="N", help="processes of torch's DataLoader (default 2)")
     add("--seconds", type=float, default=2.0, metavar="S", help="least duration of a measurement (default 2)")
     add("--accelerators", type=positive, metavar="N", help="feed N of them (default: find how many can be fed)")
     words = "emulated accelerators take F times as long for a batch (default 1)"
@@ -77,10 +77,6 @@ def _job(text: str) -> str:
 
 def _reader(text: str) -> str:
     return text.replace("-", "_")
-
-
-def _words(make: Callable[..., Any]) -> str:
-    return (make.__doc__ or "").rstrip(".")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -101,15 +97,11 @@ def main(argv: Sequence[str]) -> int:
     try:
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
             for name in dict.fromkeys(args.jobs):
-                jobs[name] = {"wrong": [], "notes": {}}
-                if name in JOBS:
-                    _read(JOBS[name], args, jobs[name])
-                else:
-                    _write(WRITING[name], args, jobs[name])
+                jobs[name] = {"wrong": [], "notes": {}, "source": JOBS[name].source, "fed": {}, "curves": {}}
+                (_write if JOBS[name].writes else _read)(JOBS[name], args, jobs[name])
         found["interrupted"] = False
     finally:
-        measured = any(job.get("curves") or job.get("ways") for job in jobs.values())
-        if measured or not found["interrupted"]:
+        if any(job["curves"] for job in jobs.values()) or not found["interrupted"]:
             deliver(args, found, "")
     wrong = [name for job in jobs.values() for name in job["wrong"]]
     if wrong:
@@ -124,8 +116,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         check_outputs(args.output)
         of_readers = {"--reader": args.reader, "--accelerators": args.accelerators}
         for flag, wanted in of_readers.items():
-            if wanted and not JOBS.keys() & set(args.jobs):
-                raise ValueError(f"{flag} is for jobs that read: {', '.join(JOBS)}")
+            if wanted and all(JOBS[name].writes for name in args.jobs):
+                raise ValueError(f"{flag} is for jobs that read")
         args.reader = args.reader or [OURS]
         if not all(math.isfinite(value) and value > 0 for value in (args.seconds, args.slower)):
             raise ValueError("--seconds and --slower must be numbers greater than 0")
@@ -136,16 +128,16 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-_Add = Callable[..., None]  # adds a line to a table: its words, and a note
+_Add = Callable[..., None]  # adds a line to the table: its words, and a note
 
 
 @contextlib.contextmanager
-def _table(*head: str) -> Iterator[_Add]:
+def _table() -> Iterator[_Add]:
     """Yields a function that adds a line; prints the lines at the end, even if the block was interrupted."""
     lines: list[Cells] = []
 
     def add(*words: str, note: str = "") -> None:
-        lines.append(dict(itertools.zip_longest(head, words, fillvalue="-")) | {"note": note})
+        lines.append(dict(itertools.zip_longest(_HEAD, words, fillvalue="-")) | {"note": note})
 
     try:
         yield add
@@ -184,28 +176,25 @@ def _read(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
         f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
         f"a data set of {size_words(nbytes)}"
     )
-    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "data_sets": {}, "fed": {}, "curves": {}}
-    head = ("reader", "data set", "fed", "utilization", "samples/s", "GB/s", "wait p50", "wait p99", "latency p99")
-    with _table(*head) as add:
+    found |= {"compute": compute, "nbytes": nbytes}
+    with _table() as add:
         for name in list(READERS) if "all" in args.reader else dict.fromkeys(args.reader):
             with _line(name, found, add), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
-                data = DataSet(Path(folder), sizes, job.batch, job.shuffled, args.workers)
-                _measure_reader(name, data, job, args, found, add)
+                _measure_reader(name, DataSet(Path(folder), sizes, job.batch, args.workers), job, args, found, add)
 
 
 def _measure_reader(
     name: str, data: DataSet, job: Job, args: argparse.Namespace, found: dict[str, Any], add: _Add
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
-    reader = made(name, data)
-    found["data_sets"][name] = reader.data.nbytes
+    reader = made(READERS[name], data)
     for _ in checked(reader):
         pass
     results: list[Fed] = []
 
     def at(count: int) -> Fed:
         fed = feed(reader, count, found["compute"], args.seconds)
-        show_progress(f"{job.name}, {name}: {count} accelerators, {share_words(fed.utilization)} busy")
+        show_progress(f"{job.name}, {name}: {count} accelerators, {fed.utilization:.0%} busy")
         results.append(fed)
         return fed
 
@@ -221,43 +210,33 @@ def _measure_reader(
             found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
             shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
             fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
-            add(
-                name, size_words(reader.data.nbytes), fed, f"{100 * shown.utilization:.0f} % of {shown.accelerators}",
-                f"{shown.samples / shown.seconds:,.0f}", *_rate_and_waits(shown), _ms(shown.latency(0.99)),
-            )  # fmt: skip
+            add(name, size_words(reader.data.nbytes), fed, *_figures(shown))
 
 
-def _rate_and_waits(fed: Fed) -> list[str]:
-    return [f"{fed.rate / 1e9:.3g}", _ms(fed.wait(0.5)), _ms(fed.wait(0.99))]
-
-
-def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.2f} ms"
+def _figures(fed: Fed) -> list[str]:
+    waits = [f"{1e3 * fed.wait(share):.2f} ms" for share in (0.5, 0.99)]
+    busy = f"{100 * fed.utilization:.0f} % of {fed.accelerators}"
+    return [busy, rounded(fed.samples / fed.seconds, 3), f"{fed.rate / 1e9:.3g}", *waits]
 
 
 def _as_json(fed: Fed) -> dict[str, Any]:
-    kept = {name: value for name, value in asdict(fed).items() if name not in ("waits", "latencies")}
-    waits = {"wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
-    return {**kept, "fed_from": FED, **waits, "latency_p50": fed.latency(0.5), "latency_p99": fed.latency(0.99)}
+    kept = {name: value for name, value in asdict(fed).items() if name != "waits"}
+    return {**kept, "fed_from": FED, "wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
 
 
-def _write(job: Writing, args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
     from nvme_ops.measure.workload import saving
 
-    nbytes = min(job.nbytes, args.size) if job.records == 1 else job.nbytes
-    compute = job.compute * args.slower * nbytes / job.nbytes
-    show(
-        f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing"
-        + (f" (of {size_words(job.nbytes)} every {job.compute:g} s)" if nbytes < job.nbytes else "")
-    )
-    found |= {"source": job.source, "compute": compute, "nbytes": nbytes, "ways": []}
-    with (
-        _table("", "utilization", "GB/s", "wait p50", "wait p99") as add,
-        scratch_folder(args.folder, 3 * nbytes + 256 * MIB) as folder,
-    ):
-        for words, make in saving.ways(job, Path(folder), nbytes).items():
-            show_progress(f"{job.name}: {words}")
-            with _line(words, found, add):
-                kept = saving.measured(make, nbytes, compute, args.seconds)
-                found["ways"].append({"name": words, **_as_json(kept)})
-                add(words, f"{100 * kept.utilization:.1f} %", *_rate_and_waits(kept))
+    whole = int(job.record)
+    nbytes = min(whole, args.size)
+    compute = job.compute * args.slower * nbytes / whole
+    scaled = f" (of {size_words(whole)} every {job.compute:g} s)" if nbytes < whole else ""
+    show(f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing{scaled}")
+    found |= {"compute": compute, "nbytes": nbytes}
+    with _table() as add, scratch_folder(args.folder, 3 * nbytes + 256 * MIB) as folder:
+        for name in saving.WAYS:
+            show_progress(f"{job.name}: {name}")
+            with _line(name, found, add):
+                fed = saving.measured(name, Path(folder), nbytes, compute, args.seconds)
+                found["curves"][name] = [_as_json(fed)]
+                add(name, "-", "-", *_figures(fed))

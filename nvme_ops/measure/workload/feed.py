@@ -27,7 +27,6 @@ class Fed:
     nbytes: int
     seconds: float  #: from the first batch until the last one was computed on
     waits: list[float] = field(repr=False)  #: seconds that an accelerator was idle before a batch, except its first
-    latencies: list[float] = field(repr=False, default_factory=list)  #: from asking for such a batch to its arrival
 
     @property
     def rate(self) -> float:
@@ -37,10 +36,6 @@ class Fed:
     def wait(self, share: float) -> float:
         """Returns a percentile of the waits."""
         return percentile(self.waits, share) if self.waits else 0.0
-
-    def latency(self, share: float) -> float:
-        """Returns a percentile of the latencies."""
-        return percentile(self.latencies, share) if self.latencies else 0.0
 
 
 def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> Fed:
@@ -69,7 +64,6 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
     first: dict[int, float] = {}
     busy = [0] * accelerators
     waits: list[float] = []
-    latencies: list[float] = []
     samples = nbytes = 0
     next(batches)  # starts workers, and fills their queues
     begin = now()
@@ -81,7 +75,6 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         start = max(arrived, free[number])
         if number in first:
             waits.append(start - free[number])
-            latencies.append(arrived - wanted)
         else:
             first[number] = start
         free[number] = start + compute
@@ -93,7 +86,7 @@ def feed(reader: Reader, accelerators: int, compute: float, seconds: float) -> F
         heapq.heappush(wants, (start, number))
     worked = sum(compute * count for count in busy)
     total = sum(free[number] - start for number, start in first.items())
-    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits, latencies)
+    return Fed(accelerators, worked / total, samples, nbytes, max(free) - min(first.values()), waits)
 
 
 def cool(reader: Reader) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -12,15 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import MIB
 from nvme_ops.measure import stop
-from nvme_ops.measure.rows import PERCENTILES, BlockTimes, Row, Sample, Unavailable
-
-_PAGE = 4096
+from nvme_ops.measure.rows import Row, Sample, Unavailable
 
 DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
 RANDOM = ["--ioengine=io_uring", "--bs=4k", "--iodepth=128"]
-Paths = str | Sequence[str]  # one file, or several at once
 Variant = tuple[list[str], str]  # options, and in words what they do without
 
 
@@ -43,7 +40,7 @@ BEST = variants([f"--bs={BLOCK}", "--iodepth=32"])
 
 def best(size: int) -> list[Variant]:
     """Returns ``BEST`` for a file of ``size`` bytes, with smaller blocks if the file is smaller than one."""
-    block = min(BLOCK, max(_PAGE, 1 << size.bit_length() - 1))
+    block = min(BLOCK, max(PAGE, 1 << size.bit_length() - 1))
     return variants([f"--bs={block}", "--iodepth=32"])
 
 
@@ -58,11 +55,10 @@ def require() -> str:
 def row(
     name: str,
     pattern: str,
-    path: Callable[[], Paths],
+    path: Callable[[], str],
     size: int,
     before: Callable[[], None],
     variants: Sequence[Variant] = BEST,
-    lanes: int = 1,
     operations: bool = False,
 ) -> Row:
     """Returns a row of fio with the first of ``variants`` that works, as long as it does; the note says what it lacks.
@@ -74,7 +70,7 @@ def row(
     def run_it() -> Sample:
         for options, lacks in [*usable, *variants]:
             try:
-                sample = run(pattern, path(), size, options, operations, lanes)
+                sample = run(pattern, path(), size, options, operations)
             except RuntimeError as error:  # even one that worked: another run may have taken the huge pages
                 failure = error
                 continue
@@ -86,28 +82,18 @@ def row(
     return made
 
 
-def run(pattern: str, path: Paths, size: int, options: list[str], operations: bool = False, lanes: int = 1) -> Sample:
-    """Runs fio with direct I/O over ``size`` bytes of every ``path`` at once.
+def run(pattern: str, path: str, size: int, options: list[str], operations: bool = False) -> Sample:
+    """Runs fio with direct I/O over ``size`` bytes of ``path``.
 
-    ``pattern`` is ``read``, ``write``, ``randread`` or ``rw``. ``lanes`` jobs share the bytes of a path. The sample
-    counts bytes or, with ``operations``, requests. Time and CPU are those that fio reports for its job, without
-    starting the process and allocating its memory.
+    ``pattern`` is ``read``, ``write``, ``randread`` or ``rw``. The sample counts bytes or, with ``operations``,
+    requests. Time and CPU are those that fio reports for its job, without starting the process and allocating its
+    memory.
 
     Raises:
         Unavailable: fio is not installed.
         RuntimeError: fio failed; with its message.
     """
-    return read_output(*execute(_options(pattern, path, size, options, lanes)), operations)
-
-
-def latencies(pattern: str, path: str, size: int, options: list[str]) -> BlockTimes:
-    """Returns the latencies of fio's blocks. Raises as ``run`` does."""
-    shares = ":".join(f"{100 * share:g}" for share in PERCENTILES)
-    wanted = [f"--percentile_list={shares}", "--lat_percentiles=1", "--clat_percentiles=0"]  # submission included
-    _, side = read_job(*execute(_options(pattern, path, size, [*options, *wanted])))
-    times = {float(share) / 100: nanoseconds / 1e9 for share, nanoseconds in side["lat_ns"]["percentile"].items()}
-    complete = {share: min(times.items(), key=lambda item: abs(item[0] - share))[1] for share in PERCENTILES}
-    return BlockTimes(side["total_ios"], complete)
+    return read_output(*execute(_options(pattern, path, size, options)), operations)
 
 
 def execute(options: Sequence[str]) -> tuple[int, str, str]:
@@ -118,38 +104,18 @@ def execute(options: Sequence[str]) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def _options(pattern: str, path: Paths, size: int, options: list[str], lanes: int = 1) -> list[str]:
-    made = [
+def _options(pattern: str, path: str, size: int, options: list[str]) -> list[str]:
+    name = os.path.abspath(path).replace(":", "\\:")  # a colon separates files
+    return [
         f"--rw={pattern}", "--direct=1", "--allow_file_create=0", "--fallocate=none", "--group_reporting", "--thread",
-        *options,
+        *options, *([] if "w" in pattern else ["--readonly"]),  # it refuses a job that would write
+        "--name=file", f"--filename={name}", f"--filesize={os.path.getsize(path)}", f"--size={size}",
+        f"--io_size={size}",
     ]  # fmt: skip
-    made += [] if "w" in pattern else ["--readonly"]  # it refuses a job that would write
-    block = max([_PAGE, *(int(option[5:]) for option in options if re.fullmatch(r"--bs=\d+", option))])
-    share = -(-size // (lanes * block)) * block if lanes > 1 else size
-    for number, file in enumerate([path] if isinstance(path, str) else path):
-        name = os.path.abspath(file).replace(":", "\\:")  # a colon separates files
-        for start in range(0, size, share):
-            length = min(share, size - start)
-            made += [
-                f"--name=file{number}-{start}", f"--filename={name}", f"--filesize={os.path.getsize(file)}",
-                f"--offset={start}", f"--size={length}", f"--io_size={length}",
-            ]  # fmt: skip
-    return made
 
 
 def read_output(status: int, output: str, errors: str, operations: bool = False) -> Sample:
     """Parses fio's output into a sample. Raises RuntimeError with fio's message if it failed."""
-    job, _ = read_job(status, output, errors)
-    sides = job["read"], job["write"]
-    seconds = max(side["runtime"] for side in sides) / 1000
-    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
-    if seconds <= 0:
-        raise RuntimeError("fio: the job is too short to time (below 1 ms); choose a larger --size")
-    return Sample(seconds, sum(side["total_ios" if operations else "io_bytes"] for side in sides), cpu)
-
-
-def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns fio's report of its job, and of the direction that moved data. Raises RuntimeError if it failed."""
     start = output.find("{")  # messages may precede the document
     try:
         job: dict[str, Any] = json.loads(output[start:])["jobs"][0]
@@ -158,7 +124,12 @@ def read_job(status: int, output: str, errors: str) -> tuple[dict[str, Any], dic
     if status or job["error"]:
         words = [line.strip() for line in (errors + output[: max(0, start)]).splitlines() if line.strip()]
         raise RuntimeError(f"fio: {words[0] if words else f'exit status {status}'}")
-    return job, job["write"] if job["write"]["total_ios"] else job["read"]
+    sides = job["read"], job["write"]
+    seconds = max(side["runtime"] for side in sides) / 1000
+    cpu = (job["usr_cpu"] + job["sys_cpu"]) / 100 * job["job_runtime"] / 1000
+    if seconds <= 0:
+        raise RuntimeError("fio: the job is too short to time (below 1 ms); choose a larger --size")
+    return Sample(seconds, sum(side["total_ios" if operations else "io_bytes"] for side in sides), cpu)
 
 
 # Huge pages. A separate process reserves them while fio runs, and restores their number when its standard input closes:
