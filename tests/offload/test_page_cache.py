@@ -15,7 +15,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.weights import page_cache
+from nvme_ops.storage import page_cache
 from tests.conftest import MIB
 
 pytestmark = [

@@ -13,9 +13,9 @@ import nvme_ops
 from nvme_ops.file import shared_handle
 from nvme_ops.formats import safetensors_format
 from nvme_ops.offload import from_pretrained
-from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.storage.publication import open_to_read
+from nvme_ops.storage.source import WeightFile
 from tests.offload.llama import SIZES
 
 transformers: Any = pytest.importorskip("transformers")

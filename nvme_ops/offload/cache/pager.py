@@ -18,7 +18,7 @@ from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
 from nvme_ops.memory.pool import Pool, charge_of
 from nvme_ops.offload.cache.paged import PagedLayer
-from nvme_ops.offload.residency import Stats, Usable
+from nvme_ops.offload.residency.policy import Stats, Usable
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.text import least_words, size_words

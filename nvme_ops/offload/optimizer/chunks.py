@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nvme_ops.offload.optimizer.records import scalars_from_json
-from nvme_ops.offload.weights.gradients import gradient_of
-from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.offload.parameters.gradients import gradient_of
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.settings import PAGE
 from nvme_ops.tensors import dense_bytes, is_dense
 

@@ -39,7 +39,7 @@ from nvme_ops.offload.optimizer.chunks import (
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
-from nvme_ops.offload.weights.gradients import require_one_rank
+from nvme_ops.offload.parameters.gradients import require_one_rank
 from nvme_ops.tensors import is_dense
 from nvme_ops.text import MIB, bytes_of, never_raising, size_words
 

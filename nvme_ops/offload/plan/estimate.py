@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from nvme_ops.offload.order import what_stays
+from nvme_ops.offload.residency.placement import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
 from nvme_ops.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
 

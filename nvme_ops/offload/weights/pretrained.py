@@ -17,7 +17,6 @@ from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.weights.model_files import HUB_OPTIONS, Path, is_hub_name, weight_files
-from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
 from nvme_ops.offload.weights.stored_formats import (
     format_words,
@@ -30,6 +29,7 @@ from nvme_ops.offload.weights.stored_formats import (
 from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
 from nvme_ops.storage.publication import open_leased
+from nvme_ops.storage.source import WeightFile
 from nvme_ops.text import bytes_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ from nvme_ops import operators
 from nvme_ops.errors import FormatError
 from nvme_ops.formats.quantized import Cast, Mxfp4, Rearranged, Scaled, WeightFormat
 from nvme_ops.formats.safetensors_format import Header
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
 from nvme_ops.offloaded import (
     OffloadedTensor,
@@ -27,6 +26,7 @@ from nvme_ops.offloaded import (
     offloaded_in,
     outline_of,
 )
+from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated, narrowed
 
 aten = torch.ops.aten
 

@@ -16,12 +16,12 @@ from nvme_ops.file import handle_of
 from nvme_ops.formats import quantized
 from nvme_ops.future import InFlight, IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream
 from nvme_ops.offloaded import Step, outline_of
 from nvme_ops.storage.publication import open_to_read
 from nvme_ops.storage.session import Session
+from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
 from nvme_ops.tensors import is_dense

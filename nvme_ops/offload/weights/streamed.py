@@ -13,16 +13,17 @@ from torch.utils._pytree import tree_map
 
 from nvme_ops.closing import Closing
 from nvme_ops.file import shared_handle
+from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.experts.experts import Expert, Experts, experts_of, handle_in_order
 from nvme_ops.offload.weights.derived import Derived, derive
-from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
-from nvme_ops.offload.weights.page_cache import PageCache
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
-from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
-from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, memory_for, read_now
 from nvme_ops.offloaded import OffloadedTensor
 from nvme_ops.patches import Patch
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.page_cache import PageCache
+from nvme_ops.storage.source import Source, WeightFile
 from nvme_ops.text import least_words, size_words
 
 if TYPE_CHECKING:
@@ -240,10 +241,9 @@ def stream(
     tables = [source for source in alone if not fits and all(_is_table(module) for module, _, _ in stored[source])]
     foreseen = [source for source in alone if source not in tables]
     others += tables
-    experts = None
     if share := _share(left, max(least_budget([*alone, *unrouted]), at_once_stored), foreseen, routed):
-        experts = Experts(share, device, routed)
-        others, left = [*unrouted, *tables], left - experts.nbytes
+        share = min(share // PAGE * PAGE, sum(expert.nbytes for group in routed for expert in group))
+        others, left = [*unrouted, *tables], left - share
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
@@ -252,7 +252,10 @@ def stream(
         for file in files:
             file.cache = cache
     packed = {source for source in sliced if source.rows(0, 1) not in unrouted}
-    window = Window(left, device, foreseen, others, expanding, experts, packed)
+    nbytes = memory_for(left, [*foreseen, *others])
+    tier = tier_on(device, nbytes + share)
+    experts = Experts(tier.share(share, at_end=True), routed) if share else None
+    window = Window(tier.share(nbytes), foreseen, expanding, experts, packed)
     undo = contextlib.ExitStack()
     for file in files:
         undo.callback(file.close)

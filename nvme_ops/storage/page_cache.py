@@ -11,7 +11,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.limits import free_memory
 
 if TYPE_CHECKING:
-    from nvme_ops.offload.weights.source import FileExtent
+    from nvme_ops.storage.source import FileExtent
 
 _PERIOD = 1.0  # seconds between looks at the free memory
 _RENEWAL = 60.0  # seconds after which weights are read through the page cache again

@@ -15,8 +15,8 @@ from nvme_ops.engine import Priority
 from nvme_ops.errors import ChangedFileError, FormatError
 from nvme_ops.future import IoFuture
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.page_cache import PageCache
 from nvme_ops.settings import PAGE
+from nvme_ops.storage.page_cache import PageCache
 from nvme_ops.storage.publication import FileState
 
 if TYPE_CHECKING:

@@ -14,10 +14,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
-from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
-from nvme_ops.offload.weights.saved_entries import STATE_DICTS
+from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
-from nvme_ops.offload.weights.swapped import SwappedTensor
 from nvme_ops.offloaded import outline_of
 from nvme_ops.text import bytes_of, never_raising
 

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nvme_ops.offload.weights.residents import Phase, Resident, Residents
+from nvme_ops.offload.parameters.residents import Phase, Resident, Residents
 from nvme_ops.offloaded import OffloadedTensor, Step, apply_steps, outline_of
 
 aten = torch.ops.aten

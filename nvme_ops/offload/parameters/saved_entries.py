@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offloaded import Step, apply_steps
 from nvme_ops.patches import Patch
 from nvme_ops.tensors import empty
