@@ -28,11 +28,10 @@ class Share:
     Args:
         tier: has the memory.
         nbytes: the most bytes at once; may be changed at any time.
-        at_end: take parts from the end of the memory, so that those of two users do not lie among each other.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, at_end: bool) -> None:
-        self.nbytes, self.at_end, self.device = nbytes, at_end, tier.device
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self.nbytes, self.device = nbytes, tier.device
         self.in_use = 0  #: as the tier counts; see ``bytes_in_use``
         self.peak = 0  #: the most bytes that were handed out at once
         self.ref = weakref.ref(self)
@@ -49,9 +48,12 @@ class Share:
         """Bytes of the largest part that can be allocated now."""
         return min(self._tier.largest, self.nbytes - self.bytes_in_use)
 
-    def allocate(self, nbytes: int) -> torch.Tensor | None:
-        """Returns a ``torch.uint8`` tensor of ``nbytes`` (at least 1), in whole pages; None if there is no room."""
-        return self._tier.allocate(nbytes, self)
+    def allocate(self, nbytes: int, at_end: bool = False) -> torch.Tensor | None:
+        """Returns a ``torch.uint8`` tensor of ``nbytes`` (at least 1), in whole pages; None if there is no room.
+
+        With ``at_end`` it is taken from the end of the memory, so that parts of two kinds do not lie among each other.
+        """
+        return self._tier.allocate(nbytes, self, at_end)
 
 
 #: At which byte a part begins, its bytes in whole pages, and whose they are; weak, or parts would keep their tier.
@@ -76,13 +78,13 @@ class Tier:
         self._held: Held[_Part] = Held()
         self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
 
-    def share(self, nbytes: int | None = None, at_end: bool = False) -> Share:
+    def share(self, nbytes: int | None = None) -> Share:
         """Returns a share, by default of all bytes. Those of several may be more than there are."""
-        share = Share(self, self.nbytes if nbytes is None else nbytes, at_end)
+        share = Share(self, self.nbytes if nbytes is None else nbytes)
         self._shares.add(share)
         return share
 
-    def allocate(self, nbytes: int, share: Share) -> torch.Tensor | None:
+    def allocate(self, nbytes: int, share: Share, at_end: bool = False) -> torch.Tensor | None:
         """Returns memory for a share; see there."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
@@ -92,7 +94,7 @@ class Tier:
             if share.in_use + size > share.nbytes:
                 return None
             try:
-                start = self._reserve(size, share)
+                start = self._reserve(size, at_end)
                 if start is None:
                     return None
                 owner, tensor = self._part(start, nbytes)
@@ -115,9 +117,9 @@ class Tier:
         """Bytes of the largest part that there is memory for now."""
         return self.nbytes - self._in_use
 
-    def _reserve(self, size: int, share: Share) -> int | None:
+    def _reserve(self, size: int, at_end: bool) -> int | None:
         """Takes a part; returns where it begins, or None if there is no room in one piece."""
-        del share
+        del at_end
         return 0 if self._in_use + size <= self.nbytes else None
 
     def _part(self, start: int, nbytes: int) -> tuple[Any, torch.Tensor]:
@@ -161,10 +163,10 @@ class HostTier(Tier):
         """Bytes of the largest part that there is memory for now."""
         return self._holes.largest
 
-    def _reserve(self, size: int, share: Share) -> int | None:
-        while (found := self._holes.find(size, share.at_end)) is not None:
-            if self._holes.take(*found, size, share.at_end):  # else a signal handler was here
-                return found[0] + (found[1] - size if share.at_end else 0)
+    def _reserve(self, size: int, at_end: bool) -> int | None:
+        while (found := self._holes.find(size, at_end)) is not None:
+            if self._holes.take(*found, size, at_end):  # else a signal handler was here
+                return found[0] + (found[1] - size if at_end else 0)
         return None
 
     def _part(self, start: int, nbytes: int) -> tuple[Any, torch.Tensor]:

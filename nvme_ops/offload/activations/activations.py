@@ -71,7 +71,7 @@ class _Saved:
         compared = JoinedOperation(transfers, self._files.compare, stored, memory, [])
         return memory, IoFuture(as_operation(compared)), entry.nbytes
 
-    def write(self, entry: Unit) -> IoFuture:
+    def write(self, entry: Unit) -> tuple[IoFuture, int]:
         """Is never called: units are written by groups."""
         raise NotImplementedError
 
@@ -132,7 +132,7 @@ class Activations(Policy[Unit]):
             self._undo = undo.pop_all()
         self.present = self._restored
         #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
-        self.is_busy: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
+        self.is_busy: Callable[[], bool] = self.lock._is_owned  # type: ignore[attr-defined]
 
     def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         """Saves bytes of a tensor's storage, and waits while too many are in memory.
@@ -142,7 +142,7 @@ class Activations(Policy[Unit]):
             ValueError: it was closed.
             RuntimeError: in a forked child.
         """
-        with self._lock:
+        with self.lock:
             self._collect()
             ticket = None
             for each in (place,) if place.part is None else (place, whole_of(tensor)):
@@ -157,12 +157,12 @@ class Activations(Policy[Unit]):
                 unit.seen.append((tensor.detach(), tensor._version))
         begin = time.perf_counter()
         while True:
-            with self._lock:
+            with self.lock:
                 write = self._write_some(unit)
             if write is None:
                 break
             write.wait()
-            with self._lock:
+            with self.lock:
                 self._collect()
         self.counts.seconds_waited += time.perf_counter() - begin
         return ticket
@@ -177,7 +177,7 @@ class Activations(Policy[Unit]):
         """
         unit = ticket.unit
         while True:
-            with self._lock:
+            with self.lock:
                 memory, arrival, begun = self._take(unit)
             try:
                 if arrival is None or self._residency.await_arrival(self, unit, arrival, begun):
@@ -192,7 +192,7 @@ class Activations(Policy[Unit]):
 
     def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
-        with self._lock:
+        with self.lock:
             for place in places:
                 unit = self._by_place.get(place)
                 if unit is not None and unit.version == version and unit.ticket is not None and not unit.is_modified():
@@ -201,7 +201,7 @@ class Activations(Policy[Unit]):
 
     def take_pass(self) -> Pass | None:
         """Returns what is known about the last pass, after it is over, and only once."""
-        with self._lock:
+        with self.lock:
             self._collect()
             ended, self._ended = self._ended, None
             return ended
@@ -216,7 +216,7 @@ class Activations(Policy[Unit]):
 
     def stats(self) -> ActivationStats:
         """Returns what was saved and moved so far."""
-        with self._lock:
+        with self.lock:
             if not self._closed and self._process == os.getpid():
                 self._collect()
                 self.counts.bytes_stored = self._files.bytes_in_use
@@ -224,7 +224,7 @@ class Activations(Policy[Unit]):
 
     def close(self) -> None:
         """Waits for transfers and removes the files. What is not in memory is lost. Further calls do nothing."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closed = True

@@ -172,7 +172,7 @@ class Experts(Policy[Expert]):
             tokens: by the index of an expert, in the order of use: how many tokens use it.
             among: tokens of the batch.
         """
-        with self._lock:
+        with self.lock:
             if not self.is_usable():
                 return
             uses = self._uses()
@@ -211,7 +211,7 @@ class Experts(Policy[Expert]):
             group: the layer.
             indices: the experts, the most likely ones first.
         """
-        with self._lock:
+        with self.lock:
             if not self.is_usable():
                 return
             layer, uses = self._layers[group], self._uses()
@@ -229,7 +229,7 @@ class Experts(Policy[Expert]):
     def following(self, group: int, indices: Collection[int]) -> list[int]:
         """Returns the experts of a layer that most often followed these of the layer before, as many as these."""
         found = Counter[int]()
-        with self._lock:
+        with self.lock:
             layer = self._layers[group]
             if layer.after is None:
                 layer.after = defaultdict(Counter)
@@ -239,7 +239,7 @@ class Experts(Policy[Expert]):
 
     def begin_pass(self, group: int, tokens: int) -> int:
         """Records that a layer's router has computed; returns how many experts a token uses, 0 if that is not known."""
-        with self._lock:
+        with self.lock:
             layer = self._layers[group]
             if layer.tokens == 1:
                 layer.per_token = layer.used
@@ -257,10 +257,14 @@ class Experts(Policy[Expert]):
 
     def stats(self) -> ExpertStats:
         """Returns what was used and read so far."""
-        with self._lock:
+        with self.lock:
             return replace(self.counts, peak_bytes=self.share.peak)
 
     # The policy
+
+    def allocate(self, entry: Expert) -> torch.Tensor | None:
+        """Returns memory apart from that of other weights."""
+        return self.share.allocate(entry.nbytes, at_end=True)
 
     def note_use(self, use: Expert) -> None:
         """Records a use, and reads what the thread uses next."""

@@ -110,11 +110,11 @@ class _Stored:
             return values, None, 0
         return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
 
-    def write(self, entry: Resident) -> IoFuture:
+    def write(self, entry: Resident) -> tuple[IoFuture, int]:
         values: Any = entry.values
         writing = self._store.put(entry.key, values)
         entry.stored, entry.scale = True, None  # values in memory are scaled already
-        return writing
+        return writing, entry.nbytes
 
 
 Use = tuple[str, Phase]  # of the resident at that place
@@ -190,13 +190,13 @@ class Residents(Policy[Resident]):
         self.require_room(resident)
         self._free_gone()
         nbytes = in_pages(resident.nbytes)
-        with self._lock:
+        with self.lock:
             self._all[resident.key] = resident
             self._at[resident.place] = resident
             self._nbytes += nbytes
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
-            with self._lock:
+            with self.lock:
                 resident.leaving = Arrival(self._store.put(resident.key, values))
                 resident.stored = True
                 self.counts.bytes_written += resident.nbytes
@@ -216,7 +216,7 @@ class Residents(Policy[Resident]):
 
     def _free_gone(self) -> None:
         """Frees the space on storage of tensors that nobody refers to any more."""
-        with self._lock:
+        with self.lock:
             while self._gone:
                 key, nbytes = self._gone[0]
                 with contextlib.suppress(KeyError):  # its write has failed
@@ -233,7 +233,7 @@ class Residents(Policy[Resident]):
         finally:
             del values
             if change:
-                with self._lock:
+                with self.lock:
                     self._write_early()
 
     def acquire(self, resident: Resident, phase: Phase, *, change: bool = False) -> torch.Tensor:
@@ -250,7 +250,7 @@ class Residents(Policy[Resident]):
 
     def scale(self, resident: Resident, by: torch.Tensor) -> bool:
         """Has stored values multiplied when they arrive. Returns False, doing nothing, if those in memory are newer."""
-        with self._lock:
+        with self.lock:
             if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
                 return False
             self.discard(resident)
@@ -259,7 +259,7 @@ class Residents(Policy[Resident]):
 
     def clear(self, resident: Resident) -> None:
         """Makes the values zeros, without reading or writing."""
-        with self._lock:
+        with self.lock:
             self.discard(resident)
             resident.leaving = resident.scale = resident.norm = None
             resident.stored = False
@@ -290,7 +290,7 @@ class Residents(Policy[Resident]):
 
     def settle(self) -> None:
         """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""
-        with self._lock:
+        with self.lock:
             found = [*self._all.values(), *self.present]
         self._residency.settle(self, found)
 
@@ -300,7 +300,7 @@ class Residents(Policy[Resident]):
 
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
-        with self._lock:
+        with self.lock:
             return replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
 
     @never_raising

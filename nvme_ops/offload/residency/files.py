@@ -43,6 +43,6 @@ class ModelFiles:
         transfer = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, transfer, sum(extent.nbytes for extent, _ in entry.reads)
 
-    def write(self, entry: FileEntry) -> IoFuture:
+    def write(self, entry: FileEntry) -> tuple[IoFuture, int]:
         """Is never called."""
         raise NotImplementedError

@@ -71,8 +71,8 @@ class Backing(Protocol[Stored]):
         Sets ``entry.own_tensors``.
         """
 
-    def write(self, entry: Stored) -> IoFuture:
-        """Starts to write an entry's values."""
+    def write(self, entry: Stored) -> tuple[IoFuture, int]:
+        """Starts to write what storage has not of an entry's values; returns the transfer, and the bytes written."""
 
 
 class Policy(Usable, Generic[E]):
@@ -92,7 +92,7 @@ class Policy(Usable, Generic[E]):
 
     def __init__(self, residency: Residency, share: Share, backing: Backing[E], stats: Stats) -> None:
         super().__init__()
-        self._residency, self._lock = residency, residency.lock
+        self._residency, self.lock = residency, residency.lock
         self.share, self.backing, self.counts = share, backing, stats
         self.present: MutableMapping[E, None] = {}  #: in the order of arrival
         self.to_write: MutableMapping[E, None] = {}  #: changed entries, in the order of their changes
@@ -130,7 +130,7 @@ class Policy(Usable, Generic[E]):
 
     def close(self) -> None:
         """Waits for transfers under way; memory is freed with the last tensor over it. Further calls do nothing."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closed = True

@@ -36,18 +36,21 @@ class Patience:
     """
 
     def __init__(self, seconds: float) -> None:
-        self._seconds, self._deadline = seconds, 0.0
+        self._seconds, self._deadline, self._over = seconds, 0.0, False
 
-    def wait(self, seen: int) -> bool:
+    def wait(self, seen: int, is_under_way: bool) -> bool:
         """Waits until a transfer ends, unless one has ended since ``native().endings()`` returned ``seen``.
 
-        It may return earlier. Returns False once the time is up.
+        It may return earlier. Returns False once the time is up, but not while a write ``is_under_way``.
         """
         now = time.monotonic()
         self._deadline = self._deadline or now + self._seconds
-        if now > self._deadline:
+        if is_under_way or (self._seconds and now <= self._deadline):
+            native().wait_for_ending(seen, _POLL)
+        elif self._over:
             return False
-        native().wait_for_ending(seen, _POLL)
+        else:
+            self._over = True  # after one more try
         if native().endings() == seen:
             gc.collect()  # a reference cycle with a traceback may hold memory
         return True
@@ -159,7 +162,7 @@ class Residency:
     def _wait_for_memory(self, policy: Policy[E], entry: E, patience: Patience, seen: int) -> None:
         begin = time.perf_counter()
         with record_function("nvme_ops: wait for memory"):
-            is_patient = patience.wait(seen)
+            is_patient = patience.wait(seen, _bytes_leaving(policy) > 0)
         if not is_patient:
             raise policy.out_of_memory(entry)
         policy.counts.seconds_waited += (waited := time.perf_counter() - begin)
@@ -232,6 +235,24 @@ class Residency:
         policy.discard(entry)
         return True
 
+    def make_room(self, policy: Policy[E], nbytes: int, after: int) -> None:
+        """Evicts entries, or starts to write them, until so much will be free. Call it with the lock."""
+        room = policy.share.nbytes - policy.share.bytes_in_use + _bytes_leaving(policy)
+        for each in policy.victims(after):
+            if room >= nbytes:
+                return
+            if each.memory is not None and (each.leaving is None or each.leaving.done()):
+                room += each.memory.nbytes
+                self._evict(policy, each)
+
+    def put_away(self, policy: Policy[E], entry: E) -> None:
+        """Takes an entry out of memory now, and waits until it is written. Raises MemoryError if it is in use."""
+        self.settle(policy, [entry])
+        with self.lock:
+            is_away = self._evict(policy, entry)
+        if not is_away:
+            raise policy.out_of_memory(entry)
+
     def drop(self, policy: Policy[E], entry: E) -> None:
         """Drops an entry's memory and its changes. Transfers under way and tensors over the memory keep it alive."""
         if entry.arrival is not None and not (entry.demanded and entry.is_used()):
@@ -265,12 +286,13 @@ class Residency:
         try:
             entry.changed = entry.is_used()
             policy.to_write.pop(entry, None)
-            entry.leaving = Arrival(policy.backing.write(entry))
+            transfer, nbytes = policy.backing.write(entry)
+            entry.leaving = Arrival(transfer)
         except BaseException as error:
             entry.changed = True
             free_frames(error)
             raise
-        policy.counts.bytes_written += entry.nbytes
+        policy.counts.bytes_written += nbytes
 
     def wait_until_written(self, policy: Policy[E], entry: E) -> None:
         """Waits until a write under way has ended. One that failed is retried once, if the values are in memory.
@@ -317,6 +339,13 @@ class Residency:
                 if arrival is not None:
                     arrival.wait()
             policy.discard(each)
+
+
+def _bytes_leaving(policy: Policy[E]) -> int:
+    """Returns the memory of entries that are being written."""
+    with policy.lock:
+        leaving = [each for each in policy.present if each.leaving is not None and not each.leaving.done()]
+    return sum(each.memory.nbytes for each in leaving if each.memory is not None)
 
 
 def _size(entry: Entry) -> int:

@@ -254,7 +254,7 @@ def stream(
     packed = {source for source in sliced if source.rows(0, 1) not in unrouted}
     nbytes = memory_for(left, [*foreseen, *others])
     tier = tier_on(device, nbytes + share)
-    experts = Experts(tier.share(share, at_end=True), routed) if share else None
+    experts = Experts(tier.share(share), routed) if share else None
     window = Window(tier.share(nbytes), foreseen, expanding, experts, packed)
     undo = contextlib.ExitStack()
     for file in files:

@@ -165,7 +165,7 @@ class Window(Policy[_Weight]):
 
     def _absorb(self) -> None:
         """Has experts streamed as other weights are, in the same memory: the model uses them all in each pass."""
-        with self._lock:
+        with self.lock:
             if (experts := self.experts) is None:
                 return
             self.share.nbytes, self.experts = self.nbytes, None
@@ -195,14 +195,14 @@ class Window(Policy[_Weight]):
             targets.append(memory[place])
         for transfer in submit_reads(zip(extents, targets, strict=True)):
             transfer.result()
-        with self._lock:
+        with self.lock:
             self.counts.bytes_read += row * len(indices)
             self.counts.bytes_on_demand += row * len(indices)
         return memory
 
     def stats(self) -> WindowStats:
         """Returns what was read so far."""
-        with self._lock:
+        with self.lock:
             kept = sum(each.source.nbytes for each in self.present if each in self._keep)
             peak = self.share.peak + (0 if self._expanding is None else self._expanding.peak)
             found = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
@@ -293,7 +293,7 @@ class Window(Policy[_Weight]):
         self._complete, self._passed = False, self.share.nbytes
 
     def _found(self, weight: _Weight) -> tuple[torch.Tensor, Arrival | None] | None:
-        with self._lock:
+        with self.lock:
             self.require_open()
             return None if weight.values is None else (weight.values.detach(), weight.arrival)
 
