@@ -27,6 +27,7 @@ from nvme_ops.formats.torch_zip import Archive, is_zip
 from nvme_ops.inspection.contents import OnProgress, contents, damaged
 from nvme_ops.memory.ring import Ring
 from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window, memory_for
 from nvme_ops.storage.publication import OpenFiles, open_leased
@@ -128,7 +129,7 @@ def _convert(
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
         nbytes = memory_for(max([BUDGET, *(each.room for each in sources)]), sources)
-        weights.window = Window(tier_on(torch.device("cpu"), nbytes).share(), sources)
+        weights.window = Window(Residency(), tier_on(torch.device("cpu"), nbytes).share(), sources)
         ends.callback(weights.window.close)
         if on_progress is not None:
             weights.on_progress = ends.enter_context(on_progress(total))

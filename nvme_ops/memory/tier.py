@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,11 +16,18 @@ from nvme_ops.memory.pool import Held, Pool
 from nvme_ops.settings import PAGE
 
 _HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Made = tuple[Any, Any]  # what gives a part back when it is freed, and what is handed out
 
 
 def in_pages(nbytes: int) -> int:
     """Returns bytes rounded up to whole pages, as memory is charged."""
     return -(-nbytes // PAGE) * PAGE
+
+
+class Lent:
+    """Stands for memory that is used elsewhere."""
 
 
 class Share:
@@ -55,6 +63,13 @@ class Share:
         """
         return self._tier.allocate(nbytes, self, at_end)
 
+    def lend(self, nbytes: int) -> object | None:
+        """Gives up ``nbytes`` for memory that others allocate; they are back with the last reference to the result.
+
+        Returns None if there is no room.
+        """
+        return self._tier.lend(nbytes, self)
+
 
 #: At which byte a part begins, its bytes in whole pages, and whose they are; weak, or parts would keep their tier.
 _Part = tuple[int, int, weakref.ref[Share]]
@@ -88,6 +103,15 @@ class Tier:
         """Returns memory for a share; see there."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
+        found = self._hand_out(nbytes, share, at_end, self._part)
+        return None if found is None else found[1]
+
+    def lend(self, nbytes: int, share: Share) -> object | None:
+        """Gives up memory of a share; see there."""
+        found = self._hand_out(nbytes, share, True, self._give_up)
+        return None if found is None else found[0]
+
+    def _hand_out(self, nbytes: int, share: Share, at_end: bool, make: Callable[[int, int], Made]) -> Made | None:
         size = in_pages(nbytes)
         with self._lock:
             self.collect()
@@ -97,7 +121,7 @@ class Tier:
                 start = self._reserve(size, at_end)
                 if start is None:
                     return None
-                owner, tensor = self._part(start, nbytes)
+                owner, made = make(start, nbytes)
                 self._in_use += size
                 share.in_use += size
                 self._held.add(owner, (start, size, share.ref))
@@ -105,7 +129,7 @@ class Tier:
                 self._held.interrupted = True
                 raise
             share.peak = max(share.peak, share.in_use)
-        return tensor
+        return owner, made
 
     def collect(self) -> None:
         """Takes back the parts that nobody uses any more."""
@@ -122,7 +146,12 @@ class Tier:
         del at_end
         return 0 if self._in_use + size <= self.nbytes else None
 
-    def _part(self, start: int, nbytes: int) -> tuple[Any, torch.Tensor]:
+    def _give_up(self, start: int, nbytes: int) -> Made:
+        """Returns what stands for memory that is used elsewhere."""
+        del start, nbytes
+        return Lent(), None
+
+    def _part(self, start: int, nbytes: int) -> Made:
         """Returns what is freed with the last tensor over a part, and a tensor over it."""
         del start
         tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
@@ -169,7 +198,13 @@ class HostTier(Tier):
                 return found[0] + (found[1] - size if at_end else 0)
         return None
 
-    def _part(self, start: int, nbytes: int) -> tuple[Any, torch.Tensor]:
+    def _give_up(self, start: int, nbytes: int) -> Made:
+        memory = self._memory.data_ptr() + start
+        if _libc.madvise(ctypes.c_void_p(memory), ctypes.c_size_t(in_pages(nbytes)), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")
+        return super()._give_up(start, nbytes)
+
+    def _part(self, start: int, nbytes: int) -> Made:
         owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
         owner.keeps = self._memory  # freed with the last tensor over this part
         return owner, torch.frombuffer(owner, dtype=torch.uint8)

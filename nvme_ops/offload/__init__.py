@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nvme_ops.offload.activations.units import ActivationStats as ActivationStats
     from nvme_ops.offload.cache.nvme_cache import NvmeCache as NvmeCache
     from nvme_ops.offload.cache.pager import CacheStats as CacheStats
+    from nvme_ops.offload.memory import Memory as Memory
     from nvme_ops.offload.optimizer.nvme_optimizer import NvmeOptimizer as NvmeOptimizer
     from nvme_ops.offload.optimizer.states import OptimizerStats as OptimizerStats
     from nvme_ops.offload.parameters.gradients import SwappedGradients as SwappedGradients
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "ActivationStats": "nvme_ops.offload.activations.units",
     "CacheStats": "nvme_ops.offload.cache.pager",
+    "Memory": "nvme_ops.offload.memory",
     "NvmeCache": "nvme_ops.offload.cache.nvme_cache",
     "NvmeOptimizer": "nvme_ops.offload.optimizer.nvme_optimizer",
     "OptimizerStats": "nvme_ops.offload.optimizer.states",

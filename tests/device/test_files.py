@@ -17,6 +17,7 @@ from nvme_ops.data import Loader
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.measure.files import cached_share
 from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.stored import Weights, stored_tensors
 from nvme_ops.offload.weights.window import Window, memory_for
 from nvme_ops.storage.publication import open_to_read
@@ -72,9 +73,8 @@ def test_weights_that_are_streamed(device: Device, folder: Path) -> None:
     assert any(each.source.skipped % DEVICE_ALIGNMENT for each in stored.values())
     assert stored["f"][:, :2].shape == (0, 2)
     sources = [each.source for each in stored.values()]
-    window = Window(
-        tier_on(there, memory_for(4 * sum(each.nbytes for each in TENSORS.values()), sources)).share(), sources
-    )
+    nbytes = memory_for(4 * sum(each.nbytes for each in TENSORS.values()), sources)
+    window = Window(Residency(), tier_on(there, nbytes).share(), sources)
     for _ in range(2):
         require_aligned(device, {name: window.fetch(each.source) for name, each in stored.items() if each.nbytes})
     window.close()

@@ -11,6 +11,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.memory.tier import tier_on
 from nvme_ops.offload.experts.experts import Experts, experts_of
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.storage.publication import open_to_read
 from nvme_ops.storage.source import FileExtent, Source, WeightFile
@@ -32,7 +33,7 @@ class Layers:
         pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
         cpu = torch.device("cpu")
-        self.experts = Experts(tier_on(cpu, room * SIZE).share(), experts_of(self.sources, cpu))
+        self.experts = Experts(Residency(), tier_on(cpu, room * SIZE).share(), experts_of(self.sources, cpu))
         self.used: list[tuple[int, int]] = []
 
     def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:

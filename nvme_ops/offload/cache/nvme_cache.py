@@ -24,7 +24,8 @@ from transformers.cache_utils import (
 from nvme_ops.closing import Closing
 from nvme_ops.handle import aio_handle
 from nvme_ops.offload.cache.pager import CacheStats, Pager
-from nvme_ops.text import bytes_of, counted, never_raising
+from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.text import counted, never_raising
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -180,6 +181,7 @@ class NvmeCache(Closing, DynamicCache):
         folder: where files go; several, each on a device of its own, share the layers by their measured rates.
         memory_budget: bytes of host memory for keys and values, those of the layer in use included, or a size such as
             ``"4G"``.
+        memory: in place of a budget of its own, one that is shared with streamed weights, which give way.
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
@@ -192,14 +194,15 @@ class NvmeCache(Closing, DynamicCache):
     def __init__(
         self,
         folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        memory_budget: int | str,
+        memory_budget: int | str | None = None,
         *,
+        memory: Memory | None = None,
         config: Any = None,
         handle: aio_handle | None = None,
     ) -> None:
-        budget = bytes_of("memory_budget", memory_budget)
+        given = budget_of(memory_budget, memory)
         layers = None if config is None else _layers_of(config)
-        self._pager = pager = Pager(folder, budget, handle)
+        self._pager = pager = Pager(folder, given, handle)
         if layers is not None:
             paged = (NvmeLayer, NvmeHybridLayer)
             Cache.__init__(

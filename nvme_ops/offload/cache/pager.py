@@ -17,6 +17,7 @@ from nvme_ops.handle import aio_handle
 from nvme_ops.memory.tier import in_pages, tier_on
 from nvme_ops.offload.cache.layer import PagedLayer
 from nvme_ops.offload.cache.segments import Segments
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
@@ -75,7 +76,7 @@ class Pager(Policy[Entry]):
 
     Args:
         folders: where the files are, each on a device of its own.
-        budget: bytes of memory.
+        given: bytes of memory, or memory that is shared.
         handle: moves the bytes.
     """
 
@@ -85,15 +86,25 @@ class Pager(Policy[Entry]):
     counts: CacheStats
 
     def __init__(
-        self, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], budget: int, handle: aio_handle | None
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        given: int | Memory,
+        handle: aio_handle | None,
     ) -> None:
-        share = tier_on(torch.device("cpu"), max(PAGE, budget // PAGE * PAGE)).share()
-        super().__init__(Residency(), share, _Files(), CacheStats())
+        host = torch.device("cpu")
+        if isinstance(given, int):
+            self._memory, budget = None, given
+            share = tier_on(host, max(PAGE, budget // PAGE * PAGE)).share()
+            super().__init__(Residency(), share, _Files(), CacheStats())
+        else:
+            self._memory, budget = given, given.nbytes
+            super().__init__(given.residency, given.share(host), _Files(), CacheStats())
         self.budget = budget
         self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
         self._current = -1  # the place of the layer in use
+        self._asked = 0  # bytes of memory that were needed last
         self._cycled = False  # whether all layers are known
         with contextlib.ExitStack() as undo:
             self._session = Session(folders, name="keys and values")
@@ -103,6 +114,8 @@ class Pager(Policy[Entry]):
             if not self._slabs.is_measured:
                 self._slabs.measure()
             self._session.lend("", self)
+            if self._memory is not None:
+                self._memory.join(self)
             undo.pop_all()
 
     def layer(self, number: int, window: int | None) -> PagedLayer:
@@ -200,6 +213,8 @@ class Pager(Policy[Entry]):
             last_first.callback(self._slabs.close)
             for layer in self._layers:
                 self._forget(layer)
+            if self._memory is not None:
+                self._memory.leave(self)
 
     def leave_to_parent(self) -> None:
         """Closes descriptors in a forked child, since they would keep the space of removed files."""
@@ -207,9 +222,21 @@ class Pager(Policy[Entry]):
 
     # The policy
 
+    name = "an NvmeCache"
+
+    def least(self) -> int:
+        """Returns the bytes of memory for tails and the largest layer."""
+        sizes, tails = self._sizes()
+        return max([*sizes.values(), self._asked]) + tails
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory for all layers, and for one that grows."""
+        sizes, tails = self._sizes()
+        return sum(sizes.values()) + max([*sizes.values(), self._asked]) + tails
+
     def allocate(self, entry: Entry) -> torch.Tensor | None:
-        """Returns memory; tails, which stay, lie side by side at its end."""
-        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail))
+        """Returns memory; tails, which stay, lie side by side at its end, and all layers beside others' memory."""
+        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail) or self._memory is not None)
 
     def require_room(self, entry: Entry) -> None:
         """Raises MemoryError for a layer that is larger than the budget."""
@@ -269,6 +296,8 @@ class Pager(Policy[Entry]):
     def _bring(self, layer: PagedLayer, more: int) -> None:
         """Brings all needed tokens into memory, with room for ``more``. Raises as ``append`` does."""
         layer.nbytes = nbytes = layer.memory_needed(more)
+        if layer.memory is None or not layer.has_room(more):
+            self._ask(nbytes)
         self._residency.fetch(self, layer, layer)
         if layer.has_room(more):
             return
@@ -281,8 +310,21 @@ class Pager(Policy[Entry]):
             self._residency.fetch(self, layer, layer)
 
     def _room(self, room: _Room) -> torch.Tensor:
+        self._ask(room.nbytes)
         self.require_room(room)
         return self._residency.room(self, room, -1)
+
+    def _ask(self, nbytes: int) -> None:
+        """Has others give way if they are to."""
+        self._asked = in_pages(nbytes)
+        if self._memory is not None:
+            self._memory.balance()
+
+    def _sizes(self, more: int = 0) -> tuple[dict[PagedLayer, int], int]:
+        """Returns the memory that each layer takes with ``more`` tokens, and that of all tails."""
+        layers = [layer for layer in self._layers if layer.batch]
+        sizes = {layer: in_pages(layer.memory_needed(more)) for layer in layers}
+        return sizes, sum(in_pages(layer.tail_bytes) for layer in layers)
 
     def _end_transfers(self, layer: PagedLayer) -> None:
         """Waits for those of a layer, which is to be changed."""
@@ -314,12 +356,13 @@ class Pager(Policy[Entry]):
                 if not self._residency.begin(self, layer, Priority.PREFETCH, number):
                     return
             if not self._cycled:  # a new layer of the same size may follow
-                self._residency.make_room(self, self._layers[self._current].memory_needed(0), 0)
+                self._ask(nbytes := self._layers[self._current].memory_needed(0))
+                self._residency.make_room(self, nbytes, 0)
 
     def _choose(self, more: int) -> None:
         """Decides which layers stay."""
-        sizes = {layer: in_pages(layer.memory_needed(more)) for layer in self._layers if layer.batch}
-        room = self.share.nbytes - sum(in_pages(layer.tail_bytes) for layer in sizes)
+        sizes, tails = self._sizes(more)
+        room = self.share.nbytes - tails
         if sum(sizes.values()) <= room:
             self._kept = set(sizes)
             return

@@ -119,17 +119,19 @@ class Experts(Policy[Expert]):
     Any thread may call any method. An expert's memory is freed with the last tensor over it.
 
     Args:
+        residency: may be shared.
         share: memory where they are used, at least for the largest expert.
         groups: the experts of each layer, in the order of use.
     """
 
     patience = 60.0
+    gives_way = True
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
     counts: ExpertStats
 
-    def __init__(self, share: Share, groups: Sequence[Sequence[Expert]]) -> None:
-        super().__init__(Residency(), share, ModelFiles(), ExpertStats())
+    def __init__(self, residency: Residency, share: Share, groups: Sequence[Sequence[Expert]]) -> None:
+        super().__init__(residency, share, ModelFiles(), ExpertStats())
         self.groups = groups
         self._of = {source: expert for group in groups for expert in group for source in expert.places}
         self._layers = [_Layer() for _ in groups]
@@ -139,11 +141,6 @@ class Experts(Policy[Expert]):
         self._threads: dict[int, _Uses] = {}
         self._offered: list[tuple[float, int, Expert]] = []  # a heap, by worth; those with another number are stale
         self._offers = 0
-
-    @property
-    def residency(self) -> Residency:
-        """Moves them, and may move other weights."""
-        return self._residency
 
     def __contains__(self, source: Source) -> bool:
         """Returns whether these are bytes of an expert's weight."""

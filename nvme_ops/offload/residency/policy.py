@@ -11,7 +11,7 @@ import torch
 
 from nvme_ops.engine import Priority
 from nvme_ops.future import IoFuture
-from nvme_ops.memory.tier import Share
+from nvme_ops.memory.tier import Share, in_pages
 from nvme_ops.offload.residency.entry import Entry
 from nvme_ops.text import Counts
 
@@ -88,6 +88,7 @@ class Policy(Usable, Generic[E]):
     """
 
     patience: ClassVar[float] = 30.0  #: seconds to wait for memory that others hold
+    gives_way: ClassVar[bool] = False  #: others that share its memory may take it, on demand
     drops_used: ClassVar[bool] = False  #: entries may leave while others use their values, which stay until then
 
     def __init__(self, residency: Residency, share: Share, backing: Backing[E], stats: Stats) -> None:
@@ -96,6 +97,28 @@ class Policy(Usable, Generic[E]):
         self.share, self.backing, self.counts = share, backing, stats
         self.present: MutableMapping[E, None] = {}  #: in the order of arrival
         self.to_write: MutableMapping[E, None] = {}  #: changed entries, in the order of their changes
+        residency.join(self)
+
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return type(self).__name__
+
+    def least(self) -> int:
+        """Returns the bytes of memory without which it cannot work."""
+        return 0
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory that it has a use for now."""
+        return self.share.nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory it has."""
+        self.share.nbytes = nbytes
+
+    def has_share_for(self, entry: E) -> bool:
+        """Returns whether an entry fits its share beside what is in use."""
+        return self.share.bytes_in_use + in_pages(entry.nbytes) <= self.share.nbytes
 
     def allocate(self, entry: E) -> torch.Tensor | None:
         """Returns memory for an entry, or None while there is none."""

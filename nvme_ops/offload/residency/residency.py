@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import time
+import weakref
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -65,6 +66,11 @@ class Residency:
 
     def __init__(self) -> None:
         self.lock = forkable_lock()  #: a policy's own data, too, changes under it
+        self._policies: weakref.WeakSet[Policy[Any]] = weakref.WeakSet()
+
+    def join(self, policy: Policy[Any]) -> None:
+        """Adds a policy, whose share is of the same memory as those of others."""
+        self._policies.add(policy)
 
     # To memory
 
@@ -175,11 +181,27 @@ class Residency:
         if memory is not None:
             return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
+        if len(self._policies) > 1 and policy.has_share_for(entry):
+            memory = self._memory_of_others(policy, entry, after)
+            if memory is not None:
+                return memory
         for each in policy.victims(after):
             if each not in spared and self._evict(policy, each):
                 memory = policy.allocate(entry)
                 if memory is not None:
                     return memory
+        return None
+
+    def _memory_of_others(self, policy: Policy[E], entry: E, after: int) -> torch.Tensor | None:
+        """Evicts entries of other policies that have more than their shares; on demand also others, for one piece."""
+        others = sorted((each for each in self._policies if each is not policy), key=lambda each: not each.gives_way)
+        for spares in (True, False) if after < 0 else (True,):
+            for other in others:
+                for each in other.victims(-1):
+                    if spares and other.share.bytes_in_use <= other.share.nbytes:
+                        break
+                    if self._evict(other, each) and (memory := policy.allocate(entry)) is not None:
+                        return memory
         return None
 
     def await_arrival(self, policy: Policy[E], entry: E, arrival: Arrival, begun: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -66,28 +66,32 @@ class Window(Policy[_Weight]):
     Any thread may call any method. A weight's memory is freed with the last tensor over it.
 
     Args:
+        residency: may be shared.
         share: memory for weights as they are stored, at least ``least_budget`` of them, where they are used.
         foreseen: weights in the order in which they are likely to be used.
         expanding: bytes of memory, beside ``share``, that a weight is expanded into while it is used.
         experts: weights that are read as a router chooses, with a share of the same memory.
         packed: weights that hold those of experts.
+        share_of_experts: how many of so many bytes for all weights are for those of experts.
     """
 
     patience = 60.0
-    drops_used = True
+    gives_way = drops_used = True
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
     counts: WindowStats
 
     def __init__(
         self,
+        residency: Residency,
         share: Share,
         foreseen: Sequence[Source],
         expanding: int = 0,
         experts: Experts | None = None,
         packed: Container[Source] = (),
+        share_of_experts: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        super().__init__(Residency() if experts is None else experts.residency, share, ModelFiles(), WindowStats())
+        super().__init__(residency, share, ModelFiles(), WindowStats())
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = tier_on(share.device, expanding).share() if expanding else None
         self._weights: dict[Source, _Weight] = {}
@@ -95,7 +99,8 @@ class Window(Policy[_Weight]):
         self._keep: set[_Weight] = set()
         self._passed = 0  # bytes of weights used since reading ahead was planned
         self._complete = False  # all weights that the model uses are in memory
-        self.experts, self._packed = experts, packed
+        self.experts, self._packed, self._share_of_experts = experts, packed, share_of_experts
+        self._counts: Sequence[tuple[_Weight, float]] = ()  # how often each was used
         self._whole = set[Source]()  # packed weights that were used as a whole
 
     @property
@@ -251,8 +256,35 @@ class Window(Policy[_Weight]):
             self._passed = 0
             self._read_ahead()
 
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return "streamed weights"
+
+    def least(self) -> int:
+        """Returns the bytes of memory for the largest weights as they are stored."""
+        return self._least
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory for all weights as they are stored."""
+        return self._wanted
+
+    def set_needs(self, least: int, wanted: int) -> None:
+        """Sets what ``least`` and ``wanted`` return."""
+        self._least, self._wanted = least, wanted
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory there is for weights as they are stored."""
+        if self.experts is not None:
+            self.experts.share.nbytes = self._share_of_experts(nbytes)
+            nbytes -= self.experts.share.nbytes
+        if nbytes != self.share.nbytes:
+            self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
+            self._choose(self._counts)
+
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory."""
+        self._counts = counts
         weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
         self._keep = what_stays(weights, self.share.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
