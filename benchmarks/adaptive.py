@@ -26,7 +26,7 @@ from benchmarks.raw_io import LEARNING, practised
 from nvme_ops.base.command_line import size
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import MIB, size_words
-from nvme_ops.io.tuning import dictionary
+from nvme_ops.io.tuning import adaptive as learning
 from nvme_ops.measure.engines import locked_tensor, unavailable
 from nvme_ops.measure.files import filled, make_cold
 from nvme_ops.measure.rows import Row, Unavailable, WrongData, timed
@@ -102,12 +102,6 @@ class Work:
         )
 
 
-def know_nothing() -> None:
-    """Makes the next handle begin anew."""
-    dictionary.forget()
-    os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(dir=os.path.dirname(os.environ["XDG_CACHE_HOME"]))
-
-
 def handle_rows(work: Work) -> list[Row]:
     """Returns the rows of this package: what is learned, and each fixed tool."""
     adaptive = nvme_ops.aio_handle.adaptive(work.path)
@@ -115,7 +109,7 @@ def handle_rows(work: Work) -> list[Row]:
     anew: list[Move] = []
 
     def begin_anew() -> None:
-        know_nothing()
+        learning.forget()
         anew[:] = [work.by(nvme_ops.aio_handle.adaptive(work.path))]
         anew[0](other_class, 0)  # starting is not exploration: it costs every handle the same
         work.cool()
@@ -219,13 +213,13 @@ def summary(table: Table) -> str:
 
 
 def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
-    """Yields the tables of one folder, measured with a dictionary of their own."""
+    """Yields the tables of one folder. An adaptive handle begins with the default settings."""
     args = run.args
     path = command.data_file(scratch, args.size)
     with tempfile.TemporaryDirectory() as cache:
-        os.environ["XDG_CACHE_HOME"] = os.path.join(cache, "first")
+        os.environ["XDG_CACHE_HOME"] = cache  # where no settings of nvme-tune are
         for group, each in ((group, each) for group in args.groups for each in args.sizes):
-            know_nothing()
+            learning.forget()
             work = Work(path, group == "write", each)
             rows = [*handle_rows(work), *peer_rows(work, not args.no_deepspeed), *fio_rows(work)]
             title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"

@@ -41,67 +41,43 @@ Ref from_tool(const Tool& tool) {
 PyObject* entries(PyObject* self, PyObject*) {
   return guarded([&]() -> PyObject* {
     const Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
-    return list_of(
-               learner.experience.entries(),
-               [](const auto& item) {
-                 const auto& [kind, entry] = item;
-                 const Trials& trials = entry.trials;
-                 const auto [op, size, place, cached, concurrency] = kind.fields();
-                 Ref tools = list_of(entry.tools, from_tool);
-                 Ref costs = list_of(trials.tried(),
-                                     [](const Trials::Tried& one) { return checked(PyFloat_FromDouble(one.cost)); });
-                 return checked(Py_BuildValue("((IIIII)NNndOKK)", op, size, place, cached, concurrency, tools.release(),
-                                              costs.release(), static_cast<Py_ssize_t>(trials.chosen()), trials.usual(),
-                                              trials.exploring() ? Py_True : Py_False,
-                                              static_cast<unsigned long long>(trials.explorations()),
-                                              static_cast<unsigned long long>(entry.transfers)));
-               })
+    return list_of(learner.experience.entries(),
+                   [](const auto& item) {
+                     const auto& [kind, entry] = item;
+                     const Trials& trials = entry.trials;
+                     const auto [op, size, place, cached, concurrency] = kind.fields();
+                     Ref tools = list_of(entry.tools, from_tool);
+                     Ref costs = list_of(trials.tried(), [](const Trials::Tried& one) {
+                       return checked(PyFloat_FromDouble(one.cost));
+                     });
+                     return checked(Py_BuildValue(
+                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), costs.release(),
+                         static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
+                         static_cast<unsigned long long>(trials.explorations()),
+                         static_cast<unsigned long long>(entry.transfers)));
+                   })
         .release();
   });
 }
 
-PyObject* restore(PyObject* self, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    unsigned op, size, place, cached, concurrency;
-    PyObject *tools, *costs;
-    Py_ssize_t chosen;
-    double usual;
-    unsigned long long transfers;
-    if (!PyArg_ParseTuple(arguments, "(IIIII)OOndK", &op, &size, &place, &cached, &concurrency, &tools, &costs, &chosen,
-                          &usual, &transfers)) {
-      throw PythonError();
-    }
-    const TransferClass kind{static_cast<Op>(op != 0), static_cast<std::uint8_t>(size), static_cast<Place>(place),
-                             cached != 0, static_cast<Concurrency>(concurrency)};
-    Experience& experience = (*reinterpret_cast<ExperienceObject*>(self)->learner)->experience;
-    const int same =
-        PyObject_RichCompareBool(list_of(tools_for(kind, experience.bounds()), from_tool).get(), tools, Py_EQ);
-    if (same < 0) throw PythonError();
-    if (same == 0) Py_RETURN_NONE;  // learned with other settings
-    std::vector<double> values;
-    const Ref list = tuple_of(costs, "costs must be a sequence");
-    for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
-      values.push_back(PyFloat_AsDouble(PyTuple_GetItem(list.get(), i)));
-      if (PyErr_Occurred()) throw PythonError();
-    }
-    experience.restore(kind, static_cast<std::size_t>(chosen), values, usual, transfers);
-    Py_RETURN_NONE;
-  });
+PyObject* freeze(PyObject* self, PyObject*) {
+  (*reinterpret_cast<ExperienceObject*>(self)->learner)->experience.freeze();
+  Py_RETURN_NONE;
 }
 
 PyObject* experience_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
   return guarded([&]() -> PyObject* {
     PyObject* first;
     unsigned long long lanes;
-    int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile, frozen;
-    if (!PyArg_ParseTuple(arguments, "OK(pppp)pp", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
-                          &cache_fixed, &cufile, &frozen)) {
+    int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile;
+    if (!PyArg_ParseTuple(arguments, "OK(pppp)p", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
+                          &cache_fixed, &cufile)) {
       throw PythonError();
     }
     Bounds bounds{{},         lanes, block_size_fixed != 0, queue_depth_fixed != 0, lanes_fixed != 0, cache_fixed != 0,
                   cufile != 0};
     if (!to_tool(first, &bounds.first)) throw PythonError();
-    auto learner = std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds, frozen != 0));
+    auto learner = std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds));
     Ref self = new_object(type);
     reinterpret_cast<ExperienceObject*>(self.get())->learner = learner.release();
     return self.release();
@@ -115,10 +91,9 @@ void experience_deallocate(PyObject* self) {
 
 PyMethodDef experience_methods[] = {
     {"entries", entries, METH_NOARGS,
-     "entries() -> list. For each class: fields, tools, their costs, the one chosen, its usual cost, whether it is "
-     "being explored, explorations, transfers."},
-    {"restore", restore, METH_VARARGS,
-     "restore(fields, tools, costs, chosen, usual, transfers). Adds a class from an earlier entries()."},
+     "entries() -> list. For each class: fields, tools, their costs, the one chosen, whether it is being explored, "
+     "explorations, transfers."},
+    {"freeze", freeze, METH_NOARGS, "freeze(). From now on what is known is used and nothing is learned."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -187,9 +162,9 @@ std::shared_ptr<Learner> learner_of(PyObject* object) {
 }
 
 void add_experience_type(PyObject* module) {
-  experience_class = add_type(module, "nvme_ops.Experience", sizeof(ExperienceObject),
-                              "Experience(first, lanes, fixed, cufile, frozen).", experience_create,
-                              experience_deallocate, experience_methods);
+  experience_class =
+      add_type(module, "nvme_ops.Experience", sizeof(ExperienceObject), "Experience(first, lanes, fixed, cufile).",
+               experience_create, experience_deallocate, experience_methods);
 }
 
 }  // namespace nvme_ops

@@ -19,7 +19,7 @@
 namespace nvme_ops {
 
 struct Learner {
-  Learner(const Bounds& bounds, bool frozen) : experience(bounds, frozen) {}
+  explicit Learner(const Bounds& bounds) : experience(bounds) {}
 
   Experience experience;
   InFlight in_flight;

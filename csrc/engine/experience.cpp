@@ -108,12 +108,4 @@ void Experience::forget() {
   for (auto& [kind, entry] : entries_) entry.trials.forget();
 }
 
-void Experience::restore(const TransferClass& kind, std::size_t chosen, const std::vector<double>& costs, double usual,
-                         std::uint64_t transfers) {
-  if (entries_.count(kind) != 0 || chosen >= costs.size() || costs.size() != tools_for(kind, bounds_).size()) return;
-  Entry& entry = entry_of(kind);
-  entry.trials.restore(chosen, costs, usual);
-  entry.transfers = transfers;
-}
-
 }  // namespace nvme_ops

@@ -1,4 +1,4 @@
-// The dictionary of an adaptive handle: what was learned about each class of transfers. Knows no torch and no Python.
+// What adaptive handles have learned about each class of transfers. Knows no torch and no Python.
 // Used by one thread at a time.
 #pragma once
 
@@ -64,10 +64,12 @@ public:
     Trials::Ticket ticket;
   };
 
-  Experience(Bounds bounds, bool frozen) : bounds_(bounds), frozen_(frozen) {}
+  explicit Experience(Bounds bounds) : bounds_(bounds) {}
 
   const Bounds& bounds() const { return bounds_; }
   bool frozen() const { return frozen_; }
+  // From now on what is known is used and nothing is learned.
+  void freeze() { frozen_ = true; }
 
   // Returns what to use for a transfer; ignores `kind.cached`. Every choice is given back by note() or lose().
   // One that will not be `measured` uses what is known, and takes no other tool's turn. Frozen, the choice depends on
@@ -80,16 +82,13 @@ public:
   void forget();
 
   const std::map<TransferClass, Entry>& entries() const { return entries_; }
-  // Adds what was learned earlier about a class, with the tools of tools_for(), unless the class is known already.
-  void restore(const TransferClass& kind, std::size_t chosen, const std::vector<double>& costs, double usual,
-               std::uint64_t transfers);
 
 private:
   Entry& entry_of(const TransferClass& kind);
   Choice known(TransferClass kind) const;
 
   const Bounds bounds_;
-  const bool frozen_;
+  bool frozen_ = false;
   std::map<TransferClass, Entry> entries_;
   std::map<TransferClass, bool> cached_;  // by class without `cached`: whether the latest transfer was
 };

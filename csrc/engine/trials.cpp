@@ -149,16 +149,4 @@ void Trials::watch(double cost) {
   explore();
 }
 
-void Trials::restore(std::size_t chosen, const std::vector<double>& costs, double usual) {
-  first_ = false;
-  order_.clear();
-  for (std::size_t tool = 0; tool < tried_.size(); ++tool) {
-    tried_[tool] = {};
-    tried_[tool].cost = costs[tool];
-  }
-  settle();
-  chosen_ = chosen;
-  usual_ = usual;  // what has changed since is noticed
-}
-
 }  // namespace nvme_ops

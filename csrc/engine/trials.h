@@ -42,12 +42,6 @@ public:
   std::uint64_t explorations() const { return exploration_; }
   const std::vector<Tried>& tried() const { return tried_; }
 
-  // Returns what a byte usually costs with the chosen tool, not in its best turn; 0 after too few uses.
-  double usual() const { return usual_; }
-
-  // Continues from earlier results: the costs of the tools, the one chosen, which must be one of them, and usual().
-  void restore(std::size_t chosen, const std::vector<double>& costs, double usual);
-
 private:
   void explore();
   void end_bad_turn();
@@ -73,7 +67,7 @@ private:
   // Of the tool in use
   std::uint64_t uses_ = 0;
   unsigned patience_ = kDriftUses;
-  double usual_ = 0, lately_ = 0;  // cost of a byte
+  double usual_ = 0, lately_ = 0;  // cost of a byte, not in the best turn; 0: not known yet
 };
 
 }  // namespace nvme_ops

@@ -29,9 +29,11 @@ from nvme_ops.formats.torch_zip import Archive, is_zip
 from nvme_ops.io.file import shared_handle
 from nvme_ops.io.tensors import cut, is_dense
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
-from nvme_ops.offload.weights.window import Window
+from nvme_ops.offload.weights.window import Window, memory_for
+from nvme_ops.storage.source import FileExtent, Source, WeightFile
 
 #: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
 BUDGET = 64 << 20
@@ -127,7 +129,8 @@ def _convert(
             )
         pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
         sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
-        weights.window = Window(max([BUDGET, *(each.room for each in sources)]), torch.device("cpu"), sources)
+        nbytes = memory_for(max([BUDGET, *(each.room for each in sources)]), sources)
+        weights.window = Window(Residency(), tier_on(torch.device("cpu"), nbytes).share(), sources)
         ends.callback(weights.window.close)
         if on_progress is not None:
             weights.on_progress = ends.enter_context(on_progress(total))

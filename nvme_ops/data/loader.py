@@ -25,8 +25,8 @@ from nvme_ops.data.order import EpochOrder, Shuffle
 from nvme_ops.data.store import Read, SampleStats, SampleStore, huge_pages
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.engine import Priority
-from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.pool import Pool, can_pin, charge_of
+from nvme_ops.memory.tier import HostTier, Share
 
 _AHEAD_BYTES, _AHEAD_SAMPLES = 64 * MIB, 512  # enough to keep a device busy
 _MAX_BATCHES = 64
@@ -99,7 +99,7 @@ class Loader:
             raise ValueError("threads are for decode, which is not given")
         self._threads = min(8, len(os.sched_getaffinity(0))) if threads is None else _int("threads", threads, 1)
         self._prefetch = None if prefetch is None else _int("prefetch", prefetch, 0)
-        self._arena: Arena | None = None
+        self._arena: Share | None = None
         self._forks = _forks
         self._order(0)  # raises for an unknown shuffle
         files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
@@ -266,7 +266,7 @@ class Loader:
             if self._arena is None or self._forks != _forks:
                 self._forks = _forks
                 room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
-                self._arena = Arena(Pool(room), room)
+                self._arena = HostTier(room, Pool(room)).share()
             memory = self._arena.allocate(nbytes)
             if memory is not None:
                 return memory

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import weakref
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nvme_ops.io.arguments import FileName
-    from nvme_ops.io.tuning.dictionary import Dictionary, Learned
+    from nvme_ops.io.tuning.adaptive import Learner, TransferClass
     from nvme_ops.ops.async_io import Engine, Pending
 
     Way: TypeAlias = Literal["cpu", "gpu", "gds"]
@@ -75,7 +74,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
     """
 
     _way = "cpu"  # how tensors are reached, as nvme-tune names it
-    _dictionary: Dictionary | None = None  # what an adaptive handle has learned
+    _learner: Learner | None = None  # of an adaptive handle
     _adaptive_arguments: dict[str, Any]  # the arguments of ``adaptive``
 
     def __init__(
@@ -154,12 +153,11 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
 
         The first 20 transfers or so of a class try its tools and drop the worst first; later ones use the best. The
         tools are tried again when the best one's cost rises or falls by a factor of 1.5, and after 1024 transfers in
-        any case. Nothing is transferred that the program does not ask for. What was learned is kept for each device in
-        the user's cache folder, when a handle is closed or dropped and at exit; the next program starts from it. The
-        handles of a process that use the same device learn together. ``explain`` describes what was learned.
+        any case. Nothing is transferred that the program does not ask for. The handles of a process that use the same
+        device with the same settings learn together; a forked child continues from there, any other process begins
+        anew. ``explain`` describes what was learned, ``freeze`` ends learning.
 
-        The environment variable ``NVME_OPS_ADAPTIVE``, read when a handle is made, limits it: ``frozen`` uses what is
-        known and learns nothing, so that the same calls always use the same tools; ``off`` makes it a ``tuned`` handle.
+        With the environment variable ``NVME_OPS_ADAPTIVE=off``, read when a handle is made, it is a ``tuned`` handle.
 
         Args:
             path: as for ``tuned``.
@@ -170,38 +168,44 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
             FileNotFoundError: the parent folder of ``path`` is missing.
             ValueError: as for the arguments; an unknown value of ``NVME_OPS_ADAPTIVE``.
         """
-        from nvme_ops.filesystem.device import identify
-        from nvme_ops.io.tuning.dictionary import dictionary_of
+        from nvme_ops.io.tuning.adaptive import learner_of
 
         handle = cls.tuned(path, way=way, **given)
-        device = identify(path, way or cls._way, handle.backend)
-        handle._dictionary = dictionary_of(device, handle._settings, given)
-        if handle._dictionary is not None:
+        handle._learner = learner_of(path, way or cls._way, handle.backend, handle._settings, given)
+        if handle._learner is not None:
             handle._adaptive_arguments = {"path": os.path.abspath(os.fspath(path)), "way": way, **given}
             handle._engine = handle._make_engine()
-            weakref.finalize(handle, handle._dictionary.save)
         return handle
 
-    def learned(self) -> list[Learned]:
+    def learned(self) -> list[TransferClass]:
         """Returns what was learned about each class of transfers on the device; [] if the handle is not adaptive."""
-        if self._dictionary is None:
+        if self._learner is None:
             return []
         if not self.closed:
-            self._engine.sweep()
-        return self._dictionary.learned()
+            self._engine.sweep()  # what has ended counts
+        return self._learner.learned()
 
     def explain(self) -> str:
         """Describes what was ``learned``: for each class the tool in use, its speed, and the others that were tried."""
-        if self._dictionary is None:
+        if self._learner is None:
             return "not adaptive, or NVME_OPS_ADAPTIVE=off: every transfer uses the handle's settings"
-        lines = [str(one) for one in self.learned()]
-        return "\n".join([*lines, "" if lines else "nothing was transferred yet", self._dictionary.words()]).strip()
+        return self._learner.explain(self.learned())
+
+    def freeze(self) -> None:
+        """Ends learning, here and in all handles that learn together with this one: the choice of tools stays as it is.
+
+        From then on the tool depends on the call alone: only a call with many tensors is of the class ``crowd``, and
+        a read uses the tool of most reads of its kind before, whether cached or not. A class whose tools were never
+        tried to the end uses the handle's settings. Does nothing if the handle is not adaptive.
+        """
+        if self._learner is not None:
+            self._learner.freeze()
 
     def _make_engine(self) -> Engine:
         return self._native_engine(native())
 
     def _native_engine(self, module: Any) -> Engine:
-        experience = None if self._dictionary is None else self._dictionary.of(module)
+        experience = None if self._learner is None else self._learner.experience(module)
         *sizes, lanes, backend, cache = self._settings.values()
         lanes = AUTOMATIC if lanes is None else lanes
         return cast("Engine", module.Engine(*sizes, lanes, backend or "", cache, experience))
@@ -216,8 +220,6 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
                 self.wait()
         finally:
             self._engine = cast("Engine", ClosedEngine())
-            if self._dictionary is not None:
-                self._dictionary.save()
 
     @property
     def closed(self) -> bool:
@@ -233,7 +235,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles the handle's settings: unpickling makes a new handle with the same ones, adaptive if this one is."""
-        if self._dictionary is not None:
+        if self._learner is not None:
             return functools.partial(type(self).adaptive, **self._adaptive_arguments), ()
         return functools.partial(type(self), **self._settings), ()
 

@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _keep(result: TuneResult) -> None:
     for tuned in result.devices:
         found = details(tuned)
-        known = None if result.options.replace else store.load(tuned.identity, "tuned", store.settings_of)
+        known = None if result.options.replace else store.load(tuned.identity)
         if known and (problem := why_keep(known, found)):
             say(f"not kept for aio_handle.tuned, which has the result of {known.get('date')}: {problem}; "
                  "--replace keeps this one")  # fmt: skip

@@ -27,8 +27,11 @@ class Holes:
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of _by_size, in order
 
-    def find(self, nbytes: int) -> tuple[int, int] | None:
-        """Returns start and size of the smallest hole that has ``nbytes`` bytes; None if there is none."""
+    def find(self, nbytes: int, last: bool = False) -> tuple[int, int] | None:
+        """Returns start and size of the smallest hole that has ``nbytes`` bytes, or of the ``last``; None without."""
+        if last:
+            self._settle()
+            return max(((start, size) for start, size in list(self._starts.items()) if size >= nbytes), default=None)
         while True:
             changes = self._changes if self._change is None else self._settle()
             index = bisect.bisect_left(self._sizes, nbytes)
@@ -39,15 +42,16 @@ class Holes:
                     return start, size
             return None
 
-    def take(self, start: int, size: int, nbytes: int) -> bool:
-        """Takes the first ``nbytes`` bytes of a hole that ``find`` has found.
+    def take(self, start: int, size: int, nbytes: int, at_end: bool = False) -> bool:
+        """Takes the first ``nbytes`` bytes, or the last, of a hole that ``find`` has found.
 
         Returns False if a signal handler has changed that hole meanwhile.
         """
         changes = self._changes if self._change is None else self._settle()
         if start not in self._starts or self._starts[start] != size:
             return False
-        return self._make(((start, size),), ((start + nbytes, size - nbytes),) if size > nbytes else (), changes)
+        rest = (start if at_end else start + nbytes, size - nbytes)
+        return self._make(((start, size),), (rest,) if size > nbytes else (), changes)
 
     def merge(self, start: int, nbytes: int) -> None:
         """Adds a range that became free, and joins it with its neighbours."""

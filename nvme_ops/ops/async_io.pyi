@@ -41,19 +41,10 @@ class Experience:
     """
 
     def __new__(
-        cls, first: Sequence[int], lanes: int, fixed: tuple[bool, bool, bool, bool], cufile: bool, frozen: bool, /
+        cls, first: Sequence[int], lanes: int, fixed: tuple[bool, bool, bool, bool], cufile: bool, /
     ) -> Experience: ...
     def entries(self) -> list[tuple[Any, ...]]: ...
-    def restore(
-        self,
-        fields: tuple[int, ...],
-        tools: Sequence[Sequence[int]],
-        costs: Sequence[float],
-        chosen: int,
-        usual: float,
-        transfers: int,
-        /,
-    ) -> None: ...
+    def freeze(self) -> None: ...
 
 class Engine:
     """The lanes of one handle. ``memory`` is a tensor or anything with the buffer protocol.

@@ -31,9 +31,9 @@ from nvme_ops.checkpoint.convert import convert
 from nvme_ops.checkpoint.dcp.tensors import _Chunk, _joined
 from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.io.file import shared_handle
-from nvme_ops.offload.order import Order
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.weights.window import read_now
+from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from tests.checkpoint.torch_files import OBJECTS
 from tests.conftest import watched
 from tests.contract.faulty import flip

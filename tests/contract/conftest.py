@@ -16,14 +16,12 @@ from tests.contract.suite import ADAPTERS, NEEDS
 
 
 @pytest.fixture(params=sorted(ADAPTERS))
-def kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[Capability]:
-    """Each of them in turn. What an adaptive handle learns is kept in the test's folder."""
+def kind(request: pytest.FixtureRequest) -> type[Capability]:
+    """Each of them in turn."""
     name = str(request.param)
     for each in NEEDS.get(name, "").split():
         pytest.importorskip(each)
-    native()  # before it is looked for elsewhere
-    if name == "Adaptive":
-        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    native()  # loaded once, not in every child
     return ADAPTERS[name]
 
 

@@ -86,10 +86,7 @@ def wrong_at(place: Path, refused: bool) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
-def test_everything_works_there(
-    kind: str, folder: Path, make_file_system: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for what an adaptive handle learns
+def test_everything_works_there(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> None:
     native()
 
     def work() -> None:

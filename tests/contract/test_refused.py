@@ -68,10 +68,7 @@ def under(call: str, error: int, folder: Path) -> list[str]:
         for quick in [(call, error) in QUICK]
     ],
 )
-def test_everything_works_or_says_what_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, call: str, error: int
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # for what an adaptive handle learns
+def test_everything_works_or_says_what_is_refused(folder: Path, call: str, error: int) -> None:
     for needed in " ".join(NEEDS.values()).split():
         pytest.importorskip(needed)
     native()

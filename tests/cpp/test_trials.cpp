@@ -38,6 +38,20 @@ bool has(const std::vector<Tool>& tools, const Tool& wanted) {
   return std::find(tools.begin(), tools.end(), wanted) != tools.end();
 }
 
+Tool small_blocks() {
+  Tool tool = handle_settings();
+  tool.block_size /= 4;
+  return tool;
+}
+
+// Reads so many times, of which `best` costs half of what the others do.
+void learn(Experience& experience, const Tool& best, bool cached, int times) {
+  for (int i = 0; i < times; ++i) {
+    const auto choice = experience.choose(reads(64 << 20));
+    experience.note(choice, 100, cached, choice.tool == best ? 50 : 100);
+  }
+}
+
 }  // namespace
 
 TEST(which_tool_is_chosen_and_how_often_it_looks) {
@@ -51,6 +65,7 @@ TEST(which_tool_is_chosen_and_how_often_it_looks) {
                           {"lucky in one round", 4, 2, {{{1, 0.5}, 9}, {{1, 1.1}, 8}, {{1, 1}, 1}}, 0, 1},
                           {"the first use of all is dear", 1, 3, {{{1000, 2}, 1}, {{1, 2}, 20}}, 0, 1},
                           {"costs stay", 1, 3, {{{1, 2}, 100}}, 0, 1},
+                          {"its best turn was a lucky one", 1, 3, {{{1, 0.5}, 5}, {{1, 1}, 500}}, 1, 1},
                           {"a cost changes", 1, 3, {{{1, 2}, 100}, {{4, 2}, 100}}, 1, 2}}) {
     const check::Context context(now.name);
     Trials trials(2, now.turn, now.rounds);
@@ -128,25 +143,6 @@ TEST(an_exploration_ends_even_if_nothing_can_be_measured) {
   }
 }
 
-TEST(what_was_found_before_is_used_at_once) {
-  Trials trials(3, 1, 3);
-  trials.restore(2, {1, 0, 0.5}, 0.5);
-  CHECK(use(trials, {1, 1, 0.5}, 10) == std::vector<std::size_t>(10, 2), "always this one");
-  use(trials, {1, 1, 5}, 100);
-  CHECK_EQUAL(trials.chosen(), 0U);
-  Trials slower(2, 1, 3);
-  slower.restore(1, {1, 0.5}, 0.5);
-  use(slower, {1, 2}, 60);  // what has changed between two programs
-  CHECK_EQUAL(slower.chosen(), 0U);
-  for (const double usual : {1.0, 0.0}) {  // its best turn was a lucky one
-    Trials lucky(2, 1, 3);
-    lucky.restore(1, {0.9, 0.5}, usual);
-    use(lucky, {1.1, 1}, 500);
-    CHECK_EQUAL(lucky.explorations(), 1U);
-    CHECK_EQUAL(lucky.usual(), 1.0);
-  }
-}
-
 TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
   for (const std::uint64_t bytes : {4 << 10, 256 << 10, 1 << 20, 64 << 20}) {
     Tool cached = handle_settings();
@@ -160,7 +156,7 @@ TEST(no_write_and_no_large_read_goes_through_the_page_cache) {
 
 TEST(small_reads_take_turns_of_four) {
   for (const std::uint64_t bytes : {4 << 10, 256 << 10, 1 << 20}) {
-    Experience experience(bounds(), false);
+    Experience experience(bounds());
     const unsigned turn = bytes <= 256 << 10 ? 4 : 1;
     for (unsigned i = 0; i < turn + 2; ++i) {  // the very first one does not count
       const auto choice = experience.choose(reads(bytes));
@@ -171,7 +167,7 @@ TEST(small_reads_take_turns_of_four) {
 }
 
 TEST(what_the_page_cache_has_is_a_class_of_its_own) {
-  Experience experience(bounds(), false);
+  Experience experience(bounds());
   const auto kind = reads(64 << 20);
   const auto cold = experience.choose(kind);
   CHECK(!cold.kind.cached, "nothing is known");
@@ -184,7 +180,7 @@ TEST(what_the_page_cache_has_is_a_class_of_its_own) {
 }
 
 TEST(a_transfer_that_is_not_measured_takes_no_turn) {
-  Experience experience(bounds(), false);
+  Experience experience(bounds());
   const auto kind = reads(64 << 20);
   for (int i = 0; i < 100; ++i) {
     const auto choice = experience.choose(kind, false);
@@ -200,42 +196,44 @@ TEST(a_transfer_that_is_not_measured_takes_no_turn) {
 }
 
 TEST(frozen_it_learns_nothing) {
-  Experience experience(bounds(), true);
-  for (int i = 0; i < 50; ++i) {
-    const auto choice = experience.choose(reads(64 << 20));
-    CHECK(choice.tool == handle_settings(), "nothing is known");
-    experience.note(choice, 100, false, i);
+  for (const bool known : {false, true}) {
+    Experience experience(bounds());
+    if (known) learn(experience, small_blocks(), false, 30);
+    experience.freeze();
+    for (int i = 0; i < 50; ++i) {
+      const auto choice = experience.choose(reads(64 << 20));
+      CHECK(choice.tool == (known ? small_blocks() : handle_settings()), "what is known");
+      experience.note(choice, 100, false, 100 * i);
+    }
+    CHECK_EQUAL(experience.entries().size(), known ? 1U : 0U);
+    if (known) CHECK_EQUAL(experience.entries().begin()->second.transfers, 30U);
   }
-  CHECK(experience.entries().empty(), "and nothing is learned");
-  const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
-  experience.restore(reads(64 << 20), 1, std::vector<double>(tools.size(), 1), 1, 7);
-  CHECK(experience.choose(reads(64 << 20)).tool == tools[1], "what was found before");
+}
+
+TEST(frozen_while_it_explores_it_uses_what_was_chosen_before) {
+  Experience experience(bounds());
+  learn(experience, handle_settings(), false, 2);
+  const auto begun = experience.choose(reads(64 << 20));
+  CHECK(!(begun.tool == handle_settings()), "another tool is tried");
+  experience.freeze();
+  experience.lose(begun);
+  for (int i = 0; i < 10; ++i) CHECK(experience.choose(reads(64 << 20)).tool == handle_settings(), "nothing is chosen");
 }
 
 TEST(frozen_it_uses_the_same_tool_whatever_the_page_cache_has) {
   for (const bool cached_more : {false, true}) {
-    Experience experience(bounds(), true);
-    TransferClass kind = reads(64 << 20);
-    const std::vector<Tool> cold = tools_for(kind, bounds());
-    experience.restore(kind, 1, std::vector<double>(cold.size(), 1), 1, cached_more ? 7 : 9);
-    kind.cached = true;
-    const std::vector<Tool> hot = tools_for(kind, bounds());
-    experience.restore(kind, 2, std::vector<double>(hot.size(), 1), 1, 8);
+    Experience experience(bounds());
+    Tool direct = handle_settings();
+    direct.cache = Cache::Direct;  // a tool for what the page cache has
+    learn(experience, small_blocks(), false, cached_more ? 30 : 60);
+    learn(experience, direct, true, 45);
+    experience.freeze();
     for (const bool cached : {true, false, true}) {
-      const auto choice = experience.choose(kind);
-      CHECK(choice.tool == (cached_more ? hot[2] : cold[1]), "that of most transfers");
+      const auto choice = experience.choose(reads(64 << 20));
+      CHECK(choice.tool == (cached_more ? direct : small_blocks()), "that of most transfers");
       experience.note(choice, 100, cached, 1);
     }
   }
-}
-
-TEST(what_was_found_for_another_number_of_tools_is_left_aside) {
-  Experience experience(bounds(), false);
-  const std::vector<Tool> tools = tools_for(reads(64 << 20), bounds());
-  const std::vector<double> costs(tools.size(), 1);
-  experience.restore(reads(64 << 20), tools.size(), costs, 1, 1);
-  experience.restore(reads(64 << 20), 0, {1}, 1, 1);
-  CHECK(experience.entries().empty(), "none of these can be used");
 }
 
 TEST(lower_priorities_are_not_counted_beside_a_transfer) {

@@ -18,9 +18,11 @@ from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import safetensors_format as layout
 from nvme_ops.io.tensors import DEVICE_ALIGNMENT
 from nvme_ops.measure.files import cached_share
-from nvme_ops.offload.weights.source import WeightFile
+from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.stored import Weights, stored_tensors
-from nvme_ops.offload.weights.window import Window
+from nvme_ops.offload.weights.window import Window, memory_for
+from nvme_ops.storage.source import WeightFile
 from tests.conftest import MIB, pattern, store
 from tests.data.samples import sample, write
 from tests.device.kinds import Device, in_own_process
@@ -70,7 +72,9 @@ def test_weights_that_are_streamed(device: Device, folder: Path) -> None:
     stored = dict(stored_tensors(file, layout.read(file.file.fileno(), path), Weights(), there))
     assert any(each.source.skipped % DEVICE_ALIGNMENT for each in stored.values())
     assert stored["f"][:, :2].shape == (0, 2)
-    window = Window(4 * sum(each.nbytes for each in TENSORS.values()), there, [each.source for each in stored.values()])
+    sources = [each.source for each in stored.values()]
+    nbytes = memory_for(4 * sum(each.nbytes for each in TENSORS.values()), sources)
+    window = Window(Residency(), tier_on(there, nbytes).share(), sources)
     for _ in range(2):
         require_aligned(device, {name: window.fetch(each.source) for name, each in stored.items() if each.nbytes})
     window.close()

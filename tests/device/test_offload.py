@@ -12,7 +12,7 @@ import torch
 
 from nvme_ops import load, save
 from nvme_ops.offload import stream_weights, swap_params
-from nvme_ops.offload.weights.residents import Resident, Residents
+from nvme_ops.offload.parameters.residents import Resident, Residents
 from tests.device.kinds import Device
 from tests.offload.models import Tied
 
@@ -62,16 +62,16 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
     there = device.empty(0).device
     source, target, result = (device.empty(1000, dtype=torch.float32) for _ in range(3))
 
-    class Behind(Residents):
+    class Behind(Resident):
         """Its device has something left to do of what the values are computed with."""
 
-        def _note_computed(self, entry: Resident) -> None:
+        def note_computed(self) -> None:
             device.keep_busy()
             target.copy_(source, non_blocking=True)
-            super()._note_computed(entry)
+            super().note_computed()
 
-    residents = Behind(folder, "test", budget=1 << 20, device=there, checksums=False, handle=device.handle())
-    resident = Resident("one", torch.empty(1000, dtype=torch.float32, device="meta"), there)
+    residents = Residents(folder, "test", budget=1 << 20, device=there, checksums=False, handle=device.handle())
+    resident = Behind("one", torch.empty(1000, dtype=torch.float32, device="meta"), there)
     with device.computing():
         residents.add(resident, torch.full((1000,), 3.0, device=there) if multiplied else None)
         if multiplied:

@@ -20,7 +20,6 @@ from nvme_ops.data.writer import settle_abandoned
 from nvme_ops.filesystem.device import Identity
 from nvme_ops.io.tensors import checksums_of
 from nvme_ops.io.tuning import store as tuning_store
-from nvme_ops.io.tuning.dictionary import SECTION, Dictionary
 from nvme_ops.storage import Session, TensorStore
 from tests.data.samples import index_of, index_parts, write_mds, write_tar
 from tests.faults import hostile_checkpoints as checkpoints
@@ -199,25 +198,7 @@ def write_tuned(folder: Path) -> None:
 
 
 def read_tuned(_: Path) -> None:
-    tuning_store.load(DEVICE, "tuned", tuning_store.settings_of)
-
-
-def write_adaptive(folder: Path) -> None:
-    native()
-    os.environ["XDG_CACHE_HOME"] = str(folder)
-    entry = {
-        "op": "async_io", "class": [0, 5, 0, 0, 0], "costs": [1e-9, 2e-9], "chosen": 0, "usual": 1e-9, "transfers": 50,
-        "tools": [[1 << 20, 32, 1, False, False, 0], [1 << 18, 8, 2, True, False, 1]],
-    }  # fmt: skip
-    with tuning_store.changing(DEVICE) as document:
-        document[SECTION] = [entry]
-
-
-def read_adaptive(_: Path) -> None:
-    made = Dictionary(DEVICE, (1 << 20, 32, 1, False, False, 0), 2, (False,) * 4, False)
-    made.of(native())
-    for each in made.learned():
-        str(each)
+    tuning_store.load(DEVICE)
 
 
 FORMATS = {
@@ -245,6 +226,5 @@ FORMATS = {
     "journal": Format(write_session, read_session, ".nvme_ops-*/7d95*", changed_journal),
     "claim": Format(write_claim, read_claim, ".*-claim", changed_json),
     "tuned": Format(write_tuned, read_tuned, "nvme_ops/tune/*.json", changed_json),
-    "adaptive": Format(write_adaptive, read_adaptive, "nvme_ops/tune/*.json", changed_json),
     "states": Format(checkpoints.write_states, checkpoints.read_states, "states", checkpoints.changed_states),
 }

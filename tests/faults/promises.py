@@ -27,7 +27,6 @@ from nvme_ops.base.settings import Settings
 from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.data.cli import main as nvme_data
 from nvme_ops.filesystem.device import Identity
-from nvme_ops.io.tuning import dictionary
 from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.offload import NvmeOptimizer
 from nvme_ops.op_builder import finished, jit
@@ -279,35 +278,9 @@ def _tuned(folder: Path, version: int) -> None:
 
 def _found_tuned(folder: Path) -> int:
     _settings_in(folder)
-    found: Any = tuning_store.load(IDENTITY, "tuned", tuning_store.settings_of)
+    found: Any = tuning_store.load(IDENTITY)
     require(found is None or found["long"] == [found["version"]] * 3000, f"{found}")
     return 0 if found is None else int(found["version"])
-
-
-class _Known:
-    """What a handle has learned, as the native module gives it."""
-
-    def __init__(self, version: int) -> None:
-        self._version = version
-
-    def entries(self) -> list[tuple[Any, ...]]:
-        tools = [(4096 * number, 1, 1, False, False, 0) for number in (1, 2)]
-        rest = tools, [1e-9, 2e-9], 0, 1e-9, 0, self._version, self._version
-        return [((0, size, place, 0, 0), *rest) for size in range(10) for place in range(4)]
-
-
-def _learned(folder: Path, version: int) -> None:
-    _settings_in(folder)
-    known = dictionary.Dictionary(IDENTITY, None, 1, (), False)
-    known._experiences["async_io"] = _Known(version)
-    known.save()
-
-
-def _found_learned(folder: Path) -> int:
-    _settings_in(folder)
-    found = [entry["transfers"] for entry in tuning_store.load(IDENTITY, dictionary.SECTION, list) or []]
-    require(not found or found == [found[0]] * 40, f"{found}")
-    return int(found[0]) if found else 0
 
 
 def _built(folder: Path, version: int) -> None:
@@ -364,7 +337,6 @@ PROMISES = {
     "File.sync": each(_file, _is_file),
     "TensorStore.sync": Promise(_store, _of_last(_check_store)),
     "tune": newest(_tuned, _found_tuned),
-    "adaptive": newest(_learned, _found_learned),
     "compiled op": each(_built, _is_built),
     **{
         f"NvmeOptimizer keep, {option}": Promise(

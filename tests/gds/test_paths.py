@@ -15,7 +15,7 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.io.gds import gds_handle
-from nvme_ops.io.tuning import dictionary
+from nvme_ops.io.tuning import adaptive
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import Doubles, round_trip, sample
 from tests.doubles import OLD, PEER_TO_PEER, FakeCuFile, Function, held
@@ -243,8 +243,7 @@ def test_the_slower_way_gets_another_chance(cufile: FakeCuFile, device: Doubles,
 def test_an_adaptive_handle_tries_both_ways_and_keeps_the_better_one(
     cufile: FakeCuFile, device: Doubles, folder: Path, kind: type[aio_handle]
 ) -> None:
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    dictionary.forget()
+    adaptive.forget()
     data = sample(20 * MIB)
     path = store(folder / "file", data)
     with kind.adaptive(folder) as handle:
@@ -259,3 +258,7 @@ def test_an_adaptive_handle_tries_both_ways_and_keeps_the_better_one(
             assert sum(uses(handle).values()) == 24
             assert not found.exploring
     assert "device" in {one.place for one in kind.adaptive(folder).learned()}
+    aio_handle.adaptive(folder, queue_depth=7).freeze()  # what moves memory of a device may not be loaded yet
+    handle = kind.adaptive(folder, way="cpu", queue_depth=7)
+    handle.sync_pread(device.empty(len(data)), path)
+    assert handle.learned() == []

@@ -89,7 +89,7 @@ def distributed(folder: Path) -> None:
 
 
 def tuning(folder: Path) -> None:
-    found = tuning_store.load(make.IDENTITY, "tuned", tuning_store.settings_of)
+    found = tuning_store.load(make.IDENTITY)
     assert tuning_store.settings_of(found) == make.SETTINGS
     assert found["found"] == "by hand"
 

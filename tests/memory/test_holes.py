@@ -1,4 +1,4 @@
-"""``Holes`` and ``Arena``: what is free is handed out once, also when Ctrl-C comes in the middle, and comes back."""
+"""``Holes`` and ``HostTier``: what is free is handed out once, also when Ctrl-C comes in the middle, and comes back."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.memory.arena import Arena
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.tier import HostTier
 from tests import moments
 from tests.conftest import KIB, MIB, in_threads
 
@@ -54,7 +54,7 @@ def pool() -> Iterator[Pool]:
 
 
 def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
-    arena = Arena(pool, 4 * MIB)
+    arena = HostTier(4 * MIB, pool).share()
     part: Any = arena.allocate(3 * MIB)
     assert (part.nbytes, part.data_ptr() % 4096) == (3 * MIB, 0)
     view = part[4096:].view(torch.float32)
@@ -75,7 +75,7 @@ def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_no_part_is_lost_whatever_a_signal_handler_does_at_any_moment(pool: Pool, raises: bool) -> None:
-    arena = Arena(pool, 4 * MIB)
+    arena = HostTier(4 * MIB, pool).share()
 
     def use() -> None:
         parts = [arena.allocate(MIB) for _ in range(3)]
@@ -92,7 +92,7 @@ def test_no_part_is_lost_whatever_a_signal_handler_does_at_any_moment(pool: Pool
 
 
 def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
-    arena = Arena(pool, 4 * MIB)
+    arena = HostTier(4 * MIB, pool).share()
 
     def work(number: int) -> None:
         chance, held = random.Random(number), list[tuple[int, torch.Tensor]]()

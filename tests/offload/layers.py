@@ -10,9 +10,11 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.filesystem.publication import open_to_read
-from nvme_ops.offload.weights.experts import Experts, experts_of
+from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload.experts.experts import Experts, experts_of
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.grouped import _as_they_arrive
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from tests.conftest import KIB, pattern
 
 HALF = 8 * KIB
@@ -30,7 +32,8 @@ class Layers:
         parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
         pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
-        self.experts = Experts(room * SIZE, torch.device("cpu"), experts_of(self.sources, torch.device("cpu")))
+        cpu = torch.device("cpu")
+        self.experts = Experts(Residency(), tier_on(cpu, room * SIZE).share(), experts_of(self.sources, cpu))
         self.used: list[tuple[int, int]] = []
 
     def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 import nvme_ops
 from nvme_ops.offload import save_on_nvme, stream_weights, swap_gradients, swap_params
-from nvme_ops.offload.weights import residents, window
+from nvme_ops.offload.parameters import residents
+from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.stored import StoredTensor
 from tests.offload.elsewhere import same
 from tests.offload.random_model import Statement, namespace

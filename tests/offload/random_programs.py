@@ -20,8 +20,10 @@ from collections.abc import Sequence
 
 import torch
 
-from nvme_ops.offload import residency
-from nvme_ops.offload.weights import experts, residents, streamed, window
+from nvme_ops.offload.experts import experts
+from nvme_ops.offload.parameters import residents
+from nvme_ops.offload.residency import residency
+from nvme_ops.offload.weights import streamed, window
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
 from tests.offload.random_mixture import Mixture, MixtureWriter

@@ -175,8 +175,8 @@ def test_values_that_change_nothing_are_accepted_and_others_named(files: Path) -
     for dtype in ("float17", 16):
         with pytest.raises(ValueError, match=f"dtype must be .* not {dtype!r}"):
             from_pretrained(files, memory_budget="4M", dtype=dtype)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="unexpected keyword argument 'memory'"):
-        from_pretrained(files, memory_budget="4M", memory="4M")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bytes'"):
+        from_pretrained(files, memory_budget="4M", bytes="4M")
 
 
 # Heads that the files do not have

@@ -122,7 +122,7 @@ def test_the_plan_knows_lists_of_experts(folder: Path) -> None:
     with stream_weights(model, folder, memory_budget=2 * MIB) as streamed:
         experts = sizes_of(streamed)[0].experts
         assert (experts.experts, experts.used_per_token) == (64, 8)
-        assert 0 < experts.memory == streamed._nvme_window.experts.nbytes
+        assert 0 < experts.memory == streamed._nvme_window.experts.share.nbytes
 
 
 def count_joules(monkeypatch: pytest.MonkeyPatch) -> None:

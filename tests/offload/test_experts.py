@@ -21,8 +21,8 @@ import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
+from nvme_ops.offload.experts.experts import Experts, handle_in_order
 from nvme_ops.offload.weights import streamed
-from nvme_ops.offload.weights.experts import Experts, handle_in_order
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.offload.weights.routing import _most_likely_first
 from tests.conftest import KIB, in_threads

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nvme_ops.offload import stream_weights
-from nvme_ops.offload.weights.guesses import LayerGuesses, Trial
+from nvme_ops.offload.experts.guesses import LayerGuesses, Trial
 from tests.conftest import KIB
 from tests.contract.faulty import Faulty, Held
 from tests.offload.layers import SIZE, Layers

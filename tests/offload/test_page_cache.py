@@ -16,7 +16,7 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.weights import page_cache
+from nvme_ops.storage import page_cache
 from tests.conftest import MIB, forked
 from tests.offload.llama import saved_llama
 
@@ -60,9 +60,9 @@ class Streamed:
 
     def forget(self) -> None:
         """The page cache gives up the file, as for a program that needs the memory. Nothing is read meanwhile."""
-        for weight in list(self.model._nvme_window._in_memory):
-            if weight.arriving is not None:
-                weight.arriving.exception()
+        for weight in list(self.model._nvme_window.present):
+            if weight.arrival is not None:
+                weight.arrival.wait()
         with self.path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

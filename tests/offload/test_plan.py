@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_ops.base.text import MIB
-from nvme_ops.offload.order import Order, what_stays, worth_keeping
 from nvme_ops.offload.plan.estimate import (
     Computing,
     Mixture,
@@ -28,6 +27,8 @@ from nvme_ops.offload.plan.estimate import (
     ways,
 )
 from nvme_ops.offload.plan.probe import computing_of
+from nvme_ops.offload.residency.order import Order
+from nvme_ops.offload.residency.placement import what_stays, worth_keeping
 
 MB = 1_000_000
 LAYERS = (10 * MB,) * 20

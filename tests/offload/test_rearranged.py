@@ -14,8 +14,8 @@ from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import safetensors_format
 from nvme_ops.io.file import shared_handle
 from nvme_ops.offload import from_pretrained
-from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
+from nvme_ops.storage.source import WeightFile
 from tests.offload.llama import SIZES
 
 transformers: Any = pytest.importorskip("transformers")

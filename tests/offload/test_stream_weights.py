@@ -25,8 +25,8 @@ from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_sca
 from nvme_ops.io.engine import Priority
 from nvme_ops.offload import WindowStats, from_pretrained, stream_weights
 from nvme_ops.offload.weights import window
-from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
+from nvme_ops.storage.source import Source
 from tests.conftest import KIB, MIB
 from tests.offload.elsewhere import elsewhere, values
 from tests.offload.llama import saved_llama
@@ -360,8 +360,8 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
         content = file.read_bytes()
         os.truncate(file, 0)
         weight = weights._weight(source)
-        assert weights._begin(weight, Priority.PREFETCH)
-        assert isinstance(weight.arriving.exception(), EOFError)
+        assert weights._residency.begin(weights, weight, Priority.PREFETCH)
+        assert isinstance(weight.arrival.wait(), EOFError)
         file.write_bytes(content)
         assert torch.equal(embedding(torch.tensor([3]))[0], wanted)
 

@@ -18,8 +18,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from nvme_ops import aio_handle
 from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
-from nvme_ops.offload.weights import residents
-from nvme_ops.offload.weights.gradients import SwappedGradient
+from nvme_ops.offload.parameters import residents
+from nvme_ops.offload.parameters.gradients import SwappedGradient
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, WrappedEngine

@@ -184,7 +184,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.stream_weights(m, 'text', memory_budget='4M')", NotADirectoryError, "'text'"),
     ("offload.stream_weights(m, 'dir', memory_budget='4')", ValueError, "at least .* are needed"),
     ("offload.stream_weights(m, 'dir', memory_budget='4X')", ValueError, "is not a size; examples: 512M"),
-    ("offload.stream_weights(m, 'dir')", TypeError, "'memory_budget'"),
+    ("offload.stream_weights(m, 'dir')", TypeError, "either memory_budget= or memory="),
     ("offload.stream_weights('m', 'dir', memory_budget='4M')", TypeError, r"a torch\.nn\.Module, not str"),
     ("offload.stream_weights(torch.nn.ReLU(), 'dir', memory_budget='4M')", ValueError, "the model has no weights"),
     ("offload.stream_weights(m, 'dir', memory_budget='4M', quantize='int3')", ValueError, "None or 'int8'"),

@@ -174,7 +174,7 @@ def test_the_better_founded_result_is_kept(
     given: Namespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def kept() -> dict[str, Any]:
-        return store.load(DEVICE, "tuned", store.settings_of)["aio"]
+        return store.load(DEVICE)["aio"]
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tune._keep(result(given, outcome(DEFAULT), seconds=45))

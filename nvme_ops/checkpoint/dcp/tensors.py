@@ -17,8 +17,8 @@ from nvme_ops.checkpoint.dcp.reader import find
 from nvme_ops.checkpoint.request import listed
 from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.mistaken import refuse
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated
 from nvme_ops.offload.weights.window import read_now
+from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated
 
 _Sizes = tuple[int, ...]
 

@@ -24,10 +24,13 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
-from nvme_ops.offload.residency import Residency
+from nvme_ops.offload.residency.entry import Arrival
+from nvme_ops.offload.residency.policy import Policy
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
@@ -45,7 +48,35 @@ class _Files(StripedSlabs):
     leave_to_parent = StripedSlabs.close_descriptors
 
 
-class Activations(Residency[Unit]):
+class _Saved:
+    """What was saved, in the files."""
+
+    def __init__(self, files: _Files) -> None:
+        self._files = files
+
+    def read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
+        """Starts to fill a unit's memory; see ``Backing``."""
+        if entry.stored is None:
+            raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
+        stored, before = entry.stored, len(entry.stored.transfers)
+        try:
+            self._files.move(stored.pieces, memory, stored.transfers, False, priority)
+        except BaseException:
+            for each in stored.transfers[before:]:
+                each.request_cancel()  # nobody will ask how it ended
+            raise
+        transfers = stored.transfers[before:]
+        if stored.checksum is None:
+            return memory, transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
+        compared = JoinedOperation(transfers, self._files.compare, stored, memory, [])
+        return memory, IoFuture(as_operation(compared)), entry.nbytes
+
+    def write(self, entry: Unit) -> tuple[IoFuture, int]:
+        """Is never called: units are written by groups."""
+        raise NotImplementedError
+
+
+class Activations(Policy[Unit]):
     """Units that are used again in reverse order: the last ones stay in memory, the others wait on storage.
 
     The budget holds what was saved last. What no longer fits is written, the oldest first, while the program goes on;
@@ -64,7 +95,7 @@ class Activations(Residency[Unit]):
 
     _closed_error = "what keeps these tensors on storage was closed"
     _forked_error = "save_on_nvme is the parent process's: make one in this process"
-    _stats: ActivationStats
+    counts: ActivationStats
 
     def __init__(
         self,
@@ -74,16 +105,13 @@ class Activations(Residency[Unit]):
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        super().__init__(ActivationStats())
-        #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
-        self.is_busy: Callable[[], bool] = self._lock._is_owned  # type: ignore[attr-defined]
-        self._budget, self._checksums, self._native = budget, checksums, native()
+        self._checksums, self._native = checksums, native()
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
         self._all = Tally()  # that is in memory
         self._held, self._writing = Group(self._all), Group(self._all)  # as it was saved
-        self._in_memory = self._restored = Group(self._all)  # read into memory of ours
+        self._restored = Group(self._all)  # read into memory of ours
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
         self._leaving: list[OnStorage] = []  # is freed once no transfer uses it any more
@@ -97,9 +125,16 @@ class Activations(Residency[Unit]):
             session = undo.enter_context(Session(folders, name="activations"))
             self._files = _Files(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
+            share = Tier(budget, torch.device("cpu")).share()  # autograd's memory, and torch's
+            self._residency = Residency()
+            super().__init__(self._residency.lock, share, _Saved(self._files), ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()
             self._undo = undo.pop_all()
+        self.present = self._restored
+        #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
+        self.is_busy: Callable[[], bool] = self.lock._is_owned
+        self._residency.join(self)
 
     def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         """Saves bytes of a tensor's storage, and waits while too many are in memory.
@@ -109,7 +144,7 @@ class Activations(Residency[Unit]):
             ValueError: it was closed.
             RuntimeError: in a forked child.
         """
-        with self._lock:
+        with self.lock:
             self._collect()
             ticket = None
             for each in (place,) if place.part is None else (place, whole_of(tensor)):
@@ -124,14 +159,14 @@ class Activations(Residency[Unit]):
                 unit.seen.append((tensor.detach(), tensor._version))
         begin = time.perf_counter()
         while True:
-            with self._lock:
+            with self.lock:
                 write = self._write_some(unit)
             if write is None:
                 break
-            write.exception()
-            with self._lock:
+            write.wait()
+            with self.lock:
                 self._collect()
-        self._stats.seconds_waited += time.perf_counter() - begin
+        self.counts.seconds_waited += time.perf_counter() - begin
         return ticket
 
     def get(self, ticket: Ticket) -> torch.Tensor:
@@ -144,10 +179,10 @@ class Activations(Residency[Unit]):
         """
         unit = ticket.unit
         while True:
-            with self._lock:
-                memory, arriving, begun = self._take(unit)
+            with self.lock:
+                memory, arrival, begun = self._take(unit)
             try:
-                if arriving is None or self._await_arrival(unit, arriving, begun):
+                if arrival is None or self._residency.await_arrival(self, unit, arrival, begun):
                     break
             except Exception as error:
                 del memory
@@ -159,7 +194,7 @@ class Activations(Residency[Unit]):
 
     def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
-        with self._lock:
+        with self.lock:
             for place in places:
                 unit = self._by_place.get(place)
                 if unit is not None and unit.version == version and unit.ticket is not None and not unit.is_modified():
@@ -168,7 +203,7 @@ class Activations(Residency[Unit]):
 
     def take_pass(self) -> Pass | None:
         """Returns what is known about the last pass, after it is over, and only once."""
-        with self._lock:
+        with self.lock:
             self._collect()
             ended, self._ended = self._ended, None
             return ended
@@ -178,20 +213,20 @@ class Activations(Residency[Unit]):
         """Returns for example ``64 MiB saved, 48 MiB written, at most 16 MiB in memory``."""
         if self._closed:
             return "closed"
-        moved = f"{size_words(self._stats.bytes_saved)} saved, {size_words(self._stats.bytes_written)} written"
-        return f"{moved}, at most {size_words(self._budget)} in memory"
+        moved = f"{size_words(self.counts.bytes_saved)} saved, {size_words(self.counts.bytes_written)} written"
+        return f"{moved}, at most {size_words(self.share.nbytes)} in memory"
 
     def stats(self) -> ActivationStats:
         """Returns what was saved and moved so far."""
-        with self._lock:
+        with self.lock:
             if not self._closed and self._process == os.getpid():
                 self._collect()
-                self._stats.bytes_stored = self._files.bytes_in_use
-            return ActivationStats(**vars(self._stats))
+                self.counts.bytes_stored = self._files.bytes_in_use
+            return ActivationStats(**vars(self.counts))
 
     def close(self) -> None:
         """Waits for transfers and removes the files. What is not in memory is lost. Further calls do nothing."""
-        with self._lock:
+        with self.lock:
             if self._closed:
                 return
             self._closed = True
@@ -229,10 +264,10 @@ class Activations(Residency[Unit]):
         if not self._pooling:
             self._pooling = self._native.allocate_from_pool(True)
         if not self._this_pass:
-            self._began, self._before = time.perf_counter(), ActivationStats(**vars(self._stats))
+            self._began, self._before = time.perf_counter(), ActivationStats(**vars(self.counts))
         self._this_pass += unit.nbytes
-        self._stats.bytes_saved += unit.nbytes
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes)
+        self.counts.bytes_saved += unit.nbytes
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._all.nbytes)
         return ticket
 
     def _collect(self) -> None:
@@ -246,7 +281,7 @@ class Activations(Residency[Unit]):
             if (freed := self._gone[0].unit) is not None:
                 self._drop(freed)
             self._gone.popleft()  # not before: Ctrl-C may come in between
-        while (unit := next(iter(self._writing), None)) and (unit.writing is None or unit.writing.done()):
+        while (unit := next(iter(self._writing), None)) and (unit.leaving is None or unit.leaving.done()):
             self._end_write(unit)
         for stored in self._leaving.copy():
             if all(map(IoFuture.done, stored.transfers)):
@@ -258,16 +293,16 @@ class Activations(Residency[Unit]):
             if self._this_pass:
                 self._end_pass()
         # kept for reuse: what the budget has room for, or else what the layer at work needs
-        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self._budget - self._all.nbytes))
+        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self.share.nbytes - self._all.nbytes))
 
     def _end_pass(self) -> None:
-        before, now = self._before, self._stats
+        before, now = self._before, self.counts
         self._ended = Pass(
             seconds=self._asked - self._began,
             waited=now.seconds_waited - before.seconds_waited,
             moved=now.bytes_written + now.bytes_read - before.bytes_written - before.bytes_read,
             saved=self._this_pass,
-            budget=self._budget,
+            budget=self.share.nbytes,
         )
         self._last_pass, self._this_pass = self._this_pass, 0
         self._young.clear()
@@ -282,13 +317,13 @@ class Activations(Residency[Unit]):
         """Forgets a unit that nobody can ask for any more."""
         if unit.number not in self._units:
             return
-        if unit.arriving is not None:
-            unit.arriving.request_cancel()  # nobody waits for it, nor will ask how it ended
-        unit.memory = unit.values = unit.arriving = unit.ticket = None  # and no cycle is left
+        if unit.arrival is not None:
+            unit.arrival.request_cancel()  # nobody waits for it, nor will ask how it ended
+        unit.memory = unit.values = unit.arrival = unit.ticket = None  # and no cycle is left
         unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
             del self._by_place[unit.place]
-        if unit.writing is not None:
+        if unit.leaving is not None:
             self._cancel(unit)
         self._restored.pop(unit)
         if unit.stored is not None:
@@ -305,14 +340,14 @@ class Activations(Residency[Unit]):
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
         self._held[unit] = None  # first, as the write is not complete: Ctrl-C may come at any point
-        if unit.writing is not None:
-            unit.writing.request_cancel()
+        if unit.leaving is not None:
+            unit.leaving.request_cancel()
             self._leave(unit)
-            unit.writing = None
-            self._stats.bytes_cancelled += unit.nbytes
+            unit.leaving = None
+            self.counts.bytes_cancelled += unit.nbytes
 
     def _end_write(self, unit: Unit) -> None:
-        failure = unit.writing.exception() if unit.writing is not None else None
+        failure = unit.leaving.wait() if unit.leaving is not None else None
         if failure is not None:
             self._leave(unit)
             unit.trouble = failure
@@ -320,15 +355,15 @@ class Activations(Residency[Unit]):
         else:
             if unit.stored is not None:
                 unit.stored.transfers.clear()
-            self._discard(unit)
-            self._stats.bytes_written += unit.nbytes
-        unit.writing = None  # last: until then this can be repeated
+            self.discard(unit)
+            self.counts.bytes_written += unit.nbytes
+        unit.leaving = None  # last: until then this can be repeated
 
-    def _discard(self, entry: Unit) -> None:
+    def discard(self, entry: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
         entry.is_modified()
         entry.original = False
-        super()._discard(entry)
+        super().discard(entry)
         entry.seen.clear()
         if entry.stored is not None:  # what has failed has its traceback, and that the graph
             entry.stored.transfers[:] = itertools.filterfalse(IoFuture.done, entry.stored.transfers)
@@ -349,11 +384,11 @@ class Activations(Residency[Unit]):
         try:
             unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
             self._files.write(unit.stored, memory, transfers, Priority.WRITEBACK, self._checksums)
-            unit.writing = transfers[0] if len(transfers) == 1 else joined(transfers)
+            unit.leaving = Arrival(transfers[0] if len(transfers) == 1 else joined(transfers))
         except BaseException as error:
             for each in transfers:
                 each.request_cancel()  # nobody will ask how it ended
-            unit.writing = None
+            unit.leaving = None
             self._leave(unit)
             if not isinstance(error, OSError):
                 raise
@@ -361,20 +396,20 @@ class Activations(Residency[Unit]):
         self._writing[unit] = None
         return None
 
-    def _write_some(self, unit: Unit) -> IoFuture | None:
+    def _write_some(self, unit: Unit) -> Arrival | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
 
         Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then: what each
         thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
         ``unit``.
         """
-        if self._restored and self._all.nbytes > self._budget:
-            self._shrink(self._budget, lambda each: each.arriving is None or each.arriving.done())
+        if self._restored and self._all.nbytes > self.share.nbytes:
+            self._shrink(self.share.nbytes, lambda each: not each.is_arriving())
         young = set(itertools.chain.from_iterable(self._young.values()))
         for each in list(self._held):
-            over = self._held.nbytes + self._restored.nbytes > self._budget
-            surplus = self._last_pass - self._budget - (self._this_pass - self._held.nbytes)
-            if not over and (surplus <= 0 or self._writing.nbytes > max(_IN_FLIGHT, self._budget // 2)):
+            over = self._held.nbytes + self._restored.nbytes > self.share.nbytes
+            surplus = self._last_pass - self.share.nbytes - (self._this_pass - self._held.nbytes)
+            if not over and (surplus <= 0 or self._writing.nbytes > max(_IN_FLIGHT, self.share.nbytes // 2)):
                 break
             if each.number in young:
                 continue
@@ -382,9 +417,9 @@ class Activations(Residency[Unit]):
                 self._write_or_raise(each)
             elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
                 break
-        much = self._all.nbytes - unit.nbytes > self._budget + _IN_FLIGHT
+        much = self._all.nbytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
-        return None if oldest is None or oldest is unit else oldest.writing
+        return None if oldest is None or oldest is unit else oldest.leaving
 
     def _write_or_raise(self, unit: Unit) -> None:
         failure, unit.trouble = unit.trouble, None
@@ -401,13 +436,13 @@ class Activations(Residency[Unit]):
                 failure.errno,
                 f"{os.strerror(failure.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward "
                 f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held.nbytes)} in "
-                f"memory spend the memory_budget of {size_words(self._budget)}",
+                f"memory spend the memory_budget of {size_words(self.share.nbytes)}",
                 failure.filename,
             ) from None
         if failure is not None:
             raise _named(failure, unit, "to be saved for the backward pass, could not be written")
 
-    def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
+    def _take(self, unit: Unit) -> tuple[torch.Tensor, Arrival | None, bool]:
         """Returns a unit's memory, the read that fills it, and whether that began now; reads others ahead."""
         if unit.memory is not None and unit.original:
             if unit.is_modified():
@@ -418,7 +453,7 @@ class Activations(Residency[Unit]):
                     f"{unit.memory.untyped_storage().nbytes()} bytes after that, and has not got them back"
                 )
             if self._process == os.getpid() and not self._closed:
-                if unit.writing is not None:
+                if unit.leaving is not None:
                     self._cancel(unit)
                 self._collect()
                 if self._away:
@@ -431,36 +466,22 @@ class Activations(Residency[Unit]):
         if begun:
             self._has_room_for(unit)
             try:
-                self._begin(unit, Priority.DEMAND)
+                self._residency.begin(self, unit, Priority.DEMAND)
             except OSError as error:
                 raise _named(error, unit, _NOT_READ) from None
         unit.demanded = True
         memory: Any = unit.memory
         if self._away:
             self._read_ahead(unit)
-        return memory, unit.arriving, begun
+        return memory, unit.arrival, begun
 
-    def _allocate(self, entry: Unit) -> torch.Tensor:
+    def allocate(self, entry: Unit) -> torch.Tensor:
+        """Returns memory of torch's."""
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._all.nbytes + entry.nbytes)
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
 
-    def _read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
-        if entry.stored is None:
-            raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
-        stored, before = entry.stored, len(entry.stored.transfers)
-        try:
-            self._files.move(stored.pieces, memory, stored.transfers, False, priority)
-        except BaseException:
-            for each in stored.transfers[before:]:
-                each.request_cancel()  # nobody will ask how it ended
-            raise
-        transfers = stored.transfers[before:]
-        self._stats.peak_bytes = max(self._stats.peak_bytes, self._all.nbytes + entry.nbytes)
-        if stored.checksum is None:
-            return memory, transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
-        compared = JoinedOperation(transfers, self._files.compare, stored, memory, [])
-        return memory, IoFuture(as_operation(compared)), entry.nbytes
-
-    def _complete_arrival(self, entry: Unit) -> None:
+    def note_arrival(self, entry: Unit) -> None:
+        """Notes the version of memory that is complete."""
         if entry.memory is not None:
             entry.handed_out = entry.memory._version  # which counts copies to an accelerator
 
@@ -470,13 +491,13 @@ class Activations(Residency[Unit]):
             if self._all.nbytes <= most:
                 break
             if may_leave(unit):
-                self._discard(unit)
+                self.discard(unit)
         return self._all.nbytes <= most
 
     def _has_room_for(self, unit: Unit) -> bool:
         """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
-        most = self._budget + _IN_FLIGHT - unit.nbytes
-        return self._shrink(most, lambda each: each.demanded and each.arriving is None)
+        most = self.share.nbytes + _IN_FLIGHT - unit.nbytes
+        return self._shrink(most, lambda each: each.demanded and each.arrival is None)
 
     def _read_ahead(self, unit: Unit) -> None:
         number = unit.number
@@ -484,11 +505,11 @@ class Activations(Residency[Unit]):
             number = self._away[place - 1]
             other = self._units.get(number)
             if other is not None and other.memory is None:
-                room = self._budget + _IN_FLIGHT - self._all.nbytes
+                room = self.share.nbytes + _IN_FLIGHT - self._all.nbytes
                 if other.nbytes > room and not self._has_room_for(other):  # units that leave for it join the list
                     return
                 try:
-                    self._begin(other, Priority.PREFETCH)
+                    self._residency.begin(self, other, Priority.PREFETCH)
                 except OSError:  # it is raised on demand
                     return
             del self._away[bisect.bisect_left(self._away, number)]

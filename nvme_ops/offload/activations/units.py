@@ -12,7 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nvme_ops.base.text import size_words
 from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.activations.saved_tensors import StoragePart, copy_of, made_of
-from nvme_ops.offload.residency import Entry, Stats, tensors_over
+from nvme_ops.offload.residency.entry import Entry, tensors_over
+from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.striped import Piece
 
 

@@ -22,10 +22,10 @@ from transformers.cache_utils import (
 )
 
 from nvme_ops.base.closing import Closing
-from nvme_ops.base.text import bytes_of, counted, never_raising
+from nvme_ops.base.text import counted, never_raising
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.cache.paged import PagedLayer
 from nvme_ops.offload.cache.pager import CacheStats, Pager
+from nvme_ops.offload.memory import Memory, budget_of
 
 
 class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -36,7 +36,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def __init__(self, pager: Pager, number: int, sliding_window: int | None = None) -> None:
         self._pager, self._window = pager, sliding_window
-        self._paged = PagedLayer(pager, number, sliding_window)
+        self._paged = pager.layer(number, sliding_window)
         if sliding_window is not None:
             self.is_sliding = True
             self.sliding_window = sliding_window
@@ -44,7 +44,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def is_initialized(self) -> bool:  # type: ignore[override]
         """Whether the shape of the keys and values is known."""
-        return self._paged.started
+        return self._paged.batch > 0
 
     @property
     def keys(self) -> torch.Tensor | None:  # type: ignore[override]
@@ -57,18 +57,12 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._half(1)
 
     def _half(self, half: int) -> torch.Tensor | None:
-        if not self._paged.started:
-            return None
-        self._pager.use(self._paged)
-        found = self._paged.half(half)
-        self._pager.ahead(0)
-        return found
+        return self._pager.half(self._paged, half) if self._paged.batch else None
 
     @torch.no_grad()
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Takes the shapes and dtypes of the keys and values, ``[batch, heads, tokens, width]``."""
-        self._pager.use(self._paged)
-        self._paged.start(key_states, value_states)
+        self._pager.start(self._paged, key_states, value_states)
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -84,10 +78,7 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if torch.is_grad_enabled() and (key_states.requires_grad or value_states.requires_grad):
             raise RuntimeError("NvmeCache is for inference: run the model under torch.no_grad()")
         with torch.no_grad():
-            self._pager.use(self._paged)
-            found = self._paged.append(key_states, value_states)
-            self._pager.ahead(key_states.shape[-2])
-        return found
+            return self._pager.append(self._paged, key_states, value_states)
 
     def get_seq_length(self) -> int:
         """Returns the number of tokens seen so far."""
@@ -110,21 +101,18 @@ class NvmeLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Forgets the last ``-tokens_to_remove`` tokens. Moves no data. Raises ValueError for a positive number."""
         if tokens_to_remove > 0:
             raise ValueError(f"the number of tokens to remove is given as a negative one, not {tokens_to_remove}")
+        if self._paged.batch:
+            self._pager.crop(self._paged, max(0, self._paged.tokens + tokens_to_remove))
         self._pager.require_open()
-        if self._paged.started:
-            self._paged.crop(max(0, self._paged.tokens + tokens_to_remove))
 
     def reset(self) -> None:
         """Forgets everything; the space in the files is used again."""
-        self._pager.require_open()
-        self._paged.reset()
+        self._pager.reset(self._paged)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Reorders the batch. Tokens in the files are not written again, unless the size of the batch changes."""
-        self._pager.require_open()
-        if self._paged.tokens:
-            with torch.no_grad():
-                self._paged.reorder(beam_idx.to("cpu"))
+        with torch.no_grad():
+            self._pager.reorder(self._paged, beam_idx.to("cpu"))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row of the batch ``repeats`` times."""
@@ -193,6 +181,7 @@ class NvmeCache(Closing, DynamicCache):
         folder: where files go; several, each on a device of its own, share the layers by their measured rates.
         memory_budget: bytes of host memory for keys and values, those of the layer in use included, or a size such as
             ``"4G"``.
+        memory: in place of a budget of its own, one that is shared with streamed weights, which give way.
         config: the model's. With it, layers with a sliding window keep no more than the window, and layers with a
             recurrent state instead of keys and values are supported: their state stays in memory.
         handle: moves the bytes; one for the whole process when None.
@@ -205,14 +194,15 @@ class NvmeCache(Closing, DynamicCache):
     def __init__(
         self,
         folder: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
-        memory_budget: int | str,
+        memory_budget: int | str | None = None,
         *,
+        memory: Memory | None = None,
         config: Any = None,
         handle: aio_handle | None = None,
     ) -> None:
-        budget = bytes_of("memory_budget", memory_budget)
+        given = budget_of(memory_budget, memory)
         layers = None if config is None else _layers_of(config)
-        self._pager = pager = Pager(folder, budget, handle)
+        self._pager = pager = Pager(folder, given, handle)
         if layers is not None:
             paged = (NvmeLayer, NvmeHybridLayer)
             Cache.__init__(

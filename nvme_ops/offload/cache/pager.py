@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import os
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
-from nvme_ops.base.native import native
+from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.memory.pool import Pool, charge_of
-from nvme_ops.offload.cache.paged import PagedLayer
-from nvme_ops.offload.residency import Stats, Usable
+from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.offload.cache.layer import PagedLayer
+from nvme_ops.offload.cache.segments import Segments
+from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.residency.entry import Entry
+from nvme_ops.offload.residency.policy import Policy, Read, Stats
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session
 from nvme_ops.storage.striped import StripedSlabs
 
@@ -39,7 +42,32 @@ class CacheStats(Stats):
     bytes_cached: int = 0  #: keys and values, in memory or in files
 
 
-class Pager(Usable):
+class _Room(Entry):
+    """Memory of a layer beside that which its tokens are in."""
+
+    def __init__(self, layer: PagedLayer, nbytes: int) -> None:
+        super().__init__(nbytes)
+        self.layer = layer
+
+
+class _Tail(_Room):
+    """Memory for the tail of a layer."""
+
+
+class _Files:
+    """The files of the layers."""
+
+    def read(self, entry: Entry, memory: torch.Tensor, priority: Priority) -> Read:
+        """Starts to fill a layer's memory; see ``Backing``."""
+        transfer, nbytes = _layer(entry).load(memory, priority)
+        return memory, transfer, nbytes
+
+    def write(self, entry: Entry) -> tuple[IoFuture, int]:
+        """Starts to write what the files do not have."""
+        return _layer(entry).store()
+
+
+class Pager(Policy[Entry]):
     """Keeps as many layers in memory as the budget allows, and reads the others while those before them are used.
 
     Layers are used in a cycle. Those that stay are spread evenly among the others, so that reads go on while they
@@ -48,78 +76,216 @@ class Pager(Usable):
 
     Args:
         folders: where the files are, each on a device of its own.
-        budget: bytes of memory.
+        given: bytes of memory, or memory that is shared.
         handle: moves the bytes.
     """
 
     _closed_error = "this NvmeCache is closed"
     _forked_error = "this NvmeCache is the parent process's: make one of its own in this one"
+    patience = 0.0  # one thread uses it: nobody else will give memory back
+    counts: CacheStats
 
     def __init__(
-        self, folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]], budget: int, handle: aio_handle | None
+        self,
+        folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+        given: int | Memory,
+        handle: aio_handle | None,
     ) -> None:
-        super().__init__()
+        host = torch.device("cpu")
+        if isinstance(given, int):
+            self._memory, budget = None, given
+            share = tier_on(host, max(PAGE, budget // PAGE * PAGE)).share()
+            self._residency = Residency()
+        else:
+            self._memory, budget = given, given.nbytes
+            share, self._residency = given.share(host), given.residency
+        super().__init__(self._residency.lock, share, _Files(), CacheStats())
         self.budget = budget
-        self.page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
+        self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
         self._current = -1  # the place of the layer in use
+        self._asked = 0  # bytes of memory that were needed last
         self._cycled = False  # whether all layers are known
-        self._leaving: list[tuple[Sequence[IoFuture], int]] = []  # writes, and bytes of memory that they will free
-        self._pool: Pool | None = None
-        self.moved = CacheStats()  #: counted by the layers, too
         with contextlib.ExitStack() as undo:
             self._session = Session(folders, name="keys and values")
             undo.callback(self._session.close)
-            self.slabs = StripedSlabs(self._session, "keys and values", handle_of(handle), None)
-            undo.callback(self.slabs.close)
-            if not self.slabs.is_measured:
-                self.slabs.measure()
+            self._slabs = StripedSlabs(self._session, "keys and values", handle_of(handle), None)
+            undo.callback(self._slabs.close)
+            if not self._slabs.is_measured:
+                self._slabs.measure()
             self._session.lend("", self)
+            if self._memory is not None:
+                self._memory.join(self)
             undo.pop_all()
+        self._residency.join(self)
 
-    # Called by layers
+    def layer(self, number: int, window: int | None) -> PagedLayer:
+        """Returns a new layer."""
+        return PagedLayer(number, self._page_bytes, window)
 
-    def lease(self, nbytes: int, layer: PagedLayer) -> torch.Tensor:
-        """Returns memory for a layer, evicting others for it. Raises MemoryError, or OSError if none can be written."""
-        begin = time.perf_counter()
-        failed: dict[PagedLayer, OSError] = {}
+    # What is done with a layer
+
+    def start(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Takes shapes and dtypes from keys and values, ``[batch, heads, tokens, width]``. Raises as ``append``."""
+        self._use(layer)
+        layer.device = keys.device
+        layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
         try:
-            while charge_of(nbytes) <= self.budget:
-                if (found := self._try_lease(nbytes, layer)) is not None:
-                    return found
-                if self._leaving:
-                    for transfer in self._leaving[0][0]:
-                        transfer.exception()
-                    self._drop_left()
-                elif victims := [each for each in self._by_worth() if each is not layer and each not in failed]:
-                    try:
-                        self._evict(victims[0])
-                    except OSError as error:  # another layer may be in the files already
-                        failed[victims[0]] = error
-                elif failed:
-                    raise next(iter(failed.values()))
-                else:
-                    gc.collect()
-                    if (found := self._try_lease(nbytes, layer)) is not None:
-                        return found
-                    break
-        finally:
-            self.moved.seconds_waited += time.perf_counter() - begin
-        raise self._too_little(nbytes, layer)
+            layer.tail = self._room(_Tail(layer, layer.tail_bytes))
+        except BaseException:
+            layer.batch = layer.tail_bytes = 0
+            raise
+        layer.files = Segments(self._slabs, layer.number, layer.rows)
 
-    def wait(self, transfers: Iterable[IoFuture]) -> None:
-        """Waits for all transfers. Raises the first failure."""
-        begin = time.perf_counter()
-        failures = [each.exception() for each in transfers]
-        self.moved.seconds_waited += time.perf_counter() - begin
-        for failure in failures:
-            if failure is not None:
-                raise failure
+    def append(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens; returns the keys and values that attention sees: on the CPU views, elsewhere copies.
 
-    # Called by the cache
+        Raises:
+            MemoryError: they do not fit the budget.
+            OSError: the disk is full, or a read or a write failed. The layer is as it was.
+            ValueError: the shape is not that of the tokens before; or it is closed.
+        """
+        self._use(layer)
+        if not layer.batch:
+            self.start(layer, keys, values)
+        layer.require_like(keys, values)
+        self._bring(layer, keys.shape[2])
+        found = layer.append(keys, values)
+        self._ahead(keys.shape[2])
+        return found[0].to(layer.device), found[1].to(layer.device)
 
-    def use(self, layer: PagedLayer) -> None:
+    def half(self, layer: PagedLayer, half: int) -> torch.Tensor:
+        """Returns the keys (0) or the values (1) that are kept. Raises as ``append``."""
+        self._use(layer)
+        self._bring(layer, 0)
+        found = layer.half(half).to(layer.device)
+        self._ahead(0)
+        return found
+
+    def crop(self, layer: PagedLayer, tokens: int) -> None:
+        """Forgets all but the first ``tokens`` tokens; see ``PagedLayer.crop``."""
+        self.require_open()
+        self._end_transfers(layer)
+        layer.crop(tokens)
+
+    def reorder(self, layer: PagedLayer, rows: torch.Tensor) -> None:
+        """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays."""
+        self.require_open()
+        if not layer.tokens or torch.equal(rows, torch.arange(layer.batch, device="cpu")):
+            return
+        if len(rows) == layer.batch:
+            self._end_transfers(layer)
+            layer.reorder(rows)
+            return
+        self._bring(layer, 0)
+        self._end_transfers(layer)
+        old, batch = [layer.half(half) for half in (0, 1)], layer.batch
+        layer.shape(len(rows), layer.kinds)
+        try:
+            memory = self._room(_Room(layer, layer.memory_needed(0)))
+            tail = self._room(_Tail(layer, layer.tail_bytes))
+        except BaseException:
+            layer.shape(batch, layer.kinds)
+            raise
+        layer.select(rows, old, memory, tail, Segments(self._slabs, layer.number, layer.rows))
+
+    def reset(self, layer: PagedLayer) -> None:
+        """Forgets a layer's tokens and shape."""
+        self.require_open()
+        self._forget(layer)
+
+    def stats(self) -> CacheStats:
+        """Returns what was moved so far, and what the cache has now."""
+        return replace(
+            self.counts,
+            bytes_cached=sum(layer.bytes_cached for layer in self._layers),
+            bytes_stored=sum(layer.bytes_stored for layer in self._layers),
+            peak_bytes=self.share.peak,
+        )
+
+    def close(self) -> None:
+        """Waits for transfers, removes the files and releases the memory. Further calls do nothing."""
+        if not self.is_usable():
+            return
+        super().close()
+        with contextlib.ExitStack() as last_first:
+            last_first.callback(self._session.close)
+            last_first.callback(self._session.take_back, "", self)
+            last_first.callback(self._slabs.close)
+            for layer in self._layers:
+                self._forget(layer)
+            if self._memory is not None:
+                self._memory.leave(self)
+
+    def leave_to_parent(self) -> None:
+        """Closes descriptors in a forked child, since they would keep the space of removed files."""
+        self._slabs.close_descriptors()
+
+    # The policy
+
+    name = "an NvmeCache"
+
+    def least(self) -> int:
+        """Returns the bytes of memory for tails and the largest layer."""
+        sizes, tails = self._sizes()
+        return max([*sizes.values(), self._asked]) + tails
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory for all layers, and for one that grows."""
+        sizes, tails = self._sizes()
+        return sum(sizes.values()) + max([*sizes.values(), self._asked]) + tails
+
+    def allocate(self, entry: Entry) -> torch.Tensor | None:
+        """Returns memory; tails, which stay, lie side by side at its end, and all layers beside others' memory."""
+        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail) or self._memory is not None)
+
+    def require_room(self, entry: Entry) -> None:
+        """Raises MemoryError for a layer that is larger than the budget."""
+        if in_pages(entry.nbytes) > self.share.nbytes:
+            raise self.out_of_memory(entry)
+
+    def note_arrival(self, entry: Entry) -> None:
+        """Applies what was done to the layer while it was away."""
+        _layer(entry).arrive()
+
+    def note_eviction(self, entry: Entry) -> None:
+        """Keeps the tokens that no file has."""
+        _layer(entry).leave_memory()
+
+    def victims(self, after: int) -> Iterable[Entry]:
+        """Returns the layers in memory, in the order in which they are to leave it; for a prefetch not those kept."""
+        count, spared = len(self._layers), {self._layers[self._current]}
+        if after >= 0:
+            spared |= {self._layers[(self._current + number) % count] for number in range(1, after + 2)} | self._kept
+
+        def worth(place: int) -> tuple[bool, float]:
+            if self._layers[place] in self._kept or not self._cycled:
+                return self._layers[place] in self._kept, _worth(place)
+            return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
+
+        places = [self._layers[place] for place in sorted(range(count), key=worth)]
+        return [layer for layer in places if layer.memory is not None and layer not in spared]
+
+    def out_of_memory(self, entry: Entry) -> MemoryError:
+        """Returns an error that says what is needed, or what others have."""
+        layer, nbytes = _layer(entry), in_pages(entry.nbytes)
+        tails = sum(in_pages(each.tail_bytes) for each in {*self._layers, layer})
+        if nbytes + tails > self.share.nbytes:
+            return MemoryError(
+                f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "
+                f"{layer.tokens} tokens of a batch of {layer.batch} and what is added now, takes "
+                f"{size_words(nbytes)}, and the incomplete pages of the layers {size_words(tails)}: at "
+                f"least {least_words(nbytes + tails)} are needed"
+            )
+        return MemoryError(
+            f"no memory for layer {layer.number}, {size_words(nbytes)}: keys and values in use have "
+            f"{size_words(self.share.bytes_in_use)} of the memory_budget of {size_words(self.budget)}"
+        )
+
+    # Below
+
+    def _use(self, layer: PagedLayer) -> None:
         """Notes that this layer is in use until another one is. Raises as ``require_open`` does."""
         self.require_open()
         if layer not in self._layers:
@@ -129,107 +295,76 @@ class Pager(Usable):
             self._cycled = True
         self._current = place
 
-    def ahead(self, more: int) -> None:
+    def _bring(self, layer: PagedLayer, more: int) -> None:
+        """Brings all needed tokens into memory, with room for ``more``. Raises as ``append`` does."""
+        layer.nbytes = nbytes = layer.memory_needed(more)
+        if layer.memory is None or not layer.has_room(more):
+            self._ask(nbytes)
+        self._residency.fetch(self, layer, layer)
+        if layer.has_room(more):
+            return
+        pages = layer.pages()
+        try:
+            layer.move_to(self._room(_Room(layer, nbytes)), pages)
+        except MemoryError:  # there is no room beside the old memory
+            pages.clear()
+            self._residency.put_away(self, layer)
+            self._residency.fetch(self, layer, layer)
+
+    def _room(self, room: _Room) -> torch.Tensor:
+        self._ask(room.nbytes)
+        self.require_room(room)
+        return self._residency.room(self, room, -1)
+
+    def _ask(self, nbytes: int) -> None:
+        """Has others give way if they are to."""
+        self._asked = in_pages(nbytes)
+        if self._memory is not None:
+            self._memory.balance()
+
+    def _sizes(self, more: int = 0) -> tuple[dict[PagedLayer, int], int]:
+        """Returns the memory that each layer takes with ``more`` tokens, and that of all tails."""
+        layers = [layer for layer in self._layers if layer.batch]
+        sizes = {layer: in_pages(layer.memory_needed(more)) for layer in layers}
+        return sizes, sum(in_pages(layer.tail_bytes) for layer in layers)
+
+    def _end_transfers(self, layer: PagedLayer) -> None:
+        """Waits for those of a layer, which is to be changed."""
+        if layer.arrival is not None:
+            self._residency.await_arrival(self, layer, layer.arrival, begun=False)
+        self._residency.wait_until_written(self, layer)
+
+    def _forget(self, layer: PagedLayer) -> None:
+        for arrival in (layer.arrival, layer.leaving):
+            if arrival is not None:
+                arrival.wait()
+        layer.leaving = None
+        with self.lock:
+            self.discard(layer)
+        layer.clear()
+
+    def _ahead(self, more: int) -> None:
         """Reads the next layers, each with room for ``more`` tokens. A read that fails is retried on demand."""
         if self._cycled:
             self._choose(more)
-        with contextlib.suppress(OSError):
-            self._read_ahead(more)
-
-    def stats(self) -> CacheStats:
-        """Returns what was moved so far, and what the cache has now."""
-        return replace(
-            self.moved,
-            bytes_cached=sum(layer.nbytes for layer in self._layers),
-            bytes_stored=sum(layer.bytes_stored for layer in self._layers),
-            peak_bytes=self._pool.peak if self._pool else 0,
-        )
-
-    def close(self) -> None:
-        """Waits for transfers, removes the files and releases the memory. Further calls do nothing."""
-        if self._closed or self._process != os.getpid():
-            return
-        self._closed = True
-        with contextlib.ExitStack() as last_first:
-            last_first.callback(self._session.close)
-            last_first.callback(self._session.take_back, "", self)
-            last_first.callback(self.slabs.close)
-            for layer in self._layers:
-                layer.reset()
-            self._leaving.clear()
-
-    def leave_to_parent(self) -> None:
-        """Closes descriptors in a forked child, since they would keep the space of removed files."""
-        self.slabs.close_descriptors()
-
-    # Below
-
-    def _read_ahead(self, more: int) -> None:
-        current = self._layers[self._current]
-        wanted = {current}
-        for layer in [*self._layers[self._current + 1 :], *self._layers[: self._current]]:
-            if layer.resident or not layer.tokens:
-                wanted.add(layer)
-                continue
-            if not self._cycled and layer in self._layers[: self._current]:
-                break
-            nbytes = layer.memory_needed(more)
-            memory = self._try_lease(nbytes, layer) if self._make_room(nbytes, wanted) else None
-            if memory is None:
-                return
-            layer.load(memory, Priority.PREFETCH)
-            wanted.add(layer)
-        if not self._cycled:  # a new layer of the same size may follow
-            self._make_room(current.memory_needed(0), {current})
-
-    def _try_lease(self, nbytes: int, layer: PagedLayer) -> torch.Tensor | None:
-        if self._pool is None:
-            self._pool = Pool(self.budget, pinned=layer.device.type != "cpu")
-        try:
-            return self._pool.lease(nbytes, timeout=0).tensor
-        except TimeoutError:
-            return None
-
-    def _free(self) -> int:
-        if self._pool is None:
-            return self.budget
-        native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
-        return self.budget - self._pool.bytes_in_use
-
-    def _drop_left(self) -> None:
-        self._leaving = [each for each in self._leaving if not all(transfer.done() for transfer in each[0])]
-
-    def _evict(self, layer: PagedLayer) -> None:
-        nbytes = layer.memory_bytes
-        if writes := layer.evict():
-            self._leaving.append((writes, charge_of(nbytes)))
-
-    def _make_room(self, nbytes: int, wanted: set[PagedLayer]) -> bool:
-        """Evicts layers that are not ``wanted``; returns whether there is room now: writes may have to end first."""
-        self._drop_left()
-        charge = charge_of(max(1, nbytes))
-        while self._free() + sum(each for _, each in self._leaving) < charge:
-            found = [each for each in self._by_worth() if each not in wanted and each not in self._kept]
-            if not found:
-                return False
-            self._evict(found[0])
-        return self._free() >= charge
-
-    def _by_worth(self) -> list[PagedLayer]:
-        """Returns the layers in memory, in the order in which they are to leave it."""
-        count = len(self._layers)
-
-        def worth(place: int) -> tuple[bool, float]:
-            if self._layers[place] in self._kept or not self._cycled:
-                return self._layers[place] in self._kept, _worth(place)
-            return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
-
-        return [self._layers[place] for place in sorted(range(count), key=worth) if self._layers[place].resident]
+        with contextlib.suppress(OSError), self.lock:
+            order = [*self._layers[self._current + 1 :], *self._layers[: self._current]]
+            for number, layer in enumerate(order):
+                if layer.memory is not None or not layer.tokens:
+                    continue
+                if not self._cycled and layer in self._layers[: self._current]:
+                    break
+                layer.nbytes = layer.memory_needed(more)
+                if not self._residency.begin(self, layer, Priority.PREFETCH, number):
+                    return
+            if not self._cycled:  # a new layer of the same size may follow
+                self._ask(nbytes := self._layers[self._current].memory_needed(0))
+                self._residency.make_room(self, nbytes, 0)
 
     def _choose(self, more: int) -> None:
         """Decides which layers stay."""
-        sizes = {layer: charge_of(max(1, layer.memory_needed(more))) for layer in self._layers if layer.started}
-        room = self.budget - sum(charge_of(layer.tail_bytes) for layer in sizes)
+        sizes, tails = self._sizes(more)
+        room = self.share.nbytes - tails
         if sum(sizes.values()) <= room:
             self._kept = set(sizes)
             return
@@ -241,21 +376,9 @@ class Pager(Usable):
                 room -= sizes[layer]
                 self._kept.add(layer)
 
-    def _too_little(self, nbytes: int, layer: PagedLayer) -> MemoryError:
-        tails = sum(charge_of(each.tail_bytes) for each in {*self._layers, layer} if each.tail_bytes)
-        least = charge_of(nbytes) + tails
-        if least > self.budget:
-            return MemoryError(
-                f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "
-                f"{layer.tokens} tokens of a batch of {layer.batch} and what is added now, takes "
-                f"{size_words(charge_of(nbytes))}, and the incomplete pages of the layers {size_words(tails)}: at "
-                f"least {least_words(least)} are needed"
-            )
-        return MemoryError(
-            f"no memory for layer {layer.number}, {size_words(nbytes)}: keys and values in use have "
-            f"{size_words(self._pool.bytes_in_use if self._pool else 0)} of the memory_budget of "
-            f"{size_words(self.budget)}"
-        )
+
+def _layer(entry: Entry) -> PagedLayer:
+    return entry.layer if isinstance(entry, _Room) else cast("PagedLayer", entry)
 
 
 def _worth(place: int) -> float:

@@ -13,8 +13,8 @@ import torch
 from nvme_ops.base.settings import PAGE
 from nvme_ops.io.tensors import dense_bytes, is_dense
 from nvme_ops.offload.optimizer.records import scalars_from_json
-from nvme_ops.offload.weights.gradients import gradient_of
-from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.offload.parameters.gradients import gradient_of
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32
 

@@ -42,7 +42,7 @@ from nvme_ops.offload.optimizer.chunks import (
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
-from nvme_ops.offload.weights.gradients import require_one_rank
+from nvme_ops.offload.parameters.gradients import require_one_rank
 
 _AS_IT_IS = "as it is"  # stands for all that state has
 

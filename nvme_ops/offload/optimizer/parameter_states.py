@@ -11,7 +11,7 @@ import torch
 
 from nvme_ops.offload.optimizer.chunks import Chunk, Slice, Version, cloned, flat, sharded
 from nvme_ops.offload.optimizer.states import States
-from nvme_ops.offload.residency import tensors_over
+from nvme_ops.offload.residency.entry import tensors_over
 
 
 class ParameterStates(MutableMapping[str, Any]):

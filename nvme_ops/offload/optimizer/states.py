@@ -29,7 +29,7 @@ from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
 from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Slice, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
-from nvme_ops.offload.residency import Stats
+from nvme_ops.offload.residency.policy import Stats
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
 

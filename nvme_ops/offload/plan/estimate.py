@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.order import what_stays
+from nvme_ops.offload.residency.placement import what_stays
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short

@@ -25,9 +25,9 @@ from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.arguments import cache_mode
 from nvme_ops.io.future import InFlight, IoFuture
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.offload.experts.experts import experts_of
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
-from nvme_ops.offload.weights.experts import experts_of
 from nvme_ops.offload.weights.generation import decoder_config
 from nvme_ops.offload.weights.routing import groups_of
 from nvme_ops.offload.weights.stored import stored_in
@@ -55,7 +55,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
         source for source, users in stored.items() if all(isinstance(each[0], torch.nn.Embedding) for each in users)
     ]
     window = model._nvme_window
-    routed = experts_of([group.experts for group in groups_of(model)], window._device)
+    routed = experts_of([group.experts for group in groups_of(model)], window.share.device)
     apart = {*tables, *sliced, *(source for group in routed for expert in group for source in expert.places)}
     per_token = getattr(text, "num_experts_per_tok", None) or 1
     width: int = text.hidden_size
@@ -70,7 +70,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
             sum(len(group) for group in routed),
             sum(min(per_token, len(group)) for group in routed),
             sum(expert.nbytes for group in routed for expert in group),
-            0 if window.experts is None else window.experts.nbytes,
+            0 if window.experts is None else window.experts.share.nbytes,
         ),
         tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
         working=(4 * width + 3 * between) * item,

@@ -12,14 +12,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from nvme_ops.base.errors import naming
-from nvme_ops.base.text import bytes_of
 from nvme_ops.filesystem.publication import open_leased
 from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.weights.model_files import HUB_OPTIONS, Path, is_hub_name, weight_files
-from nvme_ops.offload.weights.source import WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
 from nvme_ops.offload.weights.stored_formats import (
     format_words,
@@ -31,6 +30,7 @@ from nvme_ops.offload.weights.stored_formats import (
 )
 from nvme_ops.offload.weights.stream_weights import device_of
 from nvme_ops.offload.weights.streamed import stream
+from nvme_ops.storage.source import WeightFile
 
 if TYPE_CHECKING:
     from nvme_ops.offload.weights.streamed import Streamed
@@ -69,7 +69,8 @@ _CODE_OPTIONS = ("trust_remote_code", "code_revision")  # of custom code beside 
 def from_pretrained(
     path: Path | Sequence[Path],
     *,
-    memory_budget: int | str,
+    memory_budget: int | str | None = None,
+    memory: Memory | None = None,
     device: str | torch.device | None = None,
     dtype: torch.dtype | str | None = None,
     model_class: type[Any] | None = None,
@@ -91,6 +92,7 @@ def from_pretrained(
             does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder`` and ``variant``.
         memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Intermediate results and a
             key-value cache come on top of it.
+        memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; when None the current GPU, or the CPU where there is none.
         dtype: in which it computes; that of the files, as transformers chooses it, when None.
         model_class: the class of the model, or an Auto class; the one that the configuration names when None. Layers
@@ -113,7 +115,7 @@ def from_pretrained(
     except ImportError as error:
         words = "nvme_ops.offload.from_pretrained needs transformers: pip install 'transformers>=5'"
         raise ImportError(words) from error
-    budget = bytes_of("memory_budget", memory_budget)
+    given = budget_of(memory_budget, memory)
     target = device_of(device)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
@@ -137,7 +139,7 @@ def from_pretrained(
     chosen: Any = _class_of(transformers, config, model_class, origin, kwargs)
     if not isinstance(config, kind := chosen.config_class or object) and isinstance(config.get_text_config(), kind):
         config = config.get_text_config()  # the model is a part of what the files are of
-    weights = Weights(budget)
+    weights = Weights(budget := given if isinstance(given, int) else given.nbytes)
     with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
@@ -178,7 +180,7 @@ def from_pretrained(
             if stored_in(parameter) is None:
                 parameter.data = parameter.data.to(target)
         kept = {id(each) for key, each in model.named_parameters(remove_duplicate=False) if key in new}
-        stream(model, weights, files, budget, target, kept)
+        stream(model, weights, files, given, target, kept)
         undo.pop_all()
     return cast("Streamed", (model, info) if wants_info else model)
 

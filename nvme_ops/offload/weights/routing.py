@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from nvme_ops.offload.experts.experts import Experts
 from nvme_ops.offload.weights.derived import Derived, OfModule, derive
-from nvme_ops.offload.weights.experts import Experts
 from nvme_ops.offload.weights.grouped import compute
-from nvme_ops.offload.weights.source import Source
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
+from nvme_ops.storage.source import Source
 
 _LISTS = (torch.nn.ModuleList, torch.nn.ModuleDict)
 

@@ -25,8 +25,8 @@ from nvme_ops.lazy.offloaded import (
     offloaded_in,
     outline_of,
 )
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile, concatenated, narrowed
 from nvme_ops.offload.weights.window import Window, read_now
+from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated, narrowed
 
 aten = torch.ops.aten
 

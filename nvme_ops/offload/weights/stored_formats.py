@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from nvme_ops.formats.quantized import KINDS, OF_ACTIVATIONS, Mxfp4, Scaled, part_of, read_scale
-from nvme_ops.offload.weights.source import concatenated
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 from nvme_ops.offload.weights.window import read_now
+from nvme_ops.storage.source import concatenated
 
 _SETTINGS = "quantization_config"
 _PACKED = (torch.int8, torch.uint8, torch.int16, torch.int32)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from nvme_ops.base.text import bytes_of
 from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import quantized
 from nvme_ops.io.engine import Priority
@@ -20,10 +19,11 @@ from nvme_ops.io.future import InFlight, IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
 from nvme_ops.lazy.offloaded import Step, outline_of
-from nvme_ops.offload.weights.source import FileExtent, Source, WeightFile
+from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream
 from nvme_ops.storage.session import Session
+from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from nvme_ops.storage.store import to_store
 from nvme_ops.storage.striped import StripedSlabs
 
@@ -40,7 +40,8 @@ def stream_weights(
     model: torch.nn.Module,
     folder: Path | Sequence[Path],
     *,
-    memory_budget: int | str,
+    memory_budget: int | str | None = None,
+    memory: Memory | None = None,
     device: str | torch.device | None = None,
     exclude: str | Sequence[str] = (),
     quantize: Literal["int8"] | None = None,
@@ -62,6 +63,7 @@ def stream_weights(
         folder: where the weights go; several folders, one on each device, share them by their measured rates.
         memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Inputs, outputs and
             intermediate results come on top of it.
+        memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; where it is now when None.
         exclude: names of parameters and buffers that stay as they are, in memory, or patterns such as ``"lm_head.*"``
             (``fnmatch``). They come on top of the budget, as do parameters that are trained. A tied weight stays if any
@@ -81,7 +83,7 @@ def stream_weights(
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    budget = bytes_of("memory_budget", memory_budget)
+    given = budget_of(memory_budget, memory)
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
@@ -115,7 +117,7 @@ def stream_weights(
             if choose is not None:
                 choose("eager")  # it computes with the selected experts alone
             _move(kept, target)
-            stream(model, weights, files, budget, target, kept, training)
+            stream(model, weights, files, given, target, kept, training)
             before.pop_all()
         opened = undo.pop_all()
     streamed = cast("Streamed", model)

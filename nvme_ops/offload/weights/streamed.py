@@ -17,16 +17,20 @@ from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
+from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.offload.experts.experts import Expert, Experts, experts_of, handle_in_order
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.derived import Derived, derive
-from nvme_ops.offload.weights.experts import Expert, Experts, experts_of, handle_in_order
-from nvme_ops.offload.weights.page_cache import PageCache
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
-from nvme_ops.offload.weights.source import Source, WeightFile
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in
-from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, read_now
+from nvme_ops.offload.weights.window import Window, WindowStats, least_budget, memory_for, read_now
+from nvme_ops.storage.page_cache import PageCache
+from nvme_ops.storage.source import Source, WeightFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from nvme_ops.offload.memory import Memory
 
 _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
 _SHARE = 4  # such weights take at most budget / _SHARE bytes
@@ -198,7 +202,7 @@ def stream(
     model: torch.nn.Module,
     weights: Weights,
     files: Sequence[WeightFile],
-    budget: int,
+    given: int | Memory,
     device: torch.device,
     kept: Container[int] = (),
     training: bool = False,
@@ -206,12 +210,15 @@ def stream(
     """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
 
     Small weights come into memory and stay there. Parameters whose id is in ``kept`` are left as they are; the others
-    take no gradient, and count towards the ``budget``, in bytes, if they are in memory already. Without ``training``
-    the model is set to eval mode. Raises ValueError if the budget is too small.
+    take no gradient, and count towards the budget that is ``given``, in bytes, if they are in memory already. Without
+    ``training`` the model is set to eval mode. Raises ValueError if the budget is too small.
     """
+    memory = None if isinstance(given, int) else given
+    total = given if isinstance(given, int) else given.nbytes
     stored, sliced = places_of(model)
     in_memory = [each for each in model.parameters() if id(each) not in kept and stored_in(each) is None]
-    total, budget = budget, budget - sum(each.nbytes for each in in_memory)
+    beside = sum(each.nbytes for each in in_memory)
+    budget = total - beside
     groups = groups_of(model)
     routed = experts_of([group.experts for group in groups], device)
     parts = {source for group in groups for expert in group.experts for source in expert}
@@ -240,20 +247,38 @@ def stream(
     tables = [source for source in alone if not fits and all(_is_table(module) for module, _, _ in stored[source])]
     foreseen = [source for source in alone if source not in tables]
     others += tables
-    experts = None
-    if share := _share(left, max(least_budget([*alone, *unrouted]), at_once_stored), foreseen, routed):
-        experts = Experts(share, device, routed)
-        others, left = [*unrouted, *tables], left - experts.nbytes
+    certain = max(least_budget([*alone, *unrouted]), at_once_stored)
+
+    def share_of_experts(nbytes: int) -> int:
+        share = _share(nbytes, certain, foreseen, routed) // PAGE * PAGE
+        return min(share, sum(expert.nbytes for group in routed for expert in group))
+
+    if share := share_of_experts(left):
+        others, left = [*unrouted, *tables], left - share
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
-    if not fits:
+    if not fits or memory is not None:
         cache = PageCache(sum(file.size for file in files))
         for file in files:
             file.cache = cache
     packed = {source for source in sliced if source.rows(0, 1) not in unrouted}
-    window = Window(left, device, foreseen, others, expanding, experts, packed)
+    nbytes = memory_for(left, [*foreseen, *others])
     undo = contextlib.ExitStack()
+    if memory is None:
+        residency, tier = Residency(), tier_on(device, nbytes + share)
+        shares = tier.share(nbytes), tier.share(share)
+    else:
+        residency, shares = memory.residency, (memory.share(device), memory.share(device))
+        if lent := in_pages(beside + total_small + expanding):
+            undo.callback([memory.lend(lent)].clear)
+    experts = Experts(residency, shares[1], routed) if share else None
+    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_of_experts)
+    if memory is not None:
+        smallest = max((expert.nbytes for group in routed for expert in group), default=0) if share else 0
+        window.set_needs(in_pages(certain + smallest), nbytes + share)
+        memory.join(window)
+        undo.callback(memory.leave, window)
     for file in files:
         undo.callback(file.close)
     undo.callback(window.close)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
 
@@ -11,14 +11,16 @@ import torch
 from nvme_ops.base.settings import ALIGNMENT, PAGE
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
-from nvme_ops.io.future import IoFuture
 from nvme_ops.io.tensors import DEVICE_ALIGNMENT, empty
-from nvme_ops.offload.device_memory import memory_on
-from nvme_ops.offload.order import Order, what_stays
-from nvme_ops.offload.residency import Entry, Residency
-from nvme_ops.offload.weights.experts import Experts, ExpertStats
-from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
-from nvme_ops.storage.joined import joined
+from nvme_ops.memory.tier import Share, tier_on
+from nvme_ops.offload.experts.experts import Experts, ExpertStats
+from nvme_ops.offload.residency.entry import Arrival
+from nvme_ops.offload.residency.files import FileEntry, ModelFiles
+from nvme_ops.offload.residency.order import Order
+from nvme_ops.offload.residency.placement import what_stays
+from nvme_ops.offload.residency.policy import Policy
+from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.storage.source import FileExtent, Source, submit_reads
 
 #: An embedding is read as a whole if more than 1 / MANY_ROWS of its rows are used.
 MANY_ROWS = 4
@@ -35,63 +37,78 @@ class WindowStats(ExpertStats):
     quantization_error: float = 0.0  #: root mean square error of weights quantized here, relative to their own
 
 
-class _Weight(Entry):
+class _Weight(FileEntry):
     """A weight as it is stored, or the ``expanded`` bytes that it is computed with."""
 
-    def __init__(self, source: Source, expanded: int = 0) -> None:
-        super().__init__(expanded or source.span)
-        self.source, self.is_expanded = source, expanded > 0
-        self.room = source.room
+    def __init__(self, source: Source, device: torch.device, expanded: int = 0) -> None:
+        skipped, span = source.skipped, source.span
+        if device.type != "cpu" and skipped % DEVICE_ALIGNMENT:
+            skipped, span = 0, source.nbytes
+        if skipped or span > source.nbytes:  # whole pages: read without a copy
+            file, start, _ = source.extents[0]
+            end = min(file.size, start - skipped + span)
+            reads = [(FileExtent(file, start - skipped, end - start + skipped), 0)]
+        else:
+            reads = list(source.placed())
+        super().__init__(reads, expanded or source.span)
+        self.source, self.is_expanded, self.room = source, expanded > 0, source.room
+        self._skipped = skipped
+
+    def over(self, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the weight in its memory."""
+        source = self.source
+        return memory[self._skipped : self._skipped + source.nbytes].view(source.dtype).view(source.shape)
 
 
-class Window(Residency[_Weight]):
-    """Reads weights ahead of their use into a bounded amount of memory, and keeps those that are worth it.
+class Window(Policy[_Weight]):
+    """Weights of a model: read ahead of their use into a bounded amount of memory; those stay that are worth it.
 
     Any thread may call any method. A weight's memory is freed with the last tensor over it.
 
     Args:
-        budget: bytes of memory for weights as they are stored, at least ``least_budget`` of them.
-        device: where they are used.
+        residency: may be shared.
+        share: memory for weights as they are stored, at least ``least_budget`` of them, where they are used.
         foreseen: weights in the order in which they are likely to be used.
-        others: further weights that may be used.
-        expanding: bytes of memory, beside ``budget``, that a weight is expanded into while it is used.
-        experts: weights that are read as a router chooses, in memory of their own.
+        expanding: bytes of memory, beside ``share``, that a weight is expanded into while it is used.
+        experts: weights that are read as a router chooses, with a share of the same memory.
         packed: weights that hold those of experts.
+        share_of_experts: how many of so many bytes for all weights are for those of experts.
     """
 
     patience = 60.0
+    gives_way = drops_used = True
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
-    _stats: WindowStats
+    counts: WindowStats
 
     def __init__(
         self,
-        budget: int,
-        device: torch.device,
+        residency: Residency,
+        share: Share,
         foreseen: Sequence[Source],
-        others: Sequence[Source] = (),
         expanding: int = 0,
         experts: Experts | None = None,
         packed: Container[Source] = (),
+        share_of_experts: Callable[[int], int] = lambda _: 0,
     ) -> None:
-        sizes = [source.room for source in (*foreseen, *others)]
-        super().__init__(WindowStats())
-        self._device = device
-        self._memory = memory_on(device, max(PAGE, min(budget // PAGE * PAGE, sum(sizes))))
+        self._residency = residency
+        super().__init__(residency.lock, share, ModelFiles(), WindowStats())
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
-        self._expanding = memory_on(device, expanding) if expanding else None
+        self._expanding = tier_on(share.device, expanding).share() if expanding else None
         self._weights: dict[Source, _Weight] = {}
         self._order = Order([self._weight(source) for source in foreseen])
         self._keep: set[_Weight] = set()
         self._passed = 0  # bytes of weights used since reading ahead was planned
         self._complete = False  # all weights that the model uses are in memory
-        self.experts, self._packed = experts, packed
+        self.experts, self._packed, self._share_of_experts = experts, packed, share_of_experts
+        self._counts: Sequence[tuple[_Weight, float]] = ()  # how often each was used
         self._whole = set[Source]()  # packed weights that were used as a whole
+        residency.join(self)
 
     @property
     def nbytes(self) -> int:
         """Bytes of memory for weights as they are stored."""
-        return self._memory.nbytes + (0 if self.experts is None else self.experts.nbytes)
+        return self.share.nbytes + (0 if self.experts is None else self.experts.share.nbytes)
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed, and reads ahead what is likely to be used next.
@@ -117,7 +134,7 @@ class Window(Residency[_Weight]):
                         raise
             elif any(each in self._packed for each, _ in sources[0].holders()):
                 self._note_whole(sources[0])
-        return (self._fetch(weight, weight) for weight in map(self._weight, sources))
+        return (self._residency.fetch(self, weight, weight) for weight in map(self._weight, sources))
 
     def fetch_all(self, sources: Collection[Source]) -> dict[Source, torch.Tensor]:
         """Returns weights that one operation uses at once. Raises what ``fetch`` does."""
@@ -125,13 +142,13 @@ class Window(Residency[_Weight]):
         apart = [each for each in sources if experts is not None and (each in experts or each in self._packed)]
         found = {each: self.fetch(each) for each in apart}
         rest = [each for each in sources if each not in found]
-        if (size := sum(each.room for each in rest)) > self._memory.nbytes and len(rest) > 1:
+        if (size := sum(each.room for each in rest)) > self.share.nbytes and len(rest) > 1:
             raise MemoryError(
                 f"one operation uses {len(rest)} weights, {size_words(size)} together, but the memory_budget leaves "
-                f"only {size_words(self._memory.nbytes)} for them"
+                f"only {size_words(self.share.nbytes)} for them"
             )
         weights = {weight: weight for weight in map(self._weight, rest)}
-        return found | dict(zip(rest, self._fetch_all(weights) if weights else (), strict=True))
+        return found | dict(zip(rest, self._residency.fetch_together(self, weights) if weights else (), strict=True))
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
         """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
@@ -142,30 +159,28 @@ class Window(Residency[_Weight]):
         """
         with torch.inference_mode(False):
             if self._expanding is None or not 0 < nbytes <= self._expanding.nbytes:
-                return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
-            return self._memory_beside(_Weight(source, nbytes), -1 if nbytes <= self._memory.nbytes else 0)
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.share.device)
+            expanded = _Weight(source, self.share.device, nbytes)
+            return self._residency.room(self, expanded, -1 if nbytes <= self.share.nbytes else 0)
 
     def _note_whole(self, source: Source) -> None:
         """Records that packed experts are used all at once."""
-        if 2 * source.room <= self._memory.nbytes and source not in self._whole:
+        if 2 * source.room <= self.share.nbytes and source not in self._whole:
             self._whole.add(source)  # it may have been looked at, no more
         else:
             self._absorb()
 
     def _absorb(self) -> None:
         """Has experts streamed as other weights are, in the same memory: the model uses them all in each pass."""
-        with self._lock:
+        with self.lock:
             if (experts := self.experts) is None:
                 return
-            nbytes, self.experts = self.nbytes, None
-            for each in list(self._in_memory):
-                self._discard(each)
+            self.share.nbytes, self.experts = self.nbytes, None
             experts.close()
-            _add(self._stats, experts.stats())
-            self._memory = memory_on(self._device, nbytes)
+            _add(self.counts, experts.stats())
 
     def _weight(self, source: Source) -> _Weight:
-        return self._weights.get(source) or self._weights.setdefault(source, _Weight(source))
+        return self._weights.get(source) or self._weights.setdefault(source, _Weight(source, self.share.device))
 
     def rows(self, source: Source, indices: Sequence[int]) -> torch.Tensor | None:
         """Returns some rows of a matrix in new memory, or None if it is better read as a whole."""
@@ -173,11 +188,11 @@ class Window(Residency[_Weight]):
             return None
         weight = self._weight(source)
         while (found := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
-            values, arriving = found
-            if arriving is None or self._await_arrival(weight, arriving, begun=False):
+            values, arrival = found
+            if arrival is None or self._residency.await_arrival(self, weight, arrival, begun=False):
                 return values[list(indices)]
         row = source.nbytes // source.shape[0]
-        memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self._device)
+        memory = torch.empty((len(indices), *source.shape[1:]), dtype=source.dtype, device=self.share.device)
         targets, extents = [], []
         for place, index in enumerate(indices):
             parts = source.range(index * row, row)
@@ -187,69 +202,100 @@ class Window(Residency[_Weight]):
             targets.append(memory[place])
         for transfer in submit_reads(zip(extents, targets, strict=True)):
             transfer.result()
-        with self._lock:
-            self._stats.bytes_read += row * len(indices)
-            self._stats.bytes_on_demand += row * len(indices)
+        with self.lock:
+            self.counts.bytes_read += row * len(indices)
+            self.counts.bytes_on_demand += row * len(indices)
         return memory
 
     def stats(self) -> WindowStats:
         """Returns what was read so far."""
-        with self._lock:
-            kept = sum(each.source.nbytes for each in self._in_memory if each in self._keep)
-            peak = self._memory.peak + (0 if self._expanding is None else self._expanding.peak)
-            found = replace(self._stats, bytes_kept=kept, peak_bytes=peak)
+        with self.lock:
+            kept = sum(each.source.nbytes for each in self.present if each in self._keep)
+            peak = self.share.peak + (0 if self._expanding is None else self._expanding.peak)
+            found = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
         if self.experts is not None:
             _add(found, self.experts.stats())
         return found
 
     def note_error(self, error: float) -> None:
         """Sets ``quantization_error`` of ``stats``."""
-        self._stats.quantization_error = error
+        self.counts.quantization_error = error
 
     # The policy
 
-    def _prepare(self, entry: _Weight) -> None:
-        if entry.nbytes > self._memory.nbytes:
+    def require_room(self, entry: _Weight) -> None:
+        """Raises MemoryError for a weight that is larger than the budget."""
+        if entry.nbytes > self.share.nbytes:
             raise MemoryError(
                 f"a weight of {size_words(entry.source.nbytes)} is used as a whole, but the memory_budget leaves "
-                f"only {size_words(self._memory.nbytes)} for it"
+                f"only {size_words(self.share.nbytes)} for it"
             )
 
-    def _allocate(self, entry: _Weight) -> torch.Tensor | None:
+    def allocate(self, entry: _Weight) -> torch.Tensor | None:
+        """Returns memory of the share, or that for expanded weights."""
         if entry.is_expanded and self._expanding is not None:
             memory = self._expanding.allocate(entry.nbytes)
             if memory is not None:
                 return memory
-        return super()._allocate(entry)
+        return super().allocate(entry)
 
-    def _out_of_memory(self, entry: _Weight) -> MemoryError:
+    def out_of_memory(self, entry: _Weight) -> MemoryError:
+        """Returns an error that says what others have."""
         return MemoryError(
             f"no memory for a weight of {size_words(entry.source.nbytes)}: other weights that are in use have "
-            f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+            f"{size_words(self.share.bytes_in_use)} of {size_words(self.share.nbytes)}"
         )
 
-    def _note_use(self, use: _Weight) -> None:
-        self._stats.uses += 1
+    def note_use(self, use: _Weight) -> None:
+        """Records a use; chooses anew what stays, and reads ahead, from time to time."""
+        self.counts.uses += 1
         self._passed += use.room
         as_planned = self._order.use(use) and not use.demanded
         if counts := self._order.end_round():
             self._choose(counts)
             as_planned = False
-        if not self._complete and not (as_planned and self._passed * _PLANS < self._memory.nbytes):
+        if not self._complete and not (as_planned and self._passed * _PLANS < self.share.nbytes):
             self._passed = 0
             self._read_ahead()
 
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return "streamed weights"
+
+    def least(self) -> int:
+        """Returns the bytes of memory for the largest weights as they are stored."""
+        return self._least
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory for all weights as they are stored."""
+        return self._wanted
+
+    def set_needs(self, least: int, wanted: int) -> None:
+        """Sets what ``least`` and ``wanted`` return."""
+        self._least, self._wanted = least, wanted
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory there is for weights as they are stored."""
+        if self.experts is not None:
+            self.experts.share.nbytes = self._share_of_experts(nbytes)
+            nbytes -= self.experts.share.nbytes
+        if nbytes != self.share.nbytes:
+            self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
+            self._choose(self._counts)
+
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory."""
+        self._counts = counts
         weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
-        self._keep = what_stays(weights, self._memory.nbytes)
-        self._complete = len(self._keep) == len(weights) and self._keep <= self._in_memory.keys()
+        self._keep = what_stays(weights, self.share.nbytes)
+        self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
         """Fetches, as far as memory allows, weights that stay, those in use and the next ones; drops the others."""
         wanted: list[_Weight] = []
         always = self._keep | self._order.current()
-        room = self._memory.nbytes - sum([weight.room for weight in always])
+        room = self.share.nbytes - sum([weight.room for weight in always])
         for weight in self._order.ahead():
             if weight not in always:
                 room -= weight.room
@@ -257,13 +303,13 @@ class Window(Residency[_Weight]):
                     break
             wanted.append(weight)
         used = always.union(wanted)
-        for each in [each for each in self._in_memory if each not in used]:
-            self._discard(each)
+        for each in [each for each in self.present if each not in used]:
+            self.discard(each)
         for number, weight in enumerate(wanted):
-            if weight.values is None and not self._begin(weight, Priority.PREFETCH, number):
+            if weight.values is None and not self._residency.begin(self, weight, Priority.PREFETCH, number):
                 break
 
-    def _victims(self, after: int) -> Iterable[_Weight]:
+    def victims(self, after: int) -> Iterable[_Weight]:
         """Returns prefetched weights, those used last first, then weights that are kept, then those in use."""
         if after >= 0:  # a prefetch evicts nothing: unwanted weights have left already
             return []
@@ -273,40 +319,27 @@ class Window(Residency[_Weight]):
         def worth(each: _Weight) -> tuple[bool, bool, int]:
             return each in current, each in self._keep, -ahead.get(each, len(ahead))
 
-        return sorted(self._in_memory, key=worth)
+        return sorted(self.present, key=worth)
 
-    def _evict(self, entry: _Weight) -> bool:
-        self._discard(entry)
-        self._complete, self._passed = False, self._memory.nbytes
-        return True
+    def note_eviction(self, entry: _Weight) -> None:
+        """Has reading ahead planned anew."""
+        del entry
+        self._complete, self._passed = False, self.share.nbytes
 
-    def _read(
-        self, entry: _Weight, memory: torch.Tensor, priority: Priority
-    ) -> tuple[torch.Tensor, IoFuture | None, int]:
-        source = entry.source
-        skipped, nbytes = source.skipped, source.span
-        if memory.device.type != "cpu" and skipped % DEVICE_ALIGNMENT:
-            skipped, nbytes = 0, source.nbytes
-        if skipped or nbytes > source.nbytes:  # whole pages: read without a copy
-            file, start, _ = source.extents[0]
-            end = min(file.size, start - skipped + nbytes)
-            pieces = [(FileExtent(file, start - skipped, end - start + skipped), memory[: end - start + skipped])]
-        else:
-            pieces = [(each, memory[at : at + each.nbytes]) for each, at in source.placed()]
-        transfers = submit_reads(pieces, priority)
-        values = memory[skipped : skipped + source.nbytes].view(source.dtype).view(source.shape)
-        arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
-        return values, arriving, sum(extent.nbytes for extent, _ in pieces)
-
-    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None] | None:
-        with self._lock:
+    def _found(self, weight: _Weight) -> tuple[torch.Tensor, Arrival | None] | None:
+        with self.lock:
             self.require_open()
-            return None if weight.values is None else (weight.values.detach(), weight.arriving)
+            return None if weight.values is None else (weight.values.detach(), weight.arrival)
 
 
 def _add(stats: WindowStats, others: ExpertStats) -> None:
     for each in fields(others):
         setattr(stats, each.name, getattr(stats, each.name) + getattr(others, each.name))
+
+
+def memory_for(budget: int, sources: Iterable[Source]) -> int:
+    """Returns the bytes of memory that a budget gives to these weights: no more than they take."""
+    return max(PAGE, min(budget // PAGE * PAGE, sum(source.room for source in sources)))
 
 
 def least_budget(sources: Sequence[Source]) -> int:

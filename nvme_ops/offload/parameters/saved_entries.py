@@ -13,7 +13,7 @@ import torch
 from nvme_ops.base.patches import Patch
 from nvme_ops.io.tensors import empty
 from nvme_ops.lazy.offloaded import Step, apply_steps
-from nvme_ops.offload.weights.swapped import SwappedTensor
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 
 aten = torch.ops.aten
 

@@ -21,9 +21,11 @@ from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import dense_bytes, dense_strides
-from nvme_ops.offload.device_memory import memory_on
-from nvme_ops.offload.order import Order
-from nvme_ops.offload.residency import Arrival, Entry, Residency, Stats, free_frames, tensors_over
+from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.offload.residency.entry import Arrival, Entry, tensors_over
+from nvme_ops.offload.residency.order import Order
+from nvme_ops.offload.residency.policy import Policy, Stats
+from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
 
@@ -54,7 +56,6 @@ class Resident(Entry):
         self.place = key  #: names it in the order of uses; the tensor that replaces it takes this over
         self.stride = dense_strides(like)
         self.device = device or like.device
-        self.rewritten = False  #: the last write failed and was started again
         self.stored = False  #: its values are on storage, or being written
         self.copies: list[weakref.ref[Any]] = []  #: copies to be made of the current values
         self.changes = 0  #: how often the values were fetched to be changed
@@ -81,12 +82,46 @@ class Resident(Entry):
                 "delete the assigned tensor before"
             )
 
+    def note_computed(self) -> None:
+        """Marks the end of a device's work on the values, for users on other streams."""
+        if self.device.type != "cpu":
+            self.arrival = Arrival(device=self.device)
+
+    def __repr__(self) -> str:
+        """Returns its key."""
+        return self.key
+
+
+class _Stored:
+    """Residents in a store; those that were never put there are zeros."""
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+
+    def read(
+        self, entry: Resident, memory: torch.Tensor, priority: Priority
+    ) -> tuple[torch.Tensor, IoFuture | None, int]:
+        values = memory.view(entry.dtype).as_strided(entry.shape, entry.stride).detach()
+        entry.own_tensors = tensors_over(values)
+        if not entry.stored:
+            values.zero_()
+            entry.changed = True
+            entry.note_computed()
+            return values, None, 0
+        return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
+
+    def write(self, entry: Resident) -> tuple[IoFuture, int]:
+        values: Any = entry.values
+        writing = self._store.put(entry.key, values)
+        entry.stored, entry.scale = True, None  # values in memory are scaled already
+        return writing, entry.nbytes
+
 
 Use = tuple[str, Phase]  # of the resident at that place
 
 
-class Residents(Residency[Resident]):
-    """Fetches tensors into a bounded amount of memory, reads ahead what is used next, and writes back what was changed.
+class Residents(Policy[Resident]):
+    """Tensors in a bounded amount of memory: what is used next is read ahead, and what was changed is written back.
 
     To make room, tensors leave memory whose next use is the furthest, if uses follow each other as they did before.
     Values keep their memory as long as anybody refers to them. Any thread may call any method.
@@ -102,7 +137,7 @@ class Residents(Residency[Resident]):
 
     _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
-    _stats: SwapStats
+    counts: SwapStats
 
     def __init__(
         self,
@@ -114,32 +149,33 @@ class Residents(Residency[Resident]):
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        super().__init__(SwapStats())
-        self._memory = memory_on(device, max(PAGE, budget // PAGE * PAGE))
         self.budget, self.device, self._handle = budget, device, handle_of(handle)
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         # By place in the order; nothing may be at a place that was foreseen.
         self._at: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         self._nbytes = 0  # of all, in whole pages
-        # Entries in memory, and changed ones, in this order; weak, since a parameter may be dropped at any time.
-        self._in_memory = weakref.WeakKeyDictionary()
-        self._to_write: weakref.WeakKeyDictionary[Resident, None] = weakref.WeakKeyDictionary()
         self._gone: deque[tuple[str, int]] = deque()  # keys and bytes of tensors that were freed
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
             self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
+            share = tier_on(device, max(PAGE, budget // PAGE * PAGE)).share()
+            self._residency = Residency()
+            super().__init__(self._residency.lock, share, _Stored(self._store), SwapStats())
             self._undo = undo.pop_all()
+        self.present = weakref.WeakKeyDictionary()  # weak, since a parameter may be dropped at any time
+        self.to_write = weakref.WeakKeyDictionary()
+        self._residency.join(self)
 
     def foresee(self, uses: Iterable[Use]) -> None:
         """Sets the likely order of uses, which repeats, for as long as none was seen."""
         self._order = Order(uses, together=True)
 
-    def require_room(self, resident: Resident) -> None:
+    def require_room(self, entry: Resident) -> None:
         """Raises MemoryError if a tensor is larger than the budget."""
-        if _in_pages(resident.nbytes) > self._memory.nbytes:
+        if in_pages(entry.nbytes) > self.share.nbytes:
             raise MemoryError(
-                f"a tensor of {size_words(resident.nbytes)}, of shape {resident.shape}, does not fit a memory_budget "
+                f"a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}, does not fit a memory_budget "
                 f"of {size_words(self.budget)}"
             )
 
@@ -155,17 +191,17 @@ class Residents(Residency[Resident]):
         self.require_open()
         self.require_room(resident)
         self._free_gone()
-        nbytes = _in_pages(resident.nbytes)
-        with self._lock:
+        nbytes = in_pages(resident.nbytes)
+        with self.lock:
             self._all[resident.key] = resident
             self._at[resident.place] = resident
             self._nbytes += nbytes
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
-            with self._lock:
-                resident.writing = self._store.put(resident.key, values)
+            with self.lock:
+                resident.leaving = Arrival(self._store.put(resident.key, values))
                 resident.stored = True
-                self._stats.bytes_written += resident.nbytes
+                self.counts.bytes_written += resident.nbytes
 
     def put(self, place: str, values: torch.Tensor) -> Resident:
         """Adds a new tensor at a place in the order, see ``add``, and returns it.
@@ -182,7 +218,7 @@ class Residents(Residency[Resident]):
 
     def _free_gone(self) -> None:
         """Frees the space on storage of tensors that nobody refers to any more."""
-        with self._lock:
+        with self.lock:
             while self._gone:
                 key, nbytes = self._gone[0]
                 with contextlib.suppress(KeyError):  # its write has failed
@@ -199,7 +235,7 @@ class Residents(Residency[Resident]):
         finally:
             del values
             if change:
-                with self._lock:
+                with self.lock:
                     self._write_early()
 
     def acquire(self, resident: Resident, phase: Phase, *, change: bool = False) -> torch.Tensor:
@@ -212,22 +248,22 @@ class Residents(Residency[Resident]):
             RuntimeError: see ``Resident.require_unaliased``.
         """
         resident.require_unaliased(change)
-        return self._fetch(resident, (resident.place, phase), change=change)
+        return self._residency.fetch(self, resident, (resident.place, phase), change=change)
 
     def scale(self, resident: Resident, by: torch.Tensor) -> bool:
         """Has stored values multiplied when they arrive. Returns False, doing nothing, if those in memory are newer."""
-        with self._lock:
+        with self.lock:
             if resident.is_used() or resident.changed or resident.scale is not None or not resident.stored:
                 return False
-            self._discard(resident)
+            self.discard(resident)
             resident.scale, resident.norm = by, None
             return True
 
     def clear(self, resident: Resident) -> None:
         """Makes the values zeros, without reading or writing."""
-        with self._lock:
-            self._discard(resident)
-            resident.writing = resident.scale = resident.norm = None
+        with self.lock:
+            self.discard(resident)
+            resident.leaving = resident.scale = resident.norm = None
             resident.stored = False
 
     def mapped(self, values: torch.Tensor) -> torch.Tensor:
@@ -250,25 +286,24 @@ class Residents(Residency[Resident]):
                 memory = mmap.mmap(fd, values.nbytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
-        self._stats.bytes_written += values.nbytes
+        self.counts.bytes_written += values.nbytes
         elements = torch.frombuffer(memory, dtype=torch.uint8).view(values.dtype)
         return elements.as_strided(values.shape, values.stride())
 
     def settle(self) -> None:
         """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""
-        with self._lock:
-            found = [*self._all.values(), *self._in_memory]
-        for each in found:
-            self.wait_until_written(each)  # a write may have begun before the last change
-            with self._lock:
-                self._write_back(each)
-        for each in found:
-            self.wait_until_written(each)
+        with self.lock:
+            found = [*self._all.values(), *self.present]
+        self._residency.settle(self, found)
+
+    def wait_until_written(self, resident: Resident) -> None:
+        """Waits until a write under way has ended. Raises OSError; then values in memory stay, and others are lost."""
+        self._residency.wait_until_written(self, resident)
 
     def stats(self) -> SwapStats:
         """Returns what was moved so far."""
-        with self._lock:
-            return replace(self._stats, bytes_stored=self._store.bytes_in_use, peak_bytes=self._memory.peak)
+        with self.lock:
+            return replace(self.counts, bytes_stored=self._store.bytes_in_use, peak_bytes=self.share.peak)
 
     @never_raising
     def __repr__(self) -> str:
@@ -287,51 +322,26 @@ class Residents(Residency[Resident]):
 
     # The policy
 
-    def _prepare(self, entry: Resident) -> None:
-        if entry.values is None:
-            self.wait_until_written(entry)
-
-    def _note_use(self, use: Use) -> None:
+    def note_use(self, use: Use) -> None:
+        """Records a use, and reads ahead."""
         self._order.use(use)
         self._read_ahead()
 
-    def _complete_arrival(self, entry: Resident) -> None:
+    def note_arrival(self, entry: Resident) -> None:
+        """Applies the scale that values got while they were on storage."""
         if entry.scale is not None and entry.values is not None:
             entry.values.mul_(entry.scale)
-            self._note_computed(entry)
+            entry.note_computed()
 
-    def _changes(self, entry: Resident, values: torch.Tensor) -> bool:
-        with self._lock:
-            current = entry.values
-            if current is None or current.untyped_storage()._cdata != values.untyped_storage()._cdata:
-                return False  # another thread, in which the read failed, has dropped it
-            entry.changed, entry.norm = True, None
-            entry.changes += 1
-            self._to_write.pop(entry, None)
-            self._to_write[entry] = None
-            return True
-
-    def _read(
-        self, entry: Resident, memory: torch.Tensor, priority: Priority
-    ) -> tuple[torch.Tensor, IoFuture | None, int]:
-        values = memory.view(entry.dtype).as_strided(entry.shape, entry.stride).detach()
-        entry.own_tensors = tensors_over(values)
-        if not entry.stored:
-            values.zero_()
-            entry.changed = True
-            self._note_computed(entry)
-            return values, None, 0
-        return values, self._store.get(entry.key, values, priority=priority), entry.nbytes
-
-    def _note_computed(self, entry: Resident) -> None:
-        """Marks the end of a device's work on the values, for users on other streams."""
-        if self.device.type != "cpu":
-            entry.arrival = Arrival(self.device)
+    def note_change(self, entry: Resident) -> None:
+        """Forgets what was known of the values."""
+        entry.norm = None
+        entry.changes += 1
 
     def _read_ahead(self) -> None:
-        if len(self._in_memory) == len(self._all):
+        if len(self.present) == len(self._all):
             return
-        room = max(_AHEAD, self._memory.nbytes // 4)
+        room = max(_AHEAD, self.share.nbytes // 4)
         for number, (place, _) in enumerate(self._order.ahead()):
             resident = self._at.get(place)
             if resident is None:
@@ -341,16 +351,16 @@ class Residents(Residency[Resident]):
                 return
             if resident.values is not None or not resident.stored:
                 continue
-            if resident.writing is not None and not resident.writing.done():
+            if resident.leaving is not None and not resident.leaving.done():
                 continue
             try:
                 self.wait_until_written(resident)
-                if not self._begin(resident, Priority.PREFETCH, number):
+                if not self._residency.begin(self, resident, Priority.PREFETCH, number):
                     return
             except OSError:  # it is retried on demand
                 return
 
-    def _victims(self, after: int) -> Iterable[Resident]:
+    def victims(self, after: int) -> Iterable[Resident]:
         """Returns entries whose next use comes after ``after`` others, the furthest first."""
         next_use: dict[str, int] = {}
         for number, (at, _) in enumerate(self._order.ahead()):
@@ -359,86 +369,21 @@ class Residents(Residency[Resident]):
         def when(each: Resident) -> int:
             return next_use.get(each.place, _NEVER) if self._at.get(each.place) is each else _NEVER
 
-        return sorted((each for each in self._in_memory if when(each) > after), key=when, reverse=True)
-
-    def _evict(self, entry: Resident) -> bool:
-        if entry.is_used():
-            return False
-        if entry.arriving is None:
-            self._write_back(entry)
-            if entry.writing is not None and not (entry.writing.done() and self._end_write(entry)):
-                return False
-            if entry.changed or entry.is_used():  # changed since that write began
-                return False
-        self._discard(entry)
-        return True
+        return sorted((each for each in self.present if when(each) > after), key=when, reverse=True)
 
     def _write_early(self) -> None:
         """Starts to write changed tensors, but for the last two, so that their memory is free in time."""
-        if self._nbytes <= self._memory.nbytes:
+        if self._nbytes <= self.share.nbytes:
             return
-        for each in list(self._to_write)[:-_CHANGING]:
-            self._to_write.pop(each, None)
+        for each in list(self.to_write)[:-_CHANGING]:
+            self.to_write.pop(each, None)
             with contextlib.suppress(OSError):  # it is retried, and raised, when memory is needed
-                self._write_back(each)
+                self._residency.write_back(self, each)
 
-    def _write_back(self, resident: Resident) -> None:
-        """Starts to write values that were changed. If in use, they may change further, and are written again later."""
-        if not resident.changed or resident.values is None:
-            return
-        if resident.writing is not None and not resident.writing.done():
-            return  # it is retried later
-        try:
-            resident.changed = resident.is_used()
-            self._to_write.pop(resident, None)
-            resident.writing = self._store.put(resident.key, resident.values)
-            resident.stored, resident.scale = True, None  # values in memory are scaled already
-        except BaseException as error:
-            resident.changed = True
-            free_frames(error)
-            raise
-        self._stats.bytes_written += resident.nbytes
-
-    def wait_until_written(self, resident: Resident) -> None:
-        """Waits until a write under way has ended. One that failed is retried once, if the values are in memory.
-
-        Raises OSError. Values in memory then stay there; others are lost, and each use of them raises this again.
-        """
-        while resident.writing is not None and not self._end_write(resident):
-            pass
-
-    def _end_write(self, resident: Resident) -> bool:
-        """Waits for the write. Returns False if there is another one to wait for, such as the retry of this one.
-
-        Raises what ``wait_until_written`` does.
-        """
-        writing = resident.writing
-        failure = None if writing is None else writing.exception()
-        with self._lock:
-            if resident.writing is not writing:  # another thread has handled it
-                return False
-            in_memory = resident.values is not None
-            if failure is None or in_memory:
-                resident.changed = resident.changed or failure is not None
-                resident.writing = None
-            resident.rewritten = again = failure is not None and in_memory and not resident.rewritten
-            if again:
-                self._write_back(resident)
-        if failure is not None and not again:
-            raise failure
-        return not again
-
-    def _discard(self, entry: Resident) -> None:
-        super()._discard(entry)
-        self._to_write.pop(entry, None)
-
-    def _out_of_memory(self, entry: Resident) -> MemoryError:
-        taken, nbytes = size_words(self._memory.bytes_in_use), size_words(self._memory.nbytes)
+    def out_of_memory(self, entry: Resident) -> MemoryError:
+        """Returns an error that says what others have."""
+        taken, nbytes = size_words(self.share.bytes_in_use), size_words(self.share.nbytes)
         return MemoryError(
             f"no memory in one piece for a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}: "
             f"others in use have {taken} of {nbytes}"
         )
-
-
-def _in_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE

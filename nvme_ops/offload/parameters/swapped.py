@@ -11,7 +11,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nvme_ops.lazy.offloaded import OffloadedTensor, Step, apply_steps, outline_of
-from nvme_ops.offload.weights.residents import Phase, Resident, Residents
+from nvme_ops.offload.parameters.residents import Phase, Resident, Residents
 
 aten = torch.ops.aten
 

@@ -17,10 +17,10 @@ from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.lazy.offloaded import outline_of
-from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats, Use
-from nvme_ops.offload.weights.saved_entries import STATE_DICTS
+from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
+from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
-from nvme_ops.offload.weights.swapped import SwappedTensor
 
 _NOTHING = "neither reset_parameters nor initialize_weights does"
 

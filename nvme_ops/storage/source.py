@@ -17,7 +17,7 @@ from nvme_ops.filesystem.publication import FileState
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.weights.page_cache import PageCache
+from nvme_ops.storage.page_cache import PageCache
 
 if TYPE_CHECKING:
     from nvme_ops.ops.async_io import OpenFile
@@ -48,7 +48,9 @@ class WeightFile:
 
     def reader(self, extents: Sequence[FileExtent]) -> aio_handle:
         """Returns the handle that reads extents of this file."""
-        return self.handle if self.cache is None else self.cache.reader(self.handle, extents)
+        if self.cache is None:
+            return self.handle
+        return self.cache.reader(self.handle, [(self.path, each.start, each.nbytes) for each in extents])
 
     def require_unchanged(self) -> None:
         """Raises FormatError if the file was written or truncated since it was opened; ChangedFileError if perhaps."""

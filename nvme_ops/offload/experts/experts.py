@@ -21,14 +21,14 @@ import torch
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
-from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import DEVICE_ALIGNMENT
-from nvme_ops.offload.device_memory import memory_on
-from nvme_ops.offload.residency import Entry, Residency, Stats, tensors_over
-from nvme_ops.offload.weights.guesses import LayerGuesses, Trial
-from nvme_ops.offload.weights.source import FileExtent, Source, submit_reads
-from nvme_ops.storage.joined import joined
+from nvme_ops.memory.tier import Share
+from nvme_ops.offload.experts.guesses import LayerGuesses, Trial
+from nvme_ops.offload.residency.files import FileEntry, ModelFiles
+from nvme_ops.offload.residency.policy import Policy, Stats
+from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.storage.source import FileExtent, Source
 
 #: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
 _HALF_LIFE = 128
@@ -52,7 +52,7 @@ class ExpertStats(Stats):
     bytes_guessed_wrong: int = 0
 
 
-class Expert(Entry):
+class Expert(FileEntry):
     """All weights of one expert, which are used together, in one piece of memory.
 
     Args:
@@ -69,8 +69,8 @@ class Expert(Entry):
 
     def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
         self.group = group
-        self.reads, self.places, nbytes = _layout(sources, device)
-        super().__init__(nbytes)
+        reads, self.places, nbytes = _layout(sources, device)
+        super().__init__(reads, nbytes)
 
     def note_use(self, tokens: int, among: int, now: float) -> None:
         """Counts a use by ``tokens`` of ``among`` tokens, the last of them at ``now``, in tokens."""
@@ -113,28 +113,28 @@ class _Layer:
         self.after: dict[int, Counter[int]] | None = None
 
 
-class Experts(Residency[Expert]):
-    """Keeps experts in a bounded amount of memory, those that are used often and were used lately.
+class Experts(Policy[Expert]):
+    """Experts in a bounded amount of memory: those that are used often and were used lately.
 
     Any thread may call any method. An expert's memory is freed with the last tensor over it.
 
     Args:
-        budget: bytes of memory, at least those of the largest expert.
-        device: where they are used.
+        residency: may be shared.
+        share: memory where they are used, at least for the largest expert.
         groups: the experts of each layer, in the order of use.
     """
 
     patience = 60.0
+    gives_way = True
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
-    _stats: ExpertStats
+    counts: ExpertStats
 
-    def __init__(self, budget: int, device: torch.device, groups: Sequence[Sequence[Expert]]) -> None:
-        super().__init__(ExpertStats())
+    def __init__(self, residency: Residency, share: Share, groups: Sequence[Sequence[Expert]]) -> None:
+        self._residency = residency
+        super().__init__(residency.lock, share, ModelFiles(), ExpertStats())
         self.groups = groups
         self._of = {source: expert for group in groups for expert in group for source in expert.places}
-        total = sum(expert.nbytes for group in groups for expert in group)
-        self._memory = memory_on(device, min(budget // PAGE * PAGE, total))
         self._layers = [_Layer() for _ in groups]
         self.guessing = True
         self._trial = Trial()
@@ -142,11 +142,7 @@ class Experts(Residency[Expert]):
         self._threads: dict[int, _Uses] = {}
         self._offered: list[tuple[float, int, Expert]] = []  # a heap, by worth; those with another number are stale
         self._offers = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory for experts."""
-        return self._memory.nbytes
+        residency.join(self)
 
     def __contains__(self, source: Source) -> bool:
         """Returns whether these are bytes of an expert's weight."""
@@ -160,7 +156,7 @@ class Experts(Residency[Expert]):
         """Returns several weights of one expert, or parts of these."""
         placed = [next(each for each in source.holders() if each[0] in self._of) for source in sources]
         expert = self._of[placed[0][0]]
-        memory = self._fetch(expert, expert)
+        memory = self._residency.fetch(self, expert, expert)
         starts = [expert.places[holder] + begin for holder, begin in placed]
         return [
             memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
@@ -175,7 +171,7 @@ class Experts(Residency[Expert]):
             tokens: by the index of an expert, in the order of use: how many tokens use it.
             among: tokens of the batch.
         """
-        with self._lock:
+        with self.lock:
             if not self.is_usable():
                 return
             uses = self._uses()
@@ -214,7 +210,7 @@ class Experts(Residency[Expert]):
             group: the layer.
             indices: the experts, the most likely ones first.
         """
-        with self._lock:
+        with self.lock:
             if not self.is_usable():
                 return
             layer, uses = self._layers[group], self._uses()
@@ -232,7 +228,7 @@ class Experts(Residency[Expert]):
     def following(self, group: int, indices: Collection[int]) -> list[int]:
         """Returns the experts of a layer that most often followed these of the layer before, as many as these."""
         found = Counter[int]()
-        with self._lock:
+        with self.lock:
             layer = self._layers[group]
             if layer.after is None:
                 layer.after = defaultdict(Counter)
@@ -242,7 +238,7 @@ class Experts(Residency[Expert]):
 
     def begin_pass(self, group: int, tokens: int) -> int:
         """Records that a layer's router has computed; returns how many experts a token uses, 0 if that is not known."""
-        with self._lock:
+        with self.lock:
             layer = self._layers[group]
             if layer.tokens == 1:
                 layer.per_token = layer.used
@@ -256,17 +252,21 @@ class Experts(Residency[Expert]):
     def in_memory(self, group: int, index: int) -> bool:
         """Returns whether an expert's values are there, without a wait."""
         expert = self.groups[group][index]
-        arriving = expert.arriving
-        return expert.values is not None and (arriving is None or arriving.done())
+        return expert.values is not None and not expert.is_arriving()
 
     def stats(self) -> ExpertStats:
         """Returns what was used and read so far."""
-        with self._lock:
-            return replace(self._stats, peak_bytes=self._memory.peak)
+        with self.lock:
+            return replace(self.counts, peak_bytes=self.share.peak)
 
     # The policy
 
-    def _note_use(self, use: Expert) -> None:
+    def allocate(self, entry: Expert) -> torch.Tensor | None:
+        """Returns memory apart from that of other weights."""
+        return self.share.allocate(entry.nbytes, at_end=True)
+
+    def note_use(self, use: Expert) -> None:
+        """Records a use, and reads what the thread uses next."""
         uses = self._uses()
         if uses.current is use:  # another weight of the same expert
             return
@@ -285,16 +285,16 @@ class Experts(Residency[Expert]):
         """Counts a use."""
         layer = self._layers[expert.group]
         layer.used += 1
-        self._stats.experts_used += 1
+        self.counts.experts_used += 1
         if expert.guessed is not None:
             layer.guesses.judge(expert.guessed, True)
             layer.guesses.note_read(needed=True)
             expert.guessed = None
-            self._stats.guesses_right += 1
-            self._stats.bytes_guessed_right += expert.nbytes
-        elif expert.values is not None and not (expert.demanded and expert.arriving is not None):  # begun for this use
-            self._stats.expert_hits += 1
-            self._stats.bytes_hit += expert.nbytes
+            self.counts.guesses_right += 1
+            self.counts.bytes_guessed_right += expert.nbytes
+        elif expert.values is not None and not (expert.demanded and expert.arrival is not None):  # begun for this use
+            self.counts.expert_hits += 1
+            self.counts.bytes_hit += expert.nbytes
         else:
             layer.guesses.note_read(needed=True)
             if expert in layer.tried:
@@ -306,13 +306,13 @@ class Experts(Residency[Expert]):
         # each by a call of its own: one for all, once there is memory for the last, is no faster for experts of 3 MiB
         # and a tenth slower for small ones
         for expert in uses.expected:
-            if expert.values is None and not self._begin(expert, Priority.DEMAND, 0):
+            if expert.values is None and not self._residency.begin(self, expert, Priority.DEMAND, 0):
                 return
         while uses.unread:
             expert = uses.unread[-1]
             quarter = uses.likely.get(expert)
             if expert.values is None and quarter is not None:
-                if not self._begin(expert, Priority.PREFETCH, 0):
+                if not self._residency.begin(self, expert, Priority.PREFETCH, 0):
                     return
                 expert.guessed = quarter
             uses.unread.pop()
@@ -334,8 +334,8 @@ class Experts(Residency[Expert]):
         for expert in self.groups[group]:
             if expert.guessed is not None:
                 self._refute(expert)
-                if expert.arriving is not None and not expert.arriving.done():
-                    self._discard(expert)
+                if expert.is_arriving():
+                    self.discard(expert)
                 self._offer([expert])
 
     def _refute(self, expert: Expert) -> None:
@@ -344,8 +344,8 @@ class Experts(Residency[Expert]):
             guesses.judge(expert.guessed, False)
             guesses.note_read(needed=False)
             expert.guessed = None
-            self._stats.guesses_wrong += 1
-            self._stats.bytes_guessed_wrong += expert.nbytes
+            self.counts.guesses_wrong += 1
+            self.counts.bytes_guessed_wrong += expert.nbytes
 
     def _uses(self) -> _Uses:
         """Returns the uses of the calling thread, and forgets those of threads that have ended."""
@@ -356,15 +356,6 @@ class Experts(Residency[Expert]):
                 self._offer(self._release(self._threads.pop(ended)))
             self._threads[thread] = _Uses()
         return self._threads[thread]
-
-    def _read(
-        self, entry: Expert, memory: torch.Tensor, priority: Priority
-    ) -> tuple[torch.Tensor, IoFuture | None, int]:
-        values = memory.detach()
-        entry.own_tensors = tensors_over(values)  # before those of the transfer, which go with it
-        transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
-        arriving = transfers[0] if len(transfers) == 1 else joined(transfers)
-        return values, arriving, sum(extent.nbytes for extent, _ in entry.reads)
 
     def _release(self, uses: _Uses) -> list[Expert]:
         """Forgets what a thread was about to use, and returns it."""
@@ -381,13 +372,13 @@ class Experts(Residency[Expert]):
                 self._offers += 1
                 each.offered = self._offers
                 heapq.heappush(self._offered, (each.worth, each.offered, each))
-        if len(self._offered) > 4 * len(self._in_memory) + 64:
+        if len(self._offered) > 4 * len(self.present) + 64:
             self._offered = [
                 item for item in self._offered if item[2].values is not None and item[1] == item[2].offered
             ]
             heapq.heapify(self._offered)
 
-    def _victims(self, after: int) -> Iterator[Expert]:
+    def victims(self, after: int) -> Iterator[Expert]:
         """Yields the experts that are worth least, but none that a thread is about to use unless this one must wait."""
         stayed = []
         try:
@@ -405,23 +396,21 @@ class Experts(Residency[Expert]):
                 if item[2].values is not None:
                     heapq.heappush(self._offered, item)
         if after < 0:
-            guessed = [each for each in self._in_memory if each.guessed is not None]
+            guessed = [each for each in self.present if each.guessed is not None]
             expected = [each for uses in self._threads.values() for each in [*uses.expected, *uses.likely]]
             # all in memory at last: Ctrl-C may have come before something was offered
-            last = dict.fromkeys([*guessed, *reversed(expected), *self._in_memory])
+            last = dict.fromkeys([*guessed, *reversed(expected), *self.present])
             yield from [each for each in last if each.values is not None]
 
-    def _evict(self, entry: Expert) -> bool:
-        if entry.is_used():
-            return False
+    def note_eviction(self, entry: Expert) -> None:
+        """Counts a guess that was in vain."""
         self._refute(entry)
-        self._discard(entry)
-        return True
 
-    def _out_of_memory(self, entry: Expert) -> MemoryError:
+    def out_of_memory(self, entry: Expert) -> MemoryError:
+        """Returns an error that says what others have."""
         return MemoryError(
             f"no memory for an expert of {size_words(entry.nbytes)}: others that are in use have "
-            f"{size_words(self._memory.bytes_in_use)} of {size_words(self._memory.nbytes)}"
+            f"{size_words(self.share.bytes_in_use)} of {size_words(self.share.nbytes)}"
         )
 
 

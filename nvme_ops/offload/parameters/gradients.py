@@ -20,12 +20,11 @@ from nvme_ops.base.closing import Closing
 from nvme_ops.base.locks import forkable_lock
 from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_switches
-from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.residency import tensors_over
-from nvme_ops.offload.weights.residents import Resident, Residents, SwapStats
+from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats
+from nvme_ops.offload.parameters.swapped import SwappedTensor
+from nvme_ops.offload.residency.entry import Arrival, tensors_over
 from nvme_ops.offload.weights.stream_weights import device_of_all
-from nvme_ops.offload.weights.swapped import SwappedTensor
 
 aten = torch.ops.aten
 
@@ -89,7 +88,7 @@ class _Leaving(NamedTuple):
 
     resident: weakref.ref[Resident]
     nbytes: int
-    writing: IoFuture
+    writing: Arrival
 
 
 _owners: Any = WeakIdKeyDictionary()  # SwappedGradients by parameter; an ordinary dictionary would compare values
@@ -222,7 +221,7 @@ class SwappedGradients(Closing):
             raise RuntimeError(f"a parameter was moved to {grad.device} after swap_gradients, which must come last")
         norm = torch.linalg.vector_norm(grad)
         resident = self._residents.put(place, grad.detach().resolve_conj().resolve_neg())
-        resident.norm, writing = norm, resident.writing
+        resident.norm, writing = norm, resident.leaving
         parameter.grad = SwappedGradient(self._residents, resident)
         if writing is not None:
             self._leaving.append(_Leaving(weakref.ref(resident), resident.nbytes, writing))
@@ -234,12 +233,12 @@ class SwappedGradients(Closing):
         for each in waiting:
             if nbytes <= self._most_leaving:
                 return
-            failure = each.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
+            failure = each.writing.wait()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
             with contextlib.suppress(ValueError):  # another thread has waited for it, too
                 self._leaving.remove(each)
             nbytes -= each.nbytes
             resident = each.resident()
-            if failure is not None and resident is not None and resident.writing is each.writing:
+            if failure is not None and resident is not None and resident.leaving is each.writing:
                 raise failure
 
 

@@ -5,13 +5,10 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nvme_ops.base.limits import free_memory
 from nvme_ops.io.handle import aio_handle
-
-if TYPE_CHECKING:
-    from nvme_ops.offload.weights.source import FileExtent
 
 _PERIOD = 1.0  # seconds between looks at the free memory
 _RENEWAL = 60.0  # seconds after which weights are read through the page cache again
@@ -34,8 +31,13 @@ class PageCache:
         self._filled: set[tuple[str, int, int]] = set()
         self._has_room, self._next, self._renewal = False, 0.0, 0.0
 
-    def reader(self, handle: aio_handle, extents: Sequence[FileExtent]) -> aio_handle:
-        """Returns the handle that reads extents: this one, or one like it that fills the page cache."""
+    def reader(self, handle: aio_handle, extents: Sequence[tuple[str, int, int]]) -> aio_handle:
+        """Returns the handle that reads extents: this one, or one like it that fills the page cache.
+
+        Args:
+            handle: the one of the weights.
+            extents: the path of the file, where each begins in it, and its bytes.
+        """
         now = time.monotonic()
         if now >= self._next:
             self._has_room, self._next = free_memory() >= self._nbytes, now + _PERIOD
@@ -43,15 +45,14 @@ class PageCache:
             return handle
         if now >= self._renewal:
             self._filled, self._renewal = set(), now + _RENEWAL
-        names = [(each.file.path, each.start, each.nbytes) for each in extents]
-        missing = [name for name in names if name not in self._filled]
-        self._filled.update(name for name in missing if name[2] >= _LARGE)
+        missing = [each for each in extents if each not in self._filled]
+        self._filled.update(each for each in missing if each[2] >= _LARGE)
         return _filling(handle) if missing else handle
 
 
 def _filling(handle: aio_handle) -> aio_handle:
     """Returns a handle like this one that reads through the page cache, or this one if it has another cache mode."""
-    if type(handle) is not aio_handle or handle._dictionary is not None or handle._settings["cache"] != "auto":
+    if type(handle) is not aio_handle or handle._learner is not None or handle._settings["cache"] != "auto":
         return handle
     return _buffered(**{**handle._settings, "cache": "buffered"})
 

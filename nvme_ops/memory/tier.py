@@ -1,0 +1,234 @@
+"""``Tier``: bounded memory of a device, for short-lived tensors; each part comes back with the last tensor over it."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.settings import PAGE
+from nvme_ops.memory.holes import Holes
+from nvme_ops.memory.pool import Held, Pool
+
+_HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
+_libc = ctypes.CDLL(None, use_errno=True)
+
+Made = tuple[Any, Any]  # what gives a part back when it is freed, and what is handed out
+
+
+def in_pages(nbytes: int) -> int:
+    """Returns bytes rounded up to whole pages, as memory is charged."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+class Lent:
+    """Stands for memory that is used elsewhere."""
+
+
+class Share:
+    """What one user of a tier may have of it.
+
+    Args:
+        tier: has the memory.
+        nbytes: the most bytes at once; may be changed at any time.
+    """
+
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self.nbytes, self.device = nbytes, tier.device
+        self.in_use = 0  #: as the tier counts; see ``bytes_in_use``
+        self.peak = 0  #: the most bytes that were handed out at once
+        self.ref = weakref.ref(self)
+        self._tier = tier
+
+    @property
+    def bytes_in_use(self) -> int:
+        """Bytes handed out now."""
+        self._tier.collect()
+        return self.in_use
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest part that can be allocated now."""
+        return min(self._tier.largest, self.nbytes - self.bytes_in_use)
+
+    def allocate(self, nbytes: int, at_end: bool = False) -> torch.Tensor | None:
+        """Returns a ``torch.uint8`` tensor of ``nbytes`` (at least 1), in whole pages; None if there is no room.
+
+        With ``at_end`` it is taken from the end of the memory, so that parts of two kinds do not lie among each other.
+        """
+        return self._tier.allocate(nbytes, self, at_end)
+
+    def lend(self, nbytes: int) -> object | None:
+        """Gives up ``nbytes`` for memory that others allocate; they are back with the last reference to the result.
+
+        Returns None if there is no room.
+        """
+        return self._tier.lend(nbytes, self)
+
+
+#: At which byte a part begins, its bytes in whole pages, and whose they are; weak, or parts would keep their tier.
+_Part = tuple[int, int, weakref.ref[Share]]
+
+
+class Tier:
+    """Bounded memory of a device, divided among the tensors of all shares, in whole pages.
+
+    Any thread may call any method, and tensors may be freed in any thread.
+
+    Args:
+        nbytes: bytes, in whole pages.
+        device: an accelerator; its memory comes from torch's allocator, which reuses it in the order of the current
+            stream.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self.device = nbytes, device
+        self._in_use = 0
+        self._lock = forkable_lock()
+        self._held: Held[_Part] = Held()
+        self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
+
+    def share(self, nbytes: int | None = None) -> Share:
+        """Returns a share, by default of all bytes. Those of several may be more than there are."""
+        share = Share(self, self.nbytes if nbytes is None else nbytes)
+        self._shares.add(share)
+        return share
+
+    def allocate(self, nbytes: int, share: Share, at_end: bool = False) -> torch.Tensor | None:
+        """Returns memory for a share; see there."""
+        if nbytes < 1:
+            raise ValueError(f"nbytes must be at least 1, not {nbytes}")
+        found = self._hand_out(nbytes, share, at_end, self._part)
+        return None if found is None else found[1]
+
+    def lend(self, nbytes: int, share: Share) -> object | None:
+        """Gives up memory of a share; see there."""
+        found = self._hand_out(nbytes, share, True, self._give_up)
+        return None if found is None else found[0]
+
+    def _hand_out(self, nbytes: int, share: Share, at_end: bool, make: Callable[[int, int], Made]) -> Made | None:
+        size = in_pages(nbytes)
+        with self._lock:
+            self.collect()
+            if share.in_use + size > share.nbytes:
+                return None
+            try:
+                start = self._reserve(size, at_end)
+                if start is None:
+                    return None
+                owner, made = make(start, nbytes)
+                self._in_use += size
+                share.in_use += size
+                self._held.add(owner, (start, size, share.ref))
+            except BaseException:
+                self._held.interrupted = True
+                raise
+            share.peak = max(share.peak, share.in_use)
+        return owner, made
+
+    def collect(self) -> None:
+        """Takes back the parts that nobody uses any more."""
+        with self._lock:
+            self._held.collect(self._give_back, self._recount)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest part that there is memory for now."""
+        return self.nbytes - self._in_use
+
+    def _reserve(self, size: int, at_end: bool) -> int | None:
+        """Takes a part; returns where it begins, or None if there is no room in one piece."""
+        del at_end
+        return 0 if self._in_use + size <= self.nbytes else None
+
+    def _give_up(self, start: int, nbytes: int) -> Made:
+        """Returns what stands for memory that is used elsewhere."""
+        del start, nbytes
+        return Lent(), None
+
+    def _part(self, start: int, nbytes: int) -> Made:
+        """Returns what is freed with the last tensor over a part, and a tensor over it."""
+        del start
+        tensor = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return tensor, tensor
+
+    def _give_back(self, part: _Part) -> None:
+        _, size, ref = part
+        self._in_use -= size
+        if (share := ref()) is not None:
+            share.in_use -= size
+
+    def _recount(self, parts: Iterable[_Part]) -> None:
+        self._in_use = 0
+        for share in list(self._shares):
+            share.in_use = 0
+        for _, size, ref in parts:
+            self._in_use += size
+            if (owner := ref()) is not None:
+                owner.in_use += size
+
+
+class HostTier(Tier):
+    """Memory of the host, in one piece: it is reused, so that the system need not supply any while data arrives.
+
+    Args:
+        nbytes: as above.
+        pool: supplies the memory, all of which is leased until the tier and all tensors over it are gone.
+    """
+
+    def __init__(self, nbytes: int, pool: Pool) -> None:
+        super().__init__(nbytes // PAGE * PAGE, torch.device("cpu"))
+        self._memory = pool.lease(self.nbytes).tensor
+        self._holes = Holes()
+        self._holes.add(0, self.nbytes)
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest part that there is memory for now."""
+        return self._holes.largest
+
+    def _reserve(self, size: int, at_end: bool) -> int | None:
+        while (found := self._holes.find(size, at_end)) is not None:
+            if self._holes.take(*found, size, at_end):  # else a signal handler was here
+                return found[0] + (found[1] - size if at_end else 0)
+        return None
+
+    def _give_up(self, start: int, nbytes: int) -> Made:
+        memory = self._memory.data_ptr() + start
+        if _libc.madvise(ctypes.c_void_p(memory), ctypes.c_size_t(in_pages(nbytes)), mmap.MADV_DONTNEED):
+            raise OSError(ctypes.get_errno(), "madvise")
+        return super()._give_up(start, nbytes)
+
+    def _part(self, start: int, nbytes: int) -> Made:
+        owner: Any = (ctypes.c_ubyte * nbytes).from_address(self._memory.data_ptr() + start)
+        owner.keeps = self._memory  # freed with the last tensor over this part
+        return owner, torch.frombuffer(owner, dtype=torch.uint8)
+
+    def _give_back(self, part: _Part) -> None:
+        super()._give_back(part)
+        self._holes.merge(*part[:2])
+
+    def _recount(self, parts: Iterable[_Part]) -> None:
+        """Rebuilds the holes: everything is free but these parts."""
+        parts = sorted(parts, key=lambda part: part[0])
+        super()._recount(parts)
+        self._holes.clear()
+        free = 0
+        for start, size, _ in parts:
+            if start > free:
+                self._holes.add(free, start - free)
+            free = start + size
+        if free < self.nbytes:
+            self._holes.add(free, self.nbytes - free)
+
+
+def tier_on(device: torch.device, nbytes: int) -> Tier:
+    """Returns memory of ``nbytes`` bytes on a device."""
+    if device.type == "cpu":
+        return HostTier(nbytes, Pool(-(-nbytes // _HUGE) * _HUGE))
+    return Tier(nbytes, device)

@@ -1,0 +1,347 @@
+"""``PagedLayer``: the keys and values of one layer, in memory, in files, or in both."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from nvme_ops.base.settings import PAGE
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.offload.cache.segments import Memory, Segments
+from nvme_ops.offload.residency.entry import Entry, tensors_over
+from nvme_ops.storage.joined import joined
+
+_CHUNK = 1 << 20  # bytes that are reordered at once
+
+
+class _Half(NamedTuple):
+    """The shape of the keys, or of the values."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+    rows: int  # heads in the whole batch
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token in one row."""
+        return self.width * self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one token in all rows."""
+        return self.rows * self.row_bytes
+
+
+class _Reordered(NamedTuple):
+    """Tokens whose batch has been reordered since they were written: row ``rows[i]`` in the file is row i now."""
+
+    first: int
+    last: int
+    rows: torch.Tensor
+
+
+class PagedLayer(Entry):
+    """Keys and values of a layer, laid out as attention reads them fastest: the tokens of a head together, and room.
+
+    A page is a number of tokens, such that in each row they fill pages of memory and of a file. Full pages are written
+    at most once, the first time that their memory is needed for something else; the tokens of the last, incomplete
+    page have a place of their own in memory, the tail, while the others are away. A reordered batch is not written
+    again: its order is applied to what is read.
+
+    Args:
+        number: the layer's, for messages.
+        page_bytes: the most bytes of a page, as far as its alignment allows.
+        window: the most tokens that attention sees, the current one included; None: all.
+    """
+
+    batch = 0  #: rows; 0 until the shape of the keys and values is known
+    device: torch.device  #: where they are used
+    files: Segments
+
+    def __init__(self, number: int, page_bytes: int, window: int | None = None) -> None:
+        super().__init__(0)
+        self.number, self._page_bytes, self._window = number, page_bytes, window
+        self.recording = False  #: keep tokens that have left the window, for a later ``crop``
+        self.clear()
+
+    def clear(self) -> None:
+        """Forgets everything, including its shape. It must not be in memory."""
+        if self.batch:
+            self.files.cut(0)
+        self.batch = self.tail_bytes = self.tokens = 0
+        self.tail: torch.Tensor | None = None
+        self._first = 0  # earlier tokens are not needed any more
+        self._written = 0  # tokens before this one are in the files, or on their way; a multiple of a page
+        self._safe = 0  # tokens before this one are in the files
+        self._reordered: list[_Reordered] = []
+        self._base = self._capacity = 0  # the first token in memory, and how many there is room for
+        self._read_end = 0  # tokens before this one came from the files
+
+    # Its shape
+
+    def shape(self, batch: int, kinds: Sequence[tuple[int, int, torch.dtype]]) -> None:
+        """Sets how many rows there are, and the heads, width and dtype of the keys and of the values."""
+        self.batch = batch
+        self._halves = [_Half(*kind, batch * kind[0]) for kind in kinds]
+        self._token_bytes = sum(half.nbytes for half in self._halves)
+        aligned = math.lcm(*(PAGE // math.gcd(half.row_bytes, PAGE) for half in self._halves))
+        self._page = aligned * max(1, self._page_bytes // (aligned * self._token_bytes))
+        self.tail_bytes = self._page * self._token_bytes
+
+    @property
+    def kinds(self) -> list[tuple[int, int, torch.dtype]]:
+        """Heads, width and dtype of the keys and of the values."""
+        return [(half.heads, half.width, half.dtype) for half in self._halves]
+
+    @property
+    def rows(self) -> list[tuple[int, int]]:
+        """For the keys and for the values, the number of rows and the bytes of one token in each."""
+        return [(half.rows, half.row_bytes) for half in self._halves]
+
+    @property
+    def bytes_cached(self) -> int:
+        """Bytes of the keys and values of the needed tokens."""
+        return (self.tokens - self._first) * self._token_bytes if self.batch else 0
+
+    @property
+    def bytes_stored(self) -> int:
+        """Bytes of keys and values that are in the files."""
+        return self.files.nbytes if self.batch else 0
+
+    def memory_needed(self, more: int) -> int:
+        """Returns the bytes of memory that all needed and ``more`` tokens take."""
+        return max(1, self._page_ceil(self.tokens + more - self._page_floor(self._first)) * self._token_bytes)
+
+    def has_room(self, more: int) -> bool:
+        """Returns whether its memory has room for ``more`` tokens."""
+        return self.tokens + more - self._base <= self._capacity
+
+    def require_like(self, *given: torch.Tensor) -> None:
+        """Raises ValueError unless keys and values have the shape of the tokens before."""
+        for half, each in zip(self._halves, given, strict=True):
+            if (self.batch, half.heads, half.width) != (each.shape[0], each.shape[1], each.shape[3]):
+                raise ValueError(
+                    f"layer {self.number} has keys or values of a batch of {self.batch}, {half.heads} heads of "
+                    f"{half.width}, and was given {tuple(each.shape)}"
+                )
+
+    # In memory
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Adds tokens, for which there is room; returns the keys and values that attention sees."""
+        before, self.tokens = self.tokens, self.tokens + keys.shape[2]
+        for which, states in enumerate((keys, values)):
+            self._typed(which)[:, :, before - self._base : self.tokens - self._base].copy_(states.detach())
+        seen = 0 if self._window is None else max(0, before - self._window + 1)
+        found = self._from(0, seen), self._from(1, seen)
+        if not self.recording:
+            self._leave_window()
+        self._note_changes()
+        return found
+
+    def half(self, half: int) -> torch.Tensor:
+        """Returns the keys (0) or the values (1) that are kept, ``[batch, heads, tokens, width]``, in its memory."""
+        return self._from(half, self._first)
+
+    def pages(self) -> list[torch.Tensor]:
+        """Returns the keys and the values in its memory from the beginning of the first needed page on."""
+        return [self._from(half, self._page_floor(self._first)) for half in (0, 1)]
+
+    def move_to(self, memory: torch.Tensor, pages: Sequence[torch.Tensor]) -> None:
+        """Copies its ``pages`` to other memory, which has more room."""
+        self._place(memory)
+        for which, source in enumerate(pages):
+            self._typed(which)[:, :, : source.shape[2]].copy_(source)
+        self._written = max(self._written, self._base)  # earlier tokens are not needed
+
+    # From and to the files
+
+    def load(self, memory: torch.Tensor, priority: Priority) -> tuple[IoFuture | None, int]:
+        """Starts to read all needed tokens into memory; returns the transfer, if any, and its bytes. Raises OSError."""
+        reads: list[IoFuture] = []
+        self._place(memory)
+        self._read_end = min(self._written, self.tokens)
+        try:
+            nbytes = self.files.read(self._base, self._read_end, self._in_memory(), reads, priority)
+            self._copy_rest(from_tail=True)
+        except BaseException:
+            self.memory = self.values = None
+            raise
+        if reads:
+            return reads[0] if len(reads) == 1 else joined(reads), nbytes
+        self.arrive()
+        return None, 0
+
+    def arrive(self) -> None:
+        """Completes what was read."""
+        for first, last, rows in self._reordered:
+            self._reorder_tokens(max(first, self._base), min(last, self._read_end), rows)
+        self._cut(self._page_floor(self.tokens))
+        self._note_changes()
+
+    def store(self) -> tuple[IoFuture, int]:
+        """Starts to write full pages that are not in the files; returns the transfer and its bytes.
+
+        Raises OSError if the disk is full.
+        """
+        if self.files.has_failed():  # they are in memory still
+            self.files.cut(self._safe)
+            self._written = min(self._written, self._safe)
+        self._safe = self._written
+        begin, end = self._unwritten()
+        nbytes = self.files.write(begin, end, self._in_memory())
+        self._written = end
+        return joined(list(self.files.writes)), nbytes
+
+    def leave_memory(self) -> None:
+        """Keeps in the tail what is not in the files, where all full pages are."""
+        self._safe = self._written = max(self._written, self._page_floor(self._first))
+        self._copy_rest(from_tail=False)
+
+    def _copy_rest(self, from_tail: bool) -> None:
+        count = self.tokens - self._written
+        for half in (0, 1) if count > 0 and self.tail is not None else ():
+            ours = self._typed(half)[:, :, self._written - self._base : self.tokens - self._base]
+            tail = self._typed(half, self.tail, self._page)[:, :, :count]
+            target, source = (ours, tail) if from_tail else (tail, ours)
+            target.copy_(source)
+
+    def _unwritten(self) -> tuple[int, int]:
+        return max(self._written, self._page_floor(self._first)), self._page_floor(self.tokens)
+
+    def _note_changes(self) -> None:
+        begin, end = self._unwritten()
+        self.changed = self.memory is not None and begin < end
+
+    # Changes, while no transfer is under way
+
+    def crop(self, tokens: int) -> None:
+        """Forgets all but the first ``tokens`` tokens. Reads and writes nothing.
+
+        Raises RuntimeError if tokens that would be in the window again have been forgotten.
+        """
+        first = 0 if self._window is None else max(0, tokens - self._window + 1)
+        if self._page_floor(first) < self._page_floor(self._first):
+            raise RuntimeError(
+                f"layer {self.number} has forgotten the tokens before its window of {self._window}: "
+                "call activate_past_recording() before what is to be undone"
+            )
+        self.tokens = tokens
+        if self.memory is not None:
+            self._cut(self._page_floor(tokens))
+        self._leave_window()
+        self._note_changes()
+
+    def reorder(self, rows: torch.Tensor) -> None:
+        """Makes row ``rows[i]`` of the batch its row i; ``rows``, of the batch's size, is on the CPU."""
+        found: list[_Reordered] = []
+        at = 0
+        for first, last, before in [*self._reordered, _Reordered(self._written, self._written, rows)]:
+            parts = [_Reordered(at, first, rows), _Reordered(first, last, before[rows])]
+            for each in parts:
+                if each.first == each.last:
+                    continue
+                if found and found[-1].last == each.first and torch.equal(found[-1].rows, each.rows):
+                    found[-1] = _Reordered(found[-1].first, each.last, each.rows)
+                else:
+                    found.append(each)
+            at = last
+        self._reordered = found
+        if self.memory is not None:
+            self._reorder_tokens(self._base, self.tokens, rows)
+        elif self.tail is not None:
+            self._reorder_memory(self.tail, self._page, 0, self.tokens - self._written, rows)
+
+    def select(
+        self, rows: torch.Tensor, old: Sequence[torch.Tensor], memory: torch.Tensor, tail: torch.Tensor, files: Segments
+    ) -> None:
+        """Goes on with these rows of ``old``, its halves, in other memory and files, of the ``shape`` set before."""
+        self.files.cut(0)
+        self.files, self._reordered, self.tail = files, [], tail
+        self._place(memory)
+        self._written = self._safe = self._base
+        for half, source in enumerate(old):
+            target = self.half(half)
+            for begin in range(0, source.shape[2], step := self._chunk(half)):
+                part = source[:, :, begin : begin + step].index_select(0, rows)
+                target[:, :, begin : begin + step].copy_(part)
+        self._note_changes()
+
+    # Below
+
+    def _page_floor(self, tokens: int) -> int:
+        return tokens // self._page * self._page
+
+    def _page_ceil(self, tokens: int) -> int:
+        return -(-tokens // self._page) * self._page
+
+    def _place(self, memory: torch.Tensor) -> None:
+        self.memory = self.values = memory
+        self._base, self._capacity = self._page_floor(self._first), memory.nbytes // self._token_bytes
+        self.own_tensors = tensors_over(memory)
+
+    def _there(self) -> torch.Tensor:
+        if self.memory is None:
+            raise RuntimeError(f"layer {self.number} is not in memory")
+        return self.memory
+
+    def _in_memory(self) -> Memory:
+        memory = self._there()
+        halves = [
+            self._part(which, memory, self._capacity).view(half.rows, self._capacity * half.row_bytes)
+            for which, half in enumerate(self._halves)
+        ]
+        return halves, self._base
+
+    def _part(self, half: int, memory: torch.Tensor, capacity: int) -> torch.Tensor:
+        """Returns the bytes of the keys or the values in memory that has room for ``capacity`` tokens."""
+        begin = half * capacity * self._halves[0].nbytes
+        return memory[begin : begin + capacity * self._halves[half].nbytes]
+
+    def _typed(self, half: int, memory: torch.Tensor | None = None, capacity: int = 0) -> torch.Tensor:
+        """Returns the keys or the values in memory, ``[batch, heads, capacity, width]``."""
+        if memory is None:
+            memory, capacity = self._there(), self._capacity
+        heads, width, dtype, _ = self._halves[half]
+        return self._part(half, memory, capacity).view(dtype).view(self.batch, heads, capacity, width)
+
+    def _from(self, half: int, first: int) -> torch.Tensor:
+        """Returns keys or values from token ``first`` on."""
+        return self._typed(half)[:, :, first - self._base : self.tokens - self._base]
+
+    def _chunk(self, half: int) -> int:
+        """Returns how many tokens are reordered at once."""
+        return max(1, _CHUNK // max(1, self._halves[half].nbytes))
+
+    def _reorder_tokens(self, first: int, last: int, rows: torch.Tensor) -> None:
+        """Reorders the batch of tokens ``first`` to ``last`` in memory."""
+        self._reorder_memory(self._there(), self._capacity, first - self._base, last - self._base, rows)
+
+    def _reorder_memory(self, memory: torch.Tensor, capacity: int, begin: int, end: int, rows: torch.Tensor) -> None:
+        for half in (0, 1):
+            tokens = self._typed(half, memory, capacity)
+            for at in range(begin, end, step := self._chunk(half)):
+                part = tokens[:, :, at : min(end, at + step)]
+                part.copy_(part.index_select(0, rows))
+
+    def _leave_window(self) -> None:
+        if self._window is None:
+            return
+        self._first = max(self._first, self.tokens - self._window + 1)
+        gone = self._page_floor(self._first)
+        self._reordered = [each for each in self._reordered if each.last > gone]
+        self.files.drop(gone)
+
+    def _cut(self, tokens: int) -> None:
+        """Forgets the part of the files from token ``tokens`` on, which is in memory."""
+        if tokens < self._written:
+            self._written, self._safe = tokens, min(self._safe, tokens)
+            self._reordered = [
+                _Reordered(first, min(last, tokens), rows) for first, last, rows in self._reordered if first < tokens
+            ]
+            self.files.cut(tokens)

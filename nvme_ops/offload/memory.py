@@ -1,0 +1,137 @@
+"""``Memory``: one budget for several users of memory."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from nvme_ops.base.settings import PAGE
+from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
+from nvme_ops.memory.tier import Share, Tier, tier_on
+from nvme_ops.offload.residency.policy import Policy, Usable
+from nvme_ops.offload.residency.residency import Residency
+
+_STEP = 64  # parts of the memory in which a share grows
+
+
+class Memory(Usable):
+    """A budget that streamed weights and caches of keys and values share.
+
+        memory = nvme_ops.offload.Memory("20G")
+        model = nvme_ops.offload.from_pretrained("Qwen/Qwen2.5-72B", memory=memory)
+        cache = nvme_ops.offload.NvmeCache("/mnt/nvme", memory=memory)
+        model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
+
+    Keys and values come first, as they would have to be written as well: weights give way to them as the context grows,
+    and come back when it ends. It belongs to the device of its first user, and is freed with the last one.
+
+    Args:
+        nbytes: bytes, or a size such as ``"20G"``.
+
+    Raises:
+        ValueError: ``nbytes`` is no size, or less than a page.
+    """
+
+    _closed_error = "this Memory was closed"
+    _forked_error = "this Memory is the parent process's: make one in this process"
+
+    def __init__(self, nbytes: int | str) -> None:
+        super().__init__()
+        self.nbytes = bytes_of("nbytes", nbytes) // PAGE * PAGE  #: bytes, in whole pages
+        if not self.nbytes:
+            raise ValueError(f"nbytes must be at least {PAGE}, a page")
+        self.residency = Residency()
+        self._tier: Tier | None = None
+        self._lent: Share  # of what users take besides their shares
+        self._users: weakref.WeakSet[Policy[Any]] = weakref.WeakSet()
+
+    def share(self, device: torch.device) -> Share:
+        """Returns a share for a new user, on the device where it needs memory; ``balance`` sets its size.
+
+        Raises:
+            ValueError: the memory is another device's; it was closed.
+            RuntimeError: in a forked child.
+        """
+        self.require_open()
+        with self.residency.lock:
+            if self._tier is None:
+                self._tier = tier_on(device, self.nbytes)
+                self._lent = self._tier.share()
+            elif self._tier.device != device:
+                raise ValueError(
+                    f"this Memory is memory of {self._tier.device}, and memory of {device} is needed: make one for each"
+                )
+            return self._tier.share(0)
+
+    def lend(self, nbytes: int) -> object:
+        """Gives up memory that a user takes besides its share; it is back with the last reference to the result."""
+        lent = self._lent.lend(nbytes)
+        if lent is None:
+            raise ValueError(f"a Memory of {size_words(self.nbytes)} has no {size_words(nbytes)} in one piece left")
+        return lent
+
+    def join(self, user: Policy[Any]) -> None:
+        """Adds a user. Raises ValueError, naming all users and what they need, if the memory is too small for them."""
+        with self.residency.lock:
+            needs = [(each.name, each.least()) for each in (*self._users, user)]
+            least = sum(nbytes for _, nbytes in needs)
+            if least > self._free():
+                parts = ", ".join(f"{size_words(nbytes)} for {name}" for name, nbytes in needs)
+                raise ValueError(
+                    f"a Memory of {size_words(self.nbytes)} is too small: at least "
+                    f"{least_words(least + self.nbytes - self._free())} are needed, {parts}"
+                )
+            self._users.add(user)
+            self.balance()
+
+    def leave(self, user: Policy[Any]) -> None:
+        """Removes a user; others get its memory."""
+        with self.residency.lock:
+            self._users.discard(user)
+            self.balance()
+
+    def balance(self) -> None:
+        """Sets anew how much each user has."""
+        with self.residency.lock:
+            users = sorted(self._users, key=lambda user: user.gives_way)
+            free, least = self._free(), sum(user.least() for user in users)
+            for number, user in enumerate(users):
+                least -= (own := user.least())
+                wanted = min(free - least, max(own, self._rounded(user.wanted())))
+                if user.gives_way:  # several get equal parts of what is left
+                    wanted = min(wanted, max(own, free // (len(users) - number)))
+                user.resize(wanted // PAGE * PAGE)
+                free -= wanted
+
+    def _free(self) -> int:
+        return self.nbytes - self._lent.bytes_in_use
+
+    def _rounded(self, nbytes: int) -> int:
+        step = max(PAGE, self.nbytes // _STEP // PAGE * PAGE)
+        return -(-nbytes // step) * step
+
+    def close(self) -> None:
+        """Has new users refused. Raises ValueError while it has users: close these first."""
+        with self.residency.lock:
+            if names := [user.name for user in self._users]:
+                raise ValueError(f"this Memory is in use by {', '.join(names)}: close these first")
+            self._closed, self._tier = True, None
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<Memory of 20 GiB: the weights of LlamaForCausalLM, NvmeCache>``."""
+        return f"<Memory of {size_words(self.nbytes)}: {', '.join(user.name for user in self._users)}>"
+
+
+def budget_of(memory_budget: int | str | None, memory: Memory | None) -> int | Memory:
+    """Returns the budget that a user was given, in bytes or shared. Raises TypeError unless it is one of both."""
+    if memory is None and memory_budget is not None:
+        return bytes_of("memory_budget", memory_budget)
+    if memory is None or memory_budget is not None:
+        raise TypeError("either memory_budget= or memory= says how much memory there is")
+    if not isinstance(memory, Memory):
+        raise TypeError(f"memory must be a Memory, not {type(memory).__name__}")
+    memory.require_open()
+    return memory

@@ -1,0 +1,1 @@
+"""One mechanism for what is in memory when: entries are fetched, make room for others, and are written back."""

@@ -1,0 +1,166 @@
+"""``Policy``: what one capability wants in memory, and ``Backing``: where its bytes come from and go."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, MutableMapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from nvme_ops.base.text import Counts
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.memory.tier import Share, in_pages
+from nvme_ops.offload.residency.entry import Entry
+
+
+@dataclass(repr=False)
+class Stats(Counts):
+    """Counts what was moved since the start. ``print`` shows a table of what is not 0."""
+
+    bytes_read: int = 0
+    bytes_on_demand: int = 0  #: the part of ``bytes_read`` that was not read ahead
+    bytes_written: int = 0
+    bytes_stored: int = 0  #: on storage now
+    seconds_waited: float = 0.0  #: in which computation waited for reads, writes or memory
+    peak_bytes: int = 0  #: the most memory in use at once
+
+
+E = TypeVar("E", bound=Entry)
+Read = tuple[torch.Tensor, IoFuture | None, int]
+Stored = TypeVar("Stored", bound=Entry, contravariant=True)
+
+
+class Usable:
+    """Base of what can be used until it is closed, and only in the process that made it."""
+
+    _closed_error: ClassVar[str]
+    _forked_error: ClassVar[str]
+
+    def __init__(self) -> None:
+        self._process, self._closed = os.getpid(), False
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def is_usable(self) -> bool:
+        """Returns whether ``require_open`` raises nothing."""
+        return not self._closed and self._process == os.getpid()
+
+    def require_open(self) -> None:
+        """Raises ValueError after ``close``, and RuntimeError in a forked child."""
+        if self._closed:
+            raise ValueError(self._closed_error)
+        if self._process != os.getpid():
+            raise RuntimeError(self._forked_error)
+
+
+class Backing(Protocol[Stored]):
+    """Storage that entries are read from, and written to if they change."""
+
+    def read(self, entry: Stored, memory: torch.Tensor, priority: Priority) -> Read:
+        """Starts to fill an entry's memory; returns the tensor over it, the transfer if any, and the bytes read.
+
+        Sets ``entry.own_tensors``.
+        """
+
+    def write(self, entry: Stored) -> tuple[IoFuture, int]:
+        """Starts to write what storage has not of an entry's values; returns the transfer, and the bytes written."""
+
+
+class Policy(Usable, Generic[E]):
+    """Says what is used when, and what may leave memory. It moves nothing by itself: a ``Residency`` does.
+
+    Its methods are called with the residency's lock, except those that say otherwise.
+
+    Args:
+        lock: of the residency that moves its entries, and that it joins when it is complete.
+        share: the memory for entries.
+        backing: where their bytes are.
+        stats: counts what is moved.
+    """
+
+    patience: ClassVar[float] = 30.0  #: seconds to wait for memory that others hold
+    gives_way: ClassVar[bool] = False  #: others that share its memory may take it, on demand
+    drops_used: ClassVar[bool] = False  #: entries may leave while others use their values, which stay until then
+
+    def __init__(self, lock: Any, share: Share, backing: Backing[E], stats: Stats) -> None:
+        super().__init__()
+        self.lock = lock
+        self.share, self.backing, self.counts = share, backing, stats
+        self.present: MutableMapping[E, None] = {}  #: in the order of arrival
+        self.to_write: MutableMapping[E, None] = {}  #: changed entries, in the order of their changes
+
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return type(self).__name__
+
+    def least(self) -> int:
+        """Returns the bytes of memory without which it cannot work."""
+        return 0
+
+    def wanted(self) -> int:
+        """Returns the bytes of memory that it has a use for now."""
+        return self.share.nbytes
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory it has."""
+        self.share.nbytes = nbytes
+
+    def has_share_for(self, entry: E) -> bool:
+        """Returns whether an entry fits its share beside what is in use."""
+        return self.share.bytes_in_use + in_pages(entry.nbytes) <= self.share.nbytes
+
+    def allocate(self, entry: E) -> torch.Tensor | None:
+        """Returns memory for an entry, or None while there is none."""
+        return self.share.allocate(max(1, entry.nbytes))
+
+    def require_room(self, entry: E) -> None:
+        """Raises MemoryError if an entry can never be in memory. Called without the lock."""
+
+    def note_use(self, use: Any) -> None:
+        """Records a use, and reads ahead."""
+
+    def note_change(self, entry: E) -> None:
+        """Records that an entry's values are about to change."""
+
+    def note_arrival(self, entry: E) -> None:
+        """Completes an entry whose bytes have arrived."""
+
+    def note_eviction(self, entry: E) -> None:
+        """Records that an entry is leaving memory for others."""
+
+    def victims(self, after: int) -> Iterable[E]:
+        """Returns entries that may leave memory, best first: those not used within the next ``after`` + 1 uses."""
+        raise NotImplementedError
+
+    def discard(self, entry: E) -> None:
+        """Drops an entry's memory and its changes. Transfers under way and tensors over the memory keep it alive."""
+        if entry.arrival is not None and not (entry.demanded and entry.is_used()):
+            entry.arrival.request_cancel()  # nobody needs it; a thread that waits for this prefetch reads again
+        entry.memory = entry.values = entry.arrival = None
+        entry.changed = False
+        self.present.pop(entry, None)
+        self.to_write.pop(entry, None)
+
+    def out_of_memory(self, entry: E) -> MemoryError:
+        """Returns the error to raise when no memory has become free for an entry."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Waits for transfers under way; memory is freed with the last tensor over it. Further calls do nothing."""
+        with self.lock:
+            if self._closed:
+                return
+            self._closed = True
+        if self._process == os.getpid():
+            for each in list(self.present):
+                for arrival in (each.arrival, each.leaving):
+                    if arrival is not None:
+                        arrival.wait()
+                self.discard(each)

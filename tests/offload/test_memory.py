@@ -1,0 +1,186 @@
+"""``Memory``: weights and caches in one budget compute as they do alone, and each has what others do not need."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from nvme_ops.memory.tier import tier_on
+from nvme_ops.offload import Memory, NvmeCache, from_pretrained, stream_weights
+from tests.conftest import KIB, MIB, in_child, in_threads
+from tests.offload.llama import saved_llama
+from tests.offload.models import layers
+
+CPU = torch.device("cpu")
+PROMPT = torch.randint(3, 199, (4, 200), generator=torch.Generator().manual_seed(5))
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def steps(model: Any, cache: Any, tokens: int) -> list[int]:
+    """The tokens that a model says, one by one, after the prompt."""
+    said, inputs = list[int](), PROMPT
+    with torch.no_grad():
+        for _ in range(tokens):
+            inputs = model(inputs, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+            said += inputs.flatten().tolist()
+    return said
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return saved_llama(tmp_path_factory.mktemp("memory"))
+
+
+def test_weights_give_way_to_keys_and_values_and_come_back(llama: Path, folder: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    plain = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
+    wanted = steps(plain, transformers.DynamicCache(config=plain.config), 6)
+    memory = Memory("16M")
+    with from_pretrained(llama, memory=memory) as model:
+        alone = model._nvme_window.nbytes
+        for _ in range(2):
+            with NvmeCache(folder, memory=memory) as cache:
+                assert steps(model, cache, 6) == wanted
+                assert cache.stats().bytes_written == 0, "they fit if weights give way"
+                assert model._nvme_window.nbytes <= alone - cache.stats().bytes_cached
+                assert sum(user.share.bytes_in_use for user in memory._users) <= memory.nbytes
+                cache.reset()
+                assert steps(model, cache, 6) == wanted
+            assert model._nvme_window.nbytes == alone, "they come back"
+        before = model.stats().bytes_read
+        model(PROMPT[:, :8])
+        model(PROMPT[:, :8])
+        assert model.stats().bytes_read - before < 2 * 21 * MIB - alone
+    assert not memory._users
+
+
+def test_a_cache_larger_than_what_weights_leave_is_written(llama: Path, folder: Path) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    plain = transformers.LlamaForCausalLM.from_pretrained(llama).eval()
+    wanted = steps(plain, transformers.DynamicCache(config=plain.config), 4)
+    memory = Memory("9M")
+    with from_pretrained(llama, memory=memory) as model, NvmeCache(folder, memory=memory) as cache:
+        assert steps(model, cache, 4) == wanted
+        assert cache.stats().bytes_written > 0
+        assert model._nvme_window.nbytes >= model._nvme_window.least()
+
+
+def test_several_models_in_one_memory_compute_in_threads_as_alone(folder: Path) -> None:
+    inputs, memory = torch.ones(2, 256), Memory("3M")
+    models = [layers(6) for _ in range(3)]
+    wanted = [model.eval()(inputs) for model in models]
+    streamed = [stream_weights(model, folder, memory=memory) for model in models]
+
+    def compute(number: int) -> None:
+        with torch.no_grad():
+            for _ in range(20):
+                assert torch.equal(streamed[number](inputs), wanted[number])
+
+    in_threads(compute, 3)
+    assert sum(model._nvme_window.share.peak for model in streamed) <= 3 * memory.nbytes
+    streamed[0].close()
+    streamed[1].close()
+    assert streamed[2]._nvme_window.nbytes > MIB, "the last one has what the others had"
+    streamed[2].close()
+
+
+def test_what_is_wrong_is_said(llama: Path, folder: Path) -> None:
+    memory = Memory("16M")
+    both: list[dict[str, Any]] = [{}, {"memory": memory, "memory_budget": "1M"}]
+    for given in both:
+        with pytest.raises(TypeError, match="either memory_budget= or memory="):
+            stream_weights(layers(2), folder, **given)
+        with pytest.raises(TypeError, match="either memory_budget= or memory="):
+            NvmeCache(folder, **given)
+    with pytest.raises(TypeError, match="memory must be a Memory, not str"):
+        stream_weights(layers(2), folder, memory="16M")  # type: ignore[arg-type]
+    for wrong in (0, 100, "16X"):
+        with pytest.raises(ValueError, match=r"nbytes"):
+            Memory(wrong)
+    with from_pretrained(llama, memory=memory) as model:
+        assert repr(memory) == "<Memory of 16 MiB: streamed weights>"
+        with pytest.raises(ValueError, match="in use by streamed weights: close these first"):
+            memory.close()
+        with pytest.raises(ValueError, match=r"memory of cpu, and memory of meta is needed"):
+            memory.share(torch.device("meta"))
+        with pytest.raises(ValueError, match=r"too small: at least .* for streamed weights, .* for streamed weights"):
+            stream_weights(layers(2, 1900), folder, memory=memory)
+        assert model(PROMPT[:, :3]) is not None
+    memory.close()
+    with pytest.raises(ValueError, match="this Memory was closed"):
+        NvmeCache(folder, memory=memory)
+
+
+def test_a_child_makes_its_own(folder: Path) -> None:
+    memory = Memory("4M")
+    with stream_weights(layers(2), folder, memory=memory):
+
+        def child() -> None:
+            with pytest.raises(RuntimeError, match="the parent process's"):
+                NvmeCache(folder, memory=memory)
+
+        in_child(child)
+
+
+# The tier
+
+
+@pytest.fixture
+def tier() -> Iterator[Any]:
+    tier = tier_on(CPU, 4 * MIB)
+    yield tier
+    assert tier.share().bytes_in_use == 0
+
+
+def test_shares_are_bounds_that_may_change_and_parts_lie_at_both_ends(tier: Any) -> None:
+    one, other = tier.share(MIB), tier.share(4 * MIB)
+    first, last = one.allocate(MIB), other.allocate(5000, at_end=True)
+    assert last.data_ptr() + 8 * KIB == first.data_ptr() + 4 * MIB
+    assert one.allocate(1) is None
+    assert (one.bytes_in_use, other.bytes_in_use) == (MIB, 8 * KIB), "whole pages"
+    one.nbytes = 2 * MIB
+    assert one.allocate(MIB) is not None
+    assert other.allocate(4 * MIB) is None
+    del first
+    assert one.bytes_in_use == 0
+    assert one.peak == 2 * MIB
+
+
+def test_what_is_lent_is_given_back_to_the_system(tier: Any) -> None:
+    share = tier.share()
+    whole = share.allocate(4 * MIB)
+    whole.fill_(7)
+    start = whole.data_ptr()
+    assert resident(start, 4 * MIB) == 4 * MIB
+    del whole
+    lent = share.lend(3 * MIB)
+    assert resident(start, 4 * MIB) == MIB
+    assert share.allocate(2 * MIB) is None
+    assert share.lend(2 * MIB) is None
+    del lent
+    assert share.allocate(4 * MIB) is not None
+
+
+def resident(start: int, nbytes: int) -> int:
+    """Bytes of memory that the system has for a range of addresses."""
+    with open("/proc/self/pagemap", "rb", buffering=0) as pages:
+        size = os.sysconf("SC_PAGE_SIZE")
+        found = os.pread(pages.fileno(), nbytes // size * 8, start // size * 8)
+    return size * sum(int.from_bytes(found[at : at + 8], "little") >> 63 for at in range(0, len(found), 8))
+
+
+def test_a_module_of_layers_has_their_values_beside_a_model_that_is_closed(folder: Path) -> None:
+    memory, inputs = Memory("2M"), torch.ones(1, 256)
+    model = layers(4)
+    wanted = model.eval()(inputs)
+    with stream_weights(nn.Sequential(*layers(3)), folder, memory=memory):
+        streamed = stream_weights(model, folder, memory=memory)
+    assert torch.equal(streamed(inputs), wanted)
+    streamed.close()
