@@ -138,8 +138,7 @@ class aio_handle(Closing):  # noqa: N801  (DeepNVMe's name)
         """
         from nvme_ops.io.tuning import store
 
-        backend = aio_handle(backend=given.get("backend")).backend
-        return cls(**store.arguments(path, way or cls._way, backend, given))
+        return store.tuned(cls, path, way or cls._way, given)
 
     @classmethod
     def adaptive(cls, path: str | os.PathLike[str], *, way: Way | None = None, **given: Any) -> Self:

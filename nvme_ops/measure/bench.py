@@ -14,8 +14,8 @@ from nvme_ops import __version__
 from nvme_ops.base.command_line import command_line, count, listed, positive, say, size
 from nvme_ops.base.settings import Settings
 from nvme_ops.measure.engines import ENGINES
-from nvme_ops.measure.search import SWEPT, Axis, combinations, swept
 from nvme_ops.measure.stop import measuring
+from nvme_ops.measure.sweep import SWEPT, combinations
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
 
 _SWEPT = ", ".join(SWEPT).replace("_", "-")
@@ -173,26 +173,22 @@ def _gpus() -> int:
 
 def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:
     """Returns all combinations of the values of --sweep, and the names of the settings that differ."""
-    axes: dict[str, Axis] = {}
+    values: list[tuple[str, list[str]]] = []
     for entry in args.sweep:
-        given, _, values = entry.partition("=")
-        name = given.replace("-", "_")
-        if not values or name not in SWEPT:
+        name, _, texts = entry.partition("=")
+        if not texts or name.replace("-", "_") not in SWEPT:
             raise ValueError(f"--sweep {entry}: not NAME=VALUE,...; names are {_SWEPT}")
-        try:
-            axis = swept(name, values.split(","))
-        except ValueError as error:
-            raise ValueError(f"--sweep {given}{str(error).removeprefix(name)}") from None
-        if axis.name in axes:
-            raise ValueError(f"--sweep {given}: twice; name all its values once")
-        axes[axis.name] = axis
+        values.append((name, texts.split(",")))
     base = Settings(
         args.block_size, args.queue_depth, args.single_submit, not args.sequential_requests, args.io_parallel
     )
-    settings = combinations(list(axes.values()), base)
+    try:
+        settings = combinations(values, base)
+    except ValueError as error:
+        raise ValueError(f"--sweep {error}") from None
     if len(settings) > 1 and args.scaling:
         raise ValueError("--sweep and --scaling are two runs")
-    return settings, list(axes)
+    return settings, [SWEPT[name.replace("-", "_")][0] for name, _ in values]
 
 
 @measuring("nvme-bench")

@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from nvme_ops.base.errors import naming
 from nvme_ops.base.native import native
 from nvme_ops.base.progress import byte_bar
 from nvme_ops.base.text import MIB, size_words
@@ -47,7 +48,8 @@ def make_file(path: str, size: int) -> None:
 
     piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
     content = bytes_of(piece)
-    with byte_bar(size, f"writing {size_words(size)}") as advance, open(path, "wb", buffering=0) as file:
+    words = f"writing {size_words(size)}"
+    with naming("write", path), byte_bar(size, words) as advance, open(path, "wb", buffering=0) as file:
         for start in range(0, size, _PIECE):
             piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
             left = content[: size - start]

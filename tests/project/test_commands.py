@@ -120,7 +120,7 @@ def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
                 assert status(command, "--version") == 0, command
         for words in (["bench", "--folder", "/no/such"], ["bench", "--folder", folder, "--sweep", "depth=1"],
                       ["bench", "explain", folder, "--rounds", "1"], ["bench", "workload", "unet3d", "--folder", "/no"],
-                      ["tune", "--folder", folder, "--seconds", "-1"]):
+                      ["tune", "--folder", folder, "--loops", "0"]):
             assert status(*words) == 2, words
         print("needing torch", file=sys.stderr)
         assert status("bench", "--folder", folder, "--io_size", "1M") == 2
@@ -163,7 +163,7 @@ def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.Captur
         *lines_of("measure.bench", *bench, *sweep),
         *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2", "--write"),
         *lines_of("measure.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of("measure.tune", *bench[:2], "--io_size", "32M", "--seconds", "1", "--no_write", "--no_store"),
+        *lines_of("measure.tune", *bench[:2], "--io_size", "1M", "--no_write", "--no_store"),
     ]
     too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
     assert too_long == []

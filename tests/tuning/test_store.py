@@ -38,6 +38,11 @@ def test_what_is_kept_is_loaded_and_a_later_result_replaces_it(cache: Path) -> N
     assert list(cache.iterdir()) == [path]
     for other in (replace(DEVICE, way="gpu"), replace(DEVICE, kernel="6.2"), replace(DEVICE, file_system_id="5")):
         assert loaded(other) is None
+    path.unlink()
+    os.mkfifo(path)
+    assert loaded() is None, "a pipe is not waited for"
+    with pytest.raises(OSError, match="is not a regular file"):
+        store.keep(DEVICE, FOUND, {})
 
 
 def test_without_the_variable_the_files_lie_below_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -63,14 +68,6 @@ def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning() -> 
         assert f"{path} is ignored: " in str(caught[0].message)
     store.keep(DEVICE, FOUND, {})
     assert loaded() == FOUND
-
-
-def test_a_pipe_in_its_place_is_not_waited_for(cache: Path) -> None:
-    cache.mkdir(parents=True)
-    os.mkfifo(store.path_of(DEVICE))
-    assert loaded() is None
-    with pytest.raises(OSError, match="is not a regular file"):
-        store.keep(DEVICE, FOUND, {})
 
 
 @pytest.mark.parametrize("place", ["file", "folder"])

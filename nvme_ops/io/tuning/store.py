@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from nvme_ops.base.errors import FormatError
 from nvme_ops.base.settings import Settings
@@ -21,7 +21,7 @@ from nvme_ops.op_builder import trust
 #: Version of the files; others are ignored. It also changes when the engine moves bytes in another way.
 FORMAT = 2
 _MAX = 16 << 20  # bytes of a file
-_DAMAGE = ValueError, LookupError, TypeError, AttributeError, OverflowError
+_Handle = TypeVar("_Handle")
 
 
 def folder() -> Path:
@@ -50,30 +50,22 @@ def load(identity: Identity) -> Any:
     """
     try:
         path = path_of(identity)
-    except RuntimeError:
-        return None
-    try:
         if not path.is_file():  # a pipe would block
             return None
         problem = trust.why_not_trusted(path)
         if not problem:
-            return _tuned_in(parse_json(content_of(str(path), _MAX)))
+            document = parse_json(content_of(str(path), _MAX))
+            if document["format"] != FORMAT:
+                raise ValueError(f"format {document['format']} instead of {FORMAT}")
+            settings_of(document["tuned"])
+            return document["tuned"]
         problem = f"others could change it: {problem}"
-    except (OSError, FormatError):
+    except (OSError, RuntimeError, FormatError):
         return None
-    except _DAMAGE as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         problem = f"{error or 'damaged'} (the next result replaces it)"
     warnings.warn(f"{path} is ignored: {problem}", RuntimeWarning, stacklevel=1)  # one place, so it is shown once
     return None
-
-
-def _tuned_in(document: Any) -> Any:
-    if document["format"] != FORMAT:
-        raise ValueError(f"format {document['format']} instead of {FORMAT}")
-    tuned = document.get("tuned")
-    if tuned is not None:
-        settings_of(tuned)
-    return tuned
 
 
 def keep(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
@@ -94,21 +86,23 @@ def settings_of(tuned: Any) -> Settings:
     """Returns the settings that ``load`` returned. Raises ValueError, LookupError or TypeError if one is invalid."""
     values = tuned["aio"]
     types = {name: type(value) for name, value in Settings().as_json().items()}
-    if {name: type(value) for name, value in values.items()} != types or any(
-        value < 1 for value in values.values() if not isinstance(value, bool)
-    ):
+    least = min(value for value in values.values() if value is not False)  # a switch can be off, a number not 0
+    if {name: type(value) for name, value in values.items()} != types or least < 1:
         raise ValueError(f"its settings are {values}")
     return Settings(**values)
 
 
-def arguments(path: str | os.PathLike[str], way: str, backend: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of a handle: those given, and for the others what ``nvme-tune`` found, if anything.
+def tuned(make: Callable[..., _Handle], path: str | os.PathLike[str], way: str, given: Mapping[str, Any]) -> _Handle:
+    """Makes a handle with the arguments given and, for the others, what is kept for that device, if anything.
 
-    One lane, the default, is left to the engine. Raises FileNotFoundError if the folder of ``path`` is missing.
+    One lane, the default, is left to the engine. Raises as ``aio_handle.tuned``.
     """
     given = {name: value for name, value in given.items() if value is not None}
-    tuned = load(identify(path, way, backend))
-    found = {} if tuned is None else settings_of(tuned).as_json()
-    if "num_threads" in given or found.get("intra_op_parallelism") == 1:
-        found.pop("intra_op_parallelism", None)
-    return {**found, **given}
+    handle: Any = make(**given)
+    kept = load(identify(path, way, handle.backend))
+    if kept is None:
+        return cast("_Handle", handle)
+    found = settings_of(kept).as_json()
+    if "num_threads" in given or found["intra_op_parallelism"] == 1:
+        del found["intra_op_parallelism"]
+    return make(**{**found, **given})
