@@ -22,7 +22,7 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import dense_bytes, dense_strides
 from nvme_ops.memory.tier import in_pages, tier_on
-from nvme_ops.offload.residency.entry import Arrival, Entry, tensors_over
+from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
@@ -85,7 +85,7 @@ class Resident(Entry):
     def note_computed(self) -> None:
         """Marks the end of a device's work on the values, for users on other streams."""
         if self.device.type != "cpu":
-            self.arrival = Arrival(device=self.device)
+            self.queued = QueuedWork(self.device)
 
     def __repr__(self) -> str:
         """Returns its key."""
@@ -199,7 +199,7 @@ class Residents(Policy[Resident]):
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
             with self.lock:
-                resident.leaving = Arrival(self._store.put(resident.key, values))
+                resident.leaving = self._store.put(resident.key, values)
                 resident.stored = True
                 self.counts.bytes_written += resident.nbytes
 

@@ -22,7 +22,8 @@ from torch.profiler import record_function
 from nvme_ops.base.locks import forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
-from nvme_ops.offload.residency.entry import Arrival, Entry, free_frames
+from nvme_ops.io.future import IoFuture
+from nvme_ops.offload.residency.entry import Entry, free_frames
 from nvme_ops.offload.residency.policy import E, Policy
 
 _POLL = 0.2  # seconds to wait for a transfer to end before looking again
@@ -104,8 +105,8 @@ class Residency:
                     for entry, arrival in zip(uses, arrivals, strict=True)
                 ) and (not change or all(self._note_change(policy, *each) for each in zip(uses, values, strict=True))):
                     for entry in uses:
-                        if (arrival := entry.arrival) is not None:
-                            arrival.before(values[0].device)
+                        if (queued := entry.queued) is not None:
+                            queued.before(values[0].device)
                     return values
             except BaseException:
                 values.clear()  # the traceback would keep them alive
@@ -142,8 +143,7 @@ class Residency:
                 del memory
                 free_frames(error)
                 raise
-        if transfer is not None:  # otherwise the backing has set what is to be waited for
-            entry.arrival = Arrival(transfer)
+        entry.arrival = transfer
         entry.demanded = priority is Priority.DEMAND
         policy.counts.bytes_read += nbytes
         policy.counts.bytes_on_demand += nbytes * entry.demanded
@@ -204,19 +204,17 @@ class Residency:
                         return memory
         return None
 
-    def await_arrival(self, policy: Policy[E], entry: E, arrival: Arrival, begun: bool) -> bool:
+    def await_arrival(self, policy: Policy[E], entry: E, arrival: IoFuture, begun: bool) -> bool:
         """Waits for the transfer of an entry. Raises why it failed if it was ``begun`` for this wait.
 
         Returns False if one begun earlier has failed: it is to be read again, for storage may be well by now.
         """
-        if arrival.transfer is None:
-            return True
         begin = time.perf_counter()
         if arrival.done():
-            failure = arrival.wait()
+            failure = arrival.exception()
         else:
             with record_function("nvme_ops: wait for storage"):
-                failure = arrival.wait()
+                failure = arrival.exception()
         if failure is not None:
             with self.lock:
                 if entry.arrival is arrival:
@@ -245,7 +243,7 @@ class Residency:
         if not policy.drops_used:
             if entry.is_used():
                 return False
-            if entry.arrival is None or entry.arrival.transfer is None:
+            if entry.arrival is None:
                 self.write_back(policy, entry)
                 if entry.leaving is not None and not (entry.leaving.done() and self._end_write(policy, entry)):
                     return False
@@ -300,7 +298,7 @@ class Residency:
             entry.changed = entry.is_used()
             policy.to_write.pop(entry, None)
             transfer, nbytes = policy.backing.write(entry)
-            entry.leaving = Arrival(transfer)
+            entry.leaving = transfer
         except BaseException as error:
             entry.changed = True
             free_frames(error)
@@ -321,7 +319,7 @@ class Residency:
         Raises what ``wait_until_written`` does.
         """
         leaving = entry.leaving
-        failure = None if leaving is None else leaving.wait()
+        failure = None if leaving is None else leaving.exception()
         with self.lock:
             if entry.leaving is not leaving:  # another thread has handled it
                 return False
