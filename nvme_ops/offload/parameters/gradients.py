@@ -301,7 +301,7 @@ def swap_gradients(
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
     leaving = budget // _LEAVING
     residents = Residents(
-        folder, "gradients", budget=budget - leaving, device=device, checksums=checksums, handle=handle
+        folder, "gradients", given=budget - leaving, device=device, checksums=checksums, handle=handle
     )
     try:
         return SwappedGradients(residents, every, large, leaving)
