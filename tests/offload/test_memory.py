@@ -109,7 +109,7 @@ def test_parameters_are_trained_beside_weights_and_get_what_these_leave(folder: 
     assert sum(user.share.bytes_in_use for user in users) <= memory.nbytes
     assert min(user.share.nbytes for user in users) >= 768 * KIB, "about half each"
     assert swapped.stats().bytes_written > 0
-    with pytest.raises(MemoryError, match="does not fit what other users leave of a Memory of 1.758 MiB"):
+    with pytest.raises(MemoryError, match=r"does not fit what other users leave of a Memory of 1\.758 MiB"):
         swap_params(nn.Linear(650, 650), folder, memory=memory)
     weights.close()
     assert users[0].share.nbytes > 1536 * KIB, "all that they want, to a step"

@@ -412,19 +412,17 @@ class Activations(Policy[Unit]):
                 break
             if each.number in young:
                 continue
-            if over:
-                self._write_or_raise(each)
-            elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
+            failure, each.trouble = each.trouble or self._write(each), None
+            if failure is not None and over:
+                self._write_or_raise(each, failure)
+            elif failure is not None:  # raised when the budget needs its memory
+                each.trouble = failure
                 break
         much = self._all.nbytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.leaving
 
-    def _write_or_raise(self, unit: Unit) -> None:
-        failure, unit.trouble = unit.trouble, None
-        failure = failure or self._write(unit)
-        if failure is None:
-            return
+    def _write_or_raise(self, unit: Unit, failure: BaseException | None) -> None:
         if _is_full(failure) and self._leaving:
             for each in itertools.chain.from_iterable(stored.transfers for stored in self._leaving):
                 each.exception()  # then its space is free
