@@ -57,7 +57,7 @@ class Memory(Usable):
         self.require_open()
         with self.residency.lock:
             if self._tier is None:
-                self._tier = tier_on(device, self.nbytes)
+                self._tier = tier_on(device, self.nbytes, two_ended=True)
                 self._lent = self._tier.share()
             elif self._tier.device != device:
                 raise ValueError(

@@ -181,6 +181,17 @@ def test_shares_are_bounds_that_may_change_and_parts_lie_at_both_ends(tier: Any)
     assert one.peak == 2 * MIB
 
 
+def test_parts_of_two_kinds_do_not_lie_among_each_other() -> None:
+    share: Any = tier_on(CPU, 64 * KIB, two_ended=True).share()
+    low: list[Any] = [share.allocate(4 * KIB) for _ in range(4)]
+    high: list[Any] = [share.allocate(8 * KIB, at_end=True) for _ in range(3)]
+    start, end = low[0].data_ptr(), low[0].data_ptr() + 64 * KIB
+    assert [part.data_ptr() for part in high] == [end - 8 * KIB * k for k in (1, 2, 3)]
+    del low[1:], high[1]  # the smallest hole is between the others
+    assert share.allocate(4 * KIB).data_ptr() == start + 4 * KIB
+    assert share.allocate(8 * KIB, at_end=True).data_ptr() == end - 16 * KIB
+
+
 def test_what_is_lent_is_given_back_to_the_system(tier: Any) -> None:
     share = tier.share()
     whole = share.allocate(4 * MIB)

@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -181,28 +181,31 @@ class Residency:
         if memory is not None:
             return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
-        if len(self._policies) > 1 and policy.has_share_for(entry):
-            memory = self._memory_of_others(policy, entry, after)
-            if memory is not None:
-                return memory
-        for each in policy.victims(after):
-            if each not in spared and self._evict(policy, each):
+        for owner, each in self._leavers(policy, entry, after):
+            if each not in spared and self._evict(owner, each):
                 memory = policy.allocate(entry)
                 if memory is not None:
                     return memory
         return None
 
-    def _memory_of_others(self, policy: Policy[E], entry: E, after: int) -> torch.Tensor | None:
-        """Evicts entries of other policies that have more than their shares; on demand also others, for one piece."""
-        others = sorted((each for each in self._policies if each is not policy), key=lambda each: not each.gives_way)
-        for spares in (True, False) if after < 0 else (True,):
-            for other in others:
-                for each in other.victims(-1):
-                    if spares and other.share.bytes_in_use <= other.share.nbytes:
-                        break
-                    if self._evict(other, each) and (memory := policy.allocate(entry)) is not None:
-                        return memory
-        return None
+    def _leavers(self, policy: Policy[E], entry: E, after: int) -> Iterator[tuple[Policy[Any], Any]]:
+        """Yields what may leave for an entry, and whose it is: what others have beyond their shares, then its own.
+
+        On demand others lose more than that, for one piece, in the end.
+        """
+        others: list[Policy[Any]] = []
+        if len(self._policies) > 1 and policy.has_share_for(entry):
+            others = sorted(
+                (each for each in self._policies if each is not policy), key=lambda each: not each.gives_way
+            )
+        for other in others:
+            for each in other.victims(-1):
+                if other.share.bytes_in_use <= other.share.nbytes:
+                    break
+                yield other, each
+        yield from ((policy, each) for each in policy.victims(after))
+        for other in others if after < 0 else ():
+            yield from ((other, each) for each in other.victims(-1))
 
     def await_arrival(self, policy: Policy[E], entry: E, arrival: IoFuture, begun: bool) -> bool:
         """Waits for the transfer of an entry. Raises why it failed if it was ``begun`` for this wait.
