@@ -34,7 +34,6 @@ def section(host: Host) -> tuple[Result, ...]:
     results = run_checks(
         {
             "cuFile": lambda: [_line(facts, piece) for piece in facts.pieces],
-            "cuFile header": lambda: _header(host),
             "cuFile settings": lambda: _settings(facts.settings),
             "PCI peer-to-peer": lambda: peer_to_peer(facts),
             "path of GPU tensors": lambda: _path_of_tensors(facts),
@@ -93,15 +92,6 @@ def _version(path: Path) -> str | None:
                 return importlib.metadata.version(wheel)
     found = re.search(r"\.so\.(\d+\.\d+.*)$", path.resolve().name)
     return found[1] if found else None
-
-
-def _header(host: Host) -> Result:
-    toolkit = [Path(home, "include")] if (home := ops.cuda_home(host)) else []
-    for folder in [*machine.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
-        path = str(folder / "cufile.h")
-        if os.path.isfile(path):
-            return Result("cuFile header", Status.OKAY, path, data={"path": path})
-    return Result("cuFile header", Status.INFO, "cufile.h not found (no op needs it)", data={"path": None})
 
 
 def _settings(found: CuFileSettings) -> Result:
