@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops.base import at_exit
+from nvme_ops.base import lifetime
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.native import native
 from nvme_ops.base.text import bytes_of, never_raising
@@ -254,8 +254,8 @@ def _print_failures() -> None:
     for future in _failed:
         if not future._retrieved:
             failure = "".join(traceback.format_exception(future.exception()))
-            at_exit.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
+            lifetime.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
 
 
 os.register_at_fork(after_in_child=_forget_parents)
-at_exit.call(_print_failures)
+lifetime.at_exit(_print_failures)

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from typing import Literal
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import named
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.filesystem.files import make_last_folder, try_lock
@@ -341,7 +341,7 @@ def _close_all() -> None:
         try:
             log.close()
         except Exception as error:
-            at_exit.tell(_loss(log, error))
+            lifetime.tell(_loss(log, error))
 
 
 def _loss(log: AsyncLog, error: Exception | None) -> str:
@@ -353,5 +353,5 @@ def _forget_all() -> None:
         log._forget()
 
 
-at_exit.call(_close_all)
+lifetime.at_exit(_close_all)
 os.register_at_fork(after_in_child=_forget_all)

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.utils.data
 
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import ChecksumError, FormatError, named, naming
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Closing, forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.base.settings import ALIGNMENT, PAGE
 from nvme_ops.base.text import Counts, counted, never_raising, size_words

@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import FormatError, named, naming, paths_of
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, counted, never_raising, parse_json
 from nvme_ops.data.columns import Columns, Sample, Spec
@@ -309,12 +309,12 @@ class SampleWriter(Closing):
         if self._state == "closed" or self._process != os.getpid():
             return
         if not self._lock.acquire(timeout=_PATIENCE):
-            at_exit.tell(self._loss("was still at work in a thread when the program ended"))
+            lifetime.tell(self._loss("was still at work in a thread when the program ended"))
             _open.discard(self)  # reported once
             return
         try:
             if self._state != "closed":
-                at_exit.tell(self._loss("was not closed when the program ended"))
+                lifetime.tell(self._loss("was not closed when the program ended"))
                 self.abort()
         finally:
             self._lock.release()
@@ -345,7 +345,7 @@ def _end_all() -> None:
         writer._leave()
 
 
-at_exit.call(_end_all)
+lifetime.at_exit(_end_all)
 
 
 # Data files that no index names, yet or any more. If their writer was killed, the next writer removes them

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from nvme_ops.base import at_exit
+from nvme_ops.base import lifetime
 from nvme_ops.io.blocks import ReadAhead, WriteBehind
 from nvme_ops.io.handle import aio_handle
 
@@ -210,7 +210,7 @@ def _flush_all() -> None:
         try:
             stream.flush()
         except Exception:
-            at_exit.tell(f"a file that was still open at exit could not be written:\n{traceback.format_exc()}")
+            lifetime.tell(f"a file that was still open at exit could not be written:\n{traceback.format_exc()}")
 
 
-at_exit.call(_flush_all)  # in a process of multiprocessing
+lifetime.at_exit(_flush_all)  # in a process of multiprocessing

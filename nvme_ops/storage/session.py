@@ -20,10 +20,9 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import naming, paths_of
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Closing, forkable_lock
 from nvme_ops.base.ranks import expanded
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import never_raising, parse_json
@@ -524,5 +523,5 @@ def _forked() -> None:
             user.leave_to_parent()
 
 
-at_exit.call(_close_all)
+lifetime.at_exit(_close_all)
 os.register_at_fork(after_in_child=_forked)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import counted, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.engine import Priority

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
 from nvme_ops.offload.residency.entry import Arrival, Entry, free_frames
