@@ -11,7 +11,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from multiprocessing import util
 from typing import TYPE_CHECKING, Any
 
@@ -34,9 +34,53 @@ class Closing:
         self.close()
 
 
+class Tracked:
+    """Base of what has something to do in a forked child, or at the end of the program; ``track`` begins it."""
+
+    def _after_fork(self) -> None:
+        """Gives up, in a forked child, what is its parent's. Threads of the parent may have held any lock."""
+
+    def _at_exit(self) -> None:
+        """Ends its work at the end of the program. It may be called twice."""
+
+
+_tracked: weakref.WeakSet[Tracked] = weakref.WeakSet()
+
+
+def track(tracked: Tracked) -> None:
+    """Has the methods of ``tracked`` called from now on, as long as it lives."""
+    _tracked.add(tracked)
+
+
+def untrack(tracked: Tracked) -> None:
+    """Undoes ``track``."""
+    _tracked.discard(tracked)
+
+
+def _call_all(functions: Iterable[Callable[[], object]]) -> None:
+    """Calls all functions in order, also after one has failed; raises what the last of those raised."""
+    with contextlib.ExitStack() as stack:
+        for function in reversed(list(functions)):
+            stack.callback(function)
+
+
 # Forks
 
 _locks: weakref.WeakSet[Any] = weakref.WeakSet()
+_before: list[Callable[[], object]] = []
+_in_child: list[Callable[[], object]] = []
+_forks = 0
+
+
+def forks() -> int:
+    """Returns how often this process has forked, and was forked."""
+    return _forks
+
+
+def at_fork(in_child: Callable[[], object], before: Callable[[], object] | None = None) -> None:
+    """Has a module's functions called in a forked child, and before a fork."""
+    _in_child.append(in_child)
+    _before.extend([before] if before else [])
 
 
 def forkable_lock() -> threading.RLock:  # a type only to checkers before Python 3.13
@@ -46,12 +90,20 @@ def forkable_lock() -> threading.RLock:  # a type only to checkers before Python
     return lock
 
 
+def _count() -> None:
+    global _forks
+    _forks += 1
+
+
 def _forked() -> None:
+    _count()
     for lock in list(_locks):
-        lock._at_fork_reinit()  # as the modules of Python do with their own
+        if not lock._is_owned():  # by the thread that forked, in a signal handler
+            lock._at_fork_reinit()  # as the modules of Python do with their own
+    _call_all([*(each._after_fork for each in list(_tracked)), *_in_child])
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(before=lambda: _call_all(_before), after_in_parent=_count, after_in_child=_forked)
 
 
 # The end of the program
@@ -69,6 +121,13 @@ def at_exit(function: Callable[[], object]) -> None:
 
 def _register_here(function: Callable[[], object]) -> None:
     util.Finalize(None, function, exitpriority=0)
+
+
+def _end_all() -> None:
+    _call_all([each._at_exit for each in list(_tracked)])
+
+
+at_exit(_end_all)
 
 
 def tell(words: str) -> None:

@@ -241,13 +241,6 @@ def _budget() -> int:
     return int(free_memory() * _SHARE) + sum(memory.numel() for memory in _kept)
 
 
-def _forget_parents() -> None:
-    """Forgets, in a forked child, the saves of the parent's threads."""
-    _kept.clear()
-    _failed.clear()
-    _started.clear()
-
-
 def _print_failures() -> None:
     """Prints, at exit, the errors that were never retrieved from their futures."""
     wait(list(_started))  # a child of multiprocessing runs this before it joins its threads
@@ -257,5 +250,6 @@ def _print_failures() -> None:
             lifetime.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
 
 
-os.register_at_fork(after_in_child=_forget_parents)
+for kept in (_kept, _failed, _started):
+    lifetime.at_fork(kept.clear)  # what is of the parent's saves
 lifetime.at_exit(_print_failures)

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from typing import Literal
 
-from nvme_ops.base import lifetime
 from nvme_ops.base.errors import named
-from nvme_ops.base.lifetime import Closing
+from nvme_ops.base.lifetime import Closing, Tracked, tell, track
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.filesystem.files import make_last_folder, try_lock
@@ -28,7 +27,7 @@ _PARTS = 4  # flushes in a window: a record that just misses one waits for the n
 Full = Literal["block", "drop", "raise"]
 
 
-class AsyncLog(Closing):
+class AsyncLog(Closing, Tracked):
     """Appends records, which are written in the background and are durable within ``window`` seconds.
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
@@ -90,7 +89,7 @@ class AsyncLog(Closing):
         given = weakref.ref(self), self._changed, window / _PARTS
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
-        _open.add(self)
+        track(self)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Iterator[bytes]:
@@ -277,8 +276,14 @@ class AsyncLog(Closing):
                     if try_lock(file.fileno()):  # nobody is writing to it
                         os.unlink(path)
 
-    def _forget(self) -> None:
-        """Empties the log in a forked child: the records are the parent's, whose threads may have held the lock."""
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            tell(_loss(self, error))
+
+    def _after_fork(self) -> None:
+        """Empties the log: the records are the parent's, whose threads may have held the lock."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._records, self._bytes = [], 0
@@ -333,25 +338,5 @@ def _serve(reference: weakref.ref[AsyncLog], changed: threading.Condition, pause
         del log
 
 
-_open: weakref.WeakSet[AsyncLog] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for log in list(_open):
-        try:
-            log.close()
-        except Exception as error:
-            lifetime.tell(_loss(log, error))
-
-
 def _loss(log: AsyncLog, error: Exception | None) -> str:
     return f"{log.path}: what was appended last could not be written: {error}"
-
-
-def _forget_all() -> None:
-    for log in list(_open):
-        log._forget()
-
-
-lifetime.at_exit(_close_all)
-os.register_at_fork(after_in_child=_forget_all)

@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import warnings
-import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
@@ -18,9 +17,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base import lifetime
 from nvme_ops.base.errors import FormatError, named, naming, paths_of
-from nvme_ops.base.lifetime import Closing
+from nvme_ops.base.lifetime import Closing, Tracked, tell, track, untrack
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, counted, never_raising, parse_json
 from nvme_ops.data.columns import Columns, Sample, Spec
@@ -53,7 +51,7 @@ _MAX_CLAIM = 1 << 20  # bytes
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
-class SampleWriter(Closing):
+class SampleWriter(Closing, Tracked):
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
     Threads may share it; their samples are added in the order of the calls.
@@ -121,7 +119,7 @@ class SampleWriter(Closing):
         settle_abandoned(self.path)
         self._claim = WriterClaim(self.path, self._id, self._folders)
         self._state = "open"
-        _open.add(self)
+        track(self)
 
     def __len__(self) -> int:
         """Returns the number of samples added so far."""
@@ -301,7 +299,7 @@ class SampleWriter(Closing):
     def _loss(self, what: str) -> str:
         return f"{self.path}: a SampleWriter {what}: its {len(self)} samples are not kept"
 
-    def _leave(self) -> None:
+    def _at_exit(self) -> None:
         """Removes what was written, at the end of the program, unless a thread is still adding or closing.
 
         Such a thread is a daemon; the next writer in the folder removes what it has written.
@@ -309,12 +307,12 @@ class SampleWriter(Closing):
         if self._state == "closed" or self._process != os.getpid():
             return
         if not self._lock.acquire(timeout=_PATIENCE):
-            lifetime.tell(self._loss("was still at work in a thread when the program ended"))
-            _open.discard(self)  # reported once
+            tell(self._loss("was still at work in a thread when the program ended"))
+            untrack(self)  # reported once
             return
         try:
             if self._state != "closed":
-                lifetime.tell(self._loss("was not closed when the program ended"))
+                tell(self._loss("was not closed when the program ended"))
                 self.abort()
         finally:
             self._lock.release()
@@ -335,17 +333,6 @@ def _checksum(parts: Sequence[Any]) -> int:
     for part, each in zip(parts[1:], found[1:], strict=True):
         value = joined_checksum(value, each, len(part), "crc32c")
     return value
-
-
-_open: weakref.WeakSet[SampleWriter] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    for writer in list(_open):
-        writer._leave()
-
-
-lifetime.at_exit(_end_all)
 
 
 # Data files that no index names, yet or any more. If their writer was killed, the next writer removes them

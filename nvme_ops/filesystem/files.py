@@ -24,6 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import name_failure, naming
 
 Call = Literal["fsync", "fdatasync"]
@@ -37,7 +38,7 @@ _MUCH = 16 << 20  # bytes; smaller files are freed at once
 _LARGE, _MIN_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
 _MAX_READ = 1 << 30  # bytes of one pread
 
-_freed = threading.Condition()
+_freed = threading.Condition(lifetime.forkable_lock())
 _under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
 
 
@@ -496,11 +497,5 @@ def _free(owned: list[int], thread: threading.Thread) -> None:
         _freed.notify_all()
 
 
-def _forget_in_child() -> None:
-    global _freed
-    _freed = threading.Condition()
-    _under_way.clear()
-
-
 # A forked child would keep the files open, and so their blocks, for as long as it lives.
-os.register_at_fork(before=wait_until_free, after_in_child=_forget_in_child)
+lifetime.at_fork(_under_way.clear, before=wait_until_free)

@@ -16,13 +16,11 @@ import os
 import re
 import stat
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops.base import lifetime
 from nvme_ops.base.errors import naming, paths_of
-from nvme_ops.base.lifetime import Closing, forkable_lock
+from nvme_ops.base.lifetime import Closing, Tracked, forkable_lock, track
 from nvme_ops.base.ranks import expanded
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import never_raising, parse_json
@@ -131,7 +129,7 @@ class _User(Protocol):
         """Closes the files in a forked child."""
 
 
-class Session(Closing):
+class Session(Closing, Tracked):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
@@ -172,7 +170,7 @@ class Session(Closing):
         given = list(map(expanded, paths_of(folders, "folder")))
         if not given:
             raise ValueError("a session needs at least one folder")
-        _open_sessions.add(self)  # before it has a lock, which a forked child would inherit
+        track(self)  # before it has a lock, which a forked child would inherit
         try:
             for folder in given:
                 self._places.append(_Place.open(folder, name, reuse))
@@ -308,6 +306,14 @@ class Session(Closing):
             if self._process == os.getpid():
                 for user in list(self._users.values()):
                     stack.callback(user.close)
+
+    _at_exit = close
+
+    def _after_fork(self) -> None:
+        for place in self._places:
+            place.leave_to_parent()
+        for user in list(self._users.values()):
+            user.leave_to_parent()
 
     def _close_places(self) -> None:
         with self._lock:
@@ -504,24 +510,3 @@ def _files(path: str) -> Iterator[str]:
         yield from [
             entry.path for entry in entries if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
         ]
-
-
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    with contextlib.ExitStack() as stack:
-        for session in list(_open_sessions):
-            stack.callback(session.close)
-
-
-def _forked() -> None:
-    for session in list(_open_sessions):
-        for place in session._places:
-            place.leave_to_parent()
-        for user in list(session._users.values()):
-            user.leave_to_parent()
-
-
-lifetime.at_exit(_close_all)
-os.register_at_fork(after_in_child=_forked)
