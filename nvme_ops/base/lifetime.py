@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterable
 from multiprocessing import util
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from nvme_ops.base.native import native
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,6 +36,51 @@ class Closing:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def in_this_process() -> Callable[[], bool]:
+    """Returns a function that tells this process from a child that is forked later."""
+    process = os.getpid()
+    return lambda: process == os.getpid()
+
+
+class Owned:
+    """Base of what belongs to the process that made it."""
+
+    _forked_error: ClassVar[str]  #: formatted with ``self``
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def _is_ours(self) -> bool:
+        return self._process == os.getpid()
+
+    def _require_ours(self) -> None:
+        """Raises RuntimeError in a forked child."""
+        if self._process != os.getpid():
+            raise RuntimeError(self._forked_error.format(self=self))
+
+
+class Usable(Owned):
+    """Base of what can be used until it is closed, and only in the process that made it."""
+
+    _closed = False
+    _closed_error: ClassVar[str]
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def is_usable(self) -> bool:
+        """Returns whether ``require_open`` raises nothing."""
+        return not self._closed and self._is_ours()
+
+    def require_open(self) -> None:
+        """Raises ValueError after ``close``, and RuntimeError in a forked child."""
+        if self._closed:
+            raise ValueError(self._closed_error)
+        self._require_ours()
 
 
 class Tracked:
@@ -104,6 +153,39 @@ def _forked() -> None:
 
 
 os.register_at_fork(before=lambda: _call_all(_before), after_in_parent=_count, after_in_child=_forked)
+
+
+# Waits that end
+
+_POLL = 0.2  # seconds to wait for a transfer to end before looking again
+
+
+class Patience:
+    """Waits for memory that others hold, for a bounded time.
+
+    Args:
+        seconds: the bound, counted from the first wait.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds, self._deadline, self._over = seconds, 0.0, False
+
+    def wait(self, seen: int, is_under_way: bool) -> bool:
+        """Waits until a transfer ends, unless one has ended since ``native().endings()`` returned ``seen``.
+
+        It may return earlier. Returns False once the time is up, but not while a write ``is_under_way``.
+        """
+        now = time.monotonic()
+        self._deadline = self._deadline or now + self._seconds
+        if is_under_way or (self._seconds and now <= self._deadline):
+            native().wait_for_ending(seen, _POLL)
+        elif self._over:
+            return False
+        else:
+            self._over = True  # after one more try
+        if native().endings() == seen:
+            gc.collect()  # a reference cycle with a traceback may hold memory
+        return True
 
 
 # The end of the program

@@ -32,18 +32,20 @@ _ALIGNMENT = 64  # bytes, as in torch's own allocations
 _SHARE = 0.5  # of the memory that this process can still allocate: the default budget
 
 
-class SaveFuture(Future[None]):
+class SaveFuture(Future[None], lifetime.Owned):
     """A save in progress. ``result()`` returns when it is complete, and durable if that was requested.
 
     It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
     """
+
+    _forked_error = "{self.path}: this save runs in the parent process, and only that can wait for it"
 
     def __init__(self, path: str, borrowed: BorrowedTensors) -> None:
         super().__init__()
         self.path = path
         self._borrowed = borrowed
         self._retrieved = False
-        self._process = os.getpid()
+        lifetime.Owned.__init__(self)
         self.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
     def wait_until_safe(self, timeout: float | None = None) -> None:
@@ -52,7 +54,7 @@ class SaveFuture(Future[None]):
         Raises:
             TimeoutError: they are still being read after ``timeout`` seconds.
         """
-        if self._process != os.getpid():
+        if not self._is_ours():
             return  # the child has its own copies of the tensors
         if not self._borrowed.wait(timeout):
             raise TimeoutError(f"{self.path}: tensors are still being read after {timeout} s")
@@ -64,8 +66,8 @@ class SaveFuture(Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns the exception of the save, or None. Raises RuntimeError in a forked child."""
-        if self._process != os.getpid() and not self.done():
-            raise RuntimeError(f"{self.path}: this save runs in the parent process, and only that can wait for it")
+        if not self.done():
+            self._require_ours()
         failure = super().exception(timeout)
         self._retrieved = True  # only now: the wait may have been interrupted or timed out
         return failure
@@ -75,7 +77,7 @@ class SaveFuture(Future[None]):
         """Returns for example ``<SaveFuture 'model.pt': saving>``. Takes no lock, unlike that of other futures."""
         failure = self._exception
         state = "saved" if self._state == "FINISHED" else "saving"
-        if state == "saving" and self._process != os.getpid():
+        if state == "saving" and not self._is_ours():
             state = "saving in the parent process"
         return f"<SaveFuture {self.path!r}: {state if failure is None else f'failed, {type(failure).__name__}'}>"
 

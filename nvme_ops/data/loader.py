@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from nvme_ops.base import ranks
-from nvme_ops.base.lifetime import forks
+from nvme_ops.base.lifetime import forks, in_this_process
 from nvme_ops.base.text import MIB, bytes_of, never_raising
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
@@ -159,7 +159,7 @@ class Loader:
         return self._batches(state)
 
     def _batches(self, state: _State) -> Iterator[Any]:
-        process = os.getpid()
+        is_ours = in_this_process()
         pool = ThreadPoolExecutor(self._threads, "nvme_ops.data") if self.decode else None
         steps, ahead = self._steps(state), deque[_Batch]()
         stop = threading.Event()
@@ -194,11 +194,11 @@ class Loader:
                 state.position = batch.position
                 del batch
                 yield made.pop()  # keeps no reference: the next batch needs its memory
-                if process != os.getpid():
+                if not is_ours():
                     raise RuntimeError("this iterator is the parent's: a forked child iterates over the loader anew")
         finally:
             stop.set()
-            if pool is not None and process == os.getpid():  # a child has none of its threads
+            if pool is not None and is_ours():  # a child has none of its threads
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _steps(self, state: _State) -> Iterator[tuple[torch.Tensor, int]]:

@@ -15,7 +15,7 @@ from io import FileIO
 from typing import Literal
 
 from nvme_ops.base.errors import named
-from nvme_ops.base.lifetime import Closing, Tracked, tell, track
+from nvme_ops.base.lifetime import Closing, Owned, Tracked, tell, track
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.filesystem.files import make_last_folder, try_lock
@@ -27,7 +27,7 @@ _PARTS = 4  # flushes in a window: a record that just misses one waits for the n
 Full = Literal["block", "drop", "raise"]
 
 
-class AsyncLog(Closing, Tracked):
+class AsyncLog(Closing, Owned, Tracked):
     """Appends records, which are written in the background and are durable within ``window`` seconds.
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
@@ -48,6 +48,8 @@ class AsyncLog(Closing, Tracked):
         ValueError, TypeError: invalid arguments.
         OSError: the folder cannot be written.
     """
+
+    _forked_error = "{self.path}: this log is the parent's: a forked child makes its own"
 
     def __init__(
         self,
@@ -74,7 +76,7 @@ class AsyncLog(Closing, Tracked):
         make_last_folder(os.path.dirname(self.path))
         #: Records that ``append`` has dropped.
         self.dropped = 0
-        self._process = os.getpid()
+        super().__init__()
         self._lock = threading.RLock()  # held briefly; reentrant: a signal handler may append
         self._changed = threading.Condition(self._lock)
         self._records: list[bytes] = []
@@ -149,7 +151,7 @@ class AsyncLog(Closing, Tracked):
 
     def close(self) -> None:
         """Writes everything and ends the file. Raises OSError if that fails; it can be called again."""
-        if self._process != os.getpid():
+        if not self._is_ours():
             return
         with self._changed:
             while not self._ended:
@@ -180,10 +182,6 @@ class AsyncLog(Closing, Tracked):
             self._asked += 1
             self._changed.notify_all()
             self._changed.wait(0.05)
-
-    def _require_ours(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError(f"{self.path}: this log is the parent's: a forked child makes its own")
 
     # On the thread that writes
 
@@ -294,7 +292,7 @@ class AsyncLog(Closing, Tracked):
     def __del__(self) -> None:
         """Writes what is left, since the thread can no longer reach the log."""
         self._dropped = True
-        if getattr(self, "_ended", True) or self._process != os.getpid():
+        if getattr(self, "_ended", True) or not self._is_ours():
             return
         self._closing = True
         lost = self._work()

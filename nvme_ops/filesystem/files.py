@@ -263,7 +263,7 @@ def locked(path: str) -> Iterator[Lock]:
             lock.release()  # again: an exception from a signal handler may have ended the first call
 
 
-class Lock:
+class Lock(lifetime.Owned):
     """A lock for a path, held from construction on. Its file exists while it is held, and after its holder was killed.
 
     Raises OSError if the file can neither be created nor opened.
@@ -274,7 +274,7 @@ class Lock:
     def __init__(self, path: str) -> None:
         folder, name = os.path.split(os.path.abspath(path))
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{LOCK_SUFFIX}")
-        self._pid = os.getpid()
+        super().__init__()
         self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
 
     def excludes(self) -> bool:
@@ -290,7 +290,7 @@ class Lock:
         file = self._file
         if file is None or file.closed:
             return
-        if self._pid == os.getpid():
+        if self._is_ours():
             with suppress(OSError):
                 if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
                     os.unlink(self.path)

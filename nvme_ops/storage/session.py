@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 from nvme_ops.base.errors import naming, paths_of
-from nvme_ops.base.lifetime import Closing, Tracked, forkable_lock, track
+from nvme_ops.base.lifetime import Closing, Owned, Tracked, forkable_lock, track
 from nvme_ops.base.ranks import expanded
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import never_raising, parse_json
@@ -129,7 +129,7 @@ class _User(Protocol):
         """Closes the files in a forked child."""
 
 
-class Session(Closing, Tracked):
+class Session(Closing, Owned, Tracked):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
@@ -163,7 +163,7 @@ class Session(Closing, Tracked):
                 raise TypeError(f"{argument} must be a str, not {type(value).__name__}")
         require_switches(reuse=reuse)
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
-        self._process = os.getpid()
+        super().__init__()
         self._lock = forkable_lock()
         self._places: list[_Place] = []
         self._users: dict[str, _User] = {}
@@ -263,7 +263,7 @@ class Session(Closing, Tracked):
             PermissionError: in a forked child, or if the file has another owner or a second name elsewhere.
         """
         path = self.path(index, name)
-        if self._process != os.getpid():
+        if not self._is_ours():
             message = "the session belongs to the parent process: a forked child must make its own"
             raise PermissionError(errno.EPERM, message, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -303,7 +303,7 @@ class Session(Closing, Tracked):
         """
         with contextlib.ExitStack() as stack:  # calls the last one first
             stack.callback(self._close_places)
-            if self._process == os.getpid():
+            if self._is_ours():
                 for user in list(self._users.values()):
                     stack.callback(user.close)
 
@@ -349,13 +349,13 @@ def unnamed_file(session: Session, nbytes: int) -> int:
     return fd
 
 
-class _Place:
+class _Place(Owned):
     """One folder of a session, and the lock on it."""
 
     def __init__(self, path: str, lock: int, before: dict[str, object]) -> None:
         self.path, self.before = path, before
         self.lock = lock
-        self._process = os.getpid()
+        super().__init__()
 
     @classmethod
     def open(cls, parent: str, name: str, reuse: bool) -> _Place:
@@ -403,7 +403,7 @@ class _Place:
 
     def close(self, remove: bool) -> None:
         """Removes or keeps the folder and releases the lock. Further calls do nothing."""
-        if self._process != os.getpid() or self.lock < 0:
+        if not self._is_ours() or self.lock < 0:
             return
         with contextlib.suppress(OSError):  # somebody removed it
             if remove:
