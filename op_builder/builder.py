@@ -26,15 +26,8 @@ CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
 NO_NINJA = "ninja is not installed; fix: pip install ninja"
 
 _loaded: dict[str, ModuleType] = {}
-_loading = threading.RLock()
-
-
-def _unlock_in_child() -> None:
-    global _loading
-    _loading = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)  # another thread may have been loading during fork
+_loading = threading.RLock()  # free in a forked child, if another thread was loading
+os.register_at_fork(after_in_child=lambda: _loading._is_owned() or _loading._at_fork_reinit())  # type: ignore[attr-defined]
 
 
 class OpBuilder:

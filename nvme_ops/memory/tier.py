@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Held, Pool

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
 from nvme_ops.memory.tier import Share, Tier, tier_on
-from nvme_ops.offload.residency.policy import Policy, Usable
+from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 
 _STEP = 64  # parts of the memory in which a share grows

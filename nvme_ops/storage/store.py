@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing, Owned
 from nvme_ops.base.text import counted, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.engine import Priority
@@ -149,7 +148,7 @@ _MEASURE, _SYNC, _TRIM = object(), object(), object()  # activities that a threa
 _MANY, _MUCH = 256, 16 << 20  # writes in flight, and their bytes, from which on a call checks which have ended
 
 
-class TensorStore(Closing):
+class TensorStore(Closing, Owned):
     """Stores tensors by key, in one preallocated file for each folder of a session.
 
     Large tensors are divided among the folders by their devices' rates. Tensors may have any dtype, shape and dense
@@ -173,6 +172,8 @@ class TensorStore(Closing):
         FormatError: what a kept session contains is damaged; the message names the file.
     """
 
+    _forked_error = "this store belongs to the parent process: a forked child must make its own"
+
     def __init__(
         self,
         session: Session,
@@ -190,7 +191,7 @@ class TensorStore(Closing):
             raise TypeError(f"pool must be a Pool, not {type(pool).__name__}: Pool('64M')")
         require_switches(checksums=checksums, journal=journal)
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
-        self._process = os.getpid()
+        super().__init__()
         self._lock = threading.RLock()
         self._claims = Claims(self._lock)  # to keys and activities
         self._values: dict[str, Value] = {}
@@ -400,7 +401,7 @@ class TensorStore(Closing):
         self._reclaim()
 
     def __contains__(self, key: object) -> bool:
-        self._require_own()
+        self._require_ours()
         with self._lock:
             return key in self._values or key in self._writing
 
@@ -412,7 +413,7 @@ class TensorStore(Closing):
 
     def keys(self) -> list[str]:
         """Returns the keys that were put and not dropped, also those whose first value is still being written."""
-        self._require_own()
+        self._require_ours()
         with self._lock:
             return list({**self._values, **self._writing})
 
@@ -432,7 +433,7 @@ class TensorStore(Closing):
 
     def wait(self) -> None:
         """Waits for everything in flight. Raises the first failure of a ``put`` that was not retrieved."""
-        self._require_own()
+        self._require_ours()
         with self._lock:
             writers = list(self._writing.values())
             readers = [reader for value in [*self._values.values(), *self._retired] for reader in value.readers]
@@ -481,7 +482,7 @@ class TensorStore(Closing):
 
     def trim(self) -> None:
         """Returns the space of dropped tensors to the file systems."""
-        self._require_own()
+        self._require_ours()
         self._reclaim()
         with self._claims.take(_TRIM):
             self._slabs.trim()
@@ -489,13 +490,13 @@ class TensorStore(Closing):
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the slabs that are allocated to tensors."""
-        self._require_own()
+        self._require_ours()
         self._reclaim()
         return self._slabs.bytes_in_use
 
     def close(self) -> None:
         """Waits for what is in flight and closes the files; the session removes them. Further calls do nothing."""
-        if self._process != os.getpid() or not self._claims.close():
+        if not self._is_ours() or not self._claims.close():
             return
         try:
             self.wait()
@@ -531,13 +532,9 @@ class TensorStore(Closing):
 
     # Internals
 
-    def _require_own(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError("this store belongs to the parent process: a forked child must make its own")
-
     def _claim(self, key: str) -> Claim:
         """Claims the key once no other thread does and no ``put`` of it is in flight; does not raise its failure."""
-        self._require_own()
+        self._require_ours()
         self._collect()
         while True:
             with self._lock:

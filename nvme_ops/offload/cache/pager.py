@@ -130,13 +130,13 @@ class Pager(Policy[Entry]):
         """Takes shapes and dtypes from keys and values, ``[batch, heads, tokens, width]``. Raises as ``append``."""
         self._use(layer)
         layer.device = keys.device
-        layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
         try:
+            layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
+            layer.files = Segments(self._slabs, layer.number, layer.rows)
             layer.tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
             layer.batch = layer.tail_bytes = 0
             raise
-        layer.files = Segments(self._slabs, layer.number, layer.rows)
 
     def append(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens; returns the keys and values that attention sees: on the CPU views, elsewhere copies.

@@ -17,8 +17,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import note
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import MIB, bytes_of, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of

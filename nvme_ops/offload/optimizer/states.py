@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.errors import FormatError, note
+from nvme_ops.base.lifetime import Owned
 from nvme_ops.base.text import MIB
 from nvme_ops.filesystem.files import sync_above
 from nvme_ops.io.engine import Priority
@@ -53,7 +54,7 @@ class OptimizerStats(Stats):
         return self.bytes_written / max(1, self.steps)
 
 
-class States:
+class States(Owned):
     """Reads, writes and commits chunks.
 
     Args:
@@ -65,6 +66,8 @@ class States:
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
     """
+
+    _forked_error = "these states belong to the parent process: a forked child must make its own optimizer"
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class States:
         self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
         self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
         self._parts: tuple[list[Chunk], dict[torch.Tensor, list[tuple[Chunk, Slice]]]] = ([], {})
-        self._process = os.getpid()
+        super().__init__()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
         self._pool = Pool(budget, pinned=pinned)
@@ -378,8 +381,7 @@ class States:
         """
         if self._records is None:
             return
-        if self._process != os.getpid():
-            raise RuntimeError("these states belong to the parent process: a forked child must make its own optimizer")
+        self._require_ours()
         if self._flush is not None:
             flush, named = self._flush
             flush.wait()
@@ -504,7 +506,7 @@ class States:
         Raises OSError if that fails; the next session then finds the step before. Further calls do nothing.
         """
         failure: Exception | None = None
-        if not self._session.closed and self._process == os.getpid():
+        if not self._session.closed and self._is_ours():
             try:
                 self._make_durable()
             except Exception as error:

@@ -9,7 +9,6 @@ wait for memory ends with an error after a while.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 import weakref
@@ -19,43 +18,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Patience, forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.residency.entry import Entry, free_frames
 from nvme_ops.offload.residency.policy import E, Policy
 
-_POLL = 0.2  # seconds to wait for a transfer to end before looking again
 _log = logging.getLogger("nvme_ops")
-
-
-class Patience:
-    """Waits for memory that others hold, for a bounded time.
-
-    Args:
-        seconds: the bound, counted from the first wait.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._deadline, self._over = seconds, 0.0, False
-
-    def wait(self, seen: int, is_under_way: bool) -> bool:
-        """Waits until a transfer ends, unless one has ended since ``native().endings()`` returned ``seen``.
-
-        It may return earlier. Returns False once the time is up, but not while a write ``is_under_way``.
-        """
-        now = time.monotonic()
-        self._deadline = self._deadline or now + self._seconds
-        if is_under_way or (self._seconds and now <= self._deadline):
-            native().wait_for_ending(seen, _POLL)
-        elif self._over:
-            return False
-        else:
-            self._over = True  # after one more try
-        if native().endings() == seen:
-            gc.collect()  # a reference cycle with a traceback may hold memory
-        return True
 
 
 class Residency:

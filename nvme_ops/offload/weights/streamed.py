@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.patches import Patch
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
