@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.residency.placement import what_stays
+from nvme_ops.offload.residency.placement import placement
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
@@ -62,7 +62,7 @@ class Sizes:
     model: int  #: all weights
     resident: int  #: weights that are not streamed
     memory: int  #: for streamed weights, which stay there or pass through, and for experts
-    streamed: tuple[int, ...]  #: bytes of each weight that every token uses, in the order of use
+    streamed: tuple[int, ...]  #: bytes, in whole pages, of each weight that every token uses, in the order of use
     experts: Mixture = Mixture()
     tables: tuple[tuple[int, int], ...] = ()  #: rows and bytes of a row of each embedding; a token reads one row
     cache: int = 0  #: keys and values of one token
@@ -127,7 +127,7 @@ class Estimate:
 def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
     """Returns the bytes that a step of ``tokens`` tokens reads, and those of weights, but experts, that stay."""
     weights = [(number, 1.0, nbytes) for number, nbytes in enumerate(sizes.streamed)]
-    kept = sum(sizes.streamed[number] for number in what_stays(weights, sizes.memory - sizes.experts.memory))
+    kept = sum(sizes.streamed[number] for number in placement(weights, sizes.memory - sizes.experts.memory))
     from_tables = sum(nbytes * (tokens if MANY_ROWS * tokens <= rows else rows) for rows, nbytes in sizes.tables)
     return sum(sizes.streamed) - kept + from_tables + sizes.experts.hits_and_read(tokens)[1], kept
 
@@ -144,7 +144,7 @@ def estimate(
     in_page_cache = rates.cached is not None and own < sizes.model <= left  # where it fits into memory, it is read once
     rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
 
-    def placement(rate: float, cold: float, fits: bool) -> Placement:
+    def place(rate: float, cold: float, fits: bool) -> Placement:
         """Returns what to expect of weights read at ``rate`` bytes per second: infinite if they are in place."""
         reading = read / rate
         return Placement(
@@ -162,14 +162,14 @@ def estimate(
     from_host = None
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
-        from_host = placement(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
+        from_host = place(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
     step = max(read / rate, computing.step)
     return Estimate(
         batch,
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
         beside_bytes=beside,
-        nvme=placement(rate, max(load, computing.prompt), streams),
-        no_offload=placement(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
+        nvme=place(rate, max(load, computing.prompt), streams),
+        no_offload=place(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
         in_page_cache=in_page_cache,
         cpu_memory=from_host,
         noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
