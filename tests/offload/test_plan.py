@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_ops.base.text import MIB
+from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.plan.estimate import (
     Computing,
     Mixture,
@@ -248,6 +252,27 @@ def test_activations_on_storage_make_room_for_larger_batches() -> None:
         assert activations.fits
         assert activations.largest_batch == pytest.approx(min(largest / 100_000, 7 * 10**6 / 2000), rel=0.01)
         assert activations.seconds == pytest.approx(2 * (10**8 - 10**6) / 1e9)
+
+
+@pytest.mark.parametrize("budget", [MIB, 2 * MIB])
+def test_parameters_move_in_the_plan_of_training_as_in_a_run(folder: Path, budget: int) -> None:
+    """Either all of them stay in the memory for them, or each is written in each step; states always move."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+    model = TrainedModel(8 << 16, 4, largest=256 << 10, activations=1, of_layer=1, seconds=1e-6)
+    planned = by_name(model, 8 * budget, 1 << 40, 1)["states and parameters"]
+    swapped = swap_params(module, folder, memory_budget=budget, min_bytes=1)
+    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget=MIB)
+    with swapped, contextlib.closing(optimizer):
+        moved = []
+        for _ in range(4):
+            module(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters, states = swapped.stats(), optimizer.stats()
+            moved.append((parameters.bytes_read + states.bytes_read, parameters.bytes_written + states.bytes_written))
+        read, written = (each - before for each, before in zip(moved[-1], moved[-2], strict=True))
+        assert written == planned.written
+        assert read == planned.read if budget == 2 * MIB else read > model.states
 
 
 # What is used next, and what is worth its memory

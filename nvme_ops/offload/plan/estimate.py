@@ -383,36 +383,37 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
     share = max(1, memory // _BUDGET_SHARE)
     budget = max(2 * model.largest, share)
 
-    def way(name: str, fixed: int, read: int, written: int, activations: bool = False) -> TrainingWay:
+    def way(name: str, fixed: int, states: int, parameters: int = 0, activations: bool = False) -> TrainingWay:
         def needed(batch: int) -> tuple[int, int]:
             """Returns bytes of memory and of storage."""
-            saved = of_sequence * batch
+            saved, stored = of_sequence * batch, states + parameters
             if not activations:
-                return fixed + saved, written
-            return fixed + min(saved, share + min(at_work, of_sequence) * batch), written + max(0, saved - share)
+                return fixed + saved, stored
+            return fixed + min(saved, share + min(at_work, of_sequence) * batch), stored + max(0, saved - share)
 
         def fits(batch: int) -> bool:
             needs = needed(batch)
             return needs[0] <= memory and needs[1] <= free
 
         taken, stored = needed(batch)
-        moved = stored - written
-        seconds = max(computing, (read + written + 2 * moved) / rate)
+        passing = 0 if placement([("parameters", 1.0, parameters)], budget) else parameters
+        written = stored - parameters + passing
+        read = written + passing  # forward and backward
+        seconds = max(computing, (read + written) / rate)
         # a sequence takes at least a byte of one of them, so that no larger batch fits
         largest = bisect.bisect_left(range(1, memory + free + 2), True, key=lambda count: not fits(count))
-        return TrainingWay(name, taken, read + moved, stored, seconds, fits(batch), largest)
+        return TrainingWay(name, taken, read, written, seconds, fits(batch), largest)
 
     whole = model.nbytes + model.nbytes + model.states
     on_storage = min(budget, model.states)
     swapped = min(budget, model.nbytes) + 2 * on_storage + model.largest
-    read, written = model.states + 2 * model.nbytes, model.states + model.nbytes
     return [
-        way("in memory", whole, 0, 0),
-        way("states on NVMe", 2 * model.nbytes + on_storage, model.states, model.states),
-        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states, model.states),
-        way("states and parameters", swapped, read, written),
-        way("activations", whole, 0, 0, activations=True),
-        way("all of these", swapped, read, written, activations=True),
+        way("in memory", whole, 0),
+        way("states on NVMe", 2 * model.nbytes + on_storage, model.states),
+        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states),
+        way("states and parameters", swapped, model.states, model.nbytes),
+        way("activations", whole, 0, activations=True),
+        way("all of these", swapped, model.states, model.nbytes, activations=True),
     ]
 
 
