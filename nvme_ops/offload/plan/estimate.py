@@ -27,6 +27,7 @@ _MASTER = 4  # and the float32 copy of a parameter that has fewer bits
 _DAY = 86400  # seconds
 _TERABYTE = 1e12
 _BUDGET_SHARE = 8  # parameters, states and activations that pass through each get the memory divided by this
+_NOISE = "measurements of a step differ by up to {}"
 _AT_WORK = 2  # a layer in the backward pass has this many times what it keeps: gradients are added
 
 
@@ -275,7 +276,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if not any(each["nvme"]["fits"] for each in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
-    lines.append(_noise_line(plan))
+    lines.append(_NOISE.format(share_words(plan["noise"])))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
         ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
@@ -285,10 +286,6 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{name + ':':8} no recommendation with more than {share_words(most)} of noise")
     return "\n".join(lines)
-
-
-def _noise_line(plan: Mapping[str, Any]) -> str:
-    return f"measurements of a step differ by up to {share_words(plan['noise'])}"
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
@@ -478,4 +475,4 @@ def training_text(plan: Mapping[str, Any]) -> str:
             "largest batch": [str(way["largest_batch"]) for way in found],
         }
         lines += ["", f"batch {each['batch']}", _table(columns)]
-    return "\n".join([*lines, "", _noise_line(plan)])
+    return "\n".join([*lines, "", _NOISE.format(share_words(plan["noise"]))])

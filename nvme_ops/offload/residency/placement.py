@@ -97,14 +97,14 @@ def rank(place: int) -> float:
     return place * _GOLDEN % 1
 
 
-def share_of_experts(memory: int, least: int, certain: int, experts: Sequence[int]) -> int:
+def share_of_experts(least: int, certain: int, experts: Sequence[int], memory: int) -> int:
     """Returns the bytes, in whole pages, of a memory for experts alone; 0 if it is too small to divide.
 
     Args:
-        memory: bytes for experts and other weights.
         least: bytes that others have at least.
         certain: bytes of weights that every token uses as a whole: they come first, as far as all of them can stay.
         experts: bytes of each, in whole pages.
+        memory: bytes for experts and other weights.
     """
     most, largest = min(memory - least, sum(experts)), max(experts, default=1)
     share = max(largest, min(most, max(2 * largest, _IN_FLIGHT, memory - certain)))

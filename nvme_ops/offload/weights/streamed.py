@@ -251,10 +251,7 @@ def stream(
 
     expert_sizes = [expert.nbytes for group in routed for expert in group]
     foreseen_size = sum(source.room for source in foreseen)
-
-    def share_for(nbytes: int) -> int:
-        return share_of_experts(nbytes, certain, foreseen_size, expert_sizes)
-
+    share_for = functools.partial(share_of_experts, certain, foreseen_size, expert_sizes)
     if share := share_for(left):
         others, left = [*unrouted, *tables], left - share
         for file in files:
