@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.programs import tied
 from nvme_ops.base.command_line import command_line, listed, positive, size
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import files, machine, stop
@@ -194,7 +195,7 @@ def execute(argv: Sequence[str]) -> tuple[int, str]:
     If this process is stopped, so is the command, which removes its files.
     """
     programs = {"python": [sys.executable], "nvme-bench": [sys.executable, "-m", "nvme_ops.bench"]}
-    words = stop.tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM")
+    words = tied([*programs.get(argv[0], argv[:1]), *argv[1:]], "TERM")
     more: dict[str, Any] = {"env": {**environment(), "COLUMNS": "160"}, "cwd": ROOT, "text": True}
     # a session of its own: it gets one signal from us, not also the terminal's while it cleans up
     with subprocess.Popen(words, stdout=subprocess.PIPE, start_new_session=True, **more) as process:
@@ -208,7 +209,7 @@ def execute(argv: Sequence[str]) -> tuple[int, str]:
 def in_new_process(program: str, *words: str, folder: str | None = None, **variables: str) -> Any:
     """Returns the JSON in the last line that a Python program prints; Unavailable with the last line of its errors."""
     done = subprocess.run(
-        stop.tied([sys.executable, "-c", program, *words]),
+        tied([sys.executable, "-c", program, *words]),
         env={"DS_ACCELERATOR": "cpu", **environment(), **variables},
         cwd=folder,
         stdin=subprocess.DEVNULL,

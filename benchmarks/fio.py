@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from benchmarks.programs import tied
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import MIB
-from nvme_ops.measure import stop
 from nvme_ops.measure.rows import Row, Sample, Unavailable
 
 DEFAULT = ["--ioengine=io_uring", "--bs=1M", "--iodepth=128"]
@@ -98,7 +98,7 @@ def run(pattern: str, path: str, size: int, options: list[str], operations: bool
 
 def execute(options: Sequence[str]) -> tuple[int, str, str]:
     """Runs fio with these options alone; returns exit status, output (JSON) and errors. Raises Unavailable."""
-    command = stop.tied([require(), "--output-format=json", *options])
+    command = tied([require(), "--output-format=json", *options])
     with huge_pages("--iomem=mmaphuge" in options):
         done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     return done.returncode, done.stdout, done.stderr

@@ -40,7 +40,7 @@ class Section:
 
     command: str
     json: bool = True  # it writes JSON; otherwise its output is the result
-    folded: bool = False  # its tables are long, and shown on request below its picture
+    folded: bool = False  # its tables are long: joined, and shown on request below its pictures
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io-size {size} --loops {rounds} {plot}"
@@ -207,20 +207,59 @@ def _median(found: Json | None, digits: int) -> str:
 
 
 def by_size(tables: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
-    """Yields titles and rows of a program with several sizes: one table for each group.
-
-    Its columns are the sizes, its cells medians and, in brackets, how many times as fast the reference is.
-    """
+    """Yields titles and rows of a program with several sizes: one table for each group, whose columns are the sizes."""
     for group in dict.fromkeys(table["group"] for table in tables):
         one = [table for table in tables if table["group"] == group]
-        made: dict[str, Cells] = {row["name"]: {"": row["name"]} for table in one for row in table["rows"]}
-        for table in one:
-            for row in filter(lambda row: row["spread"], table["rows"]):
-                ratio = f" ({1 / row['against_reference']['median']:.2g})" if row["name"] != table["reference"] else ""
-                made[row["name"]][_SIZE.findall(table["title"])[0]] = f"{row['spread']['median']:.2g}{ratio}"
         title = re.split(", |: ", _SIZE.sub("each size", one[0]["title"]))[0]
-        reference = f"in brackets: how many times as fast {one[0]['reference']} is"
-        yield f"{title}, {one[0]['unit']}; {reference}", [row for row in made.values() if len(row) > 1]
+        columns = [(_SIZE.findall(table["title"])[0], table) for table in one]
+        yield _side_by_side(title, columns, "how many times as fast {} is", -1)
+
+
+def joined(runs: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
+    """Yields titles and rows of a folded section: tables of one kind side by side, or if they have many columns, below.
+
+    What their titles do not share is the column, or stands behind the row's name.
+    """
+    kinds: dict[str, list[tuple[list[str], Json]]] = {}
+    for document in [run["document"] for run in runs]:
+        for folder, each in document.get("folders", {"": {}}).items():
+            for table in each.get("tables") or document["tables"]:
+                kind = re.sub(r", \d+ of \d+$", "", table["group"]) if each.get("tables") else ""
+                kinds.setdefault(kind, []).append(([*re.split("[,;] ", table["title"]), folder], table))
+    for tables in kinds.values():
+        common = [part for part in tables[0][0] if all(part in parts for parts, _ in tables)]
+        labels = [", ".join(part for part in parts if part not in common) for parts, _ in tables]
+        named = [(label or each["unit"], each) for label, (_, each) in zip(labels, tables, strict=True)]
+        if not any(row["spread"] for _, table in named for row in table["rows"]):
+            continue
+        if len(tables[0][1]["rows"][0]["columns"]) < _MANY_COLUMNS:
+            yield _side_by_side(", ".join(filter(None, common)), named, "divided by {}", 1)
+        else:
+            rows = [{**row, "": f"{row['']}; {label}"} for label, one in named for row in cells(one)]
+            yield ", ".join(common), rows if len(named) > 1 else cells(named[0][1])
+    rows = [
+        {**row, "us": f"{row['us']}, {found['tables'][0]['group']}, {', '.join(found['folders'])}"}
+        for found in [run["document"] for run in runs]
+        for row in blocks_rows(found.get("blocks", {}))
+    ]
+    if rows:
+        yield "latency of single blocks at random places, one after the other, us", rows
+
+
+_MANY_COLUMNS = 9  # beside which no other table has room
+
+
+def _side_by_side(title: str, tables: Sequence[tuple[str, Json]], words: str, power: int) -> tuple[str, list[Cells]]:
+    """Returns one table with a column for each: medians and, in brackets, a power of the ratio to the reference."""
+    made: dict[str, Cells] = {row["name"]: {"": row["name"]} for _, table in tables for row in table["rows"]}
+    for label, table in tables:
+        for row in filter(lambda row: row["spread"], table["rows"]):
+            against = row["against_reference"] if row["name"] != table["reference"] else None
+            ratio = f" ({against['median'] ** power:.2g})" if against else ""
+            made[row["name"]][label] = f"{row['spread']['median']:.3g}{ratio}"
+    unit, reference = tables[0][1]["unit"], tables[0][1]["reference"]
+    words = f"; in brackets: {words.format(reference)}" if reference else ""
+    return f"{title}, {unit}{words}", [row for row in made.values() if len(row) > 1]
 
 
 _SIZE = re.compile(r"\d+ [KMG]iB")
@@ -240,7 +279,7 @@ def wrapped(text: str, joint: str = "\n    ", width: int = 112) -> str:
 
 
 _JINJA = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-_FILTERS = (table, cells, by_size, blocks_rows, size_words, readme_rows, summary_rows, wrapped)
+_FILTERS = (table, cells, by_size, joined, blocks_rows, size_words, readme_rows, summary_rows, wrapped)
 _JINJA.filters |= {each.__name__: each for each in _FILTERS}
 _TEMPLATE: Any = _JINJA.from_string(Path(__file__).with_name("page_results.md").read_text(encoding="utf-8")).module
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.programs import tied
 from nvme_ops.base.settings import Settings
-from nvme_ops.measure import stop
 from nvme_ops.measure.engines import Task, own_file_row, unavailable
 from nvme_ops.measure.rows import Row, Sample, Unavailable
 
@@ -97,7 +97,7 @@ def gdsio_row(task: Task, name: str, settings: Settings) -> Row:
     if program is None:
         return unavailable(name, "gdsio is not installed: apt-get install nvidia-gds")
     path = f"{task.path}.gdsio" if task.write else task.path  # it writes its own pattern
-    command = stop.tied([
+    command = tied([
         program, "-f", path, "-d", str(task.gpu), "-w", str(settings.intra_op_parallelism), "-s", f"{task.size >> 10}K",
         "-i", f"{settings.block_size >> 10}K", "-x", "0", "-I", str(int(task.write)),
     ])  # fmt: skip

@@ -7,6 +7,7 @@ import functools
 import mmap
 import os
 import random
+import statistics
 import tempfile
 import time
 from argparse import Namespace
@@ -24,7 +25,7 @@ from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import engines
 from nvme_ops.measure.engines import Contender, Task, make_row, tensor_row, unavailable
 from nvme_ops.measure.files import make_cold, make_warm
-from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, median_latency, timed
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, latency, timed
 from nvme_ops.measure.tables import Table
 
 GROUPS = {
@@ -199,7 +200,7 @@ def latency_rows(task: Task) -> list[Row]:
 
     def run(call: Callable[[int], None]) -> Sample:
         places = (generator.randrange(task.size // PAGE) * PAGE for _ in range(500))
-        return median_latency(partial(call, place) for place in places)
+        return Sample(statistics.median(latency(partial(call, place)) for place in places), 1)
 
     return [
         Row(PYTHON_DIRECT, partial(run, by_python), task.set_cache),

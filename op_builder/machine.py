@@ -325,17 +325,17 @@ def gds_requirements(torch_version: str, torch_cuda: str | None, host: Host = _H
 # The library
 
 
-def wheel_folders(kind: str) -> Iterator[Path]:
-    """Yields the ``lib`` or ``include`` folders of NVIDIA's wheels: ``nvidia/cu13``, in old ones ``nvidia/cufile``."""
+def wheel_folders() -> Iterator[Path]:
+    """Yields the ``lib`` folders of NVIDIA's wheels: ``nvidia/cu13``, in old ones ``nvidia/cufile``."""
     for entry in sys.path:
         for pattern in ("cu[0-9]*", "cufile"):
             with contextlib.suppress(OSError):  # a folder that this user may not look into
-                yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/{kind}"), reverse=True)
+                yield from sorted(Path(entry or ".").glob(f"nvidia/{pattern}/lib"), reverse=True)
 
 
 def cufile_candidates(host: Host = _HERE) -> Iterator[tuple[str, Path]]:
     """Yields where the gds op looks for cuFile, best first, after ``CUFILE_OVERRIDE`` and a copy already loaded."""
-    for folder in wheel_folders("lib"):
+    for folder in wheel_folders():
         yield "site-packages", folder / CUFILE
     environment = conda_prefix()
     if environment is not None:

@@ -79,7 +79,7 @@ def collect(host: Host, open_driver: bool = False, handle: Attempt | None = None
         "ops compiled with": lambda: ops.compiled_with(built),
         "C++ compiler": lambda: ops.if_needed(ops.compiler, built),
         "Python headers": lambda: ops.if_needed(ops.python_headers, built),
-        "CUDA": lambda: ops.cuda(host),
+        "CUDA_HOME": ops.cuda,
         "kernel": lambda: kernel.version(host),
         "io_uring sysctl": lambda: kernel.io_uring_sysctl(host),
         "seccomp": lambda: kernel.seccomp(host),

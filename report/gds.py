@@ -14,16 +14,13 @@ import json
 import os
 import platform
 import re
-import subprocess
-import sys
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nvme_ops.op_builder import GDSBuilder, machine
 from nvme_ops.op_builder.machine import Host, Requirement
 
-from . import ops
+from . import ops, trial
 from .result import Json, Result, Status, judged, run_checks
 
 _MODE = machine.GDS_MODE
@@ -37,7 +34,6 @@ def section(host: Host) -> tuple[Result, ...]:
     results = run_checks(
         {
             "cuFile": lambda: [_line(facts, piece) for piece in facts.pieces],
-            "cuFile header": lambda: _header(host),
             "cuFile settings": lambda: _settings(facts.settings),
             "PCI peer-to-peer": lambda: peer_to_peer(facts),
             "path of GPU tensors": lambda: _path_of_tensors(facts),
@@ -96,15 +92,6 @@ def _version(path: Path) -> str | None:
                 return importlib.metadata.version(wheel)
     found = re.search(r"\.so\.(\d+\.\d+.*)$", path.resolve().name)
     return found[1] if found else None
-
-
-def _header(host: Host) -> Result:
-    toolkit = [Path(home, "include")] if (home := ops.cuda_home(host)) else []
-    for folder in [*machine.wheel_folders("include"), *toolkit, host.path("/usr/include")]:
-        path = str(folder / "cufile.h")
-        if os.path.isfile(path):
-            return Result("cuFile header", Status.OKAY, path, data={"path": path})
-    return Result("cuFile header", Status.INFO, "cufile.h not found (no op needs it)", data={"path": None})
 
 
 def _settings(found: CuFileSettings) -> Result:
@@ -278,16 +265,8 @@ def _iommu(host: Host) -> str:
 
 # --open-driver. Opening may take long, fail in many ways, even hang: none of that may happen to the report
 
-LIMIT = 40.0  # seconds, for Python, torch, CUDA and cuFile to start; cuFile alone may take 20
-_GRACE = 2.0  # seconds to wait for a killed process
+LIMIT = 40.0  # seconds for torch, CUDA and cuFile to start; cuFile alone may take 20
 _DRIVER = "cuFile driver"
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from nvme_ops.report import gds
-gds.answer()
-"""
-_MARK = "cuFile says: "  # the library may print as well
 _BUILD = 'python -c "from nvme_ops.op_builder import GDSBuilder; GDSBuilder().load(verbose=True)"'
 _OFF = "export NVME_OPS_GDS=off  # or see the lines above"
 
@@ -301,47 +280,22 @@ def open_driver() -> Result:
     builder.is_buildable()
     if builder.built is None:
         return Result(_DRIVER, Status.WARNING, "not opened, because the gds op is not compiled yet", _BUILD)
-    code, output = _run()
-    said = [line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)]
-    if said:
-        return _judge(json.loads(said[-1]))
-    if code is None:
-        words = f"not open after {LIMIT:.0f} s: the process that tried was ended"
-    else:
-        last = output.strip().rpartition("\n")[2]
-        words = f"the process that opened it ended with status {code}{': ' if last else ''}{last}"
-    return Result(_DRIVER, Status.NO, words, _OFF, {"opened": False})
+    found, end = trial.in_another_process(_open, LIMIT)
+    if end:
+        return Result(_DRIVER, Status.NO, f"the process that opened it {end}", _OFF, {"opened": False})
+    return _judge(found)
 
 
-def answer() -> None:
-    """Opens the driver; called in the other process, whose last line of output is the result."""
+def _open() -> dict[str, Json]:
     import torch
 
-    found: dict[str, Json]
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # cuFile needs a CUDA context
-        found = GDSBuilder().load().open_driver(machine.cufile_libraries())
+        found: dict[str, Json] = GDSBuilder().load().open_driver(machine.cufile_libraries())
+        return found
     except Exception as error:
-        found = {"error": str(error)}
-    sys.stdout.write(f"\n{_MARK}{json.dumps(found)}\n")
-    sys.stdout.flush()
-
-
-def _run() -> tuple[int | None, str]:
-    """Returns the exit status, None for a process that had to be killed, and its output."""
-    command = [sys.executable, "-c", _CHILD, json.dumps(sys.path)]
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            code: int | None = process.wait(LIMIT)
-        except subprocess.TimeoutExpired:
-            code = None
-            process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # one that is stuck in the kernel stays behind
-                process.wait(_GRACE)
-        output.seek(0)
-        return code, output.read()
+        return {"error": str(error)}
 
 
 def _judge(found: dict[str, Json]) -> Result:

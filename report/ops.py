@@ -18,7 +18,6 @@ from types import ModuleType
 
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, finished, jit, machine, recipe
 from nvme_ops.op_builder.finished import BuiltOp
-from nvme_ops.op_builder.machine import Host
 
 from . import trial
 from .result import FIXES, Json, Result, Status, judged
@@ -164,11 +163,10 @@ def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Resul
     return [result for result in bad if (result.name in named if named else result.data.get("expected", True))]
 
 
-# What compiles an op just in time; nvcc only as a fact
+# What compiles an op just in time
 
 _LEAST_COMPILER = "9"  # of gcc and clang: the first whose C++17 library is complete enough for torch's headers
 COMMAND_TIMEOUT = 10.0  # seconds; a compiler that does not answer `--version` in this time is of no use
-_CUDA = "/usr/local/cuda"  # where torch looks when CUDA_HOME is not set
 
 
 def ninja() -> Result:
@@ -211,36 +209,13 @@ def python_headers() -> Result:
     return judged("Python headers", words, fix, {"include": include}, bad=Status.NO)
 
 
-def cuda_home(host: Host) -> str | None:
-    """Returns the CUDA toolkit that torch would use: CUDA_HOME or CUDA_PATH, else nvcc's, else /usr/local/cuda."""
-    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
-    if named:
-        return named
-    nvcc = shutil.which("nvcc")
-    around = Path(nvcc).resolve().parent.parent if nvcc else None
-    if around and around != Path("/usr") and (around / "include" / "cuda.h").is_file():
-        return str(around)
-    return _CUDA if host.exists(_CUDA) else None
-
-
-def cuda(host: Host) -> list[Result]:
-    """Reports CUDA_HOME and nvcc as facts: no op of this package needs either."""
-    home = cuda_home(host)
+def cuda() -> Result:
+    """Reports CUDA_HOME: no op is compiled with CUDA's toolkit, which may contain cuFile."""
     chosen = os.environ.get("CUDA_HOME")
     gone = bool(chosen) and not os.path.isdir(str(chosen))
-    words = f"{chosen} is not a folder" if gone else home or "none (no op needs it)"
+    words = f"{chosen} is not a folder" if gone else chosen or "none (no op needs it)"
     fix = "unset CUDA_HOME  # or set it to the CUDA toolkit" if gone else ""
-    return [judged("CUDA_HOME", words, fix, {"CUDA_HOME": chosen, "used": home}, good=Status.INFO), _nvcc(home)]
-
-
-def _nvcc(home: str | None) -> Result:
-    inside = Path(home, "bin", "nvcc") if home else None
-    path = str(inside) if inside and inside.is_file() else shutil.which("nvcc")
-    text, problem = _answer([path]) if path else ("", "none")
-    found = re.search(r"release (\d+\.\d+)", text)
-    version = None if problem else found[1] if found else text.rpartition("\n")[2]
-    words = f"{problem} (no op needs it)" if problem else f"{version}, {path}"
-    return Result("nvcc version", Status.INFO, words, data={"path": path, "version": version})
+    return judged("CUDA_HOME", words, fix, {"CUDA_HOME": chosen}, good=Status.INFO)
 
 
 def _answer(command: Sequence[str]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Tries an op for real: loads it, makes a handle, writes a page and reads it back, in a process of its own.
 
 That process is forked from the report's, which has imported torch but loaded no op. Whatever becomes of it, the report
-goes on. cuFile is not tried so (gds.py does): neither it nor CUDA works in a forked process once it was used.
+goes on. CUDA and cuFile work in it since the report itself uses neither.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Attempt:
 def attempt(builder: OpBuilder, folders: Sequence[str] = ()) -> Attempt:
     """Loads an op that is built; of ``async_io`` a handle then moves a page, also in each of ``folders``."""
     try:
-        found, end = _in_another_process(lambda: _use(builder, folders))
+        found, end = in_another_process(lambda: _use(builder, folders), LIMIT)
     except OSError:  # a limit on processes or descriptors, with which a handle may work
         found, end = _use(builder, folders), ""
     if end:
@@ -132,8 +132,12 @@ def _move_page(handle: Any, file: int) -> None:
         raise OSError(errno.EIO, "what was read is not what was written")
 
 
-def _in_another_process(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], str]:
-    """Returns what ``work`` returned, or how its process ended instead. Raises OSError where none can be started."""
+def in_another_process(work: Callable[[], dict[str, Any]], limit: float) -> tuple[dict[str, Any], str]:
+    """Returns what ``work`` returned within ``limit`` seconds, or how its process ended instead.
+
+    Raises:
+        OSError: none can be started.
+    """
     reading, writing = os.pipe()
     with open(reading, "rb", buffering=0):
         try:
@@ -144,10 +148,10 @@ def _in_another_process(work: Callable[[], dict[str, Any]]) -> tuple[dict[str, A
                 _answer(work, reading, writing)
         finally:
             os.close(writing)
-        output = _read(reading)
+        output = _read(reading, limit)
     if output is None:
         os.kill(child, signal.SIGKILL)  # one that is stuck in the kernel stays behind
-        return {}, f"did not end in {LIMIT:.0f} s"
+        return {}, f"did not end in {limit:.0f} s"
     last = output.strip().rpartition("\n")[2]
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if code == 0:
@@ -172,9 +176,9 @@ def _answer(work: Callable[[], dict[str, Any]], reading: int, writing: int) -> N
         os._exit(status)
 
 
-def _read(pipe: int) -> str | None:
-    """Reads to the end; returns None instead of waiting for longer than ``LIMIT``."""
-    parts, end, poll = list[bytes](), time.monotonic() + LIMIT, select.poll()
+def _read(pipe: int, limit: float) -> str | None:
+    """Reads to the end; returns None instead of waiting for longer than ``limit``."""
+    parts, end, poll = list[bytes](), time.monotonic() + limit, select.poll()
     poll.register(pipe, select.POLLIN)
     while poll.poll(max(0.0, end - time.monotonic()) * 1000):
         parts.append(os.read(pipe, 1 << 16))

@@ -31,7 +31,6 @@ EVERYTHING = {
     "proc/driver/nvidia-fs/version": "version: 2.22.3\n",
     "dev/nvidia-fs0": "",
     "site-packages/nvidia/cu13/lib/libcufile.so.0": "",
-    "site-packages/nvidia/cu13/include/cufile.h": "",
 }
 
 

@@ -281,11 +281,6 @@ def peak() -> int:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM")), 0)
 
 
-def median_latency(calls: Iterable[Callable[[], object]]) -> Sample:
-    """Returns the median ``latency`` of short calls, as the sample of one call."""
-    return Sample(statistics.median(map(latency, calls)), 1)
-
-
 def latency(work: Callable[[], object]) -> float:
     """Returns the seconds of one short call. Measures nothing else, to disturb it little."""
     start = time.perf_counter_ns()

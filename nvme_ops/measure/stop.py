@@ -5,9 +5,7 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import os
-import shutil
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -86,24 +84,6 @@ def deferred() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         for late in arrived:
             signal.raise_signal(late)
-
-
-def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
-    """Returns a command that runs ``command`` and gets the signal ``end`` when the thread that starts it ends or dies.
-
-    Without util-linux's setpriv, returns ``command`` itself. A ``preexec_fn`` would cost a copy of all page tables.
-    """
-    found = _setpriv()
-    return [found, "--pdeathsig", end, "--", *command] if found else list(command)
-
-
-@functools.cache
-def _setpriv() -> str:
-    found = shutil.which("setpriv")
-    if found is None:
-        return ""
-    with subprocess.Popen([found, "--help"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        return found if "--pdeathsig" in process.communicate()[0] else ""
 
 
 def serve_parent() -> None:

@@ -9,7 +9,7 @@ _Ranges = tuple[tuple[int, int], ...]  # start and size of each
 
 
 class Holes:
-    """Free ranges; ``find`` returns the smallest that is large enough, and ``merge`` joins adjacent ones.
+    """Free ranges; ``find`` returns one that is large enough, and ``merge`` joins adjacent ones.
 
     Ctrl-C may come at any point: a change is noted as a whole before it is made, and the next call completes one that
     was interrupted.
@@ -27,11 +27,17 @@ class Holes:
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of _by_size, in order
 
-    def find(self, nbytes: int, last: bool = False) -> tuple[int, int] | None:
-        """Returns start and size of the smallest hole that has ``nbytes`` bytes, or of the ``last``; None without."""
-        if last:
+    def find(self, nbytes: int, which: str = "smallest") -> tuple[int, int] | None:
+        """Returns start and size of a hole that has ``nbytes`` bytes, or None.
+
+        Args:
+            nbytes: at least so many.
+            which: the ``"smallest"`` one, the ``"first"`` or the ``"last"``.
+        """
+        if which != "smallest":
             self._settle()
-            return max(((start, size) for start, size in list(self._starts.items()) if size >= nbytes), default=None)
+            fitting = [(start, size) for start, size in list(self._starts.items()) if size >= nbytes]
+            return (max if which == "last" else min)(fitting, default=None)
         while True:
             changes = self._changes if self._change is None else self._settle()
             index = bisect.bisect_left(self._sizes, nbytes)

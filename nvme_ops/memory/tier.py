@@ -179,13 +179,15 @@ class HostTier(Tier):
     Args:
         nbytes: as above.
         pool: supplies the memory, all of which is leased until the tier and all tensors over it are gone.
+        two_ended: some parts are taken from the end; the others then lie at the start, and none among those.
     """
 
-    def __init__(self, nbytes: int, pool: Pool) -> None:
+    def __init__(self, nbytes: int, pool: Pool, two_ended: bool = False) -> None:
         super().__init__(nbytes // PAGE * PAGE, torch.device("cpu"))
         self._memory = pool.lease(self.nbytes).tensor
         self._holes = Holes()
         self._holes.add(0, self.nbytes)
+        self._two_ended = two_ended
 
     @property
     def largest(self) -> int:
@@ -193,7 +195,8 @@ class HostTier(Tier):
         return self._holes.largest
 
     def _reserve(self, size: int, at_end: bool) -> int | None:
-        while (found := self._holes.find(size, at_end)) is not None:
+        which = "last" if at_end else "first" if self._two_ended else "smallest"
+        while (found := self._holes.find(size, which)) is not None:
             if self._holes.take(*found, size, at_end):  # else a signal handler was here
                 return found[0] + (found[1] - size if at_end else 0)
         return None
@@ -227,8 +230,8 @@ class HostTier(Tier):
             self._holes.add(free, self.nbytes - free)
 
 
-def tier_on(device: torch.device, nbytes: int) -> Tier:
-    """Returns memory of ``nbytes`` bytes on a device."""
+def tier_on(device: torch.device, nbytes: int, two_ended: bool = False) -> Tier:
+    """Returns memory of ``nbytes`` bytes on a device; see ``HostTier`` for ``two_ended``."""
     if device.type == "cpu":
-        return HostTier(nbytes, Pool(-(-nbytes // _HUGE) * _HUGE))
+        return HostTier(nbytes, Pool(-(-nbytes // _HUGE) * _HUGE), two_ended)
     return Tier(nbytes, device)

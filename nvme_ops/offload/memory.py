@@ -17,14 +17,14 @@ _STEP = 64  # parts of the memory in which a share grows
 
 
 class Memory(Usable):
-    """A budget that streamed weights and caches of keys and values share.
+    """A budget that streamed weights, swapped parameters, and caches of keys and values share.
 
         memory = nvme_ops.offload.Memory("20G")
         model = nvme_ops.offload.from_pretrained("Qwen/Qwen2.5-72B", memory=memory)
         cache = nvme_ops.offload.NvmeCache("/mnt/nvme", memory=memory)
         model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
 
-    Keys and values come first, as they would have to be written as well: weights give way to them as the context grows,
+    Keys and values come first, as they would have to be written as well: others give way to them as the context grows,
     and come back when it ends. It belongs to the device of its first user, and is freed with the last one.
 
     Args:
@@ -57,7 +57,7 @@ class Memory(Usable):
         self.require_open()
         with self.residency.lock:
             if self._tier is None:
-                self._tier = tier_on(device, self.nbytes)
+                self._tier = tier_on(device, self.nbytes, two_ended=True)
                 self._lent = self._tier.share()
             elif self._tier.device != device:
                 raise ValueError(
@@ -85,6 +85,11 @@ class Memory(Usable):
                 )
             self._users.add(user)
             self.balance()
+
+    def has_room(self, user: Policy[Any], nbytes: int) -> bool:
+        """Returns whether a user could have so many bytes beside what others need at least."""
+        with self.residency.lock:
+            return nbytes <= self._free() - sum(each.least() for each in self._users if each is not user)
 
     def leave(self, user: Policy[Any]) -> None:
         """Removes a user; others get its memory."""

@@ -70,7 +70,7 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
             target.copy_(source, non_blocking=True)
             super().note_computed()
 
-    residents = Residents(folder, "test", budget=1 << 20, device=there, checksums=False, handle=device.handle())
+    residents = Residents(folder, "test", given=1 << 20, device=there, checksums=False, handle=device.handle())
     resident = Behind("one", torch.empty(1000, dtype=torch.float32, device="meta"), there)
     with device.computing():
         residents.add(resident, torch.full((1000,), 3.0, device=there) if multiplied else None)

@@ -41,6 +41,9 @@ def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(seed: int) -
             found = free.find(wanted)
             assert (found and found[1]) == next((size for size in sizes if size >= wanted), None)
             assert found is None or found in list(free)
+            fitting = sorted(hole for hole in free if hole[1] >= wanted)
+            ends = (free.find(wanted, "first"), free.find(wanted, "last"))
+            assert ends == ((fitting[0], fitting[-1]) if fitting else (None, None))
         if seed == 0:
             assert sum(sizes) + sum(used.values()) == SIZE
             assert not any(one[0] + one[1] == other[0] for one, other in pairwise(sorted(free))), "they are joined"

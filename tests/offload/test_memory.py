@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from torch import nn
 
 from nvme_ops.memory.tier import tier_on
-from nvme_ops.offload import Memory, NvmeCache, from_pretrained, stream_weights
+from nvme_ops.offload import Memory, NvmeCache, from_pretrained, stream_weights, swap_params
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.offload.llama import saved_llama
 from tests.offload.models import layers
@@ -91,6 +92,33 @@ def test_several_models_in_one_memory_compute_in_threads_as_alone(folder: Path) 
     streamed[2].close()
 
 
+def test_parameters_are_trained_beside_weights_and_get_what_these_leave(folder: Path) -> None:
+    torch.manual_seed(1)
+    inputs, memory, frozen, plain = torch.ones(2, 256), Memory("1800K"), layers(6), layers(6)
+    trained = copy.deepcopy(plain)
+    weights = stream_weights(copy.deepcopy(frozen), folder, memory=memory)
+    swapped = swap_params(trained, folder, memory=memory, min_bytes=1)
+    for model, before in ((plain, frozen), (trained, weights)):
+        for _ in range(3):
+            model.zero_grad()
+            with torch.no_grad():
+                features = before(inputs)
+            model(features).square().sum().backward()
+            torch.optim.SGD(model.parameters(), 0.01).step()
+    users = [swapped._residents, weights._nvme_window]
+    assert sum(user.share.bytes_in_use for user in users) <= memory.nbytes
+    assert min(user.share.nbytes for user in users) >= 768 * KIB, "about half each"
+    assert swapped.stats().bytes_written > 0
+    with pytest.raises(MemoryError, match=r"does not fit what other users leave of a Memory of 1\.758 MiB"):
+        swap_params(nn.Linear(650, 650), folder, memory=memory)
+    weights.close()
+    assert users[0].share.nbytes > 1536 * KIB, "all that they want, to a step"
+    swapped.restore()
+    assert not memory._users
+    for one, other in zip(plain.parameters(), trained.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_what_is_wrong_is_said(llama: Path, folder: Path) -> None:
     memory = Memory("16M")
     both: list[dict[str, Any]] = [{}, {"memory": memory, "memory_budget": "1M"}]
@@ -151,6 +179,17 @@ def test_shares_are_bounds_that_may_change_and_parts_lie_at_both_ends(tier: Any)
     del first
     assert one.bytes_in_use == 0
     assert one.peak == 2 * MIB
+
+
+def test_parts_of_two_kinds_do_not_lie_among_each_other() -> None:
+    share: Any = tier_on(CPU, 64 * KIB, two_ended=True).share()
+    low: list[Any] = [share.allocate(4 * KIB) for _ in range(4)]
+    high: list[Any] = [share.allocate(8 * KIB, at_end=True) for _ in range(3)]
+    start, end = low[0].data_ptr(), low[0].data_ptr() + 64 * KIB
+    assert [part.data_ptr() for part in high] == [end - 8 * KIB * k for k in (1, 2, 3)]
+    del low[1:], high[1]  # the smallest hole is between the others
+    assert share.allocate(4 * KIB).data_ptr() == start + 4 * KIB
+    assert share.allocate(8 * KIB, at_end=True).data_ptr() == end - 16 * KIB
 
 
 def test_what_is_lent_is_given_back_to_the_system(tier: Any) -> None:

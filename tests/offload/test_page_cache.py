@@ -62,7 +62,7 @@ class Streamed:
         """The page cache gives up the file, as for a program that needs the memory. Nothing is read meanwhile."""
         for weight in list(self.model._nvme_window.present):
             if weight.arrival is not None:
-                weight.arrival.wait()
+                weight.arrival.exception()
         with self.path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 

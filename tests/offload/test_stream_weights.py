@@ -361,7 +361,7 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
         os.truncate(file, 0)
         weight = weights._weight(source)
         assert weights._residency.begin(weights, weight, Priority.PREFETCH)
-        assert isinstance(weight.arrival.wait(), EOFError)
+        assert isinstance(weight.arrival.exception(), EOFError)
         file.write_bytes(content)
         assert torch.equal(embedding(torch.tensor([3]))[0], wanted)
 

@@ -33,7 +33,7 @@ def test_the_text_has_the_lines_that_users_of_ds_report_know() -> None:
         r"NOTE: Ops not installed will be just-in-time \(JIT\) compiled",
         r"op name \.{16} installed \.\. compatible$",
         r"async_io \.+ \[(YES|JIT|NO)\] \.+ \[(OKAY|WARNING|NO)\]$",
-        *(rf"{name} \.\.\." for name in ("torch install path", "torch version", "torch cuda version", "nvcc version")),
+        *(rf"{name} \.\.\." for name in ("torch install path", "torch version", "torch cuda version", "CUDA_HOME")),
         r" +fix: mkdir -p /no/such/folder$",
         r"NOT ready: async_io on .*gds.*; /no/such/folder does not exist$",
     ):

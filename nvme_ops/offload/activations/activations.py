@@ -28,7 +28,6 @@ from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
-from nvme_ops.offload.residency.entry import Arrival
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
@@ -163,7 +162,7 @@ class Activations(Policy[Unit]):
                 write = self._write_some(unit)
             if write is None:
                 break
-            write.wait()
+            write.exception()
             with self.lock:
                 self._collect()
         self.counts.seconds_waited += time.perf_counter() - begin
@@ -347,7 +346,7 @@ class Activations(Policy[Unit]):
             self.counts.bytes_cancelled += unit.nbytes
 
     def _end_write(self, unit: Unit) -> None:
-        failure = unit.leaving.wait() if unit.leaving is not None else None
+        failure = unit.leaving.exception() if unit.leaving is not None else None
         if failure is not None:
             self._leave(unit)
             unit.trouble = failure
@@ -384,7 +383,7 @@ class Activations(Policy[Unit]):
         try:
             unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
             self._files.write(unit.stored, memory, transfers, Priority.WRITEBACK, self._checksums)
-            unit.leaving = Arrival(transfers[0] if len(transfers) == 1 else joined(transfers))
+            unit.leaving = transfers[0] if len(transfers) == 1 else joined(transfers)
         except BaseException as error:
             for each in transfers:
                 each.request_cancel()  # nobody will ask how it ended
@@ -396,7 +395,7 @@ class Activations(Policy[Unit]):
         self._writing[unit] = None
         return None
 
-    def _write_some(self, unit: Unit) -> Arrival | None:
+    def _write_some(self, unit: Unit) -> IoFuture | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
 
         Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then: what each
@@ -413,19 +412,17 @@ class Activations(Policy[Unit]):
                 break
             if each.number in young:
                 continue
-            if over:
-                self._write_or_raise(each)
-            elif each.trouble is not None or self._write(each) is not None:  # raised when the budget needs its memory
+            failure, each.trouble = each.trouble or self._write(each), None
+            if failure is not None and over:
+                self._write_or_raise(each, failure)
+            elif failure is not None:  # raised when the budget needs its memory
+                each.trouble = failure
                 break
         much = self._all.nbytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.leaving
 
-    def _write_or_raise(self, unit: Unit) -> None:
-        failure, unit.trouble = unit.trouble, None
-        failure = failure or self._write(unit)
-        if failure is None:
-            return
+    def _write_or_raise(self, unit: Unit, failure: BaseException | None) -> None:
         if _is_full(failure) and self._leaving:
             for each in itertools.chain.from_iterable(stored.transfers for stored in self._leaving):
                 each.exception()  # then its space is free
@@ -442,7 +439,7 @@ class Activations(Policy[Unit]):
         if failure is not None:
             raise _named(failure, unit, "to be saved for the backward pass, could not be written")
 
-    def _take(self, unit: Unit) -> tuple[torch.Tensor, Arrival | None, bool]:
+    def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
         """Returns a unit's memory, the read that fills it, and whether that began now; reads others ahead."""
         if unit.memory is not None and unit.original:
             if unit.is_modified():

@@ -337,7 +337,7 @@ class Pager(Policy[Entry]):
     def _forget(self, layer: PagedLayer) -> None:
         for arrival in (layer.arrival, layer.leaving):
             if arrival is not None:
-                arrival.wait()
+                arrival.exception()
         layer.leaving = None
         with self.lock:
             self.discard(layer)

@@ -20,10 +20,11 @@ from nvme_ops.base.closing import Closing
 from nvme_ops.base.locks import forkable_lock
 from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_switches
+from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats
 from nvme_ops.offload.parameters.swapped import SwappedTensor
-from nvme_ops.offload.residency.entry import Arrival, tensors_over
+from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.weights.stream_weights import device_of_all
 
 aten = torch.ops.aten
@@ -88,7 +89,7 @@ class _Leaving(NamedTuple):
 
     resident: weakref.ref[Resident]
     nbytes: int
-    writing: Arrival
+    writing: IoFuture
 
 
 _owners: Any = WeakIdKeyDictionary()  # SwappedGradients by parameter; an ordinary dictionary would compare values
@@ -233,7 +234,7 @@ class SwappedGradients(Closing):
         for each in waiting:
             if nbytes <= self._most_leaving:
                 return
-            failure = each.writing.wait()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
+            failure = each.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
             with contextlib.suppress(ValueError):  # another thread has waited for it, too
                 self._leaving.remove(each)
             nbytes -= each.nbytes
@@ -300,7 +301,7 @@ def swap_gradients(
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
     leaving = budget // _LEAVING
     residents = Residents(
-        folder, "gradients", budget=budget - leaving, device=device, checksums=checksums, handle=handle
+        folder, "gradients", given=budget - leaving, device=device, checksums=checksums, handle=handle
     )
     try:
         return SwappedGradients(residents, every, large, leaving)

@@ -22,7 +22,8 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import dense_bytes, dense_strides
 from nvme_ops.memory.tier import in_pages, tier_on
-from nvme_ops.offload.residency.entry import Arrival, Entry, tensors_over
+from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
@@ -85,7 +86,7 @@ class Resident(Entry):
     def note_computed(self) -> None:
         """Marks the end of a device's work on the values, for users on other streams."""
         if self.device.type != "cpu":
-            self.arrival = Arrival(device=self.device)
+            self.queued = QueuedWork(self.device)
 
     def __repr__(self) -> str:
         """Returns its key."""
@@ -129,7 +130,7 @@ class Residents(Policy[Resident]):
     Args:
         folders: of the session.
         name: of the session.
-        budget: bytes of memory.
+        given: bytes of memory, or memory that is shared.
         device: where the tensors are used.
         checksums: keep a checksum of each tensor.
         handle: moves the bytes.
@@ -137,6 +138,7 @@ class Residents(Policy[Resident]):
 
     _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
+    gives_way = True
     counts: SwapStats
 
     def __init__(
@@ -144,12 +146,15 @@ class Residents(Policy[Resident]):
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         name: str,
         *,
-        budget: int,
+        given: int | Memory,
         device: torch.device,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        self.budget, self.device, self._handle = budget, device, handle_of(handle)
+        self._memory = given if isinstance(given, Memory) else None
+        self.budget = given if isinstance(given, int) else given.nbytes
+        self.device, self._handle = device, handle_of(handle)
+        self._largest = 0  # bytes of a tensor, in whole pages
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
         # By place in the order; nothing may be at a place that was foreseen.
@@ -159,23 +164,42 @@ class Residents(Policy[Resident]):
         with contextlib.ExitStack() as undo:
             self._session = undo.enter_context(Session(folders, name=name))
             self._store = undo.enter_context(TensorStore(self._session, checksums=checksums, handle=handle))
-            share = tier_on(device, max(PAGE, budget // PAGE * PAGE)).share()
-            self._residency = Residency()
+            if self._memory is None:
+                share, self._residency = tier_on(device, max(PAGE, self.budget // PAGE * PAGE)).share(), Residency()
+            else:
+                share, self._residency = self._memory.share(device), self._memory.residency
             super().__init__(self._residency.lock, share, _Stored(self._store), SwapStats())
             self._undo = undo.pop_all()
         self.present = weakref.WeakKeyDictionary()  # weak, since a parameter may be dropped at any time
         self.to_write = weakref.WeakKeyDictionary()
         self._residency.join(self)
+        if self._memory is not None:
+            self._memory.join(self)
+
+    @property
+    def name(self) -> str:
+        """Names it in messages."""
+        return "swapped parameters"
+
+    def least(self) -> int:
+        """Returns the bytes of the largest tensor."""
+        return self._largest
+
+    def wanted(self) -> int:
+        """Returns the bytes of all tensors."""
+        return self._nbytes
 
     def foresee(self, uses: Iterable[Use]) -> None:
         """Sets the likely order of uses, which repeats, for as long as none was seen."""
         self._order = Order(uses, together=True)
 
     def require_room(self, entry: Resident) -> None:
-        """Raises MemoryError if a tensor is larger than the budget."""
-        if in_pages(entry.nbytes) > self.share.nbytes:
+        """Raises MemoryError if a tensor is larger than the budget, or than what is left of memory that is shared."""
+        nbytes = in_pages(entry.nbytes)
+        if nbytes > self.share.nbytes and not (self._memory is not None and self._memory.has_room(self, nbytes)):
+            what = "a memory_budget" if self._memory is None else "what other users leave of a Memory"
             raise MemoryError(
-                f"a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}, does not fit a memory_budget "
+                f"a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}, does not fit {what} "
                 f"of {size_words(self.budget)}"
             )
 
@@ -196,10 +220,13 @@ class Residents(Policy[Resident]):
             self._all[resident.key] = resident
             self._at[resident.place] = resident
             self._nbytes += nbytes
+            self._largest = max(self._largest, nbytes)
+            if self._memory is not None:
+                self._memory.balance()
         weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
         if values is not None:
             with self.lock:
-                resident.leaving = Arrival(self._store.put(resident.key, values))
+                resident.leaving = self._store.put(resident.key, values)
                 resident.stored = True
                 self.counts.bytes_written += resident.nbytes
 
@@ -317,6 +344,8 @@ class Residents(Policy[Resident]):
     def close(self) -> None:
         """Waits for transfers and removes the files. Further calls do nothing."""
         super().close()
+        if self._memory is not None and self._process == os.getpid():
+            self._memory.leave(self)
         with contextlib.suppress(OSError):  # the write's result is no longer needed
             self._undo.close()
 

@@ -17,6 +17,7 @@ from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.lazy.offloaded import outline_of
+from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats, Use
 from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
 from nvme_ops.offload.parameters.swapped import SwappedTensor
@@ -85,7 +86,8 @@ def swap_params(
     module: torch.nn.Module,
     folder: Path | Sequence[Path],
     *,
-    memory_budget: int | str,
+    memory_budget: int | str | None = None,
+    memory: Memory | None = None,
     device: str | torch.device | None = None,
     min_bytes: int | str = "1M",
     param_init_fn: Callable[[torch.nn.Module], object] | None = None,
@@ -109,6 +111,7 @@ def swap_params(
         module: any module; its parameters are on one device, or on the meta device.
         folder: where the parameters go; several folders, one on each device, share them by their measured rates.
         memory_budget: bytes for parameters, or a size such as ``"1G"``; memory of ``device``.
+        memory: in place of a budget of its own, one that is shared with others.
         device: where parameters on the meta device are used; the CPU when None.
         min_bytes: smaller parameters stay in memory, beside the budget.
         param_init_fn: called with each module that has parameters or buffers on the meta device, its own or those of
@@ -125,7 +128,7 @@ def swap_params(
         OSError: the folder cannot be used; ENOSPC: it has not enough room. The module is then as it was, unless it was
             on the meta device.
     """
-    budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    given, least = budget_of(memory_budget, memory), bytes_of("min_bytes", min_bytes)
     require_switches(checksums=checksums)
     require_callables(param_init_fn=param_init_fn)
     if not isinstance(module, torch.nn.Module):
@@ -136,7 +139,7 @@ def swap_params(
     if not large:
         raise ValueError("the module has no parameters, or none of min_bytes or more")
     with contextlib.ExitStack() as undo:
-        residents = Residents(folder, "parameters", budget=budget, device=target, checksums=checksums, handle=handle)
+        residents = Residents(folder, "parameters", given=given, device=target, checksums=checksums, handle=handle)
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}
         names = {id(each): name for name, each in module.named_parameters()}

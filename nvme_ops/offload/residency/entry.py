@@ -1,4 +1,4 @@
-"""``Entry``: what a residency moves between storage and memory, and ``Arrival``, the end of such a move."""
+"""``Entry``: what a residency moves between storage and memory."""
 
 from __future__ import annotations
 
@@ -17,53 +17,39 @@ def current_stream(device: torch.device) -> torch.Stream:
     return stream
 
 
-class Arrival:
-    """The end of a transfer, or of the work queued on a device's current stream.
+class QueuedWork:
+    """The end of the work queued on an accelerator's current stream.
 
     Args:
-        transfer: what is waited for by the program.
-        device: an accelerator, whose streams wait for each other.
+        device: the accelerator, whose streams wait for each other.
     """
 
-    def __init__(self, transfer: IoFuture | None = None, device: torch.device | None = None) -> None:
-        self.transfer = transfer
-        self._stream = None if device is None else current_stream(device)
-        self._event = None if self._stream is None else self._stream.record_event()
-
-    def done(self) -> bool:
-        """Returns whether a transfer has ended."""
-        return self.transfer is None or self.transfer.done()
-
-    def wait(self) -> BaseException | None:
-        """Waits for the end of a transfer; returns why it failed, if it has."""
-        return None if self.transfer is None else self.transfer.exception()
+    def __init__(self, device: torch.device) -> None:
+        self._stream = current_stream(device)
+        self._event = self._stream.record_event()
 
     def before(self, device: torch.device) -> None:
-        """Makes the current stream of an accelerator wait for the work of another stream before further work."""
-        if self._event is not None and (stream := current_stream(device)) != self._stream:
+        """Makes the current stream wait for that work before it starts further work."""
+        if (stream := current_stream(device)) != self._stream:
             stream.wait_event(self._event)
-
-    def request_cancel(self) -> None:
-        """Ends a transfer early if possible; nobody is to ask how it ended."""
-        if self.transfer is not None:
-            self.transfer.request_cancel()
 
 
 class Entry:
     """A tensor, and where its bytes are.
 
-    It is absent while ``memory`` is None, arriving while ``arrival`` has a transfer, leaving while ``leaving`` writes
-    it, and dirty while ``changed``.
+    It is absent while ``memory`` is None, arriving while there is an ``arrival``, leaving while ``leaving`` writes it,
+    and dirty while ``changed``.
 
     Args:
         nbytes: the memory that it takes.
     """
 
-    memory: torch.Tensor | None = None  #: its bytes, complete once a transfer of ``arrival`` has ended
+    memory: torch.Tensor | None = None  #: its bytes, complete once ``arrival`` has ended
     values: torch.Tensor | None = None  #: the tensor over ``memory``
     own_tensors = 0  #: over this memory, held by the residency itself
-    arrival: Arrival | None = None  #: what those who use the values wait for
-    leaving: Arrival | None = None  #: the write of these values, or of earlier ones
+    arrival: IoFuture | None = None  #: what those who use the values wait for
+    queued: QueuedWork | None = None  #: on a device, what computes the values
+    leaving: IoFuture | None = None  #: the write of these values, or of earlier ones
     changed = False  #: the values in memory are not those on storage
     demanded = False  #: somebody waits for it: this is no prefetch
     rewritten = False  #: the last write failed, and was started again

@@ -143,7 +143,7 @@ class Policy(Usable, Generic[E]):
         """Drops an entry's memory and its changes. Transfers under way and tensors over the memory keep it alive."""
         if entry.arrival is not None and not (entry.demanded and entry.is_used()):
             entry.arrival.request_cancel()  # nobody needs it; a thread that waits for this prefetch reads again
-        entry.memory = entry.values = entry.arrival = None
+        entry.memory = entry.values = entry.arrival = entry.queued = None
         entry.changed = False
         self.present.pop(entry, None)
         self.to_write.pop(entry, None)
@@ -162,5 +162,5 @@ class Policy(Usable, Generic[E]):
             for each in list(self.present):
                 for arrival in (each.arrival, each.leaving):
                     if arrival is not None:
-                        arrival.wait()
+                        arrival.exception()
                 self.discard(each)

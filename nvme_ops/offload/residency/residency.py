@@ -13,7 +13,7 @@ import gc
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ from torch.profiler import record_function
 from nvme_ops.base.locks import forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
-from nvme_ops.offload.residency.entry import Arrival, Entry, free_frames
+from nvme_ops.io.future import IoFuture
+from nvme_ops.offload.residency.entry import Entry, free_frames
 from nvme_ops.offload.residency.policy import E, Policy
 
 _POLL = 0.2  # seconds to wait for a transfer to end before looking again
@@ -104,8 +105,8 @@ class Residency:
                     for entry, arrival in zip(uses, arrivals, strict=True)
                 ) and (not change or all(self._note_change(policy, *each) for each in zip(uses, values, strict=True))):
                     for entry in uses:
-                        if (arrival := entry.arrival) is not None:
-                            arrival.before(values[0].device)
+                        if (queued := entry.queued) is not None:
+                            queued.before(values[0].device)
                     return values
             except BaseException:
                 values.clear()  # the traceback would keep them alive
@@ -142,8 +143,7 @@ class Residency:
                 del memory
                 free_frames(error)
                 raise
-        if transfer is not None:  # otherwise the backing has set what is to be waited for
-            entry.arrival = Arrival(transfer)
+        entry.arrival = transfer
         entry.demanded = priority is Priority.DEMAND
         policy.counts.bytes_read += nbytes
         policy.counts.bytes_on_demand += nbytes * entry.demanded
@@ -181,42 +181,43 @@ class Residency:
         if memory is not None:
             return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
-        if len(self._policies) > 1 and policy.has_share_for(entry):
-            memory = self._memory_of_others(policy, entry, after)
-            if memory is not None:
-                return memory
-        for each in policy.victims(after):
-            if each not in spared and self._evict(policy, each):
+        for owner, each in self._leavers(policy, entry, after):
+            if each not in spared and self._evict(owner, each):
                 memory = policy.allocate(entry)
                 if memory is not None:
                     return memory
         return None
 
-    def _memory_of_others(self, policy: Policy[E], entry: E, after: int) -> torch.Tensor | None:
-        """Evicts entries of other policies that have more than their shares; on demand also others, for one piece."""
-        others = sorted((each for each in self._policies if each is not policy), key=lambda each: not each.gives_way)
-        for spares in (True, False) if after < 0 else (True,):
-            for other in others:
-                for each in other.victims(-1):
-                    if spares and other.share.bytes_in_use <= other.share.nbytes:
-                        break
-                    if self._evict(other, each) and (memory := policy.allocate(entry)) is not None:
-                        return memory
-        return None
+    def _leavers(self, policy: Policy[E], entry: E, after: int) -> Iterator[tuple[Policy[Any], Any]]:
+        """Yields what may leave for an entry, and whose it is: what others have beyond their shares, then its own.
 
-    def await_arrival(self, policy: Policy[E], entry: E, arrival: Arrival, begun: bool) -> bool:
+        On demand others lose more than that, for one piece, in the end.
+        """
+        others: list[Policy[Any]] = []
+        if len(self._policies) > 1 and policy.has_share_for(entry):
+            others = sorted(
+                (each for each in self._policies if each is not policy), key=lambda each: not each.gives_way
+            )
+        for other in others:
+            for each in other.victims(-1):
+                if other.share.bytes_in_use <= other.share.nbytes:
+                    break
+                yield other, each
+        yield from ((policy, each) for each in policy.victims(after))
+        for other in others if after < 0 else ():
+            yield from ((other, each) for each in other.victims(-1))
+
+    def await_arrival(self, policy: Policy[E], entry: E, arrival: IoFuture, begun: bool) -> bool:
         """Waits for the transfer of an entry. Raises why it failed if it was ``begun`` for this wait.
 
         Returns False if one begun earlier has failed: it is to be read again, for storage may be well by now.
         """
-        if arrival.transfer is None:
-            return True
         begin = time.perf_counter()
         if arrival.done():
-            failure = arrival.wait()
+            failure = arrival.exception()
         else:
             with record_function("nvme_ops: wait for storage"):
-                failure = arrival.wait()
+                failure = arrival.exception()
         if failure is not None:
             with self.lock:
                 if entry.arrival is arrival:
@@ -245,7 +246,7 @@ class Residency:
         if not policy.drops_used:
             if entry.is_used():
                 return False
-            if entry.arrival is None or entry.arrival.transfer is None:
+            if entry.arrival is None:
                 self.write_back(policy, entry)
                 if entry.leaving is not None and not (entry.leaving.done() and self._end_write(policy, entry)):
                     return False
@@ -300,7 +301,7 @@ class Residency:
             entry.changed = entry.is_used()
             policy.to_write.pop(entry, None)
             transfer, nbytes = policy.backing.write(entry)
-            entry.leaving = Arrival(transfer)
+            entry.leaving = transfer
         except BaseException as error:
             entry.changed = True
             free_frames(error)
@@ -321,7 +322,7 @@ class Residency:
         Raises what ``wait_until_written`` does.
         """
         leaving = entry.leaving
-        failure = None if leaving is None else leaving.wait()
+        failure = None if leaving is None else leaving.exception()
         with self.lock:
             if entry.leaving is not leaving:  # another thread has handled it
                 return False

@@ -269,8 +269,8 @@ def stream(
         shares = tier.share(nbytes), tier.share(share)
     else:
         residency, shares = memory.residency, (memory.share(device), memory.share(device))
-        if lent := in_pages(beside + total_small + expanding):
-            undo.callback([memory.lend(lent)].clear)
+        taken = in_pages(beside + total_small + expanding)
+        lent = [memory.lend(taken)] if taken else []
     experts = Experts(residency, shares[1], routed) if share else None
     window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for)
     if memory is not None:
@@ -278,6 +278,7 @@ def stream(
         window.set_needs(in_pages(certain + smallest), nbytes + share)
         memory.join(window)
         undo.callback(memory.leave, window)
+        undo.callback(lent.clear)  # first, so that others get it
     for file in files:
         undo.callback(file.close)
     undo.callback(window.close)

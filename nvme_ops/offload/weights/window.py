@@ -11,10 +11,10 @@ import torch
 from nvme_ops.base.settings import ALIGNMENT, PAGE
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
 from nvme_ops.io.tensors import DEVICE_ALIGNMENT, empty
 from nvme_ops.memory.tier import Share, tier_on
 from nvme_ops.offload.experts.experts import Experts, ExpertStats
-from nvme_ops.offload.residency.entry import Arrival
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import placement
@@ -326,7 +326,7 @@ class Window(Policy[_Weight]):
         del entry
         self._complete, self._passed = False, self.share.nbytes
 
-    def _found(self, weight: _Weight) -> tuple[torch.Tensor, Arrival | None] | None:
+    def _found(self, weight: _Weight) -> tuple[torch.Tensor, IoFuture | None] | None:
         with self.lock:
             self.require_open()
             return None if weight.values is None else (weight.values.detach(), weight.arrival)

@@ -1,0 +1,26 @@
+"""Programs that a benchmark starts, and that do not outlive it."""
+
+from __future__ import annotations
+
+import functools
+import shutil
+import subprocess
+from collections.abc import Sequence
+
+
+def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
+    """Returns a command that runs ``command`` and gets the signal ``end`` when the thread that starts it ends or dies.
+
+    Without util-linux's setpriv, returns ``command`` itself. A ``preexec_fn`` would cost a copy of all page tables.
+    """
+    found = _setpriv()
+    return [found, "--pdeathsig", end, "--", *command] if found else list(command)
+
+
+@functools.cache
+def _setpriv() -> str:
+    found = shutil.which("setpriv")
+    if found is None:
+        return ""
+    with subprocess.Popen([found, "--help"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        return found if "--pdeathsig" in process.communicate()[0] else ""
