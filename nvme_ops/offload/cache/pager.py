@@ -21,6 +21,7 @@ from nvme_ops.offload.cache.layer import PagedLayer
 from nvme_ops.offload.cache.segments import Segments
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.entry import Entry
+from nvme_ops.offload.residency.placement import kept_as_they_grow, rank
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session
@@ -28,7 +29,6 @@ from nvme_ops.storage.striped import StripedSlabs
 
 _PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
-_GOLDEN = 0.6180339887498949
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
@@ -261,7 +261,7 @@ class Pager(Policy[Entry]):
 
         def worth(place: int) -> tuple[bool, float]:
             if self._layers[place] in self._kept or not self._cycled:
-                return self._layers[place] in self._kept, _worth(place)
+                return self._layers[place] in self._kept, rank(place)
             return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
 
         places = [self._layers[place] for place in sorted(range(count), key=worth)]
@@ -369,18 +369,10 @@ class Pager(Policy[Entry]):
             self._kept = set(sizes)
             return
         room -= _SLOTS * max(sizes.values())
-        self._kept = set()
-        for place in sorted(range(len(self._layers)), key=_worth, reverse=True):
-            layer = self._layers[place]
-            if layer in sizes and sizes[layer] <= room:
-                room -= sizes[layer]
-                self._kept.add(layer)
+        every = [sizes.get(layer, room + 1) for layer in self._layers]  # without tokens there is nothing to keep
+        kept = kept_as_they_grow(every, room)
+        self._kept = {self._layers[place] for place in kept}
 
 
 def _layer(entry: Entry) -> PagedLayer:
     return entry.layer if isinstance(entry, _Room) else cast("PagedLayer", entry)
-
-
-def _worth(place: int) -> float:
-    """Returns the rank of a layer such that those above any rank are spread evenly, however many layers there are."""
-    return place * _GOLDEN % 1

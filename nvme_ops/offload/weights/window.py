@@ -17,7 +17,7 @@ from nvme_ops.memory.tier import Share, tier_on
 from nvme_ops.offload.experts.experts import Experts, ExpertStats
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import what_stays
+from nvme_ops.offload.residency.placement import placement
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import FileExtent, Source, submit_reads
@@ -288,7 +288,7 @@ class Window(Policy[_Weight]):
         """Chooses anew which weights stay in memory."""
         self._counts = counts
         weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
-        self._keep = what_stays(weights, self.share.nbytes)
+        self._keep = placement(weights, self.share.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
