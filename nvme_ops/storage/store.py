@@ -80,7 +80,14 @@ class Claim:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._claims._end(self._thing, self._before)
+        """Ends it; an earlier one of the same thread is in force again."""
+        claims, before = self._claims, self._before
+        with claims._lock:
+            if before is not None and before() is not None:
+                claims._claimed[self._thing] = before
+                return
+            claims._claimed.pop(self._thing, None)
+            claims._changed.notify_all()
 
 
 class Claims:
@@ -101,11 +108,11 @@ class Claims:
     def take(self, thing: Hashable) -> Claim:
         """Claims a thing once no other thread claims it. Raises ValueError after ``close``."""
         with self._lock:
-            while self._is_anothers(self._claimed.get(thing)) and not self._closed:
+            while (before := self._claimed.get(thing)) and self._is_anothers(before) and not self._closed:
                 self._changed.wait(_RECHECK)
             if self._closed:
                 raise ValueError("the store is closed")
-            claim = Claim(self, thing, self._claimed.get(thing))
+            claim = Claim(self, thing, before)
             self._claimed[thing] = weakref.ref(claim)
             return claim
 
@@ -129,17 +136,8 @@ class Claims:
                 raise
             return True
 
-    def _end(self, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
-        """Ends a claim; an earlier one of the same thread is in force again."""
-        with self._lock:
-            if before is not None and before() is not None:
-                self._claimed[thing] = before
-                return
-            self._claimed.pop(thing, None)
-            self._changed.notify_all()
-
-    def _is_anothers(self, claimed: weakref.ref[Claim] | None) -> bool:
-        claim = None if claimed is None else claimed()
+    def _is_anothers(self, claimed: weakref.ref[Claim]) -> bool:
+        claim = claimed()
         return claim is not None and claim.thread != threading.get_ident()
 
 
@@ -321,9 +319,13 @@ class TensorStore(Closing, Owned):
             MemoryError: the tensor is larger than the pool's budget.
             ChecksumError: from the future: the bytes are not those that were put.
         """
+        dense = False
         if out is not None:
             require_dense(out)
-            if any(stride == 0 and length > 1 for stride, length in zip(out.stride(), out.shape, strict=True)):
+            dense = is_dense(out)
+            if not dense and any(
+                step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)
+            ):
                 raise ValueError("elements of out share memory, so they cannot differ")
         memory: torch.Tensor | None = None
         while True:
@@ -337,7 +339,7 @@ class TensorStore(Closing, Owned):
                         f"{key!r} is {value.dtype} of shape {value.shape}, and out is {out.dtype} of shape "
                         f"{tuple(out.shape)}"
                     )
-                if out is not None and is_dense(out) and tuple(out.stride()) == value.stride:
+                if out is not None and dense and tuple(out.stride()) == value.stride:
                     source = out if out.is_contiguous() else dense_bytes(out)
                     return self._read(key, value, source, out, out, priority)
                 if memory is not None and memory.numel() == value.nbytes:
@@ -535,7 +537,8 @@ class TensorStore(Closing, Owned):
     def _claim(self, key: str) -> Claim:
         """Claims the key once no other thread does and no ``put`` of it is in flight; does not raise its failure."""
         self._require_ours()
-        self._collect()
+        if len(self._writing) >= _MANY or self._bytes_written >= _MUCH:
+            self._collect()
         while True:
             with self._lock:
                 claim = self._claims.take(key)
@@ -548,8 +551,6 @@ class TensorStore(Closing, Owned):
 
     def _collect(self) -> None:
         """Ends the oldest writes that are complete, whether or not their futures are used."""
-        if len(self._writing) < _MANY and self._bytes_written < _MUCH:
-            return
         with self._lock:
             oldest = list(itertools.islice(self._writing.values(), _MANY))
         for operation in oldest:
