@@ -282,12 +282,20 @@ class Window(Policy[_Weight]):
             nbytes -= self.experts.share.nbytes
         if nbytes != self.share.nbytes:
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
-            self._choose(self._counts)
+            self._place(2.0)  # those that have stayed first: else others would be read at each change
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
-        """Chooses anew which weights stay in memory."""
+        """Chooses anew which weights stay in memory, by how often each was used."""
         self._counts = counts
-        weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
+        self._place()
+
+    def _place(self, stay: float = 1.0) -> None:
+        """Chooses which weights stay; uses of those that did so far count ``stay`` times."""
+        weights = [
+            (weight, uses * (stay if weight in self._keep else 1.0), weight.room)
+            for weight, uses in self._counts
+            if uses > 0
+        ]
         self._keep = placement(weights, self.share.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
