@@ -26,8 +26,10 @@ CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
 NO_NINJA = "ninja is not installed; fix: pip install ninja"
 
 _loaded: dict[str, ModuleType] = {}
-_loading = threading.RLock()  # free in a forked child, if another thread was loading
-os.register_at_fork(after_in_child=lambda: _loading._is_owned() or _loading._at_fork_reinit())  # type: ignore[attr-defined]
+_loading = threading.RLock()
+# A fork waits for a build under way: the child would have the compiler's pipes, whose end the build waits for, while
+# the child waits for the build.
+os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
 
 
 class OpBuilder:

@@ -100,7 +100,7 @@ class Loader:
             raise ValueError("threads are for decode, which is not given")
         self._threads = min(8, len(os.sched_getaffinity(0))) if threads is None else _int("threads", threads, 1)
         self._prefetch = None if prefetch is None else _int("prefetch", prefetch, 0)
-        self._arena: Share | None = None
+        self._share: Share | None = None
         self._forks = forks()
         self._order(0)  # raises for an unknown shuffle
         files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
@@ -264,11 +264,11 @@ class Loader:
         if self.device is not None and self.device.type != "cpu" and can_pin():
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes >= _LARGE:  # new memory costs as much as reading
-            if self._arena is None or self._forks != forks():  # a write to huge pages that a child shares splits them
+            if self._share is None or self._forks != forks():  # a write to huge pages that a child shares splits them
                 self._forks = forks()
                 room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
-                self._arena = HostTier(room, Pool(room)).share()
-            memory = self._arena.allocate(nbytes)
+                self._share = HostTier(room, Pool(room)).share()
+            memory = self._share.allocate(nbytes)
             if memory is not None:
                 return memory
         return huge_pages(nbytes)

@@ -1,1 +1,1 @@
-"""Memory that transfers use: ``pool`` bounds it, ``ring`` pipelines through it, ``arena`` divides it into tensors."""
+"""Memory that transfers use: ``pool`` bounds it, ``ring`` pipelines through it, ``tier`` divides it into tensors."""

@@ -122,7 +122,8 @@ class JoinedOperation(Owned):
                 try:
                     self._finish(failure, *self._arguments)
                 except Exception as error:
-                    failure = failure or error
+                    # its frames, which would keep the memory that all callers have at hand, go
+                    failure = failure or error.with_traceback(None)
                 self._failure, self._bytes = failure, moved
                 self._ended = True
                 self._finish, self._arguments = None, ()  # these hold memory

@@ -321,6 +321,8 @@ class Program:
         folder = self.path if self.path.is_dir() else self.path.parent
         left = sorted(name for name in os.listdir(folder) if name != "report" and not name.startswith("converted"))
         assert len(left) == (3 if self.path.is_dir() else 1), left
+        with contextlib.redirect_stdout(io.StringIO()):  # a conversion may have been killed as it named its file
+            assert main(["clean", str(self.path.parent)]) == 0
         assert not any(name.startswith(".") for name in os.listdir(self.path.parent))
 
 

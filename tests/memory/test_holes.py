@@ -53,49 +53,49 @@ def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(seed: int) -
 def pool() -> Iterator[Pool]:
     pool = Pool(8 * MIB)
     yield pool
-    assert pool.bytes_in_use == 0, "the arena has kept memory"
+    assert pool.bytes_in_use == 0, "the tier has kept memory"
 
 
 def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
-    arena = HostTier(4 * MIB, pool).share()
-    part: Any = arena.allocate(3 * MIB)
+    share = HostTier(4 * MIB, pool).share()
+    part: Any = share.allocate(3 * MIB)
     assert (part.nbytes, part.data_ptr() % 4096) == (3 * MIB, 0)
     view = part[4096:].view(torch.float32)
     del part
-    assert arena.allocate(2 * MIB) is None
-    assert arena.bytes_in_use == 3 * MIB
+    assert share.allocate(2 * MIB) is None
+    assert share.bytes_in_use == 3 * MIB
     del view
-    assert arena.bytes_in_use == 0
-    part = arena.allocate(4 * MIB)
-    assert arena.peak == 4 * MIB
+    assert share.bytes_in_use == 0
+    part = share.allocate(4 * MIB)
+    assert share.peak == 4 * MIB
     part.fill_(7)
     with pytest.raises(ValueError, match="at least 1"):
-        arena.allocate(0)
-    del arena  # its memory outlives it as long as a part does
+        share.allocate(0)
+    del share  # its memory outlives it as long as a part does
     assert pool.bytes_in_use == 4 * MIB
     assert int(part.sum()) == 7 * 4 * MIB
 
 
 @pytest.mark.parametrize("raises", [True, False])
 def test_no_part_is_lost_whatever_a_signal_handler_does_at_any_moment(pool: Pool, raises: bool) -> None:
-    arena = HostTier(4 * MIB, pool).share()
+    share = HostTier(4 * MIB, pool).share()
 
     def use() -> None:
-        parts = [arena.allocate(MIB) for _ in range(3)]
+        parts = [share.allocate(MIB) for _ in range(3)]
         del parts[1]
-        parts.append(arena.allocate(2 * MIB))
+        parts.append(share.allocate(2 * MIB))
 
     with moments.Interrupt() as all_of_it:
         use()
-    act = moments.ctrl_c if raises else lambda: arena.allocate(MIB)
+    act = moments.ctrl_c if raises else lambda: share.allocate(MIB)
     for number in range(1, all_of_it.count + 1):
         with contextlib.suppress(KeyboardInterrupt), moments.Interrupt(number, act) as moment:
             use()
-        assert (arena.bytes_in_use, arena.largest) == (0, arena.nbytes), moment.where
+        assert (share.bytes_in_use, share.largest) == (0, share.nbytes), moment.where
 
 
 def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
-    arena = HostTier(4 * MIB, pool).share()
+    share = HostTier(4 * MIB, pool).share()
 
     def work(number: int) -> None:
         chance, held = random.Random(number), list[tuple[int, torch.Tensor]]()
@@ -104,11 +104,11 @@ def test_parts_never_overlap_and_none_is_lost(pool: Pool) -> None:
                 mark, part = held.pop(chance.randrange(len(held)))
                 assert bool((part == mark).all())
                 del part
-            elif (made := arena.allocate(chance.randrange(1, 300 * KIB))) is not None:
+            elif (made := share.allocate(chance.randrange(1, 300 * KIB))) is not None:
                 mark = (4 * step + number) % 251
                 held.append((mark, made.fill_(mark)))
                 del made
 
     in_threads(work, 4)
-    assert arena.bytes_in_use == 0
-    assert arena.largest == 4 * MIB
+    assert share.bytes_in_use == 0
+    assert share.largest == 4 * MIB

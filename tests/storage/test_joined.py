@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,22 @@ def test_what_finish_raises_is_the_failure_but_ctrl_c_is_made_up_for(folder: Pat
     for _ in range(2):
         with pytest.raises(ValueError, match="second"):
             future.result()
+
+
+def test_a_failure_keeps_nothing_alive_that_its_callers_have(folder: Path) -> None:
+    def finish(_: object) -> None:
+        raise ValueError("damaged")
+
+    def learn(future: IoFuture) -> weakref.ref[torch.Tensor]:
+        tensor = torch.zeros(1)
+        while not future.done():
+            pass
+        return weakref.ref(tensor)
+
+    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
+    assert learn(future)() is None
+    with pytest.raises(ValueError, match="damaged"):
+        future.result()
 
 
 def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:

@@ -1,6 +1,6 @@
 """``Residency``: entries whose bytes are on storage, and in bounded memory while they are used or soon will be.
 
-Streamed weights, experts, swapped parameters and saved activations differ in what is used when, and in what is worth
+Streamed weights, experts, swapped parameters, and keys and values differ in what is used when, and in what is worth
 keeping: each is a ``Policy``. The rest is here, once for all: an entry is fetched on demand or ahead of its use, others
 leave memory to make room for it, what was changed is written first, a failed prefetch or write is tried again, and a
 wait for memory ends with an error after a while.
