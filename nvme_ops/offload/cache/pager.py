@@ -29,6 +29,7 @@ from nvme_ops.storage.striped import StripedSlabs
 
 _PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
+_SPARE = 1.25  # how much more than it needs a layer may have
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
@@ -98,7 +99,7 @@ class Pager(Policy[Entry]):
             self._residency = Residency()
         else:
             self._memory, budget = given, given.nbytes
-            share, self._residency = given.share(host), given.residency
+            share, self._residency = given.share(host, at_end=True), given.residency
         super().__init__(self._residency.lock, share, _Files(), CacheStats())
         self.budget = budget
         self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
@@ -168,6 +169,7 @@ class Pager(Policy[Entry]):
         self.require_open()
         self._end_transfers(layer)
         layer.crop(tokens)
+        self._shrink(layer)
 
     def reorder(self, layer: PagedLayer, rows: torch.Tensor) -> None:
         """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays."""
@@ -194,6 +196,7 @@ class Pager(Policy[Entry]):
         """Forgets a layer's tokens and shape."""
         self.require_open()
         self._forget(layer)
+        self._ask(0)
 
     def stats(self) -> CacheStats:
         """Returns what was moved so far, and what the cache has now."""
@@ -234,11 +237,12 @@ class Pager(Policy[Entry]):
     def wanted(self) -> int:
         """Returns the bytes of memory for all layers, and for one that grows."""
         sizes, tails = self._sizes()
-        return sum(sizes.values()) + max([*sizes.values(), self._asked]) + tails
+        taken = sum(max(size, 0 if each.memory is None else each.memory.nbytes) for each, size in sizes.items())
+        return taken + max([*sizes.values(), self._asked]) + tails
 
     def allocate(self, entry: Entry) -> torch.Tensor | None:
-        """Returns memory; tails, which stay, lie side by side at its end, and all layers beside others' memory."""
-        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail) or self._memory is not None)
+        """Returns memory; tails, which stay, lie side by side at its end."""
+        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail))
 
     def require_room(self, entry: Entry) -> None:
         """Raises MemoryError for a layer that is larger than the budget."""
@@ -321,6 +325,16 @@ class Pager(Policy[Entry]):
         self._asked = in_pages(nbytes)
         if self._memory is not None:
             self._memory.balance()
+
+    def _shrink(self, layer: PagedLayer) -> None:
+        """Moves a layer that has much more memory than it needs, if that is possible without others' leaving."""
+        needed = layer.memory_needed(0)
+        if layer.memory is not None and _SPARE * needed < layer.memory.nbytes:
+            with self.lock:
+                memory = self.allocate(_Room(layer, needed))
+            if memory is not None:
+                layer.move_to(memory, layer.pages())
+        self._ask(0)
 
     def _sizes(self, more: int = 0) -> tuple[dict[PagedLayer, int], int]:
         """Returns the memory that each layer takes with ``more`` tokens, and that of all tails."""

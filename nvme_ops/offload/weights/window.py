@@ -282,17 +282,18 @@ class Window(Policy[_Weight]):
             nbytes -= self.experts.share.nbytes
         if nbytes != self.share.nbytes:
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
-            self._place(2.0)  # those that have stayed first: else others would be read at each change
+            inside = {each for each in self._keep if each.memory is None or self.share.is_inside(each.memory)}
+            self._place(inside)
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory, by how often each was used."""
         self._counts = counts
         self._place()
 
-    def _place(self, stay: float = 1.0) -> None:
-        """Chooses which weights stay; uses of those that did so far count ``stay`` times."""
+    def _place(self, preferred: Container[_Weight] = ()) -> None:
+        """Chooses which weights stay; uses of those ``preferred`` count twice, or many would be read at each change."""
         weights = [
-            (weight, uses * (stay if weight in self._keep else 1.0), weight.room)
+            (weight, uses * (2.0 if weight in preferred else 1.0), weight.room)
             for weight, uses in self._counts
             if uses > 0
         ]
