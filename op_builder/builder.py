@@ -27,14 +27,9 @@ NO_NINJA = "ninja is not installed; fix: pip install ninja"
 
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.RLock()
-
-
-def _unlock_in_child() -> None:
-    global _loading
-    _loading = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_unlock_in_child)  # another thread may have been loading during fork
+# A fork waits for a build under way: the child would have the compiler's pipes, whose end the build waits for, while
+# the child waits for the build.
+os.register_at_fork(before=_loading.acquire, after_in_parent=_loading.release, after_in_child=_loading.release)
 
 
 class OpBuilder:

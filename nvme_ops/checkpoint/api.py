@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 
 from nvme_ops.base.errors import named
+from nvme_ops.base.lifetime import at_fork, forkable_lock
 from nvme_ops.checkpoint import FormatName
 from nvme_ops.checkpoint.format import format_of, plan_for
 from nvme_ops.checkpoint.request import Request, SaveOptions
@@ -29,7 +30,7 @@ MapLocation: TypeAlias = (
     | None
 )
 
-turns_lock = threading.RLock()  # taken directly: Ctrl-C while a Condition is entered may leave its lock taken
+turns_lock = forkable_lock()  # taken directly: Ctrl-C while a Condition is entered may leave its lock taken
 _changed = threading.Condition(turns_lock)
 _RECHECK = 1.0  # seconds after which a waiter checks whether an earlier save has ended without notifying it
 _turns: dict[str, deque[Turn]] = {}  # by path: saves in progress and waiting
@@ -209,12 +210,4 @@ class Turn:
         return [turn for turn in queue[:place] if not turn.over] if place else []
 
 
-def _forget_parents() -> None:
-    """Forgets, in a forked child, the saves of the parent's threads."""
-    global turns_lock, _changed
-    turns_lock = threading.RLock()
-    _changed = threading.Condition(turns_lock)
-    _turns.clear()
-
-
-os.register_at_fork(after_in_child=_forget_parents)
+at_fork(_turns.clear)  # those of the parent's threads

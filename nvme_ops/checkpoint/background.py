@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from nvme_ops.base import at_exit
+from nvme_ops.base import lifetime
 from nvme_ops.base.limits import free_memory
 from nvme_ops.base.native import native
 from nvme_ops.base.text import bytes_of, never_raising
@@ -32,18 +32,20 @@ _ALIGNMENT = 64  # bytes, as in torch's own allocations
 _SHARE = 0.5  # of the memory that this process can still allocate: the default budget
 
 
-class SaveFuture(Future[None]):
+class SaveFuture(Future[None], lifetime.Owned):
     """A save in progress. ``result()`` returns when it is complete, and durable if that was requested.
 
     It can be awaited in asyncio. It cannot be cancelled: ``cancel()`` returns False.
     """
+
+    _forked_error = "{self.path}: this save runs in the parent process, and only that can wait for it"
 
     def __init__(self, path: str, borrowed: BorrowedTensors) -> None:
         super().__init__()
         self.path = path
         self._borrowed = borrowed
         self._retrieved = False
-        self._process = os.getpid()
+        lifetime.Owned.__init__(self)
         self.set_running_or_notify_cancel()  # from here on it cannot be cancelled
 
     def wait_until_safe(self, timeout: float | None = None) -> None:
@@ -52,7 +54,7 @@ class SaveFuture(Future[None]):
         Raises:
             TimeoutError: they are still being read after ``timeout`` seconds.
         """
-        if self._process != os.getpid():
+        if not self._is_ours():
             return  # the child has its own copies of the tensors
         if not self._borrowed.wait(timeout):
             raise TimeoutError(f"{self.path}: tensors are still being read after {timeout} s")
@@ -64,8 +66,8 @@ class SaveFuture(Future[None]):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Returns the exception of the save, or None. Raises RuntimeError in a forked child."""
-        if self._process != os.getpid() and not self.done():
-            raise RuntimeError(f"{self.path}: this save runs in the parent process, and only that can wait for it")
+        if not self.done():
+            self._require_ours()
         failure = super().exception(timeout)
         self._retrieved = True  # only now: the wait may have been interrupted or timed out
         return failure
@@ -75,7 +77,7 @@ class SaveFuture(Future[None]):
         """Returns for example ``<SaveFuture 'model.pt': saving>``. Takes no lock, unlike that of other futures."""
         failure = self._exception
         state = "saved" if self._state == "FINISHED" else "saving"
-        if state == "saving" and self._process != os.getpid():
+        if state == "saving" and not self._is_ours():
             state = "saving in the parent process"
         return f"<SaveFuture {self.path!r}: {state if failure is None else f'failed, {type(failure).__name__}'}>"
 
@@ -241,21 +243,15 @@ def _budget() -> int:
     return int(free_memory() * _SHARE) + sum(memory.numel() for memory in _kept)
 
 
-def _forget_parents() -> None:
-    """Forgets, in a forked child, the saves of the parent's threads."""
-    _kept.clear()
-    _failed.clear()
-    _started.clear()
-
-
 def _print_failures() -> None:
     """Prints, at exit, the errors that were never retrieved from their futures."""
     wait(list(_started))  # a child of multiprocessing runs this before it joins its threads
     for future in _failed:
         if not future._retrieved:
             failure = "".join(traceback.format_exception(future.exception()))
-            at_exit.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
+            lifetime.tell(f"save_async({future.path!r}) failed, and its exception was never retrieved:\n{failure}")
 
 
-os.register_at_fork(after_in_child=_forget_parents)
-at_exit.call(_print_failures)
+for kept in (_kept, _failed, _started):
+    lifetime.at_fork(kept.clear)  # what is of the parent's saves
+lifetime.at_exit(_print_failures)

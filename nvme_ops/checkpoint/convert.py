@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -40,6 +41,7 @@ BUDGET = 64 << 20
 # The most bytes that a byte of the source may become, where they are more than _PLENTY.
 _MAX_EXPANSION, _PLENTY = 16, 1 << 30
 _TRIES = 4  # while saves replace the source
+_Begin = Callable[[int], contextlib.AbstractContextManager[OnProgress]]
 
 
 @dataclass
@@ -61,7 +63,7 @@ def convert(
     max_shard_size: int | str | None = None,
     checksums: bool = True,
     verify: bool = True,
-    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None = None,
+    on_progress: _Begin | None = None,
 ) -> Conversion:
     """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
 
@@ -86,23 +88,16 @@ def convert(
         ValueError: the target is the source; the source has no such entry, or one that is not a tensor, or something
             that the format of the target cannot store.
     """
+    options = SaveOptions(checksums=checksums, max_shard_size=max_shard_size)
+    attempt = functools.partial(_convert, source, target, key, format, options, verify, on_progress)
     for _ in range(_TRIES):
-        try:
-            return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
-        except ChangedFileError:  # such as where a killed save's second name of it is replaced by another
-            continue
-    return _convert(source, target, key, format, max_shard_size, checksums, verify, on_progress)
+        with contextlib.suppress(ChangedFileError):  # such as where a killed save's second name of it is replaced
+            return attempt()
+    return attempt()
 
 
 def _convert(
-    source: str,
-    target: str,
-    key: str,
-    format: str | None,
-    max_shard_size: int | str | None,
-    checksums: bool,
-    verify: bool,
-    on_progress: Callable[[int], contextlib.AbstractContextManager[OnProgress]] | None,
+    source: str, target: str, key: str, format: str | None, options: SaveOptions, verify: bool, begin: _Begin | None
 ) -> Conversion:
     weights = _CountedWeights()
     with contextlib.ExitStack() as ends:
@@ -114,8 +109,7 @@ def _convert(
             tensors, metadata = with_ties(tensors, metadata)
         else:
             tensors, tied = without_ties(_named(tensors, source))
-        options = SaveOptions(checksums=checksums, metadata={**metadata, **tied}, max_shard_size=max_shard_size)
-        plan = plan_for(named(target), tensors, format, options)
+        plan = plan_for(named(target), tensors, format, replace(options, metadata={**metadata, **tied}))
         path = plan.target(target)
         for each in _replaced(path):
             if os.path.realpath(each) in reader.paths:
@@ -132,8 +126,8 @@ def _convert(
         nbytes = memory_for(max([BUDGET, *(each.room for each in sources)]), sources)
         weights.window = Window(Residency(), tier_on(torch.device("cpu"), nbytes).share(), sources)
         ends.callback(weights.window.close)
-        if on_progress is not None:
-            weights.on_progress = ends.enter_context(on_progress(total))
+        if begin is not None:
+            weights.on_progress = ends.enter_context(begin(total))
         plan.write(target, durable=True, handle=shared_handle())
     return Conversion(path, len(tensors), total, tied)
 

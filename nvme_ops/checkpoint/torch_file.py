@@ -24,7 +24,7 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.torch_pickle import DenseTensor, OtherTensor, Storage
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive
 from nvme_ops.io.file import shared_handle
-from nvme_ops.io.tensors import Kind, is_plain
+from nvme_ops.io.tensors import Kind, collector_paused, is_plain
 
 __all__ = ["TorchPlan", "UnsafeError", "contents", "kinds", "load", "plan", "read"]
 
@@ -133,6 +133,7 @@ def _fill_or_make(
     return taken
 
 
+@collector_paused()
 def _make(
     file: TorchFile, archive: Archive, described: Mapping[str, DenseTensor], map_location: Any, verify: bool
 ) -> dict[str, torch.Tensor]:

@@ -13,7 +13,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch._weights_only_unpickler
@@ -29,6 +29,9 @@ from nvme_ops.formats.torch_zip import PICKLE, Archive
 from nvme_ops.io.file import open as open_file
 from nvme_ops.io.tensors import collector_paused
 
+#: The byte range of a storage that is to be read, and the location that it was saved from.
+_Wanted: TypeAlias = tuple[int, int, str]
+
 
 @collector_paused()
 def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
@@ -41,31 +44,29 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     content = archive.pickled()
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
+    if not callable(map_location) and str(map_location).partition(":")[0] != "meta":
+        with suppress(_UnusualError):
+            return _load_usual(file, archive, content, map_location, verify)
     fetch = fetcher(file, archive, _whole(archive, map_location, content), map_location, verify)
     zip_file = torch_read.Zip(archive, fetch)
     if callable(map_location):
         map_location = _noting(map_location, zip_file.failures)
-    elif str(map_location).partition(":")[0] != "meta":
-        with suppress(_UnusualError):
-            return _load_usual(zip_file, content, map_location, file.path)
     with _errors_naming(f"{file.path}: {PICKLE}", zip_file.failures):
         return torch.serialization._load(
             zip_file, map_location, torch._weights_only_unpickler, PICKLE, encoding="utf-8"
         )
 
 
-def _load_usual(zip_file: torch_read.Zip, content: bytes, map_location: Any, path: str) -> Any:
+def _load_usual(file: TorchFile, archive: Archive, content: bytes, map_location: Any, verify: bool) -> Any:
     """Loads most objects, faster than torch. Raises ``_UnusualError`` for all others, and for damaged pickles."""
-    only_cpu = map_location is None and not _mentions_device(content)
 
-    @functools.cache
-    def device_of(location: str) -> torch.device:
-        if only_cpu and location != "cpu":
-            raise torch_pickle.NotReadError(location)
-        return _device_of(map_location, location, path)
+    def fetch(wanted: Mapping[str, _Wanted]) -> Callable[[str], torch.Tensor]:
+        for record, (_, size, _) in wanted.items():
+            require_record(archive, record, size)
+        return fetcher(file, archive, wanted, map_location, verify)
 
     try:
-        return make(content, device_of, zip_file.get_storage_from_record)
+        return make(content, functools.partial(_device_of, map_location, file.path), fetch)
     except (FormatError, OSError, MemoryError):
         raise
     except Exception as error:
@@ -76,7 +77,7 @@ class _UnusualError(Exception):
     pass
 
 
-def _whole(archive: Archive, map_location: Any, content: bytes) -> dict[str, tuple[int, int, str]]:
+def _whole(archive: Archive, map_location: Any, content: bytes) -> dict[str, _Wanted]:
     """Returns the byte range of each record of a storage, all of it, and the location."""
     whole = {name: record.size for name, record in archive.records.items() if name.startswith("data/")}
     locations = dict.fromkeys(whole, "cpu")
@@ -95,27 +96,27 @@ def _mentions_device(content: bytes) -> bool:
 
 
 def fetcher(
-    file: TorchFile, archive: Archive, wanted: Mapping[str, tuple[int, int, str]], map_location: Any, verify: bool
+    file: TorchFile, archive: Archive, wanted: Mapping[str, _Wanted], map_location: Any, verify: bool
 ) -> Callable[[str], torch.Tensor]:
     """Returns what maps a record to a tensor over the ``wanted`` byte range of its storage, which has that location.
 
     All are read now, onto the device to which ``map_location`` maps the location. If that is a function, it decides
     later, and each is read into host memory when it is asked for.
     """
-    extents = {record: (start, end) for record, (start, end, _) in wanted.items()}
     if callable(map_location):
         host = torch.device("cpu")
-        return lambda name: torch_read.read(archive, {name: extents[name]}, host, file.mapped, verify)[name]
-    locations = dict.fromkeys(location for _, _, location in wanted.values())
-    devices = {each: _device_of(map_location, each, file.path) for each in locations}
+        return lambda name: torch_read.read(archive, {name: wanted[name][:2]}, host, file.mapped, verify)[name]
+    device_of = functools.cache(functools.partial(_device_of, map_location, file.path))
+    by_device: dict[torch.device, dict[str, tuple[int, int]]] = {}
+    for record, (start, end, location) in wanted.items():
+        by_device.setdefault(device_of(location), {})[record] = start, end
     found: dict[str, torch.Tensor] = {}
-    for device in dict.fromkeys(devices.values()):
-        some = {record: extents[record] for record, (_, _, each) in wanted.items() if devices[each] == device}
-        found.update(torch_read.read(archive, some, device, file.mapped, verify))
+    for device, extents in by_device.items():
+        found |= torch_read.read(archive, extents, device, file.mapped, verify)
     return found.__getitem__
 
 
-def _device_of(map_location: Any, location: str, path: str) -> torch.device:
+def _device_of(map_location: Any, path: str, location: str) -> torch.device:
     """Returns the device on which torch restores a storage of this location."""
     if isinstance(map_location, Mapping):
         location = map_location.get(location, location)
@@ -183,25 +184,24 @@ _CODES = [code for code in CODES if code != pickle.NEWOBJ]
 
 
 class _TypedStorage(NamedTuple):
-    """A storage, by its key, the dtype of its elements, and the device where it will be."""
+    """A storage, by its record, the dtype of its elements, and the device where it will be."""
 
-    key: str
+    record: str
     dtype: torch.dtype
     device: torch.device
 
 
-#: ``fetch(record, size, location)`` returns a tensor over the storage in its final place.
-Fetch = Callable[[str, int, str], torch.Tensor]
+#: Reads storages, and returns what maps a record to a tensor over its storage in the final place.
+Fetch = Callable[[Mapping[str, _Wanted]], Callable[[str], torch.Tensor]]
 
 
-@collector_paused()
 def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch) -> Any:
     """Builds the object that ``torch.load(weights_only=True)`` would build.
 
     Args:
         content: the pickle.
         device_of: maps a location to the device of its storage.
-        fetch: called once for each storage, after the whole pickle was read.
+        fetch: called once, after the whole pickle was read.
 
     Raises:
         Exception: of any type, for a damaged pickle.
@@ -248,12 +248,12 @@ class _Maker(Unpickler):
 
     def __init__(self, content: bytes, device_of: Callable[[str], torch.device]) -> None:
         super().__init__(content, _CODES)
-        self._device_of = device_of
-        self._storages: dict[str, tuple[int, str]] = {}  # by key: bytes and location
+        self._device_of = functools.cache(device_of)
+        self._storages: dict[str, _Wanted] = {}  # by record
         self._kinds: dict[Any, _TypedStorage] = {}
         self._empty: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
         self._tensors: list[torch.Tensor] = []
-        self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: key, offset, size, stride
+        self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: record, offset, size, stride
         self._numbers: dict[int, int] = {}  # indices of tensors by their id(), valid while _tensors keeps them alive
         self.unused = 0  # storages that no tensor uses
 
@@ -276,21 +276,11 @@ class _Maker(Unpickler):
         found = self._kinds.get(identity)
         if found is None:
             _, dtype, key, location, count = identity
-            size = count * dtype.itemsize
-            if self._storages.setdefault(key, (size, location)) != (size, location):
+            record, whole = "data/" + key, (0, count * dtype.itemsize, location)
+            if self._storages.setdefault(record, whole) != whole:
                 raise NotReadError("a storage that is described in two ways")
-            found = self._kinds[identity] = _TypedStorage(key, dtype, self._device_of(location))
+            found = self._kinds[identity] = _TypedStorage(record, dtype, self._device_of(location))
         return found
-
-    def _new(self, dtype: torch.dtype, device: torch.device, view: tuple[str, int, Any, Any]) -> torch.Tensor:
-        empty = self._empty.get((dtype, device))
-        if empty is None:
-            empty = self._empty[dtype, device] = torch.empty(0, dtype=dtype, device=device)
-        tensor = empty.data
-        self._numbers[id(tensor)] = len(self._tensors)
-        self._tensors.append(tensor)
-        self._views.append(view)
-        return tensor
 
     def _tensor(
         self,
@@ -303,7 +293,14 @@ class _Maker(Unpickler):
         metadata: Any = None,
     ) -> torch.Tensor:
         self.unused -= 1
-        tensor = self._new(typed.dtype, typed.device, (typed.key, offset, size, stride))
+        record, dtype, device = typed
+        empty = self._empty.get((dtype, device))
+        if empty is None:
+            empty = self._empty[dtype, device] = torch.empty(0, dtype=dtype, device=device)
+        tensor = empty.data
+        self._numbers[id(tensor)] = len(self._tensors)
+        self._tensors.append(tensor)
+        self._views.append((record, offset, size, stride))
         if requires_grad:
             tensor.requires_grad = True
         if metadata:
@@ -332,9 +329,7 @@ class _Maker(Unpickler):
         """Gives the tensors their storages."""
         if any(empty.untyped_storage().nbytes() for empty in self._empty.values()):
             raise NotReadError("a tensor that the pickle has changed")
-        owners = {key: fetch(f"data/{key}", size, location) for key, (size, location) in self._storages.items()}
-        native().set_storages(
-            self._tensors, [owners[view[0]] for view in self._views], *(
-                [view[place] for view in self._views] for place in (1, 2, 3)
-            )
-        )  # fmt: skip
+        owner_of = fetch(self._storages)
+        if self._views:
+            records, *views = zip(*self._views, strict=True)
+            native().set_storages(self._tensors, list(map(owner_of, records)), *views)

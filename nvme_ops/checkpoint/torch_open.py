@@ -54,7 +54,7 @@ class TorchFile:
         archive = open_archive(self.fd, self.path, self.handle)
         if PICKLE not in archive.records:
             refuse(self.path, f"the zip directory has no record {PICKLE!r}: torch.save did not write this file")
-        if any(record.method for record in archive.records.values()):
+        if {record.method for record in archive.records.values()} != {zipfile.ZIP_STORED}:
             full = sum(record.size for record in archive.records.values())
             if full > _MAX_EXPANSION * found.st_size:
                 what = f"its compressed records would expand to {full} bytes, from a file of {found.st_size}"

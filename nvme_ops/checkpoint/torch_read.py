@@ -12,7 +12,7 @@ from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.formats.torch_pickle import DenseTensor
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, spans_of
-from nvme_ops.io.tensors import collector_paused, give_storages
+from nvme_ops.io.tensors import give_storages
 from nvme_ops.memory import pieces
 from nvme_ops.memory.ring import Place, Ring
 
@@ -29,11 +29,11 @@ def read(
     """
     if device.type == "meta":
         return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
-    whole_records = all(end == archive.records[name].size for name, (_, end) in extents.items())
+    records = [archive.records[name] for name in extents]
+    whole_records = [record.size for record in records] == [end for _, end in extents.values()]
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
-        records = map(archive.records.__getitem__, extents)
-        places = sorted((each.header // ALIGNMENT * ALIGNMENT, each.limit) for each in records)
+        places = sorted([(record.header // ALIGNMENT * ALIGNMENT, record.limit) for record in records])
     else:
         archive.locate(extents)
         starts = archive.starts
@@ -55,7 +55,6 @@ def _bytes(size: int, device: torch.device) -> torch.Tensor:
     return torch.empty(size, dtype=torch.uint8, device=device)
 
 
-@collector_paused()
 def _parts(
     archive: Archive,
     extents: Mapping[str, tuple[int, int]],
@@ -67,7 +66,7 @@ def _parts(
     empty = _bytes(0, device)
     found = dict(zip(extents, [empty.data for _ in extents], strict=True))
     by_span: list[list[tuple[str, int, int]]] = [[] for _ in spans]
-    places = sorted((archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items())
+    places = sorted([(archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items()])
     number = 0
     for start, length, name in places:
         if length == 0:

@@ -7,7 +7,7 @@ import json
 import os
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -73,8 +73,7 @@ class Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, everywhere: bool = False) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
-        self.owners: list[torch.Tensor] = []  # a tensor in each storage, in the order of the keys 0, 1, ...
-        self.sizes: list[int] = []  # of the storages, in bytes
+        self.owners: dict[str, tuple[torch.Tensor, int]] = {}  # by key: a tensor in the storage, and its bytes
         self._keys: dict[Any, str] = {}  # by the address of the storage, or the place on storage
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
@@ -112,20 +111,14 @@ class Pickler(pickle.Pickler):
             found = self._dtypes.setdefault((device, address), dtype)
             if found != dtype:
                 raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
-        key = self._keys.get(place)
-        if key is None:
+        key = self._keys.setdefault(place, str(len(self._keys)))
+        if key not in self.owners:
             over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage) if owner is None else owner
-            key = self._new(place, over, storage.nbytes())
+            self.owners[key] = over, storage.nbytes()
         location = self._locations.get(device)
         if location is None:
             location = self._locations[device] = torch.serialization.location_tag(storage)
         return Reference("storage", kind, key, location, elements)
-
-    def _new(self, place: Any, owner: torch.Tensor, size: int) -> str:
-        key = self._keys[place] = str(len(self.owners))
-        self.owners.append(owner)
-        self.sizes.append(size)
-        return key
 
     def reducer_override(self, each: Any) -> Any:
         """Returns how a plain tensor or parameter is rebuilt; leaves everything else to torch and pickle."""
@@ -139,7 +132,8 @@ class Pickler(pickle.Pickler):
             return torch._utils._rebuild_parameter, (each.data, each.requires_grad, hooks)
         kind, size, stride = _STORAGES[each.dtype], tuple(each.shape), each.stride()
         if offloaded:
-            key = self._keys.get(place := (each.place, size, stride)) or self._new(place, each, each.nbytes)
+            key = self._keys.setdefault((each.place, size, stride), str(len(self._keys)))
+            self.owners.setdefault(key, (each, each.nbytes))
             reference, offset = Reference("storage", kind, key, str(each.device), each.numel()), 0
         else:
             storage, offset = each.untyped_storage(), int(each.storage_offset())
@@ -175,16 +169,18 @@ def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
     stream = io.BytesIO()
     pickler = Pickler(stream, everywhere)
     pickler.dump(obj)
-    return stream.getvalue(), _all_bytes(pickler.owners, pickler.sizes)
+    return stream.getvalue(), _all_bytes(pickler.owners.values())
 
 
-def _all_bytes(owners: Sequence[torch.Tensor], sizes: Sequence[int]) -> list[torch.Tensor]:
-    """Returns byte tensors over the storages of ``owners``, which have these sizes."""
-    empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each in owners}}
-    made = [dense_bytes(each) if isinstance(each, OffloadedTensor) else empty[each.device].data for each in owners]
-    kept = [index for index, each in enumerate(owners) if not isinstance(each, OffloadedTensor)]
-    some, theirs = [made[index] for index in kept], [owners[index] for index in kept]
-    native().set_storages(some, theirs, [0] * len(kept), [(sizes[index],) for index in kept], [(1,)] * len(kept))
+def _all_bytes(owners: Collection[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
+    """Returns byte tensors over the storages of tensors, each with the size of its storage."""
+    empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each, _ in owners}}
+    made = [dense_bytes(each) if isinstance(each, OffloadedTensor) else empty[each.device].data for each, _ in owners]
+    pairs = zip(made, owners, strict=True)
+    kept = [(part, each, (size,)) for part, (each, size) in pairs if not isinstance(each, OffloadedTensor)]
+    if kept:
+        parts, theirs, sizes = zip(*kept, strict=True)
+        native().set_storages(parts, theirs, [0] * len(kept), sizes, [(1,)] * len(kept))
     return made
 
 

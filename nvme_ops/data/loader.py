@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from nvme_ops.base import ranks
+from nvme_ops.base.lifetime import forks, in_this_process
 from nvme_ops.base.text import MIB, bytes_of, never_raising
 from nvme_ops.data.columns import Sample
 from nvme_ops.data.order import EpochOrder, Shuffle
@@ -100,7 +101,7 @@ class Loader:
         self._threads = min(8, len(os.sched_getaffinity(0))) if threads is None else _int("threads", threads, 1)
         self._prefetch = None if prefetch is None else _int("prefetch", prefetch, 0)
         self._share: Share | None = None
-        self._forks = _forks
+        self._forks = forks()
         self._order(0)  # raises for an unknown shuffle
         files = zlib.crc32(repr(self.store.index.counts()).encode()) if shuffle == "shards" else None
         self._identity = {"seed": self.seed, "shuffle": shuffle, "samples": len(self.store), "files": files}
@@ -158,7 +159,7 @@ class Loader:
         return self._batches(state)
 
     def _batches(self, state: _State) -> Iterator[Any]:
-        process = os.getpid()
+        is_ours = in_this_process()
         pool = ThreadPoolExecutor(self._threads, "nvme_ops.data") if self.decode else None
         steps, ahead = self._steps(state), deque[_Batch]()
         stop = threading.Event()
@@ -193,11 +194,11 @@ class Loader:
                 state.position = batch.position
                 del batch
                 yield made.pop()  # keeps no reference: the next batch needs its memory
-                if process != os.getpid():
+                if not is_ours():
                     raise RuntimeError("this iterator is the parent's: a forked child iterates over the loader anew")
         finally:
             stop.set()
-            if pool is not None and process == os.getpid():  # a child has none of its threads
+            if pool is not None and is_ours():  # a child has none of its threads
                 pool.shutdown(wait=True, cancel_futures=True)
 
     def _steps(self, state: _State) -> Iterator[tuple[torch.Tensor, int]]:
@@ -263,8 +264,8 @@ class Loader:
         if self.device is not None and self.device.type != "cpu" and can_pin():
             return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
         if nbytes >= _LARGE:  # new memory costs as much as reading
-            if self._share is None or self._forks != _forks:
-                self._forks = _forks
+            if self._share is None or self._forks != forks():  # a write to huge pages that a child shares splits them
+                self._forks = forks()
                 room = charge_of(self._budget + nbytes)  # what is read ahead, and the batch that the program has
                 self._share = HostTier(room, Pool(room)).share()
             memory = self._share.allocate(nbytes)
@@ -299,16 +300,6 @@ class _Batch:
     position: int  # the state's, after this batch
     tasks: list[Future[list[Any]]]
 
-
-_forks = 0  # of this process. A write to huge pages that a child shares splits them: use others then
-
-
-def _forked() -> None:
-    global _forks
-    _forks += 1
-
-
-os.register_at_fork(after_in_parent=_forked, after_in_child=_forked)
 
 _stops: weakref.WeakSet[threading.Event] = weakref.WeakSet()  # each ends the decoding of one iteration
 

@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from io import FileIO
 from typing import Literal
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import named
+from nvme_ops.base.lifetime import Closing, Owned, Tracked, tell, track
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.filesystem.files import make_last_folder, try_lock
@@ -28,7 +27,7 @@ _PARTS = 4  # flushes in a window: a record that just misses one waits for the n
 Full = Literal["block", "drop", "raise"]
 
 
-class AsyncLog(Closing):
+class AsyncLog(Closing, Owned, Tracked):
     """Appends records, which are written in the background and are durable within ``window`` seconds.
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
@@ -49,6 +48,8 @@ class AsyncLog(Closing):
         ValueError, TypeError: invalid arguments.
         OSError: the folder cannot be written.
     """
+
+    _forked_error = "{self.path}: this log is the parent's: a forked child makes its own"
 
     def __init__(
         self,
@@ -75,7 +76,7 @@ class AsyncLog(Closing):
         make_last_folder(os.path.dirname(self.path))
         #: Records that ``append`` has dropped.
         self.dropped = 0
-        self._process = os.getpid()
+        super().__init__()
         self._lock = threading.RLock()  # held briefly; reentrant: a signal handler may append
         self._changed = threading.Condition(self._lock)
         self._records: list[bytes] = []
@@ -90,7 +91,7 @@ class AsyncLog(Closing):
         given = weakref.ref(self), self._changed, window / _PARTS
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
         self._thread.start()
-        _open.add(self)
+        track(self)
 
     @staticmethod
     def read(path: str | os.PathLike[str]) -> Iterator[bytes]:
@@ -150,7 +151,7 @@ class AsyncLog(Closing):
 
     def close(self) -> None:
         """Writes everything and ends the file. Raises OSError if that fails; it can be called again."""
-        if self._process != os.getpid():
+        if not self._is_ours():
             return
         with self._changed:
             while not self._ended:
@@ -181,10 +182,6 @@ class AsyncLog(Closing):
             self._asked += 1
             self._changed.notify_all()
             self._changed.wait(0.05)
-
-    def _require_ours(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError(f"{self.path}: this log is the parent's: a forked child makes its own")
 
     # On the thread that writes
 
@@ -277,8 +274,14 @@ class AsyncLog(Closing):
                     if try_lock(file.fileno()):  # nobody is writing to it
                         os.unlink(path)
 
-    def _forget(self) -> None:
-        """Empties the log in a forked child: the records are the parent's, whose threads may have held the lock."""
+    def _at_exit(self) -> None:
+        try:
+            self.close()
+        except Exception as error:
+            tell(_loss(self, error))
+
+    def _after_fork(self) -> None:
+        """Empties the log: the records are the parent's, whose threads may have held the lock."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._records, self._bytes = [], 0
@@ -289,7 +292,7 @@ class AsyncLog(Closing):
     def __del__(self) -> None:
         """Writes what is left, since the thread can no longer reach the log."""
         self._dropped = True
-        if getattr(self, "_ended", True) or self._process != os.getpid():
+        if getattr(self, "_ended", True) or not self._is_ours():
             return
         self._closing = True
         lost = self._work()
@@ -333,25 +336,5 @@ def _serve(reference: weakref.ref[AsyncLog], changed: threading.Condition, pause
         del log
 
 
-_open: weakref.WeakSet[AsyncLog] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    for log in list(_open):
-        try:
-            log.close()
-        except Exception as error:
-            at_exit.tell(_loss(log, error))
-
-
 def _loss(log: AsyncLog, error: Exception | None) -> str:
     return f"{log.path}: what was appended last could not be written: {error}"
-
-
-def _forget_all() -> None:
-    for log in list(_open):
-        log._forget()
-
-
-at_exit.call(_close_all)
-os.register_at_fork(after_in_child=_forget_all)

@@ -23,9 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 import torch.utils.data
 
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import ChecksumError, FormatError, named, naming
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Closing, Owned, forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.base.settings import ALIGNMENT, PAGE
 from nvme_ops.base.text import Counts, counted, never_raising, size_words
@@ -249,7 +248,7 @@ def _open(arguments: dict[str, Any], identity: str | int) -> SampleStore:
     return store
 
 
-class Read:
+class Read(Owned):
     """Samples that are being read. Their memory is shared with nothing else, and is freed with the last of them.
 
     Args:
@@ -267,7 +266,8 @@ class Read:
     def __init__(
         self, store: SampleStore, numbers: torch.Tensor, priority: Priority, allocate: Allocate, limit: int | None
     ) -> None:
-        self._store, self._numbers, self._process = store, numbers, os.getpid()
+        super().__init__()
+        self._store, self._numbers = store, numbers
         self._futures: list[IoFuture] = []
         self._files: dict[int, OpenDataFile] = {}
         self._waited = self._interrupted = False
@@ -439,7 +439,7 @@ class Read:
         return f"<Read of {counted(len(self), 'sample')}, {size_words(self.nbytes)}: {'done' if done else 'pending'}>"
 
     def __del__(self) -> None:
-        if getattr(self, "_futures", None) and self._process == os.getpid():
+        if getattr(self, "_futures", None) and self._is_ours():
             self._settle()
 
 
@@ -491,7 +491,7 @@ class DataFiles:
         folder = os.path.dirname(index.path)
         self._index, self.paths = index, [os.path.join(folder, file.name) for file in index.files]
         self._seen: dict[int, FileState] = {}
-        self._lock, self._process = threading.Lock(), os.getpid()
+        self._lock = forkable_lock()
         self._open: OrderedDict[int, OpenDataFile] = OrderedDict()
         self._alive = weakref.WeakValueDictionary[int, OpenDataFile]()  # also those that only reads refer to
         #: The most files that are kept open, and that one read has open at a time.
@@ -512,8 +512,6 @@ class DataFiles:
         found = self._open.get(number) or self._alive.get(number)
         if found is not None:
             return found
-        if self._process != os.getpid():  # another thread of the parent may have held the lock
-            self._lock, self._process = threading.Lock(), os.getpid()
         with self._lock:
             while len(self._open) >= self.most:
                 self._open.popitem(last=False)

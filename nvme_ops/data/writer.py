@@ -10,7 +10,6 @@ import os
 import re
 import threading
 import warnings
-import weakref
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
@@ -18,9 +17,8 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import FormatError, named, naming, paths_of
+from nvme_ops.base.lifetime import Closing, Owned, Tracked, tell, track, untrack
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, counted, never_raising, parse_json
 from nvme_ops.data.columns import Columns, Sample, Spec
@@ -53,7 +51,7 @@ _MAX_CLAIM = 1 << 20  # bytes
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
-class SampleWriter(Closing):
+class SampleWriter(Closing, Owned, Tracked):
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
     Threads may share it; their samples are added in the order of the calls.
@@ -81,6 +79,8 @@ class SampleWriter(Closing):
         ValueError, TypeError: invalid arguments.
         OSError: a folder cannot be written.
     """
+
+    _forked_error = "this writer is the parent's: a forked child makes its own, in a folder of its own"
 
     def __init__(
         self,
@@ -116,12 +116,12 @@ class SampleWriter(Closing):
         self._files: list[DataFile] = []
         self._file: File | None = None
         self._end = self._first = 0
-        self._process = os.getpid()
+        super().__init__()
         self._lock = threading.RLock()
         settle_abandoned(self.path)
         self._claim = WriterClaim(self.path, self._id, self._folders)
         self._state = "open"
-        _open.add(self)
+        track(self)
 
     def __len__(self) -> int:
         """Returns the number of samples added so far."""
@@ -213,7 +213,7 @@ class SampleWriter(Closing):
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
-        if self._state == "closed" or self._process != os.getpid():
+        if self._state == "closed" or not self._is_ours():
             self._state = "closed"
             return
         with self._lock:
@@ -247,10 +247,6 @@ class SampleWriter(Closing):
             raise ValueError("writing failed before: the store is incomplete and will not be kept")
         if self._state == "closed":
             raise ValueError("the writer is closed")
-
-    def _require_ours(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError("this writer is the parent's: a forked child makes its own, in a folder of its own")
 
     def _begin_shard(self) -> File:
         require_room(self._folder())
@@ -294,27 +290,27 @@ class SampleWriter(Closing):
         self.close() if error[0] is None else self.abort()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") != "closed" and self._process == os.getpid():
+        if getattr(self, "_state", "closed") != "closed" and self._is_ours():
             warnings.warn(self._loss("was dropped without close()"), RuntimeWarning, stacklevel=2)
             self.abort()
 
     def _loss(self, what: str) -> str:
         return f"{self.path}: a SampleWriter {what}: its {len(self)} samples are not kept"
 
-    def _leave(self) -> None:
+    def _at_exit(self) -> None:
         """Removes what was written, at the end of the program, unless a thread is still adding or closing.
 
         Such a thread is a daemon; the next writer in the folder removes what it has written.
         """
-        if self._state == "closed" or self._process != os.getpid():
+        if self._state == "closed" or not self._is_ours():
             return
         if not self._lock.acquire(timeout=_PATIENCE):
-            at_exit.tell(self._loss("was still at work in a thread when the program ended"))
-            _open.discard(self)  # reported once
+            tell(self._loss("was still at work in a thread when the program ended"))
+            untrack(self)  # reported once
             return
         try:
             if self._state != "closed":
-                at_exit.tell(self._loss("was not closed when the program ended"))
+                tell(self._loss("was not closed when the program ended"))
                 self.abort()
         finally:
             self._lock.release()
@@ -337,17 +333,6 @@ def _checksum(parts: Sequence[Any]) -> int:
     return value
 
 
-_open: weakref.WeakSet[SampleWriter] = weakref.WeakSet()
-
-
-def _end_all() -> None:
-    for writer in list(_open):
-        writer._leave()
-
-
-at_exit.call(_end_all)
-
-
 # Data files that no index names, yet or any more. If their writer was killed, the next writer removes them
 
 
@@ -361,7 +346,7 @@ def is_data_file(name: str) -> bool:
     return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
 
 
-class WriterClaim:
+class WriterClaim(Owned):
     """A hidden file beside the index, locked while its writer lives.
 
     Args:
@@ -376,7 +361,8 @@ class WriterClaim:
     _file: FileIO | None = None
 
     def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
-        self._index, self._store, self._process = index, store, os.getpid()
+        super().__init__()
+        self._index, self._store = index, store
         self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         # patient: another process may hold the lock for a moment, to check whether the claim is abandoned. Where locks
@@ -403,7 +389,7 @@ class WriterClaim:
 
     def __del__(self) -> None:
         left = self._file is not None and not self._file.closed  # Ctrl-C came before the caller had it
-        if left and self._process == os.getpid():
+        if left and self._is_ours():
             self.settle()
 
 

@@ -24,6 +24,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Literal
 
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import name_failure, naming
 
 Call = Literal["fsync", "fdatasync"]
@@ -37,7 +38,7 @@ _MUCH = 16 << 20  # bytes; smaller files are freed at once
 _LARGE, _MIN_SHARE = 64 << 20, 64  # bytes; with blocks for less than a 64th they are holes, not compressed data
 _MAX_READ = 1 << 30  # bytes of one pread
 
-_freed = threading.Condition()
+_freed = threading.Condition(lifetime.forkable_lock())
 _under_way: dict[threading.Thread, int] = {}  # thread -> bytes of its file
 
 
@@ -262,7 +263,7 @@ def locked(path: str) -> Iterator[Lock]:
             lock.release()  # again: an exception from a signal handler may have ended the first call
 
 
-class Lock:
+class Lock(lifetime.Owned):
     """A lock for a path, held from construction on. Its file exists while it is held, and after its holder was killed.
 
     Raises OSError if the file can neither be created nor opened.
@@ -273,7 +274,7 @@ class Lock:
     def __init__(self, path: str) -> None:
         folder, name = os.path.split(os.path.abspath(path))
         self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{LOCK_SUFFIX}")
-        self._pid = os.getpid()
+        super().__init__()
         self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
 
     def excludes(self) -> bool:
@@ -289,7 +290,7 @@ class Lock:
         file = self._file
         if file is None or file.closed:
             return
-        if self._pid == os.getpid():
+        if self._is_ours():
             with suppress(OSError):
                 if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
                     os.unlink(self.path)
@@ -496,11 +497,5 @@ def _free(owned: list[int], thread: threading.Thread) -> None:
         _freed.notify_all()
 
 
-def _forget_in_child() -> None:
-    global _freed
-    _freed = threading.Condition()
-    _under_way.clear()
-
-
 # A forked child would keep the files open, and so their blocks, for as long as it lives.
-os.register_at_fork(before=wait_until_free, after_in_child=_forget_in_child)
+lifetime.at_fork(_under_way.clear, before=wait_until_free)

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from io import FileIO
 
 from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.base.lifetime import Owned, in_this_process
 from nvme_ops.filesystem.files import (
     Lock,
     abandoned,
@@ -77,7 +78,7 @@ def replacing(
         OSError: the folder cannot be written, the disk is full, or an I/O error; ``filename`` names the target.
         RuntimeError: a forked child reached the end of the block.
     """
-    path, process = os.path.realpath(os.fspath(target)), os.getpid()
+    path, is_ours = os.path.realpath(os.fspath(target)), in_this_process()
     if not follow:
         given = os.path.abspath(os.fspath(target))
         path = os.path.join(os.path.realpath(os.path.dirname(given)), os.path.basename(given))
@@ -106,7 +107,7 @@ def replacing(
             if mode is not None:
                 set_mode(fd, mode)  # undoes the umask
             yield Replacement(path, temporary, fd)
-            if process != os.getpid():
+            if not is_ours():
                 raise RuntimeError(f"{path}: only the parent process, which began to write the file, can replace it")
             if durable:
                 sync(fd, path)
@@ -129,7 +130,7 @@ def replacing(
                     _remove_spare(spare)  # after a power failure, the name may still mean this file
                     raise
         finally:
-            if temporary and process == os.getpid():
+            if temporary and is_ours():
                 with suppress(OSError):
                     os.unlink(temporary)
             for each in (fd, folder_fd):
@@ -228,11 +229,11 @@ class Publication:
             self.end()  # again: an exception from a signal handler may have ended the first call
 
 
-class ReadLease:
+class ReadLease(Owned):
     """A manifest that is being read, until ``end`` or until this object is freed; the files it names are kept."""
 
     def __init__(self, path: str) -> None:
-        self._process = os.getpid()
+        super().__init__()
         self._file = hold(path, lambda name: FileIO(name, opener=lambda name, _: open_to_read(name)), _share)
 
     def fileno(self) -> int:
@@ -241,7 +242,7 @@ class ReadLease:
 
     def end(self) -> None:
         """Ends the lease. Further calls do nothing."""
-        if not self._file.closed and self._process == os.getpid():
+        if not self._file.closed and self._is_ours():
             with suppress(OSError):
                 fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: forked children have it open, too
         self._file.close()

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 # What follows an opcode: this many bytes; the number of an object, of this many bytes; or a count of bytes, itself of
 # this many bytes, and then those. Two lines follow GLOBAL.
 _FOLLOWED = {
-    pickle.BININT1: 1, pickle.BINGET: 1, pickle.BINPUT: 1, pickle.PROTO: 1, pickle.BININT2: 2, pickle.BININT: 4,
-    pickle.LONG_BINGET: 4, pickle.BINFLOAT: 8,
+    pickle.BININT1[0]: 1, pickle.BINGET[0]: 1, pickle.BINPUT[0]: 1, pickle.PROTO[0]: 1, pickle.BININT2[0]: 2,
+    pickle.BININT[0]: 4, pickle.LONG_BINGET[0]: 4, pickle.BINFLOAT[0]: 8,
 }  # fmt: skip
-_NUMBERED = {pickle.BINPUT: 1, pickle.LONG_BINPUT: 4}
-_COUNTED = {pickle.LONG1: 1, pickle.SHORT_BINSTRING: 1, pickle.BINUNICODE: 4}
+_NUMBERED = {pickle.BINPUT[0]: 1, pickle.LONG_BINPUT[0]: 4}
+_COUNTED = {pickle.LONG1[0]: 1, pickle.SHORT_BINSTRING[0]: 1, pickle.BINUNICODE[0]: 4}
 _BYTE = 0xFF
 _STOP, _LINES = pickle.STOP[0], pickle.GLOBAL[0]
 
@@ -25,11 +25,11 @@ def scan(content: bytes, codes: Iterable[bytes]) -> str:
 def walk(content: bytes, codes: Iterable[bytes], place: int = 0) -> tuple[str, int]:
     """Does what ``scan`` does for a pickle that begins at ``place``; also returns where it ends."""
     allowed = {code[0] for code in codes}
-    numbered, counted = ({code[0]: size for code, size in each.items()} for each in (_NUMBERED, _COUNTED))
+    numbered, counted = dict(_NUMBERED), _COUNTED
     start, end, largest = place, len(content), 0
     if end - start > _BYTE:  # no number of one byte can be larger than that
         del numbered[pickle.BINPUT[0]]
-    steps = {code: 1 + _FOLLOWED.get(bytes([code]), 0) for code in allowed - {*numbered, *counted, _STOP, _LINES}}
+    steps = {code: 1 + _FOLLOWED.get(code, 0) for code in allowed - {*numbered, *counted, _STOP, _LINES}}
     while place < end:
         code = content[place]
         step = steps.get(code)

@@ -160,7 +160,7 @@ class Archive:
 
     def learn(self, names: Iterable[str], memories: Iterable[tuple[int, torch.Tensor]]) -> None:
         """Does what ``locate`` does, from parts of the file that were read already: offsets and byte tensors."""
-        unknown = sorted((self.records[name].header, name) for name in names if name not in self.starts)
+        unknown = sorted([(self.records[name].header, name) for name in names if name not in self.starts])
         number = 0
         for begin, memory in memories:
             content = bytes_of(memory)
@@ -180,15 +180,14 @@ class Archive:
 
     def content(self, name: str) -> bytes:
         """Reads a whole record. Raises as ``locate``, and ChecksumError if contents are ``verified``."""
-        self.locate([name])
-        size = self.records[name].size
-        if size == 0:
-            return b""
-        buffer = pool_buffer(size)
-        self.handle.submit_pread(torch.frombuffer(buffer, dtype=torch.uint8), self.fd, self.starts[name]).result()
-        with memoryview(buffer) as memory:
-            found = bytes(memory)
-        if self.verified and zlib.crc32(found) != self.records[name].crc:
+        record = self._entry(name)
+        end = min(record.limit, record.header + _LOCAL.size + len(record.name) + _MOST_16 + record.stored)
+        memory = torch.frombuffer(pool_buffer(end - record.header), dtype=torch.uint8)
+        self.handle.submit_pread(memory, self.fd, record.header).result()
+        self.learn([name], [(record.header, memory)])
+        start = self.starts[name] - record.header
+        found = bytes(bytes_of(memory)[start : start + record.size])
+        if self.verified and zlib.crc32(found) != record.crc:
             raise ChecksumError(self.path, [name])
         return found
 
@@ -256,7 +255,7 @@ class _Part:
         if base + offset < self._begin:
             raise OSError("before the beginning")
         self._place = base + offset
-        return self.tell()
+        return self._place - self._begin
 
     def tell(self) -> int:
         return self._place - self._begin
@@ -282,19 +281,16 @@ def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> 
         least = record.header + _LOCAL.size + len(record.name) + record.stored
         if least > limit or record.header < begin:
             what = "the record that follows it" if limits else "the zip directory"
-            refuse(path, f"record {_text(record.name)!r}: its {record.stored} bytes overlap {what} at byte {limit}")
+            name = record.name.decode(errors="replace")
+            refuse(path, f"record {name!r}: its {record.stored} bytes overlap {what} at byte {limit}")
         limits[number] = limit
         limit = record.header
     records: dict[str, ZipEntry] = {}
     for number, record in enumerate(entries):
         if not record.name.startswith(folder):
             continue
-        name = _text(record.name[len(folder) :])
+        name = record.name[len(folder) :].decode(errors="replace")
         if name in records:
             refuse(path, f"the zip directory names {name!r} twice")
         records[name] = record._replace(limit=limits[number])
     return records
-
-
-def _text(name: bytes) -> str:
-    return name.decode("utf-8", errors="replace")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import counted, never_raising
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.request import missing_error

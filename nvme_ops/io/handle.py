@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.native import native
 from nvme_ops.base.text import never_raising
 from nvme_ops.io import pin_memory

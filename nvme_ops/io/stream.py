@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from nvme_ops.base import at_exit
+from nvme_ops.base import lifetime
 from nvme_ops.io.blocks import ReadAhead, WriteBehind
 from nvme_ops.io.handle import aio_handle
 
@@ -37,7 +37,7 @@ def _in_turn(method: Method) -> Method:
     return cast(Method, call)
 
 
-class Stream:
+class Stream(lifetime.Tracked):
     """Reads and writes at a position. Threads take turns; a forked child has none of its parent's buffered data.
 
     Args:
@@ -51,10 +51,10 @@ class Stream:
         self._handle, self._fd, self._file, self._mode = handle, fd, file, mode
         self._position = self._size() if mode == "a" else 0
         self._left_at: int | None = None  # where ``give_way`` left the descriptor's own position, if it was called
-        self.reset()
-        _all.add(self)
+        self._after_fork()
+        lifetime.track(self)
 
-    def reset(self) -> None:
+    def _after_fork(self) -> None:
         """Starts without buffers and with a new lock, as a forked child must."""
         self._turn = threading.RLock()
         self._behind: WriteBehind | None = None
@@ -66,7 +66,7 @@ class Stream:
         if self._ahead is not None:
             self._ahead.drop()
         if self._behind is None:
-            _at_exit(self)
+            _flush_at_exit(self)
             self._behind = WriteBehind(self._handle, self._fd, self._file, self._mode == "a")
         if self._mode == "a":
             self._position = self._size() if self._behind.empty else self._behind.stop
@@ -184,20 +184,10 @@ class Stream:
         return os.fstat(self._fd).st_size
 
 
-_all: weakref.WeakSet[Stream] = weakref.WeakSet()
 _written: weakref.WeakSet[Stream] = weakref.WeakSet()
 
 
-def _forked() -> None:
-    """Resets all streams: other threads of the parent, which the child lacks, may have held their locks."""
-    for stream in list(_all):
-        stream.reset()
-
-
-os.register_at_fork(after_in_child=_forked)
-
-
-def _at_exit(stream: Stream) -> None:
+def _flush_at_exit(stream: Stream) -> None:
     if not _written:  # registered last, so that it runs before the threads that move the data are ended
         atexit.unregister(_flush_all)
         atexit.register(_flush_all)
@@ -210,7 +200,7 @@ def _flush_all() -> None:
         try:
             stream.flush()
         except Exception:
-            at_exit.tell(f"a file that was still open at exit could not be written:\n{traceback.format_exc()}")
+            lifetime.tell(f"a file that was still open at exit could not be written:\n{traceback.format_exc()}")
 
 
-at_exit.call(_flush_all)  # in a process of multiprocessing
+lifetime.at_exit(_flush_all)  # in a process of multiprocessing

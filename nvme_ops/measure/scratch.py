@@ -21,6 +21,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nvme_ops.base.lifetime import in_this_process
 from nvme_ops.filesystem.device import mount_of
 from nvme_ops.filesystem.files import boot_id
 from nvme_ops.measure import stop
@@ -146,13 +147,13 @@ def _children_ignored() -> Iterator[None]:
 @atexit.register
 def _end_all() -> None:
     """Removes all folders, in case a signal came before a ``with`` knew its folder, or during another signal."""
-    if _process == os.getpid():
+    if _is_ours():
         with stop.deferred():
             for path in list(_alive):
                 _end(path)
 
 
-_process = os.getpid()
+_is_ours = in_this_process()
 
 
 def _is_local(path: str) -> bool:

@@ -14,6 +14,7 @@ from multiprocessing import connection
 from types import FrameType
 
 from nvme_ops.base.command_line import Main, command, say
+from nvme_ops.base.lifetime import in_this_process
 from nvme_ops.measure.files import NotUsable
 
 #: A lost terminal, a request to end, Ctrl-\.
@@ -49,10 +50,10 @@ def leave_on_signals() -> None:
     ignored: a lost terminal sends several, and another one must not interrupt the cleanup. A forked child has nothing
     to clean up and dies of the signal.
     """
-    process = os.getpid()
+    is_ours = in_this_process()
 
     def leave(number: int, _: FrameType | None) -> None:
-        if process != os.getpid():
+        if not is_ours():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
         for each in SIGNALS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import sys
 from collections.abc import Iterator
 
 _Ranges = tuple[tuple[int, int], ...]  # start and size of each
@@ -27,16 +28,18 @@ class Holes:
         self._by_size: dict[int, dict[int, None]] = {}
         self._sizes: list[int] = []  # the keys of _by_size, in order
 
-    def find(self, nbytes: int, which: str = "smallest") -> tuple[int, int] | None:
+    def find(self, nbytes: int, which: str = "smallest", before: int = sys.maxsize) -> tuple[int, int] | None:
         """Returns start and size of a hole that has ``nbytes`` bytes, or None.
 
         Args:
             nbytes: at least so many.
             which: the ``"smallest"`` one, the ``"first"`` or the ``"last"``.
+            before: where they have to end, if it is not the smallest that is wanted.
         """
         if which != "smallest":
             self._settle()
-            fitting = [(start, size) for start, size in list(self._starts.items()) if size >= nbytes]
+            holes = list(self._starts.items())
+            fitting = [(start, size) for start, size in holes if size >= nbytes and start + nbytes <= before]
             return (max if which == "last" else min)(fitting, default=None)
         while True:
             changes = self._changes if self._change is None else self._settle()

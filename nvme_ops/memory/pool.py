@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 import time
 import weakref
@@ -18,6 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from nvme_ops.base.errors import DeadlockError
+from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, never_raising, size_words
@@ -132,7 +132,7 @@ class Lease:
         self.release()
 
 
-class Pool:
+class Pool(Tracked):
     """Leases at most ``budget`` bytes of huge-page memory, aligned for direct I/O.
 
     Threads are served in the order in which they ask. A forked child starts with an empty pool: the leases are its
@@ -151,10 +151,10 @@ class Pool:
     def __init__(self, budget: int | str, *, pinned: bool = False) -> None:
         self._budget = bytes_of("budget", budget)
         self._pinned = pinned and can_pin()
-        self._reset()
-        _all.add(self)
+        self._after_fork()
+        track(self)
 
-    def _reset(self) -> None:
+    def _after_fork(self) -> None:
         self._lock = threading.RLock()
         self._in_use = self._peak = 0
         self._leased: Held[int] = Held()  # the charge of each lease
@@ -325,14 +325,3 @@ def charge_of(nbytes: int) -> int:
     if nbytes >= _HUGE:
         return -(-nbytes // _HUGE) * _HUGE
     return max(PAGE, 1 << (nbytes - 1).bit_length())
-
-
-_all: weakref.WeakSet[Pool] = weakref.WeakSet()
-
-
-def _forked() -> None:
-    for pool in list(_all):
-        pool._reset()
-
-
-os.register_at_fork(after_in_child=_forked)

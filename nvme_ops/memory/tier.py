@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import Held, Pool
@@ -36,10 +36,11 @@ class Share:
     Args:
         tier: has the memory.
         nbytes: the most bytes at once; may be changed at any time.
+        at_end: all of it is taken from the end of the memory.
     """
 
-    def __init__(self, tier: Tier, nbytes: int) -> None:
-        self.nbytes, self.device = nbytes, tier.device
+    def __init__(self, tier: Tier, nbytes: int, at_end: bool = False) -> None:
+        self.nbytes, self.device, self.at_end = nbytes, tier.device, at_end
         self.in_use = 0  #: as the tier counts; see ``bytes_in_use``
         self.peak = 0  #: the most bytes that were handed out at once
         self.ref = weakref.ref(self)
@@ -62,6 +63,14 @@ class Share:
         With ``at_end`` it is taken from the end of the memory, so that parts of two kinds do not lie among each other.
         """
         return self._tier.allocate(nbytes, self, at_end)
+
+    def place(self, memory: torch.Tensor) -> int:
+        """Returns at which byte of the tier memory begins that was allocated; 0 where all places are alike."""
+        return self._tier.place(memory)
+
+    def is_inside(self, memory: torch.Tensor) -> bool:
+        """Returns whether memory that was allocated does not lie in that of those who take theirs from the end."""
+        return self.at_end or self.place(memory) + memory.nbytes <= self._tier.boundary
 
     def lend(self, nbytes: int) -> object | None:
         """Gives up ``nbytes`` for memory that others allocate; they are back with the last reference to the result.
@@ -88,14 +97,15 @@ class Tier:
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self.device = nbytes, device
+        self.boundary = nbytes  #: where the memory begins of shares that take it from the end; may be changed
         self._in_use = 0
         self._lock = forkable_lock()
         self._held: Held[_Part] = Held()
         self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
 
-    def share(self, nbytes: int | None = None) -> Share:
+    def share(self, nbytes: int | None = None, at_end: bool = False) -> Share:
         """Returns a share, by default of all bytes. Those of several may be more than there are."""
-        share = Share(self, self.nbytes if nbytes is None else nbytes)
+        share = Share(self, self.nbytes if nbytes is None else nbytes, at_end)
         self._shares.add(share)
         return share
 
@@ -105,6 +115,11 @@ class Tier:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
         found = self._hand_out(nbytes, share, at_end, self._part)
         return None if found is None else found[1]
+
+    def place(self, memory: torch.Tensor) -> int:
+        """Returns where allocated memory begins; see ``Share``."""
+        del memory
+        return 0
 
     def lend(self, nbytes: int, share: Share) -> object | None:
         """Gives up memory of a share; see there."""
@@ -118,7 +133,7 @@ class Tier:
             if share.in_use + size > share.nbytes:
                 return None
             try:
-                start = self._reserve(size, at_end)
+                start = self._reserve(size, share, at_end)
                 if start is None:
                     return None
                 owner, made = make(start, nbytes)
@@ -141,9 +156,9 @@ class Tier:
         """Bytes of the largest part that there is memory for now."""
         return self.nbytes - self._in_use
 
-    def _reserve(self, size: int, at_end: bool) -> int | None:
+    def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
         """Takes a part; returns where it begins, or None if there is no room in one piece."""
-        del at_end
+        del share, at_end
         return 0 if self._in_use + size <= self.nbytes else None
 
     def _give_up(self, start: int, nbytes: int) -> Made:
@@ -179,7 +194,7 @@ class HostTier(Tier):
     Args:
         nbytes: as above.
         pool: supplies the memory, all of which is leased until the tier and all tensors over it are gone.
-        two_ended: some parts are taken from the end; the others then lie at the start, and none among those.
+        two_ended: some parts are taken from the end; the others then lie at the start, and before ``boundary``.
     """
 
     def __init__(self, nbytes: int, pool: Pool, two_ended: bool = False) -> None:
@@ -194,11 +209,19 @@ class HostTier(Tier):
         """Bytes of the largest part that there is memory for now."""
         return self._holes.largest
 
-    def _reserve(self, size: int, at_end: bool) -> int | None:
+    def place(self, memory: torch.Tensor) -> int:
+        """Returns where allocated memory begins; see ``Share``."""
+        return memory.data_ptr() - self._memory.data_ptr()
+
+    def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
+        at_end = at_end or share.at_end
         which = "last" if at_end else "first" if self._two_ended else "smallest"
-        while (found := self._holes.find(size, which)) is not None:
-            if self._holes.take(*found, size, at_end):  # else a signal handler was here
-                return found[0] + (found[1] - size if at_end else 0)
+        boundary = self.nbytes if share.at_end else self.boundary
+        while (found := self._holes.find(size, which, boundary)) is not None:
+            start, free = found
+            from_end = at_end and start + free <= boundary
+            if self._holes.take(start, free, size, from_end):  # else a signal handler was here
+                return start + (free - size if from_end else 0)
         return None
 
     def _give_up(self, start: int, nbytes: int) -> Made:

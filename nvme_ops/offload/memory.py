@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
 from nvme_ops.memory.tier import Share, Tier, tier_on
-from nvme_ops.offload.residency.policy import Policy, Usable
+from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 
 _STEP = 64  # parts of the memory in which a share grows
@@ -47,8 +48,10 @@ class Memory(Usable):
         self._lent: Share  # of what users take besides their shares
         self._users: weakref.WeakSet[Policy[Any]] = weakref.WeakSet()
 
-    def share(self, device: torch.device) -> Share:
+    def share(self, device: torch.device, at_end: bool = False) -> Share:
         """Returns a share for a new user, on the device where it needs memory; ``balance`` sets its size.
+
+        ``at_end``: it takes memory from the end, so that its parts do not lie among those of users that give way.
 
         Raises:
             ValueError: the memory is another device's; it was closed.
@@ -58,12 +61,12 @@ class Memory(Usable):
         with self.residency.lock:
             if self._tier is None:
                 self._tier = tier_on(device, self.nbytes, two_ended=True)
-                self._lent = self._tier.share()
+                self._lent = self._tier.share(at_end=True)
             elif self._tier.device != device:
                 raise ValueError(
                     f"this Memory is memory of {self._tier.device}, and memory of {device} is needed: make one for each"
                 )
-            return self._tier.share(0)
+            return self._tier.share(0, at_end)
 
     def lend(self, nbytes: int) -> object:
         """Gives up memory that a user takes besides its share; it is back with the last reference to the result."""
@@ -109,6 +112,8 @@ class Memory(Usable):
                     wanted = min(wanted, max(own, free // (len(users) - number)))
                 user.resize(wanted // PAGE * PAGE)
                 free -= wanted
+            if self._tier is not None:
+                self._tier.boundary = self._free() - sum(user.share.nbytes for user in users if user.share.at_end)
 
     def _free(self) -> int:
         return self.nbytes - self._lent.bytes_in_use

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from nvme_ops.base.lifetime import Owned
 from nvme_ops.io.future import IoFuture
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Finish = Callable[..., object]
 
 
-class JoinedOperation:
+class JoinedOperation(Owned):
     """Takes the place of a future's native operation.
 
     A failure that is never retrieved is reported through ``sys.unraisablehook``, like that of a native operation.
@@ -30,13 +30,15 @@ class JoinedOperation:
         arguments: passed to ``finish`` after the failure.
     """
 
+    _forked_error = "this transfer belongs to the parent process: a forked child cannot wait for it"
+
     def __init__(self, transfers: list[IoFuture], finish: Finish, *arguments: object) -> None:
         self._transfers = transfers
         self._finish: Finish | None = finish
         self._arguments = arguments
         self.trouble: BaseException | None = None  # what went wrong before all transfers were submitted
         self._lock = threading.RLock()
-        self._process = os.getpid()
+        super().__init__()
         self._ended = False
         self._ender: int | None = None  # the thread that is in ``_end``
         self._failure: BaseException | None = None
@@ -45,7 +47,7 @@ class JoinedOperation:
 
     def done(self) -> bool:
         """Returns whether all have ended; in a forked child, whether its parent knew so when it forked."""
-        if self._ended or self._process != os.getpid():
+        if self._ended or not self._is_ours():
             return self._ended
         for transfer in self._transfers.copy():  # another thread clears them when all have ended
             if not transfer.done():
@@ -63,8 +65,7 @@ class JoinedOperation:
             raise ValueError("timeout must be a number of seconds, not nan")
         deadline = None if seconds is None else time.monotonic() + seconds
         while not self._ended:
-            if self._process != os.getpid():
-                raise RuntimeError("this transfer belongs to the parent process: a forked child cannot wait for it")
+            self._require_ours()
             for transfer in self._transfers.copy():
                 left = None if deadline is None else max(0.0, deadline - time.monotonic())
                 try:
@@ -146,7 +147,7 @@ class JoinedOperation:
     def __del__(self) -> None:
         """Reports a failure that was never retrieved."""
         failure = getattr(self, "_failure", None)  # __init__ may not have come to its end
-        if failure is not None and not self.retrieved and self._process == os.getpid():
+        if failure is not None and not self.retrieved and self._is_ours():
             raise failure  # Python passes it to the hook
 
 

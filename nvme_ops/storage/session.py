@@ -16,14 +16,11 @@ import os
 import re
 import stat
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from typing import Protocol
 
-from nvme_ops.base import at_exit
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import naming, paths_of
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Closing, Owned, Tracked, forkable_lock, track
 from nvme_ops.base.ranks import expanded
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import never_raising, parse_json
@@ -132,7 +129,7 @@ class _User(Protocol):
         """Closes the files in a forked child."""
 
 
-class Session(Closing):
+class Session(Closing, Owned, Tracked):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
@@ -166,14 +163,14 @@ class Session(Closing):
                 raise TypeError(f"{argument} must be a str, not {type(value).__name__}")
         require_switches(reuse=reuse)
         self.name, self.reuse, self.fingerprint = name, reuse, fingerprint
-        self._process = os.getpid()
+        super().__init__()
         self._lock = forkable_lock()
         self._places: list[_Place] = []
         self._users: dict[str, _User] = {}
         given = list(map(expanded, paths_of(folders, "folder")))
         if not given:
             raise ValueError("a session needs at least one folder")
-        _open_sessions.add(self)  # before it has a lock, which a forked child would inherit
+        track(self)  # before it has a lock, which a forked child would inherit
         try:
             for folder in given:
                 self._places.append(_Place.open(folder, name, reuse))
@@ -266,7 +263,7 @@ class Session(Closing):
             PermissionError: in a forked child, or if the file has another owner or a second name elsewhere.
         """
         path = self.path(index, name)
-        if self._process != os.getpid():
+        if not self._is_ours():
             message = "the session belongs to the parent process: a forked child must make its own"
             raise PermissionError(errno.EPERM, message, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
@@ -306,9 +303,17 @@ class Session(Closing):
         """
         with contextlib.ExitStack() as stack:  # calls the last one first
             stack.callback(self._close_places)
-            if self._process == os.getpid():
+            if self._is_ours():
                 for user in list(self._users.values()):
                     stack.callback(user.close)
+
+    _at_exit = close
+
+    def _after_fork(self) -> None:
+        for place in self._places:
+            place.leave_to_parent()
+        for user in list(self._users.values()):
+            user.leave_to_parent()
 
     def _close_places(self) -> None:
         with self._lock:
@@ -344,13 +349,13 @@ def unnamed_file(session: Session, nbytes: int) -> int:
     return fd
 
 
-class _Place:
+class _Place(Owned):
     """One folder of a session, and the lock on it."""
 
     def __init__(self, path: str, lock: int, before: dict[str, object]) -> None:
         self.path, self.before = path, before
         self.lock = lock
-        self._process = os.getpid()
+        super().__init__()
 
     @classmethod
     def open(cls, parent: str, name: str, reuse: bool) -> _Place:
@@ -398,7 +403,7 @@ class _Place:
 
     def close(self, remove: bool) -> None:
         """Removes or keeps the folder and releases the lock. Further calls do nothing."""
-        if self._process != os.getpid() or self.lock < 0:
+        if not self._is_ours() or self.lock < 0:
             return
         with contextlib.suppress(OSError):  # somebody removed it
             if remove:
@@ -505,24 +510,3 @@ def _files(path: str) -> Iterator[str]:
         yield from [
             entry.path for entry in entries if _FILE.fullmatch(entry.name) and entry.is_file(follow_symlinks=False)
         ]
-
-
-_open_sessions: weakref.WeakSet[Session] = weakref.WeakSet()
-
-
-def _close_all() -> None:
-    with contextlib.ExitStack() as stack:
-        for session in list(_open_sessions):
-            stack.callback(session.close)
-
-
-def _forked() -> None:
-    for session in list(_open_sessions):
-        for place in session._places:
-            place.leave_to_parent()
-        for user in list(session._users.values()):
-            user.leave_to_parent()
-
-
-at_exit.call(_close_all)
-os.register_at_fork(after_in_child=_forked)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import os
 import threading
 import weakref
 from collections.abc import Hashable, Iterable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing, Owned
 from nvme_ops.base.text import counted, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.engine import Priority
@@ -81,7 +80,14 @@ class Claim:
         pass
 
     def __exit__(self, *_: object) -> None:
-        self._claims._end(self._thing, self._before)
+        """Ends it; an earlier one of the same thread is in force again."""
+        claims, before = self._claims, self._before
+        with claims._lock:
+            if before is not None and before() is not None:
+                claims._claimed[self._thing] = before
+                return
+            claims._claimed.pop(self._thing, None)
+            claims._changed.notify_all()
 
 
 class Claims:
@@ -102,11 +108,11 @@ class Claims:
     def take(self, thing: Hashable) -> Claim:
         """Claims a thing once no other thread claims it. Raises ValueError after ``close``."""
         with self._lock:
-            while self._is_anothers(self._claimed.get(thing)) and not self._closed:
+            while (before := self._claimed.get(thing)) and self._is_anothers(before) and not self._closed:
                 self._changed.wait(_RECHECK)
             if self._closed:
                 raise ValueError("the store is closed")
-            claim = Claim(self, thing, self._claimed.get(thing))
+            claim = Claim(self, thing, before)
             self._claimed[thing] = weakref.ref(claim)
             return claim
 
@@ -130,17 +136,8 @@ class Claims:
                 raise
             return True
 
-    def _end(self, thing: Hashable, before: weakref.ref[Claim] | None) -> None:
-        """Ends a claim; an earlier one of the same thread is in force again."""
-        with self._lock:
-            if before is not None and before() is not None:
-                self._claimed[thing] = before
-                return
-            self._claimed.pop(thing, None)
-            self._changed.notify_all()
-
-    def _is_anothers(self, claimed: weakref.ref[Claim] | None) -> bool:
-        claim = None if claimed is None else claimed()
+    def _is_anothers(self, claimed: weakref.ref[Claim]) -> bool:
+        claim = claimed()
         return claim is not None and claim.thread != threading.get_ident()
 
 
@@ -149,7 +146,7 @@ _MEASURE, _SYNC, _TRIM = object(), object(), object()  # activities that a threa
 _MANY, _MUCH = 256, 16 << 20  # writes in flight, and their bytes, from which on a call checks which have ended
 
 
-class TensorStore(Closing):
+class TensorStore(Closing, Owned):
     """Stores tensors by key, in one preallocated file for each folder of a session.
 
     Large tensors are divided among the folders by their devices' rates. Tensors may have any dtype, shape and dense
@@ -173,6 +170,8 @@ class TensorStore(Closing):
         FormatError: what a kept session contains is damaged; the message names the file.
     """
 
+    _forked_error = "this store belongs to the parent process: a forked child must make its own"
+
     def __init__(
         self,
         session: Session,
@@ -190,7 +189,7 @@ class TensorStore(Closing):
             raise TypeError(f"pool must be a Pool, not {type(pool).__name__}: Pool('64M')")
         require_switches(checksums=checksums, journal=journal)
         self._session, self._pool, self._checksums, self._name = session, pool, checksums, name
-        self._process = os.getpid()
+        super().__init__()
         self._lock = threading.RLock()
         self._claims = Claims(self._lock)  # to keys and activities
         self._values: dict[str, Value] = {}
@@ -320,9 +319,13 @@ class TensorStore(Closing):
             MemoryError: the tensor is larger than the pool's budget.
             ChecksumError: from the future: the bytes are not those that were put.
         """
+        dense = False
         if out is not None:
             require_dense(out)
-            if any(stride == 0 and length > 1 for stride, length in zip(out.stride(), out.shape, strict=True)):
+            dense = is_dense(out)
+            if not dense and any(
+                step == 0 and length > 1 for step, length in zip(out.stride(), out.shape, strict=True)
+            ):
                 raise ValueError("elements of out share memory, so they cannot differ")
         memory: torch.Tensor | None = None
         while True:
@@ -336,7 +339,7 @@ class TensorStore(Closing):
                         f"{key!r} is {value.dtype} of shape {value.shape}, and out is {out.dtype} of shape "
                         f"{tuple(out.shape)}"
                     )
-                if out is not None and is_dense(out) and tuple(out.stride()) == value.stride:
+                if out is not None and dense and tuple(out.stride()) == value.stride:
                     source = out if out.is_contiguous() else dense_bytes(out)
                     return self._read(key, value, source, out, out, priority)
                 if memory is not None and memory.numel() == value.nbytes:
@@ -400,7 +403,7 @@ class TensorStore(Closing):
         self._reclaim()
 
     def __contains__(self, key: object) -> bool:
-        self._require_own()
+        self._require_ours()
         with self._lock:
             return key in self._values or key in self._writing
 
@@ -412,7 +415,7 @@ class TensorStore(Closing):
 
     def keys(self) -> list[str]:
         """Returns the keys that were put and not dropped, also those whose first value is still being written."""
-        self._require_own()
+        self._require_ours()
         with self._lock:
             return list({**self._values, **self._writing})
 
@@ -432,7 +435,7 @@ class TensorStore(Closing):
 
     def wait(self) -> None:
         """Waits for everything in flight. Raises the first failure of a ``put`` that was not retrieved."""
-        self._require_own()
+        self._require_ours()
         with self._lock:
             writers = list(self._writing.values())
             readers = [reader for value in [*self._values.values(), *self._retired] for reader in value.readers]
@@ -481,7 +484,7 @@ class TensorStore(Closing):
 
     def trim(self) -> None:
         """Returns the space of dropped tensors to the file systems."""
-        self._require_own()
+        self._require_ours()
         self._reclaim()
         with self._claims.take(_TRIM):
             self._slabs.trim()
@@ -489,13 +492,13 @@ class TensorStore(Closing):
     @property
     def bytes_in_use(self) -> int:
         """Bytes of the slabs that are allocated to tensors."""
-        self._require_own()
+        self._require_ours()
         self._reclaim()
         return self._slabs.bytes_in_use
 
     def close(self) -> None:
         """Waits for what is in flight and closes the files; the session removes them. Further calls do nothing."""
-        if self._process != os.getpid() or not self._claims.close():
+        if not self._is_ours() or not self._claims.close():
             return
         try:
             self.wait()
@@ -531,14 +534,11 @@ class TensorStore(Closing):
 
     # Internals
 
-    def _require_own(self) -> None:
-        if self._process != os.getpid():
-            raise RuntimeError("this store belongs to the parent process: a forked child must make its own")
-
     def _claim(self, key: str) -> Claim:
         """Claims the key once no other thread does and no ``put`` of it is in flight; does not raise its failure."""
-        self._require_own()
-        self._collect()
+        self._require_ours()
+        if len(self._writing) >= _MANY or self._bytes_written >= _MUCH:
+            self._collect()
         while True:
             with self._lock:
                 claim = self._claims.take(key)
@@ -551,8 +551,6 @@ class TensorStore(Closing):
 
     def _collect(self) -> None:
         """Ends the oldest writes that are complete, whether or not their futures are used."""
-        if len(self._writing) < _MANY and self._bytes_written < _MUCH:
-            return
         with self._lock:
             oldest = list(itertools.islice(self._writing.values(), _MANY))
         for operation in oldest:

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.offload import stream_weights, swap_params
-from nvme_ops.offload.weights import streamed
+from nvme_ops.offload.residency import placement
 from tests import prepared
 
 KINDS = ("swapped", "streamed")
@@ -53,11 +53,11 @@ def elsewhere(kind: str, tensors: Sequence[torch.Tensor], folder: Path) -> Itera
         if kind == "swapped":
             opened: Any = ends.enter_context(swap_params(module, folder, memory_budget=room, min_bytes=1))
         else:
-            small, streamed._SMALL = streamed._SMALL, 0  # else they stay in memory
+            small, placement._SMALL = placement._SMALL, 0  # else they stay in memory
             try:
                 opened = ends.enter_context(stream_weights(module, folder, memory_budget=2 * room))
             finally:
-                streamed._SMALL = small
+                placement._SMALL = small
         made = iter(list(module)[:-1])
         found = Elsewhere(next(made) if any(each is other for other in moved) else each for each in tensors)
         found.forget, found.stats = list(module)[-1].any, opened.stats

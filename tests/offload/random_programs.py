@@ -20,10 +20,11 @@ from collections.abc import Sequence
 
 import torch
 
+from nvme_ops.base import lifetime
 from nvme_ops.offload.experts import experts
 from nvme_ops.offload.parameters import residents
-from nvme_ops.offload.residency import residency
-from nvme_ops.offload.weights import streamed, window
+from nvme_ops.offload.residency import placement
+from nvme_ops.offload.weights import window
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
 from tests.offload.random_mixture import Mixture, MixtureWriter
@@ -66,9 +67,9 @@ def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model |
 def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] = ()) -> tuple[list[str], int]:
     """Runs the programs of seeds in children; returns failures, and how many statements were equal on both sides."""
     for owner, name, value in (  # memory that others hold is given up soon, and small weights are streamed too
-        (residents.Residents, "patience", 0.03), (residency, "_POLL", 0.01), (window.Window, "patience", 0.03),
+        (residents.Residents, "patience", 0.03), (lifetime, "_POLL", 0.01), (window.Window, "patience", 0.03),
         (experts.Experts, "patience", 0.03),
-        (streamed, "_SMALL", 0),
+        (placement, "_SMALL", 0),
     ):  # fmt: skip
         setattr(owner, name, value)
     torch.set_num_threads(1)

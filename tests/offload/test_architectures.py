@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from nvme_ops import offload
-from nvme_ops.offload.weights import streamed as weights_of_streamed
+from nvme_ops.offload.residency import placement
 from nvme_ops.offload.weights.derived import Derived, plain_class
 from tests.offload.architectures import classes, inputs_of, tiny_model
 
@@ -171,7 +171,7 @@ def compare(names: Iterable[str], folder: Path, patch: pytest.MonkeyPatch) -> No
     """Compares models of classes; warns of classes of which none can be made, and of last bits that differ."""
     transformers = pytest.importorskip("transformers")
     transformers.logging.set_verbosity_error()
-    patch.setattr(weights_of_streamed, "_SMALL", 0)  # no weight stays in memory because it is small
+    patch.setattr(placement, "_SMALL", 0)  # no weight stays in memory because it is small
     wrong: list[str] = []
     for name in names:
         cls = getattr(transformers, name)

@@ -52,7 +52,11 @@ def test_weights_give_way_to_keys_and_values_and_come_back(llama: Path, folder: 
                 assert cache.stats().bytes_written == 0, "they fit if weights give way"
                 assert model._nvme_window.nbytes <= alone - cache.stats().bytes_cached
                 assert sum(user.share.bytes_in_use for user in memory._users) <= memory.nbytes
+                grown = model._nvme_window.nbytes
+                cache.crop(20 - cache.get_seq_length())
+                assert model._nvme_window.nbytes > (grown + alone) / 2, "most of it comes back with the tokens"
                 cache.reset()
+                assert model._nvme_window.nbytes == alone
                 assert steps(model, cache, 6) == wanted
             assert model._nvme_window.nbytes == alone, "they come back"
         before = model.stats().bytes_read

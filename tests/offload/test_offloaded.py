@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import nvme_ops
 from nvme_ops.checkpoint import modules
 from nvme_ops.offload import swap_params
-from nvme_ops.offload.weights import streamed
+from nvme_ops.offload.residency import placement
 from nvme_ops.offload.weights.stored import StoredTensor
 from nvme_ops.offload.weights.stream_weights import stream_weights
 from tests.contract.faulty import Faulty
@@ -55,7 +55,7 @@ def swapped(plain: Model, folder: Path) -> Iterator[Model]:
 
 @pytest.fixture
 def streaming(plain: Model, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    monkeypatch.setattr(streamed, "_SMALL", 0)  # which would stay in memory
+    monkeypatch.setattr(placement, "_SMALL", 0)  # which would stay in memory
     moved: Any = copy.deepcopy(plain)
     with stream_weights(moved, folder, memory_budget="24K") as model:
         assert isinstance(model.first.weight, StoredTensor)

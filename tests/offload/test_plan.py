@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from nvme_ops.base.text import MIB
+from nvme_ops.offload import NvmeOptimizer, swap_params
 from nvme_ops.offload.plan.estimate import (
     Computing,
     Mixture,
@@ -28,7 +32,7 @@ from nvme_ops.offload.plan.estimate import (
 )
 from nvme_ops.offload.plan.probe import computing_of
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import what_stays, worth_keeping
+from nvme_ops.offload.residency.placement import kept_as_they_grow, placement, worth_keeping
 
 MB = 1_000_000
 LAYERS = (10 * MB,) * 20
@@ -62,7 +66,7 @@ STEPS: list[tuple[Sizes, int, float, int]] = [
 
 
 @pytest.mark.parametrize(("given_sizes", "batch", "read", "kept"), STEPS)
-def test_what_a_step_reads_and_what_stays(given_sizes: Sizes, batch: int, read: float, kept: int) -> None:
+def test_what_a_step_reads_and_placement(given_sizes: Sizes, batch: int, read: float, kept: int) -> None:
     assert step_bytes(given_sizes, batch) == pytest.approx((read, kept))
 
 
@@ -250,6 +254,27 @@ def test_activations_on_storage_make_room_for_larger_batches() -> None:
         assert activations.seconds == pytest.approx(2 * (10**8 - 10**6) / 1e9)
 
 
+@pytest.mark.parametrize("budget", [MIB, 2 * MIB])
+def test_parameters_move_in_the_plan_of_training_as_in_a_run(folder: Path, budget: int) -> None:
+    """Either all of them stay in the memory for them, or each is written in each step; states always move."""
+    module = torch.nn.Sequential(*(torch.nn.Linear(256, 256, bias=False) for _ in range(8)))
+    model = TrainedModel(8 << 16, 4, largest=256 << 10, activations=1, of_layer=1, seconds=1e-6)
+    planned = by_name(model, 8 * budget, 1 << 40, 1)["states and parameters"]
+    swapped = swap_params(module, folder, memory_budget=budget, min_bytes=1)
+    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget=MIB)
+    with swapped, contextlib.closing(optimizer):
+        moved = []
+        for _ in range(4):
+            module(torch.ones(1, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            parameters, states = swapped.stats(), optimizer.stats()
+            moved.append((parameters.bytes_read + states.bytes_read, parameters.bytes_written + states.bytes_written))
+        read, written = (each - before for each, before in zip(moved[-1], moved[-2], strict=True))
+        assert written == planned.written
+        assert read == planned.read if budget == 2 * MIB else read > model.states
+
+
 # What is used next, and what is worth its memory
 
 
@@ -329,7 +354,7 @@ def test_what_is_used_more_often_or_is_small_is_kept_first() -> None:
 )
 def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tuple[float, int]], room: int) -> None:
     weights = [(number, uses, nbytes) for number, (uses, nbytes) in enumerate(sizes)]
-    for found in (worth_keeping(weights, room), what_stays(weights, room)):
+    for found in (worth_keeping(weights, room), placement(weights, room)):
         taken = sum(nbytes for number, _, nbytes in weights if number in found)
         assert taken <= room
         assert len(found) == len(weights) or sum(nbytes for _, _, nbytes in weights) > room
@@ -337,13 +362,30 @@ def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tu
 
 def test_what_does_not_stay_passes_through_twice_its_size() -> None:
     weights = [(number, 1.0, MIB) for number in range(100)]
-    assert len(what_stays(weights, 80 * MIB)) == 80 - 2 - 10  # an eighth is read ahead
-    assert what_stays(weights, 2 * MIB) == set()
+    assert len(placement(weights, 80 * MIB)) == 80 - 2 - 10  # an eighth is read ahead
+    assert placement(weights, 2 * MIB) == set()
     large = [("large", 1.0, 30 * MIB), *((number, 1.0, MIB) for number in range(50))]
-    kept = what_stays(large, 64 * MIB)
+    kept = placement(large, 64 * MIB)
     assert "large" in kept, "as that leaves more for the others"
     assert len(kept) - 1 == 64 - 30 - 2 - 8
     long_ago = [("table", 0.01, 30 * MIB), *((number, 2.0, MIB) for number in range(50))]
-    kept = what_stays(long_ago, 40 * MIB)
+    kept = placement(long_ago, 40 * MIB)
     assert "table" not in kept
     assert len(kept) == 40 - 2 - 5
+
+
+def test_only_the_proportions_of_uses_decide_what_stays() -> None:
+    """A plan has one use in each step; a run counts several rounds, of which earlier ones count less."""
+    sizes = [4096 * (8 + number % 29) for number in range(60)]
+    once, often = ([(number, uses, nbytes) for number, nbytes in enumerate(sizes)] for uses in (1.0, 1.9375))
+    for memory in range(0, sum(sizes), sum(sizes) // 50):
+        assert placement(once, memory) == placement(often, memory)
+
+
+@given(st.lists(st.integers(0, 100), max_size=30), st.integers(0, 2000), st.integers(0, 100))
+def test_what_grows_is_kept_as_far_as_there_is_room(sizes: list[int], room: int, more: int) -> None:
+    kept = kept_as_they_grow(sizes, room)
+    assert sum(sizes[place] for place in kept) <= room
+    assert len(kept) == len(sizes) or sum(sizes) > room
+    equal = [more] * len(sizes)
+    assert kept_as_they_grow(equal, room) <= kept_as_they_grow(equal, room + more)

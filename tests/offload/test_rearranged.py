@@ -62,7 +62,7 @@ def test_loading_that_computes_with_weights_gives_the_model_in_memory(
     kind, options = COMPUTED[name]
     if not hasattr(transformers, f"{name}{kind}"):
         pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    monkeypatch.setattr("nvme_ops.offload.weights.streamed._SMALL", 0)  # nothing stays in memory for being small
+    monkeypatch.setattr("nvme_ops.offload.residency.placement._SMALL", 0)  # nothing stays in memory for being small
     torch.manual_seed(1)
     made = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options))
     for each in made.parameters():

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     get_layer_types_and_kwargs,
 )
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import counted, never_raising
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.cache.pager import CacheStats, Pager

@@ -21,6 +21,7 @@ from nvme_ops.offload.cache.layer import PagedLayer
 from nvme_ops.offload.cache.segments import Segments
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.entry import Entry
+from nvme_ops.offload.residency.placement import kept_as_they_grow, rank
 from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session
@@ -28,7 +29,7 @@ from nvme_ops.storage.striped import StripedSlabs
 
 _PAGES = 512  # the fewest in a budget, as far as their alignment allows
 _LARGEST_PAGE = 1 << 20  # bytes
-_GOLDEN = 0.6180339887498949
+_SPARE = 1.25  # how much more than it needs a layer may have
 _SLOTS = 2  # layers that have room beside those that stay: one computes while the next arrives
 
 
@@ -98,7 +99,7 @@ class Pager(Policy[Entry]):
             self._residency = Residency()
         else:
             self._memory, budget = given, given.nbytes
-            share, self._residency = given.share(host), given.residency
+            share, self._residency = given.share(host, at_end=True), given.residency
         super().__init__(self._residency.lock, share, _Files(), CacheStats())
         self.budget = budget
         self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
@@ -130,13 +131,13 @@ class Pager(Policy[Entry]):
         """Takes shapes and dtypes from keys and values, ``[batch, heads, tokens, width]``. Raises as ``append``."""
         self._use(layer)
         layer.device = keys.device
-        layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
         try:
+            layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
+            layer.files = Segments(self._slabs, layer.number, layer.rows)
             layer.tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
             layer.batch = layer.tail_bytes = 0
             raise
-        layer.files = Segments(self._slabs, layer.number, layer.rows)
 
     def append(self, layer: PagedLayer, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Adds tokens; returns the keys and values that attention sees: on the CPU views, elsewhere copies.
@@ -168,6 +169,7 @@ class Pager(Policy[Entry]):
         self.require_open()
         self._end_transfers(layer)
         layer.crop(tokens)
+        self._shrink(layer)
 
     def reorder(self, layer: PagedLayer, rows: torch.Tensor) -> None:
         """Makes row ``rows[i]`` of the batch its row i; ``rows`` is on the CPU. Writes nothing if the size stays."""
@@ -194,6 +196,7 @@ class Pager(Policy[Entry]):
         """Forgets a layer's tokens and shape."""
         self.require_open()
         self._forget(layer)
+        self._ask(0)
 
     def stats(self) -> CacheStats:
         """Returns what was moved so far, and what the cache has now."""
@@ -234,11 +237,12 @@ class Pager(Policy[Entry]):
     def wanted(self) -> int:
         """Returns the bytes of memory for all layers, and for one that grows."""
         sizes, tails = self._sizes()
-        return sum(sizes.values()) + max([*sizes.values(), self._asked]) + tails
+        taken = sum(max(size, 0 if each.memory is None else each.memory.nbytes) for each, size in sizes.items())
+        return taken + max([*sizes.values(), self._asked]) + tails
 
     def allocate(self, entry: Entry) -> torch.Tensor | None:
-        """Returns memory; tails, which stay, lie side by side at its end, and all layers beside others' memory."""
-        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail) or self._memory is not None)
+        """Returns memory; tails, which stay, lie side by side at its end."""
+        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail))
 
     def require_room(self, entry: Entry) -> None:
         """Raises MemoryError for a layer that is larger than the budget."""
@@ -261,7 +265,7 @@ class Pager(Policy[Entry]):
 
         def worth(place: int) -> tuple[bool, float]:
             if self._layers[place] in self._kept or not self._cycled:
-                return self._layers[place] in self._kept, _worth(place)
+                return self._layers[place] in self._kept, rank(place)
             return False, -((place - self._current) % count)  # the layer whose next use is farthest away leaves first
 
         places = [self._layers[place] for place in sorted(range(count), key=worth)]
@@ -322,6 +326,16 @@ class Pager(Policy[Entry]):
         if self._memory is not None:
             self._memory.balance()
 
+    def _shrink(self, layer: PagedLayer) -> None:
+        """Moves a layer that has much more memory than it needs, if that is possible without others' leaving."""
+        needed = layer.memory_needed(0)
+        if layer.memory is not None and _SPARE * needed < layer.memory.nbytes:
+            with self.lock:
+                memory = self.allocate(_Room(layer, needed))
+            if memory is not None:
+                layer.move_to(memory, layer.pages())
+        self._ask(0)
+
     def _sizes(self, more: int = 0) -> tuple[dict[PagedLayer, int], int]:
         """Returns the memory that each layer takes with ``more`` tokens, and that of all tails."""
         layers = [layer for layer in self._layers if layer.batch]
@@ -369,18 +383,10 @@ class Pager(Policy[Entry]):
             self._kept = set(sizes)
             return
         room -= _SLOTS * max(sizes.values())
-        self._kept = set()
-        for place in sorted(range(len(self._layers)), key=_worth, reverse=True):
-            layer = self._layers[place]
-            if layer in sizes and sizes[layer] <= room:
-                room -= sizes[layer]
-                self._kept.add(layer)
+        every = [sizes.get(layer, room + 1) for layer in self._layers]  # without tokens there is nothing to keep
+        kept = kept_as_they_grow(every, room)
+        self._kept = {self._layers[place] for place in kept}
 
 
 def _layer(entry: Entry) -> PagedLayer:
     return entry.layer if isinstance(entry, _Room) else cast("PagedLayer", entry)
-
-
-def _worth(place: int) -> float:
-    """Returns the rank of a layer such that those above any rank are spread evenly, however many layers there are."""
-    return place * _GOLDEN % 1

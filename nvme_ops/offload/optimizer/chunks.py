@@ -95,28 +95,23 @@ class Slice:
 
     def values(self) -> torch.Tensor:
         """Returns these elements of the parameter, lent or in memory, as a view of one dimension."""
-        return self._part(local(self.parameter) if self.loan is None else self.loan.values)
+        return self.part_of(self.parameter if self.loan is None else self.loan.values, copies=False)
 
-    def _part(self, tensor: torch.Tensor) -> torch.Tensor:
+    def part_of(self, tensor: torch.Tensor, copies: bool = True) -> torch.Tensor:
+        """Returns these elements of the parameter, its gradient or a state, as a view of one dimension.
+
+        If its strides are not those of ``layout``, the view is one of a copy. Raises RuntimeError for another shape,
+        and without ``copies`` for other strides.
+        """
+        tensor = local(tensor)
+        if copies and tensor.shape == self.layout.shape and tensor.stride() != self.layout.stride:
+            tensor = torch.empty_strided(*self.layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         if (tensor.shape, tensor.stride()) != self.layout:
             raise RuntimeError(
                 f"a parameter of shape {tuple(self.layout.shape)} got another shape or memory layout during a step of "
                 "NvmeOptimizer: change it before the backward pass or after step()"
             )
-        return flat(tensor)[self.begin : self.end]
-
-    def gradient(self) -> torch.Tensor | None:
-        """Returns these elements of the gradient, or None if there is none. Raises RuntimeError for a sparse one."""
-        found = self.parameter.grad if self.loan is None else self.loan.gradient
-        if found is None:
-            return None
-        gradient = local(found)
-        if gradient.layout != torch.strided:
-            raise RuntimeError("NvmeOptimizer does not support sparse gradients")
-        values = local(self.parameter) if self.loan is None else self.loan.values
-        if gradient.stride() != values.stride():
-            gradient = torch.empty_like(values, dtype=gradient.dtype).copy_(gradient)
-        return self._part(gradient)
+        return tensor.as_strided((self.end - self.begin,), (1,), tensor.storage_offset() + self.begin)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -216,10 +211,6 @@ class Chunk:
         """Forgets the last pass over the chunks."""
         self.updated, self.scalars, self.pending = [], {}, None
 
-    def has_gradient(self) -> bool:
-        """Returns whether a step changes any of its parameters."""
-        return any(each.parameter.grad is not None for each in self.slices)
-
     def borrowed(self, slices: Sequence[Slice] | None = None) -> Generator[list[Slice], None, None]:
         """Yields slices with parameters and gradients in memory, to be changed: all of the chunk, or those given.
 
@@ -268,10 +259,6 @@ class Chunk:
     def gradients(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the place in a buffer, behind the backup, for gradients in float32, which master weights need."""
         return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
-
-    def key(self, slot: int) -> str:
-        """Returns the key in the store of one of the chunk's places."""
-        return key_of(self.number, slot)
 
 
 def key_of(number: int, slot: int) -> str:

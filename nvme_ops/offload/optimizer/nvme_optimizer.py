@@ -17,8 +17,8 @@ from typing import Any, Literal, overload
 
 import torch
 
-from nvme_ops.base.closing import Closing
 from nvme_ops.base.errors import note
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import MIB, bytes_of, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
@@ -163,7 +163,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._cached_signature: tuple[list[Chunk], list[Any]] = ([], [])  # the chunks in it, and itself
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
-        self._switches: dict[int, dict[str, bool]] = {}  # by group: what _switches was when room was made
+        self._switches: list[dict[str, bool]] = []  # by group: what _switches was when room was made
         self._overlap = overlap is not None
         self._hooks: dict[torch.Tensor, torch.utils.hooks.RemovableHandle] = {}
         self._pass: BackwardPass | None = None
@@ -290,7 +290,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if backward is None and not self._same_gradients():
                 states.attempt += 1
             under_way = True
-            with_gradient = [chunk for chunk in states.chunks if chunk.has_gradient()]
+            chunks = states.chunks
+            with_gradient = [each for each in chunks if any(part.parameter.grad is not None for part in each.slices)]
             if backward is not None:
                 self._order = backward.order()
                 backward.finish()
@@ -534,13 +535,14 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         states, require_readable = self._states, weakref.WeakMethod(self._require_readable)
         for entry in list(self._shown.values()):
             entry.renew(anew)
+        with_states = states.with_states()
         for parameter in states.parts():
-            if not states.has_states(parameter):
+            if parameter not in with_states:
                 self._has_shown.discard(parameter)
                 self.state.pop(parameter, None)
                 continue
             shown = self._shown.get(parameter)
-            if shown is None or not shown.is_of(states):
+            if shown is None or shown.states is not states:
                 given = {} if anew else self.state.get(parameter, {})  # by the program, and taken over
                 self._shown[parameter] = shown = ParameterStates(states, parameter, require_readable, given)
                 del given
@@ -630,12 +632,15 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
     def _changed_states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         """Returns the entries of ``state`` that may have other states than those on storage, or had before the pass."""
         found: dict[torch.Tensor, Mapping[str, Any]] = {}
-        for parameter in self._states.parts():
+        states = self._states
+        for parameter, parts in states.parts().items():
             entry = self.state.get(parameter)
-            if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.is_of(self._states):
+            if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.states is states:
                 if entry.may_differ() if self._pass is None else entry.differs():
                     found[parameter] = entry
-            elif entry or (parameter in self._has_shown and self._states.has_states(parameter)):
+            elif entry or (
+                parameter in self._has_shown and any(each in states.current[chunk].scalars for chunk, each in parts)
+            ):
                 found[parameter] = entry or {}
         return found
 
@@ -679,8 +684,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _after_arranging(self) -> None:
         """Notes the options of groups, and adds hooks to parameters that may get a gradient."""
-        for number, group in enumerate(self.param_groups):
-            self._switches.setdefault(number, _switches(group))
+        self._switches += map(_switches, self.param_groups[len(self._switches) :])
         if self._overlap:
             hook, wanted = _hook_of(weakref.ref(self)), {each for each in self._parameters() if each.requires_grad}
             for each in wanted - self._hooks.keys():

@@ -36,7 +36,7 @@ class ParameterStates(MutableMapping[str, Any]):
         given: Mapping[str, Any],
     ) -> None:
         self.parameter = parameter
-        self._states: States | None = states  # None: all is in _values, as in a dict
+        self.states: States | None = states  #: None: they were taken out, and all is in _values, as in a dict
         self._require_idle = require_idle
         self._values: dict[str, Any] = dict(given)  # looked up or set
         self._versions: dict[str, int] = {}  # of tensors, when they were looked up
@@ -46,8 +46,8 @@ class ParameterStates(MutableMapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._names():
             raise KeyError(name)
-        if self._states is not None and name not in self._values:
-            self._values[name] = self._read(self._states, name)
+        if self.states is not None and name not in self._values:
+            self._values[name] = self._read(self.states, name)
             self._note(name)
         return self._values[name]
 
@@ -77,10 +77,6 @@ class ParameterStates(MutableMapping[str, Any]):
         """Copies and pickles as a dict of the states, in memory."""
         return dict, (dict(self),)
 
-    def is_of(self, states: States) -> bool:
-        """Returns whether these are states in the chunks, not ones that were taken out."""
-        return self._states is states
-
     def may_differ(self) -> bool:
         """Returns whether the program may have changed something."""
         if self._values or self._deleted:
@@ -95,10 +91,10 @@ class ParameterStates(MutableMapping[str, Any]):
 
     def detach(self, states: Mapping[str, Any] | None = None) -> None:
         """Becomes a dict in memory: of ``states``, or those on storage, with what the program has changed."""
-        if self._states is not None:
+        if self.states is not None:
             names = list(self._names())
             found = {name: self[name] if states is None else self._values.get(name, states[name]) for name in names}
-            self._values, self._deleted, self._states = found, set(), None
+            self._values, self._deleted, self.states = found, set(), None
 
     @torch.no_grad()
     def renew(self, anew: bool = False) -> None:
@@ -106,14 +102,14 @@ class ParameterStates(MutableMapping[str, Any]):
 
         With ``anew`` they are left alone.
         """
-        if self._states is None or not (self._values or self._deleted):
+        if self.states is None or not (self._values or self._deleted):
             return
         values, self._values, self._deleted, self._versions = self._values, {}, set(), {}
-        self._of = [self._states.current[chunk] for chunk, _ in self._parts()]
+        self._of = [self.states.current[chunk] for chunk, _ in self._parts()]
         for name in list(values):
             value = values.pop(name)
             if not anew and isinstance(value, torch.Tensor) and _is_shared(value) and name in self._stored():
-                value.copy_(self._read(self._states, name))
+                value.copy_(self._read(self.states, name))
                 self._values[name] = value
                 self._note(name)
 
@@ -121,19 +117,19 @@ class ParameterStates(MutableMapping[str, Any]):
         self._versions[name] = _version_of(self._values[name])
 
     def _parts(self) -> list[tuple[Chunk, Slice]]:
-        return [] if self._states is None else self._states.parts().get(self.parameter, [])
+        return [] if self.states is None else self.states.parts().get(self.parameter, [])
 
     def _stored(self) -> list[str]:
         """Returns the names of the states on storage."""
         for chunk, each in self._parts():
-            scalars = self._states.current[chunk].scalars.get(each) if self._states is not None else None
+            scalars = self.states.current[chunk].scalars.get(each) if self.states is not None else None
             if scalars is not None:
                 return chunk.state_names(scalars)
         return []
 
     def _names(self) -> list[str]:
-        if self._states is not None:
-            now = [self._states.current[chunk] for chunk, _ in self._parts()]
+        if self.states is not None:
+            now = [self.states.current[chunk] for chunk, _ in self._parts()]
             if not (self._values or self._deleted):
                 self._of = now
             elif len(now) != len(self._of) or any(one is not other for one, other in zip(now, self._of, strict=True)):

@@ -12,11 +12,9 @@ the record is durable, void, or valid until the machine restarts, while the mark
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +22,7 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base import lifetime
 from nvme_ops.base.errors import FormatError, naming
 from nvme_ops.base.text import parse_json
 from nvme_ops.filesystem.files import boot_id, read_whole, write_whole
@@ -228,12 +227,13 @@ _unreported: dict[Flush, Exception] = {}  # failures that nobody has waited for
 
 
 def _report() -> None:
-    for flush, failure in _unreported.items():
-        sys.stderr.write(f"nvme_ops: {flush.what} is not durable: {failure}\n")
+    while _unreported:
+        flush, failure = _unreported.popitem()
+        lifetime.tell(f"{flush.what} is not durable: {failure}")
 
 
-atexit.register(_report)
-os.register_at_fork(after_in_child=_unreported.clear)
+lifetime.at_exit(_report)
+lifetime.at_fork(_unreported.clear)
 
 
 def _line(number: int, mark: str, nbytes: int = 0, checksum: int = 0) -> bytes:

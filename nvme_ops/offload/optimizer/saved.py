@@ -33,7 +33,6 @@ from nvme_ops.offload.optimizer.chunks import (
     Slice,
     Version,
     cloned,
-    flat,
     local,
     sharded,
 )
@@ -228,10 +227,7 @@ def _fill(
             else:
                 scalars[name] = None
             continue
-        state = local(saved[name])
-        if state.stride() != each.layout.stride:
-            state = torch.empty_strided(*each.layout, dtype=state.dtype, device=state.device).copy_(state)
-        view[each.place].copy_(flat(state)[each.begin : each.end])
+        view[each.place].copy_(each.part_of(saved[name]))
     return scalars
 
 

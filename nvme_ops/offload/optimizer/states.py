@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.errors import FormatError, note
+from nvme_ops.base.lifetime import Owned
 from nvme_ops.base.text import MIB
 from nvme_ops.filesystem.files import sync_above
 from nvme_ops.io.engine import Priority
@@ -53,7 +54,7 @@ class OptimizerStats(Stats):
         return self.bytes_written / max(1, self.steps)
 
 
-class States:
+class States(Owned):
     """Reads, writes and commits chunks.
 
     Args:
@@ -65,6 +66,8 @@ class States:
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
     """
+
+    _forked_error = "these states belong to the parent process: a forked child must make its own optimizer"
 
     def __init__(
         self,
@@ -92,7 +95,7 @@ class States:
         self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
         self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
         self._parts: tuple[list[Chunk], dict[torch.Tensor, list[tuple[Chunk, Slice]]]] = ([], {})
-        self._process = os.getpid()
+        super().__init__()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
         self._pool = Pool(budget, pinned=pinned)
@@ -133,9 +136,9 @@ class States:
             self._parts = (self.chunks, found)
         return found
 
-    def has_states(self, parameter: torch.Tensor) -> bool:
-        """Returns whether a parameter with elements has states."""
-        return any(each in self.current[chunk].scalars for chunk, each in self.parts()[parameter])
+    def with_states(self) -> set[torch.Tensor]:
+        """Returns the parameters that have states."""
+        return {each.parameter for version in self.current.values() for each in version.scalars}
 
     def is_between_steps(self) -> bool:
         """Returns whether all chunks have the states of the same step: no step has failed after some were done."""
@@ -248,7 +251,7 @@ class States:
         if slot is None or not chunk.nbytes:
             return None
         self.stats.bytes_read += chunk.nbytes
-        return self._store.get(chunk.key(slot), buffer[: chunk.nbytes], priority=Priority.PREFETCH)
+        return self._store.get(key_of(chunk.number, slot), buffer[: chunk.nbytes], priority=Priority.PREFETCH)
 
     def _write(self, chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
         if not chunk.updated:
@@ -263,7 +266,7 @@ class States:
             return None
         self._has_third_places |= version.slot >= _SLOTS
         self.stats.bytes_written += chunk.nbytes
-        return self._store.put(chunk.key(version.slot), buffer[: chunk.nbytes])
+        return self._store.put(key_of(chunk.number, version.slot), buffer[: chunk.nbytes])
 
     def _free_slot(self, chunk: Chunk) -> int:
         """Returns a place that neither the current states nor those of the durable record are in.
@@ -300,7 +303,7 @@ class States:
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
         """Makes an open file share the blocks of a chunk's states; see ``TensorStore.share``."""
         slot = self.current[chunk].slot
-        return slot is not None and self._store.share(chunk.key(slot), target, place)
+        return slot is not None and self._store.share(key_of(chunk.number, slot), target, place)
 
     def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
         """Returns ``about`` with slot and scalar states of each chunk, of ``versions`` or the current ones."""
@@ -334,7 +337,7 @@ class States:
             if versions is None:
                 self.rewrite()
             content = self.described(about, now)
-            stored = [chunk.key(version.slot) for chunk, version in now.items() if version.slot is not None]
+            stored = [key_of(chunk.number, version.slot) for chunk, version in now.items() if version.slot is not None]
             content["places"] = self._store.described(key for key in stored if key in self._store)
             self._records.write(content)
             flush = self._flush_of(self._records, now, about)
@@ -378,8 +381,7 @@ class States:
         """
         if self._records is None:
             return
-        if self._process != os.getpid():
-            raise RuntimeError("these states belong to the parent process: a forked child must make its own optimizer")
+        self._require_ours()
         if self._flush is not None:
             flush, named = self._flush
             flush.wait()
@@ -430,7 +432,7 @@ class States:
             return
         now = self.current.items()
         slots = {chunk: (each.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, each in now}
-        wanted = {chunk.key(slot) for chunk, those in slots.items() for slot in those if slot is not None}
+        wanted = {key_of(chunk.number, slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # the store is no mapping
                 if key not in wanted:
@@ -460,7 +462,7 @@ class States:
         try:
             for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
                 scalars = chunk.scalars_in(described)
-                if slot is not None and chunk.nbytes and chunk.key(slot) not in self._store:
+                if slot is not None and chunk.nbytes and key_of(chunk.number, slot) not in self._store:
                     raise ValueError(f"chunk {chunk.number} has no place")
                 now[chunk] = Version(slot, scalars)
             slots = [slot for slot, _ in durable.content.get("chunks", ())]
@@ -504,7 +506,7 @@ class States:
         Raises OSError if that fails; the next session then finds the step before. Further calls do nothing.
         """
         failure: Exception | None = None
-        if not self._session.closed and self._process == os.getpid():
+        if not self._session.closed and self._is_ours():
             try:
                 self._make_durable()
             except Exception as error:

@@ -76,10 +76,13 @@ class Updates:
         changes_gradients = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
         for each in slices:
-            gradient = each.gradient()
+            parameter, gradient = each.loan or (each.parameter, each.parameter.grad)
             if gradient is None:
                 continue
-            values = target = each.values()
+            if gradient.layout != torch.strided:
+                raise RuntimeError("NvmeOptimizer does not support sparse gradients")
+            gradient, values = each.part_of(gradient), each.part_of(parameter, copies=False)
+            target = values
             if MASTER in views:
                 target = views[MASTER][each.place]
                 if each not in before:

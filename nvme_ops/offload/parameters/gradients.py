@@ -16,8 +16,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops.base import ranks
-from nvme_ops.base.closing import Closing
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Closing, forkable_lock
 from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.future import IoFuture

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.text import bytes_of, never_raising
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle

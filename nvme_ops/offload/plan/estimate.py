@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.residency.placement import what_stays
+from nvme_ops.offload.residency.placement import placement
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
@@ -27,6 +27,7 @@ _MASTER = 4  # and the float32 copy of a parameter that has fewer bits
 _DAY = 86400  # seconds
 _TERABYTE = 1e12
 _BUDGET_SHARE = 8  # parameters, states and activations that pass through each get the memory divided by this
+_NOISE = "measurements of a step differ by up to {}"
 _AT_WORK = 2  # a layer in the backward pass has this many times what it keeps: gradients are added
 
 
@@ -62,7 +63,7 @@ class Sizes:
     model: int  #: all weights
     resident: int  #: weights that are not streamed
     memory: int  #: for streamed weights, which stay there or pass through, and for experts
-    streamed: tuple[int, ...]  #: bytes of each weight that every token uses, in the order of use
+    streamed: tuple[int, ...]  #: bytes, in whole pages, of each weight that every token uses, in the order of use
     experts: Mixture = Mixture()
     tables: tuple[tuple[int, int], ...] = ()  #: rows and bytes of a row of each embedding; a token reads one row
     cache: int = 0  #: keys and values of one token
@@ -127,7 +128,7 @@ class Estimate:
 def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
     """Returns the bytes that a step of ``tokens`` tokens reads, and those of weights, but experts, that stay."""
     weights = [(number, 1.0, nbytes) for number, nbytes in enumerate(sizes.streamed)]
-    kept = sum(sizes.streamed[number] for number in what_stays(weights, sizes.memory - sizes.experts.memory))
+    kept = sum(sizes.streamed[number] for number in placement(weights, sizes.memory - sizes.experts.memory))
     from_tables = sum(nbytes * (tokens if MANY_ROWS * tokens <= rows else rows) for rows, nbytes in sizes.tables)
     return sum(sizes.streamed) - kept + from_tables + sizes.experts.hits_and_read(tokens)[1], kept
 
@@ -144,7 +145,7 @@ def estimate(
     in_page_cache = rates.cached is not None and own < sizes.model <= left  # where it fits into memory, it is read once
     rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
 
-    def placement(rate: float, cold: float, fits: bool) -> Placement:
+    def place(rate: float, cold: float, fits: bool) -> Placement:
         """Returns what to expect of weights read at ``rate`` bytes per second: infinite if they are in place."""
         reading = read / rate
         return Placement(
@@ -162,14 +163,14 @@ def estimate(
     from_host = None
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
-        from_host = placement(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
+        from_host = place(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
     step = max(read / rate, computing.step)
     return Estimate(
         batch,
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
         beside_bytes=beside,
-        nvme=placement(rate, max(load, computing.prompt), streams),
-        no_offload=placement(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
+        nvme=place(rate, max(load, computing.prompt), streams),
+        no_offload=place(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
         in_page_cache=in_page_cache,
         cpu_memory=from_host,
         noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
@@ -275,7 +276,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if not any(each["nvme"]["fits"] for each in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
-    lines.append(_noise_line(plan))
+    lines.append(_NOISE.format(share_words(plan["noise"])))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
         ("offline", _NOISY, "the smallest that gives as many tokens per second as any"),
@@ -285,10 +286,6 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         else:
             lines.append(f"{name + ':':8} no recommendation with more than {share_words(most)} of noise")
     return "\n".join(lines)
-
-
-def _noise_line(plan: Mapping[str, Any]) -> str:
-    return f"measurements of a step differ by up to {share_words(plan['noise'])}"
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
@@ -383,36 +380,37 @@ def ways(model: TrainedModel, memory: int, rate: float, free: int, batch: int, l
     share = max(1, memory // _BUDGET_SHARE)
     budget = max(2 * model.largest, share)
 
-    def way(name: str, fixed: int, read: int, written: int, activations: bool = False) -> TrainingWay:
+    def way(name: str, fixed: int, states: int, parameters: int = 0, activations: bool = False) -> TrainingWay:
         def needed(batch: int) -> tuple[int, int]:
             """Returns bytes of memory and of storage."""
-            saved = of_sequence * batch
+            saved, stored = of_sequence * batch, states + parameters
             if not activations:
-                return fixed + saved, written
-            return fixed + min(saved, share + min(at_work, of_sequence) * batch), written + max(0, saved - share)
+                return fixed + saved, stored
+            return fixed + min(saved, share + min(at_work, of_sequence) * batch), stored + max(0, saved - share)
 
         def fits(batch: int) -> bool:
             needs = needed(batch)
             return needs[0] <= memory and needs[1] <= free
 
         taken, stored = needed(batch)
-        moved = stored - written
-        seconds = max(computing, (read + written + 2 * moved) / rate)
+        passing = 0 if placement([("parameters", 1.0, parameters)], budget) else parameters
+        written = stored - parameters + passing
+        read = written + passing  # forward and backward
+        seconds = max(computing, (read + written) / rate)
         # a sequence takes at least a byte of one of them, so that no larger batch fits
         largest = bisect.bisect_left(range(1, memory + free + 2), True, key=lambda count: not fits(count))
-        return TrainingWay(name, taken, read + moved, stored, seconds, fits(batch), largest)
+        return TrainingWay(name, taken, read, written, seconds, fits(batch), largest)
 
     whole = model.nbytes + model.nbytes + model.states
     on_storage = min(budget, model.states)
     swapped = min(budget, model.nbytes) + 2 * on_storage + model.largest
-    read, written = model.states + 2 * model.nbytes, model.states + model.nbytes
     return [
-        way("in memory", whole, 0, 0),
-        way("states on NVMe", 2 * model.nbytes + on_storage, model.states, model.states),
-        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states, model.states),
-        way("states and parameters", swapped, read, written),
-        way("activations", whole, 0, 0, activations=True),
-        way("all of these", swapped, read, written, activations=True),
+        way("in memory", whole, 0),
+        way("states on NVMe", 2 * model.nbytes + on_storage, model.states),
+        way("states, gradients freed", model.nbytes + 2 * on_storage + model.largest, model.states),
+        way("states and parameters", swapped, model.states, model.nbytes),
+        way("activations", whole, 0, activations=True),
+        way("all of these", swapped, model.states, model.nbytes, activations=True),
     ]
 
 
@@ -477,4 +475,4 @@ def training_text(plan: Mapping[str, Any]) -> str:
             "largest batch": [str(way["largest_batch"]) for way in found],
         }
         lines += ["", f"batch {each['batch']}", _table(columns)]
-    return "\n".join([*lines, "", _noise_line(plan)])
+    return "\n".join([*lines, "", _NOISE.format(share_words(plan["noise"]))])

@@ -65,7 +65,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
         model=sum(source.nbytes for source in stored) + resident,
         resident=resident,
         memory=window.nbytes,
-        streamed=tuple(source.span for source in stored if source not in apart),
+        streamed=tuple(source.room for source in stored if source not in apart),
         experts=Mixture(
             sum(len(group) for group in routed),
             sum(min(per_token, len(group)) for group in routed),

@@ -1,22 +1,30 @@
-"""Chooses what is worth keeping in memory."""
+"""Decides what stays in memory: for a run, and in the same way for a plan of it. Moves nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TypeVar
+
+from nvme_ops.base.settings import PAGE
 
 Weight = TypeVar("Weight")  # anything hashable that identifies a weight
 
 _AHEAD = 32 << 20  # bytes left for reading ahead, beside the weight in use: enough to keep a device busy
 _RARE = 64  # weights used this many times less often than the most used one are not kept
 _LATENCY = 256 << 10  # bytes that a device could read in the time that one more request costs
+_SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
+_IN_FLIGHT = 32 << 20  # bytes of experts that keep a device busy
+_GOLDEN = 0.6180339887498949
 
 
-def what_stays(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[Weight]:
+def placement(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[Weight]:
     """Returns the weights to keep in a memory through which the others have to pass, too.
 
+    How fast storage and computing are decides nothing while there is one memory: no step is longer for what stays.
+
     Args:
-        weights: each with its number of uses and its bytes, in the order of use.
+        weights: each with its uses, of which only the proportions count, and its bytes, in the order of use.
         memory: bytes for all of them.
     """
     if sum(nbytes for _, _, nbytes in weights) <= memory:
@@ -47,8 +55,9 @@ def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -
         capacity: bytes.
     """
     classes: dict[float, list[tuple[Weight, int]]] = {}
+    fewest = min((uses for _, uses, _ in weights), default=1.0)
     for weight, uses, nbytes in weights:
-        classes.setdefault(_value_per_byte(uses, nbytes), []).append((weight, nbytes))
+        classes.setdefault(_value_per_byte(uses / fewest, nbytes), []).append((weight, nbytes))
     kept: set[Weight] = set()
     for value in sorted(classes, reverse=True):
         members = classes[value]
@@ -71,3 +80,39 @@ def _value_per_byte(uses: float, nbytes: int) -> float:
     """Returns the bytes of reading saved per byte kept, rounded so that weights of similar size form one class."""
     value = uses * (1 + _LATENCY / nbytes) if nbytes < _LATENCY else uses
     return round(value, 1 if value < 10 else 0)
+
+
+def kept_as_they_grow(sizes: Sequence[int], memory: int) -> set[int]:
+    """Returns the places of those to keep of some that grow: a part of those kept in more memory, evenly spread."""
+    kept = set()
+    for place in sorted(range(len(sizes)), key=rank, reverse=True):
+        if sizes[place] <= memory:
+            memory -= sizes[place]
+            kept.add(place)
+    return kept
+
+
+def rank(place: int) -> float:
+    """Returns the rank of a place such that those above any rank are spread evenly, however many there are."""
+    return place * _GOLDEN % 1
+
+
+def share_of_experts(least: int, certain: int, experts: Sequence[int], memory: int) -> int:
+    """Returns the bytes, in whole pages, of a memory for experts alone; 0 if it is too small to divide.
+
+    Args:
+        least: bytes that others have at least.
+        certain: bytes of weights that every token uses as a whole: they come first, as far as all of them can stay.
+        experts: bytes of each, in whole pages.
+        memory: bytes for experts and other weights.
+    """
+    most, largest = min(memory - least, sum(experts)), max(experts, default=1)
+    share = max(largest, min(most, max(2 * largest, _IN_FLIGHT, memory - certain)))
+    return share // PAGE * PAGE if most >= largest else 0
+
+
+def kept_from_the_start(sizes: Sequence[int], memory: int) -> list[int]:
+    """Returns the places of the smallest weights that fit into a memory together, the smallest first."""
+    ordered = sorted(range(len(sizes)), key=sizes.__getitem__)
+    totals = zip(ordered, accumulate(map(sizes.__getitem__, ordered)), strict=True)
+    return [place for place, total in totals if sizes[place] <= _SMALL and total <= memory]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
+from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.text import Counts
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
@@ -31,32 +31,6 @@ class Stats(Counts):
 E = TypeVar("E", bound=Entry)
 Read = tuple[torch.Tensor, IoFuture | None, int]
 Stored = TypeVar("Stored", bound=Entry, contravariant=True)
-
-
-class Usable:
-    """Base of what can be used until it is closed, and only in the process that made it."""
-
-    _closed_error: ClassVar[str]
-    _forked_error: ClassVar[str]
-
-    def __init__(self) -> None:
-        self._process, self._closed = os.getpid(), False
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
-
-    def is_usable(self) -> bool:
-        """Returns whether ``require_open`` raises nothing."""
-        return not self._closed and self._process == os.getpid()
-
-    def require_open(self) -> None:
-        """Raises ValueError after ``close``, and RuntimeError in a forked child."""
-        if self._closed:
-            raise ValueError(self._closed_error)
-        if self._process != os.getpid():
-            raise RuntimeError(self._forked_error)
 
 
 class Backing(Protocol[Stored]):
@@ -158,7 +132,7 @@ class Policy(Usable, Generic[E]):
             if self._closed:
                 return
             self._closed = True
-        if self._process == os.getpid():
+        if self._is_ours():
             for each in list(self.present):
                 for arrival in (each.arrival, each.leaving):
                     if arrival is not None:

@@ -9,7 +9,6 @@ wait for memory ends with an error after a while.
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
 import time
 import weakref
@@ -19,43 +18,14 @@ from typing import Any
 import torch
 from torch.profiler import record_function
 
-from nvme_ops.base.locks import forkable_lock
+from nvme_ops.base.lifetime import Patience, forkable_lock
 from nvme_ops.base.native import native
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.offload.residency.entry import Entry, free_frames
 from nvme_ops.offload.residency.policy import E, Policy
 
-_POLL = 0.2  # seconds to wait for a transfer to end before looking again
 _log = logging.getLogger("nvme_ops")
-
-
-class Patience:
-    """Waits for memory that others hold, for a bounded time.
-
-    Args:
-        seconds: the bound, counted from the first wait.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds, self._deadline, self._over = seconds, 0.0, False
-
-    def wait(self, seen: int, is_under_way: bool) -> bool:
-        """Waits until a transfer ends, unless one has ended since ``native().endings()`` returned ``seen``.
-
-        It may return earlier. Returns False once the time is up, but not while a write ``is_under_way``.
-        """
-        now = time.monotonic()
-        self._deadline = self._deadline or now + self._seconds
-        if is_under_way or (self._seconds and now <= self._deadline):
-            native().wait_for_ending(seen, _POLL)
-        elif self._over:
-            return False
-        else:
-            self._over = True  # after one more try
-        if native().endings() == seen:
-            gc.collect()  # a reference cycle with a traceback may hold memory
-        return True
 
 
 class Residency:
@@ -191,7 +161,7 @@ class Residency:
     def _leavers(self, policy: Policy[E], entry: E, after: int) -> Iterator[tuple[Policy[Any], Any]]:
         """Yields what may leave for an entry, and whose it is: what others have beyond their shares, then its own.
 
-        On demand others lose more than that, for one piece, in the end.
+        On demand others lose more than that, for one piece: those that give way first, and the rest in the end.
         """
         others: list[Policy[Any]] = []
         if len(self._policies) > 1 and policy.has_share_for(entry):
@@ -199,13 +169,16 @@ class Residency:
                 (each for each in self._policies if each is not policy), key=lambda each: not each.gives_way
             )
         for other in others:
-            for each in other.victims(-1):
-                if other.share.bytes_in_use <= other.share.nbytes:
-                    break
-                yield other, each
+            for each in _nearest(policy, other):
+                if other.share.bytes_in_use > other.share.nbytes or not other.share.is_inside(each.memory):
+                    yield other, each
+        first = [each for each in others if after < 0 and each.gives_way > policy.gives_way]
+        for other in first:
+            yield from ((other, each) for each in _nearest(policy, other))
         yield from ((policy, each) for each in policy.victims(after))
         for other in others if after < 0 else ():
-            yield from ((other, each) for each in other.victims(-1))
+            if other not in first:
+                yield from ((other, each) for each in _nearest(policy, other))
 
     def await_arrival(self, policy: Policy[E], entry: E, arrival: IoFuture, begun: bool) -> bool:
         """Waits for the transfer of an entry. Raises why it failed if it was ``begun`` for this wait.
@@ -345,6 +318,12 @@ class Residency:
                 self.write_back(policy, each)
         for each in entries:
             self.wait_until_written(policy, each)
+
+
+def _nearest(policy: Policy[Any], other: Policy[Any]) -> list[Any]:
+    """Returns what may leave of another's memory, first what lies nearest to that of a policy, for one piece."""
+    victims = [each for each in other.victims(-1) if each.memory is not None and not each.is_used()]
+    return sorted(victims, key=lambda each: other.share.place(each.memory), reverse=policy.share.at_end)
 
 
 def _bytes_leaving(policy: Policy[E]) -> int:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_map
 
-from nvme_ops.base.closing import Closing
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.patches import Patch
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory.tier import in_pages, tier_on
-from nvme_ops.offload.experts.experts import Expert, Experts, experts_of, handle_in_order
+from nvme_ops.offload.experts.experts import Experts, experts_of, handle_in_order
+from nvme_ops.offload.residency.placement import kept_from_the_start, share_of_experts
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
@@ -32,9 +33,7 @@ if TYPE_CHECKING:
 
     from nvme_ops.offload.memory import Memory
 
-_SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
 _SHARE = 4  # such weights take at most budget / _SHARE bytes
-_IN_FLIGHT = 32 << 20  # bytes of experts that keep a device busy
 
 
 class StreamedModel(Closing, Derived):
@@ -239,7 +238,8 @@ def stream(
             f"a memory_budget of {size_words(total)} is too small for this model: at least "
             f"{least_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
         )
-    small = [*buffers, *_small(weights_alone, min(room, budget // _SHARE))]
+    at_start = kept_from_the_start([source.nbytes for source in weights_alone], min(room, budget // _SHARE))
+    small = [*buffers, *(weights_alone[place] for place in at_start)]
     total_small = sum(source.nbytes for source in small)
     alone = [source for source in whole if source not in set(small)]
     left = budget - total_small - expanding
@@ -249,11 +249,10 @@ def stream(
     others += tables
     certain = max(least_budget([*alone, *unrouted]), at_once_stored)
 
-    def share_of_experts(nbytes: int) -> int:
-        share = _share(nbytes, certain, foreseen, routed) // PAGE * PAGE
-        return min(share, sum(expert.nbytes for group in routed for expert in group))
-
-    if share := share_of_experts(left):
+    expert_sizes = [expert.nbytes for group in routed for expert in group]
+    foreseen_size = sum(source.room for source in foreseen)
+    share_for = functools.partial(share_of_experts, certain, foreseen_size, expert_sizes)
+    if share := share_for(left):
         others, left = [*unrouted, *tables], left - share
         for file in files:
             if file.handle is shared_handle():
@@ -273,9 +272,9 @@ def stream(
         taken = in_pages(beside + total_small + expanding)
         lent = [memory.lend(taken)] if taken else []
     experts = Experts(residency, shares[1], routed) if share else None
-    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_of_experts)
+    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for)
     if memory is not None:
-        smallest = max((expert.nbytes for group in routed for expert in group), default=0) if share else 0
+        smallest = max(expert_sizes, default=0) if share else 0
         window.set_needs(in_pages(certain + smallest), nbytes + share)
         memory.join(window)
         undo.callback(memory.leave, window)
@@ -325,35 +324,10 @@ def _is_table(module: torch.nn.Module) -> bool:
     return isinstance(module, torch.nn.Embedding)
 
 
-def _share(budget: int, least: int, certain: Sequence[Source], routed: Sequence[Sequence[Expert]]) -> int:
-    """Returns the bytes of a budget for memory of experts alone; 0 if there are none, or it is too small to divide.
-
-    Weights that every token uses as a whole, the ``certain`` ones, come first, as far as all of them can stay. Others
-    have at least ``least`` bytes.
-    """
-    sizes = [expert.nbytes for group in routed for expert in group]
-    most = budget - least
-    if not sizes or most < max(sizes):
-        return 0
-    enough = min(sum(sizes), max(2 * max(sizes), _IN_FLIGHT))
-    return max(max(sizes), min(most, max(enough, budget - sum(source.room for source in certain))))
-
-
 def _room_to_expand(tensor: StoredTensor, is_sliced: bool) -> int:
     """Returns the bytes, in whole pages, that a weight takes beside its stored values while it is in use."""
     nbytes = tensor.nbytes_expanded // (tensor.shape[0] if is_sliced else 1)
     return -(-nbytes // PAGE) * PAGE
-
-
-def _small(sources: Sequence[Source], room: int) -> list[Source]:
-    """Returns the smallest weights that fit in ``room`` bytes together."""
-    found = []
-    for source in sorted(sources, key=lambda each: each.nbytes):
-        if source.nbytes > min(_SMALL, room):
-            break
-        found.append(source)
-        room -= source.nbytes
-    return found
 
 
 def _replace(

@@ -17,7 +17,7 @@ from nvme_ops.memory.tier import Share, tier_on
 from nvme_ops.offload.experts.experts import Experts, ExpertStats
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import what_stays
+from nvme_ops.offload.residency.placement import placement
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import FileExtent, Source, submit_reads
@@ -282,13 +282,22 @@ class Window(Policy[_Weight]):
             nbytes -= self.experts.share.nbytes
         if nbytes != self.share.nbytes:
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
-            self._choose(self._counts)
+            inside = {each for each in self._keep if each.memory is None or self.share.is_inside(each.memory)}
+            self._place(inside)
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
-        """Chooses anew which weights stay in memory."""
+        """Chooses anew which weights stay in memory, by how often each was used."""
         self._counts = counts
-        weights = [(weight, uses, weight.room) for weight, uses in counts if uses > 0]
-        self._keep = what_stays(weights, self.share.nbytes)
+        self._place()
+
+    def _place(self, preferred: Container[_Weight] = ()) -> None:
+        """Chooses which weights stay; uses of those ``preferred`` count twice, or many would be read at each change."""
+        weights = [
+            (weight, uses * (2.0 if weight in preferred else 1.0), weight.room)
+            for weight, uses in self._counts
+            if uses > 0
+        ]
+        self._keep = placement(weights, self.share.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
