@@ -20,7 +20,6 @@ import torch
 from nvme_ops.base.errors import ChecksumError
 from nvme_ops.offload import save_on_nvme
 from nvme_ops.offload.activations import activations
-from nvme_ops.offload.activations.units import Group
 from tests.conftest import MIB, in_threads, run_python
 from tests.contract.faulty import Faulty
 from tests.offload.saving import few_in_flight, gradients, settled
@@ -103,7 +102,7 @@ def test_what_is_still_on_its_way_is_taken_from_memory_also_after_ctrl_c(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:  # while the write is cancelled
-        patch.setattr(Group, "__setitem__", interrupt)
+        patch.setattr(activations.Activations, "_hold", interrupt)
         with pytest.raises(KeyboardInterrupt):
             torch.autograd.grad(z.sum(), x, retain_graph=True)
     assert handle.under_way.is_set()

@@ -27,7 +27,7 @@ from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
-from nvme_ops.offload.activations.units import ActivationStats, Group, OnStorage, Tally, Ticket, TicketRef, Unit
+from nvme_ops.offload.activations.units import ActivationStats, OnStorage, Ticket, TicketRef, Unit
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
@@ -108,9 +108,9 @@ class Activations(Policy[Unit]):
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
-        self._all = Tally()  # that is in memory
-        self._held, self._writing = Group(self._all), Group(self._all)  # as it was saved
-        self._restored = Group(self._all)  # read into memory of ours
+        self._held: dict[Unit, None] = {}  # in memory as they were saved; those that were read back are ``present``
+        self._writing: dict[Unit, None] = {}
+        self._bytes = self._held_bytes = self._writing_bytes = 0  # in memory, and how many of them are of these two
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
         self._leaving: list[OnStorage] = []  # is freed once no transfer uses it any more
@@ -130,7 +130,6 @@ class Activations(Policy[Unit]):
             if not self._files.is_measured:
                 self._files.measure()
             self._undo = undo.pop_all()
-        self.present = self._restored
         #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
         self.is_busy: Callable[[], bool] = self.lock._is_owned
         self._residency.join(self)
@@ -177,19 +176,34 @@ class Activations(Policy[Unit]):
             ValueError: it was closed.
         """
         unit = ticket.unit
+        memory: Any = None
         while True:
-            with self.lock:
-                memory, arrival, begun = self._take(unit)
             try:
+                with self.lock:
+                    if unit.memory is not None and unit.original:
+                        memory = self._as_saved(unit, unit.memory)
+                        break
+                    self._collect()
+                    if unit.modified:
+                        raise modified(unit.dtype, unit.shape)
+                    if begun := unit.memory is None:
+                        self._has_room_for(unit)
+                        self._residency.begin(self, unit, Priority.DEMAND)
+                        self._bytes += unit.nbytes
+                    unit.demanded = True
+                    memory, arrival = unit.memory, unit.arrival
+                    if self._away:
+                        self._read_ahead(unit)
                 if arrival is None or self._residency.await_arrival(self, unit, arrival, begun):
                     break
             except Exception as error:
-                del memory
+                memory = None
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
-        if is_changed(memory, unit.handed_out):
+        found: torch.Tensor = memory
+        if is_changed(found, unit.handed_out):
             raise modified(unit.dtype, unit.shape)
-        return memory
+        return found
 
     def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
@@ -259,6 +273,8 @@ class Activations(Policy[Unit]):
         self._units[unit.number] = unit
         self._by_place[place] = unit
         self._held[unit] = None
+        self._bytes += unit.nbytes
+        self._held_bytes += unit.nbytes
         self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
         if not self._pooling:
             self._pooling = self._native.allocate_from_pool(True)
@@ -266,7 +282,7 @@ class Activations(Policy[Unit]):
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self.counts))
         self._this_pass += unit.nbytes
         self.counts.bytes_saved += unit.nbytes
-        self.counts.peak_bytes = max(self.counts.peak_bytes, self._all.nbytes)
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
         return ticket
 
     def _collect(self) -> None:
@@ -289,10 +305,11 @@ class Activations(Policy[Unit]):
                 self._leaving.remove(stored)
         if not self._units:
             self._away.clear()
+            self._bytes = self._held_bytes = self._writing_bytes = 0  # Ctrl-C may have left others
             if self._this_pass:
                 self._end_pass()
         # kept for reuse: what the budget has room for, or else what the layer at work needs
-        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self.share.nbytes - self._all.nbytes))
+        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self.share.nbytes - self._bytes))
 
     def _end_pass(self) -> None:
         before, now = self._before, self.counts
@@ -324,7 +341,13 @@ class Activations(Policy[Unit]):
             del self._by_place[unit.place]
         if unit.leaving is not None:
             self._cancel(unit)
-        self._restored.pop(unit)
+        if unit in self._held:
+            del self._held[unit]
+            self._held_bytes -= unit.nbytes
+            self._bytes -= unit.nbytes
+        elif unit in self.present:
+            del self.present[unit]
+            self._bytes -= unit.nbytes
         if unit.stored is not None:
             self._leaving.append(unit.stored)
             unit.stored = None
@@ -338,19 +361,27 @@ class Activations(Policy[Unit]):
 
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
-        self._held[unit] = None  # first, as the write is not complete: Ctrl-C may come at any point
+        self._hold(unit)  # first, as the write is not complete: Ctrl-C may come at any point
         if unit.leaving is not None:
             unit.leaving.request_cancel()
             self._leave(unit)
             unit.leaving = None
             self.counts.bytes_cancelled += unit.nbytes
 
+    def _hold(self, unit: Unit) -> None:
+        """Has a unit held that was to be written."""
+        if unit in self._writing:
+            self._held[unit] = None
+            del self._writing[unit]
+            self._held_bytes += unit.nbytes
+            self._writing_bytes -= unit.nbytes
+
     def _end_write(self, unit: Unit) -> None:
         failure = unit.leaving.exception() if unit.leaving is not None else None
         if failure is not None:
             self._leave(unit)
-            unit.trouble = failure
-            self._held[unit] = None  # raised later, when the budget needs its memory
+            unit.trouble = failure  # raised later, when the budget needs its memory
+            self._hold(unit)
         else:
             if unit.stored is not None:
                 unit.stored.transfers.clear()
@@ -362,6 +393,12 @@ class Activations(Policy[Unit]):
         """Frees the memory of a unit that is on storage."""
         entry.is_modified()
         entry.original = False
+        if entry in self._writing:
+            del self._writing[entry]
+            self._writing_bytes -= entry.nbytes
+            self._bytes -= entry.nbytes
+        elif entry in self.present:
+            self._bytes -= entry.nbytes
         super().discard(entry)
         entry.seen.clear()
         if entry.stored is not None:  # what has failed has its traceback, and that the graph
@@ -376,8 +413,10 @@ class Activations(Policy[Unit]):
         Returned, not raised: a traceback would keep alive the frames it passes through, and the graphs in them.
         """
         memory = unit.memory
-        if memory is None or unit.is_resized():  # its ticket was freed just now, or it needs no room
-            self._held.pop(unit)
+        if memory is None or memory.untyped_storage().nbytes() < unit.nbytes:
+            del self._held[unit]  # its ticket was freed just now, or it was resized and needs no room
+            self._held_bytes -= unit.nbytes
+            self._bytes -= unit.nbytes
             return None
         transfers: list[IoFuture] = []
         try:
@@ -392,7 +431,10 @@ class Activations(Policy[Unit]):
             if not isinstance(error, OSError):
                 raise
             return _without_frames(error)
-        self._writing[unit] = None
+        del self._held[unit]
+        self._writing[unit] = None  # last, or Ctrl-C could make it look written
+        self._held_bytes -= unit.nbytes
+        self._writing_bytes += unit.nbytes
         return None
 
     def _write_some(self, unit: Unit) -> IoFuture | None:
@@ -402,13 +444,13 @@ class Activations(Policy[Unit]):
         thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
         ``unit``.
         """
-        if self._restored and self._all.nbytes > self.share.nbytes:
+        if self.present and self._bytes > self.share.nbytes:
             self._shrink(self.share.nbytes, lambda each: not each.is_arriving())
         young = set(itertools.chain.from_iterable(self._young.values()))
         for each in list(self._held):
-            over = self._held.nbytes + self._restored.nbytes > self.share.nbytes
-            surplus = self._last_pass - self.share.nbytes - (self._this_pass - self._held.nbytes)
-            if not over and (surplus <= 0 or self._writing.nbytes > max(_IN_FLIGHT, self.share.nbytes // 2)):
+            over = self._bytes - self._writing_bytes > self.share.nbytes
+            surplus = self._last_pass - self.share.nbytes - (self._this_pass - self._held_bytes)
+            if not over and (surplus <= 0 or self._writing_bytes > max(_IN_FLIGHT, self.share.nbytes // 2)):
                 break
             if each.number in young:
                 continue
@@ -418,7 +460,7 @@ class Activations(Policy[Unit]):
             elif failure is not None:  # raised when the budget needs its memory
                 each.trouble = failure
                 break
-        much = self._all.nbytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
+        much = self._bytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.leaving
 
@@ -432,49 +474,33 @@ class Activations(Policy[Unit]):
             raise OSError(
                 failure.errno,
                 f"{os.strerror(failure.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward "
-                f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held.nbytes)} in "
+                f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held_bytes)} in "
                 f"memory spend the memory_budget of {size_words(self.share.nbytes)}",
                 failure.filename,
             ) from None
         if failure is not None:
             raise _named(failure, unit, "to be saved for the backward pass, could not be written")
 
-    def _take(self, unit: Unit) -> tuple[torch.Tensor, IoFuture | None, bool]:
-        """Returns a unit's memory, the read that fills it, and whether that began now; reads others ahead."""
-        if unit.memory is not None and unit.original:
-            if unit.is_modified():
-                raise modified(unit.dtype, unit.shape)
-            if unit.is_resized():
-                raise RuntimeError(
-                    f"{unit.describe()}, saved for the backward pass, has no memory: its storage was resized to "
-                    f"{unit.memory.untyped_storage().nbytes()} bytes after that, and has not got them back"
-                )
-            if self._process == os.getpid() and not self._closed:
-                if unit.leaving is not None:
-                    self._cancel(unit)
-                self._collect()
-                if self._away:
-                    self._read_ahead(unit)
-            return unit.memory, None, False
-        self._collect()
-        if unit.modified:
+    def _as_saved(self, unit: Unit, memory: torch.Tensor) -> torch.Tensor:
+        """Returns the memory of a unit that was not written, and reads others ahead."""
+        if unit.is_modified():
             raise modified(unit.dtype, unit.shape)
-        begun = unit.memory is None
-        if begun:
-            self._has_room_for(unit)
-            try:
-                self._residency.begin(self, unit, Priority.DEMAND)
-            except OSError as error:
-                raise _named(error, unit, _NOT_READ) from None
-        unit.demanded = True
-        memory: Any = unit.memory
-        if self._away:
-            self._read_ahead(unit)
-        return memory, unit.arrival, begun
+        if memory.untyped_storage().nbytes() < unit.nbytes:
+            raise RuntimeError(
+                f"{unit.describe()}, saved for the backward pass, has no memory: its storage was resized to "
+                f"{memory.untyped_storage().nbytes()} bytes after that, and has not got them back"
+            )
+        if self._process == os.getpid() and not self._closed:
+            if unit.leaving is not None:
+                self._cancel(unit)
+            self._collect()
+            if self._away:
+                self._read_ahead(unit)
+        return memory
 
     def allocate(self, entry: Unit) -> torch.Tensor:
         """Returns memory of torch's."""
-        self.counts.peak_bytes = max(self.counts.peak_bytes, self._all.nbytes + entry.nbytes)
+        self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes + entry.nbytes)
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
 
     def note_arrival(self, entry: Unit) -> None:
@@ -484,12 +510,12 @@ class Activations(Policy[Unit]):
 
     def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
         """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
-        for unit in list(self._restored):
-            if self._all.nbytes <= most:
+        for unit in list(self.present):
+            if self._bytes <= most:
                 break
             if may_leave(unit):
                 self.discard(unit)
-        return self._all.nbytes <= most
+        return self._bytes <= most
 
     def _has_room_for(self, unit: Unit) -> bool:
         """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
@@ -502,11 +528,12 @@ class Activations(Policy[Unit]):
             number = self._away[place - 1]
             other = self._units.get(number)
             if other is not None and other.memory is None:
-                room = self.share.nbytes + _IN_FLIGHT - self._all.nbytes
+                room = self.share.nbytes + _IN_FLIGHT - self._bytes
                 if other.nbytes > room and not self._has_room_for(other):  # units that leave for it join the list
                     return
                 try:
                     self._residency.begin(self, other, Priority.PREFETCH)
+                    self._bytes += other.nbytes
                 except OSError:  # it is raised on demand
                     return
             del self._away[bisect.bisect_left(self._away, number)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 from collections.abc import Sequence
 from functools import partial
@@ -140,6 +141,5 @@ def _known(activations: Activations, away: Away) -> SavedValue | None:
     return Saved(away.layout, partial(activations.get, ticket), part=ticket.unit.place.part)
 
 
-@torch._disable_dynamo
-def _unpack(saved: SavedValue) -> torch.Tensor:
-    return saved.value()
+# ``SavedValue.value``; partial, since torch sets an attribute of it
+_unpack = torch._disable_dynamo(partial(operator.methodcaller("value")))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -61,7 +60,6 @@ class Unit(Entry):
     stored: OnStorage | None = None  #: on storage, or on its way there
     trouble: BaseException | None = None  #: why writing it failed
     ticket: TicketRef | None = None
-    group: Group | None = None  #: where its memory is counted
 
     def __init__(self, number: int, tensor: torch.Tensor, place: StoragePart) -> None:
         storage = tensor.untyped_storage()
@@ -88,10 +86,6 @@ class Unit(Entry):
         is_storage = self.memory is not None and self.original and self.place.part is None
         return is_storage or self._owner() is (tensor if tensor._base is None else tensor._base)
 
-    def is_resized(self) -> bool:
-        """Returns whether its storage was shrunk, as FSDP does, and is not restored yet."""
-        return self.memory is not None and self.memory.untyped_storage().nbytes() < self.nbytes
-
     def is_shared(self) -> bool:
         """Returns whether others use its memory, too."""
         memory = self.memory
@@ -109,49 +103,6 @@ class Unit(Entry):
     def describe(self) -> str:
         """Returns words for messages."""
         return f"a tensor of {size_words(self.nbytes)}, {str(self.dtype).removeprefix('torch.')} of shape {self.shape}"
-
-
-class Tally:
-    """Bytes of several groups."""
-
-    nbytes = 0
-
-
-class Group(dict[Unit, None]):
-    """Units in the order in which they came, and their bytes, which are added to ``total`` as well.
-
-    A unit is in one group at a time.
-    """
-
-    nbytes = 0
-
-    def __init__(self, total: Tally) -> None:
-        super().__init__()
-        self._total = total
-
-    def __setitem__(self, unit: Unit, _: None) -> None:
-        """Has a unit as the last one, unless it is here, and no longer in the group where it was."""
-        before = unit.group
-        if before is self:
-            return
-        if before is None:
-            self._total.nbytes += unit.nbytes
-        else:
-            dict.pop(before, unit, None)
-            before.nbytes -= unit.nbytes
-        unit.group = self
-        self.nbytes += unit.nbytes
-        super().__setitem__(unit, None)  # last: Ctrl-C must not leave it in a group that it does not know of
-
-    def pop(self, unit: Unit, default: Any = None) -> Any:
-        """Removes a unit, whichever group it is in."""
-        group = unit.group
-        if group is not None:
-            dict.pop(group, unit, None)
-            group.nbytes -= unit.nbytes
-            self._total.nbytes -= unit.nbytes
-            unit.group = None
-        return default
 
 
 _MORE = tensors_over(torch.empty(1, device="cpu")) - 1  # counted beside a tensor itself
