@@ -36,11 +36,12 @@ class Share:
     Args:
         tier: has the memory.
         nbytes: the most bytes at once; may be changed at any time.
-        at_end: all of it is taken from the end of the memory.
     """
 
-    def __init__(self, tier: Tier, nbytes: int, at_end: bool = False) -> None:
-        self.nbytes, self.device, self.at_end = nbytes, tier.device, at_end
+    at_end = False  #: all of it is taken from the end of the memory
+
+    def __init__(self, tier: Tier, nbytes: int) -> None:
+        self.nbytes, self.device = nbytes, tier.device
         self.in_use = 0  #: as the tier counts; see ``bytes_in_use``
         self.peak = 0  #: the most bytes that were handed out at once
         self.ref = weakref.ref(self)
@@ -103,9 +104,9 @@ class Tier:
         self._held: Held[_Part] = Held()
         self._shares: weakref.WeakSet[Share] = weakref.WeakSet()
 
-    def share(self, nbytes: int | None = None, at_end: bool = False) -> Share:
+    def share(self, nbytes: int | None = None) -> Share:
         """Returns a share, by default of all bytes. Those of several may be more than there are."""
-        share = Share(self, self.nbytes if nbytes is None else nbytes, at_end)
+        share = Share(self, self.nbytes if nbytes is None else nbytes)
         self._shares.add(share)
         return share
 

@@ -48,10 +48,8 @@ class Memory(Usable):
         self._lent: Share  # of what users take besides their shares
         self._users: weakref.WeakSet[Policy[Any]] = weakref.WeakSet()
 
-    def share(self, device: torch.device, at_end: bool = False) -> Share:
+    def share(self, device: torch.device) -> Share:
         """Returns a share for a new user, on the device where it needs memory; ``balance`` sets its size.
-
-        ``at_end``: it takes memory from the end, so that its parts do not lie among those of users that give way.
 
         Raises:
             ValueError: the memory is another device's; it was closed.
@@ -61,12 +59,13 @@ class Memory(Usable):
         with self.residency.lock:
             if self._tier is None:
                 self._tier = tier_on(device, self.nbytes, two_ended=True)
-                self._lent = self._tier.share(at_end=True)
+                self._lent = self._tier.share()
+                self._lent.at_end = True
             elif self._tier.device != device:
                 raise ValueError(
                     f"this Memory is memory of {self._tier.device}, and memory of {device} is needed: make one for each"
                 )
-            return self._tier.share(0, at_end)
+            return self._tier.share(0)
 
     def lend(self, nbytes: int) -> object:
         """Gives up memory that a user takes besides its share; it is back with the last reference to the result."""

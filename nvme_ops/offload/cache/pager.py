@@ -99,7 +99,8 @@ class Pager(Policy[Entry]):
             self._residency = Residency()
         else:
             self._memory, budget = given, given.nbytes
-            share, self._residency = given.share(host, at_end=True), given.residency
+            share, self._residency = given.share(host), given.residency
+            share.at_end = True  # layers do not lie among what gives way to them
         super().__init__(self._residency.lock, share, _Files(), CacheStats())
         self.budget = budget
         self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
