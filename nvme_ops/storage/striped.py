@@ -155,6 +155,7 @@ class StripedSlabs:
         given = [1.0] if weights is None and count == 1 else weights
         self._striping = None if given is None else Striping(given)
         self.handles = [handle, *(copy(handle) for _ in range(count - 1))]
+        self._engines = [engine_of(each) for each in self.handles]
         self.paths = [session.path(number, name) for number in range(count)]
         self._fds: list[int] = []
         self._files: list[OpenFile] = []
@@ -208,7 +209,7 @@ class StripedSlabs:
         """Submits the transfers of a contiguous tensor's bytes one by one, adding each to ``transfers``."""
         whole, op = memory if len(pieces) < 2 else dense_bytes(memory), Op.WRITE if write else Op.READ
         for folder, begin, nbytes, extent in pieces:
-            engine, file = engine_of(self.handles[folder]), self._files[folder]
+            engine, file = self._engines[folder], self._files[folder]
             part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
             _add(transfers, partial(engine.submit, op, part, file, extent.start, False, True, priority))
 
@@ -238,7 +239,7 @@ class StripedSlabs:
             starts.append(extent.start)
         op = Op.WRITE if write else Op.READ
         for folder, (tensors, starts) in found.items():
-            engine = engine_of(self.handles[folder])
+            engine = self._engines[folder]
             _add(transfers, partial(engine.submit_many, op, tensors, self._files[folder], starts, priority))
 
     def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:

@@ -35,9 +35,9 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
 
-_IN_FLIGHT = 32 << 20  # bytes beyond the budget: on their way to storage in forward, and back in backward
+_IN_FLIGHT = 32 << 20  # bytes of a budget for what is on its way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
-_AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients
+_AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients; the least in memory
 _NOT_READ = "saved for the backward pass, could not be read"
 
 
@@ -133,6 +133,7 @@ class Activations(Policy[Unit]):
         #: Whether this thread has the lock: what saves a tensor now is a signal handler, which must not come in again.
         self.is_busy: Callable[[], bool] = self.lock._is_owned
         self._residency.join(self)
+        self._set_limits()
 
     def put(self, tensor: torch.Tensor, place: StoragePart) -> Ticket:
         """Saves bytes of a tensor's storage, and waits while too many are in memory.
@@ -187,7 +188,7 @@ class Activations(Policy[Unit]):
                     if unit.modified:
                         raise modified(unit.dtype, unit.shape)
                     if begun := unit.memory is None:
-                        self._has_room_for(unit)
+                        self._shrink(self._most - unit.nbytes, used=True)
                         self._residency.begin(self, unit, Priority.DEMAND)
                         self._bytes += unit.nbytes
                     unit.demanded = True
@@ -201,7 +202,7 @@ class Activations(Policy[Unit]):
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
         found: torch.Tensor = memory
-        if is_changed(found, unit.handed_out):
+        if found._version != unit.handed_out or (vars(found) and is_changed(found, unit.handed_out)):
             raise modified(unit.dtype, unit.shape)
         return found
 
@@ -253,7 +254,7 @@ class Activations(Policy[Unit]):
         for transfer in transfers:
             transfer.exception()
         self._undo.close()
-        self._native.trim_pool(_IN_FLIGHT)
+        self._native.trim_pool(0)
 
     def __del__(self) -> None:
         """Removes the files once the last graph is gone; at Python's end the session has removed them."""
@@ -269,7 +270,6 @@ class Activations(Policy[Unit]):
         ref.unit = unit
         unit.ticket = ref
         self._saved += 1
-        self._largest = max(self._largest, unit.nbytes)
         self._units[unit.number] = unit
         self._by_place[place] = unit
         self._held[unit] = None
@@ -281,6 +281,9 @@ class Activations(Policy[Unit]):
         if not self._this_pass:
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self.counts))
         self._this_pass += unit.nbytes
+        if unit.nbytes > self._largest or self._this_pass > self.share.nbytes == self._kept:
+            self._largest = max(self._largest, unit.nbytes)
+            self._set_limits()
         self.counts.bytes_saved += unit.nbytes
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes)
         return ticket
@@ -309,7 +312,14 @@ class Activations(Policy[Unit]):
             if self._this_pass:
                 self._end_pass()
         # kept for reuse: what the budget has room for, or else what the layer at work needs
-        self._native.trim_pool(_IN_FLIGHT + max(_AT_WORK * self._largest, self.share.nbytes - self._bytes))
+        self._native.trim_pool(max(_AT_WORK * self._largest, self.share.nbytes - self._bytes))
+
+    def _set_limits(self) -> None:
+        """Decides how much may be in memory, and how much of that need not be on its way."""
+        budget = self.share.nbytes
+        moving = max(2 * self._largest, min(_IN_FLIGHT, budget // 4))
+        fits = max(self._last_pass, self._this_pass) <= budget
+        self._most, self._kept = max(budget, _AT_WORK * self._largest), budget if fits else budget - moving
 
     def _end_pass(self) -> None:
         before, now = self._before, self.counts
@@ -321,6 +331,7 @@ class Activations(Policy[Unit]):
             budget=self.share.nbytes,
         )
         self._last_pass, self._this_pass = self._this_pass, 0
+        self._set_limits()
         self._young.clear()
         self._end_pooling()
 
@@ -444,13 +455,13 @@ class Activations(Policy[Unit]):
         thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
         ``unit``.
         """
-        if self.present and self._bytes > self.share.nbytes:
-            self._shrink(self.share.nbytes, lambda each: not each.is_arriving())
+        if self.present and self._bytes > self._kept:
+            self._shrink(self._kept, used=False)
         young = set(itertools.chain.from_iterable(self._young.values()))
         for each in list(self._held):
-            over = self._bytes - self._writing_bytes > self.share.nbytes
-            surplus = self._last_pass - self.share.nbytes - (self._this_pass - self._held_bytes)
-            if not over and (surplus <= 0 or self._writing_bytes > max(_IN_FLIGHT, self.share.nbytes // 2)):
+            over = self._bytes - self._writing_bytes > self._kept
+            surplus = self._last_pass - self._kept - (self._this_pass - self._held_bytes)
+            if not over and (surplus <= 0 or self._writing_bytes > self._most // 2):
                 break
             if each.number in young:
                 continue
@@ -460,7 +471,7 @@ class Activations(Policy[Unit]):
             elif failure is not None:  # raised when the budget needs its memory
                 each.trouble = failure
                 break
-        much = self._bytes - unit.nbytes > self.share.nbytes + _IN_FLIGHT
+        much = self._bytes - unit.nbytes > self._most
         oldest = next(iter(self._writing), None) if much else None
         return None if oldest is None or oldest is unit else oldest.leaving
 
@@ -508,19 +519,17 @@ class Activations(Policy[Unit]):
         if entry.memory is not None:
             entry.handed_out = entry.memory._version  # which counts copies to an accelerator
 
-    def _shrink(self, most: int, may_leave: Callable[[Unit], bool]) -> bool:
-        """Releases units that are on storage as well, until ``most`` bytes are in memory; returns whether they are."""
+    def _shrink(self, most: int, used: bool) -> bool:
+        """Releases units that are on storage as well until ``most`` bytes are in memory; returns whether they are.
+
+        ``used``: only those that this backward pass has used.
+        """
         for unit in list(self.present):
             if self._bytes <= most:
                 break
-            if may_leave(unit):
+            if unit.demanded and unit.arrival is None if used else not unit.is_arriving():
                 self.discard(unit)
         return self._bytes <= most
-
-    def _has_room_for(self, unit: Unit) -> bool:
-        """Releases units that this backward pass has used, if memory is short; returns whether there is enough now."""
-        most = self.share.nbytes + _IN_FLIGHT - unit.nbytes
-        return self._shrink(most, lambda each: each.demanded and each.arrival is None)
 
     def _read_ahead(self, unit: Unit) -> None:
         number = unit.number
@@ -528,8 +537,8 @@ class Activations(Policy[Unit]):
             number = self._away[place - 1]
             other = self._units.get(number)
             if other is not None and other.memory is None:
-                room = self.share.nbytes + _IN_FLIGHT - self._bytes
-                if other.nbytes > room and not self._has_room_for(other):  # units that leave for it join the list
+                # units that leave for it join the list
+                if self._bytes + other.nbytes > self._most and not self._shrink(self._most - other.nbytes, used=True):
                     return
                 try:
                     self._residency.begin(self, other, Priority.PREFETCH)
