@@ -11,6 +11,7 @@ import torch
 
 from nvme_ops.formats.quantized import quantize
 from nvme_ops.offload import (
+    Memory,
     NvmeCache,
     NvmeOptimizer,
     from_pretrained,
@@ -267,17 +268,40 @@ class KeptOptimizer(Optimizer):
     keep = True
 
 
+def keys_and_values(cache: NvmeCache, version: int) -> None:
+    made = torch.Generator().manual_seed(version)
+    parts = [torch.rand(1, 4, 200, 64, generator=made, device="cpu") for _ in range(8)]
+    for number, part in enumerate(parts):
+        cache.update(part, part + 1, number)
+    for number, part in enumerate(parts):
+        more = part[:, :, :1]
+        keys, values = cache.update(more, more + 1, number)
+        right = torch.equal(keys[:, :, :200], part) and torch.equal(values[:, :, :200], part + 1)
+        require(right, "other keys and values")
+
+
 class KeyValues(Capability):
     """``NvmeCache``."""
 
     def do(self, version: int) -> None:
-        made = torch.Generator().manual_seed(version)
-        parts = [torch.rand(1, 4, 200, 64, generator=made, device="cpu") for _ in range(8)]
         with self.ending(NvmeCache(self.folder, "1500K", handle=self.handle)) as cache:
-            for number, part in enumerate(parts):
-                cache.update(part, part + 1, number)
-            for number, part in enumerate(parts):
-                more = part[:, :, :1]
-                keys, values = cache.update(more, more + 1, number)
-                right = torch.equal(keys[:, :, :200], part) and torch.equal(values[:, :, :200], part + 1)
-                require(right, "other keys and values")
+            keys_and_values(cache, version)
+
+
+class OneMemory(Capability):
+    """Swapped parameters that give way to a cache in the same ``Memory``, and come back."""
+
+    main = "swapped"
+
+    def start(self) -> None:
+        self.usual, self.module, self.memory = model(), model(), Memory("2M")
+        options: Any = {"memory": self.memory, "min_bytes": "100K", "checksums": True, "handle": self.handle}
+        self.swapped = swap_params(self.module, self.folder, **options)
+
+    def do(self, version: int) -> None:
+        right = gradients(self.usual, version)
+        require(equal(gradients(self.module, version), right), "other gradients")
+        with self.ending(NvmeCache(self.folder, memory=self.memory, handle=self.handle)) as cache:
+            keys_and_values(cache, version)
+            require(equal(gradients(self.module, version), right), "other gradients beside a cache")
+        require(equal(gradients(self.module, version), right), "other gradients after a cache")

@@ -22,7 +22,7 @@ Make = Callable[..., Capability]
 #: What only the process that has made it can use, and what a child is told.
 PARENTS = {
     **dict.fromkeys(("Log", "Store", "StreamedOn", "Experts", "Activations"), "fork|parent"),
-    **dict.fromkeys(("Swapped", "Gradients"), "swapped by the parent process"),
+    **dict.fromkeys(("Swapped", "Gradients", "OneMemory"), "swapped by the parent process"),
     **dict.fromkeys(("Optimizer", "KeptOptimizer"), "fork|parent"),
 }
 

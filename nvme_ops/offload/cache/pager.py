@@ -106,7 +106,8 @@ class Pager(Policy[Entry]):
         self._page_bytes = min(_LARGEST_PAGE, budget // _PAGES)
         self._layers: list[PagedLayer] = []  # in the order in which they are used
         self._kept: set[PagedLayer] = set()
-        self._current = -1  # the place of the layer in use
+        self._current = -1  # the place of the layer that was used last
+        self._using = False  # it is being used: later its memory is in use as long as tensors are over it
         self._asked = 0  # bytes of memory that were needed last
         self._cycled = False  # whether all layers are known
         with contextlib.ExitStack() as undo:
@@ -154,6 +155,7 @@ class Pager(Policy[Entry]):
         layer.require_like(keys, values)
         self._bring(layer, keys.shape[2])
         found = layer.append(keys, values)
+        self._using = False
         self._ahead(keys.shape[2])
         return found[0].to(layer.device), found[1].to(layer.device)
 
@@ -162,6 +164,7 @@ class Pager(Policy[Entry]):
         self._use(layer)
         self._bring(layer, 0)
         found = layer.half(half).to(layer.device)
+        self._using = False
         self._ahead(0)
         return found
 
@@ -260,7 +263,7 @@ class Pager(Policy[Entry]):
 
     def victims(self, after: int) -> Iterable[Entry]:
         """Returns the layers in memory, in the order in which they are to leave it; for a prefetch not those kept."""
-        count, spared = len(self._layers), {self._layers[self._current]}
+        count, spared = len(self._layers), {self._layers[self._current]} if self._using or after >= 0 else set()
         if after >= 0:
             spared |= {self._layers[(self._current + number) % count] for number in range(1, after + 2)} | self._kept
 
@@ -298,7 +301,7 @@ class Pager(Policy[Entry]):
         place = self._layers.index(layer)
         if place < self._current:
             self._cycled = True
-        self._current = place
+        self._current, self._using = place, True
 
     def _bring(self, layer: PagedLayer, more: int) -> None:
         """Brings all needed tokens into memory, with room for ``more``. Raises as ``append`` does."""
