@@ -266,12 +266,11 @@ def _instead_of_base(trainer: Any, own: Any, ours: Callable[[Any], None], argume
     if base is None or vars(base)[name] is theirs:
         ours(argument)
         return
-    theirs = vars(base)[name]
-    setattr(base, name, lambda one, given: ours(given) if one is trainer else theirs(one, given))
+    leave = Patch(base, name, lambda its: lambda one, given: ours(given) if one is trainer else its(one, given)).take()
     try:
         own(argument)
     finally:
-        setattr(base, name, theirs)
+        leave()
 
 
 def _offloading(arguments: Any) -> str:

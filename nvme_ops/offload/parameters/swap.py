@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from nvme_ops.base.lifetime import Closing
-from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.lazy.offloaded import outline_of
 from nvme_ops.offload.memory import Memory, budget_of
-from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped, Use
 from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
@@ -28,11 +27,12 @@ _NOTHING = "neither reset_parameters nor initialize_weights does"
 Path = str | os.PathLike[str]
 
 
-class SwappedParams(Closing):
+class SwappedParams(Swapped):
     """Parameters on storage, from ``swap_params``; a context manager that closes them at the end."""
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
-        self._module, self._residents = module, residents
+        super().__init__(residents)
+        self._module = module
         self._leave = weakref.finalize(residents, STATE_DICTS.take())
 
     @contextlib.contextmanager
@@ -54,15 +54,6 @@ class SwappedParams(Closing):
                 else:
                     found.append(each.detach())
             yield found
-
-    @never_raising
-    def __repr__(self) -> str:
-        """Returns for example ``<SwappedParams: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
-        return f"<SwappedParams: {self._residents!r}>"
-
-    def stats(self) -> SwapStats:
-        """Returns what was moved so far."""
-        return self._residents.stats()
 
     def restore(self) -> None:
         """Replaces all parameters by ordinary ones in memory, and closes this. Make a new optimizer afterwards."""
@@ -199,8 +190,6 @@ def _initialize(
     affected = {id(each) for each in module.modules() if any(tensor.is_meta for tensor in _tensors(each))}
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner, name, parameter in _places(module):
-        if not parameter.is_meta:
-            continue
         note_replaced([parameter])
         tied = places.setdefault(id(parameter), [])
         given = made.get(id(parameter))
