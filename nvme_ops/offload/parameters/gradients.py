@@ -316,20 +316,6 @@ def require_one_rank(params: Sequence[torch.Tensor]) -> None:
         )
 
 
-@contextlib.contextmanager
-def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yields a parameter's gradient in memory, wherever it is, or None if there is none."""
-    grad = parameter.grad
-    if not isinstance(grad, SwappedTensor):
-        yield grad
-        return
-    with grad.lent() as values:
-        try:
-            yield values
-        finally:
-            del values  # the traceback of a failure would keep its memory
-
-
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
     """Returns the reference counts of ``grad``: in Python, in C++ and of its storage; zeros if it is not dense."""
     grad = parameter.grad
