@@ -350,20 +350,6 @@ class Residents(Policy[Resident]):
     def note_use(self, use: Use) -> None:
         """Records a use, and reads ahead."""
         self._order.use(use)
-        self._read_ahead()
-
-    def note_arrival(self, entry: Resident) -> None:
-        """Applies the scale that values got while they were on storage."""
-        if entry.scale is not None and entry.values is not None:
-            entry.values.mul_(entry.scale)
-            entry.note_computed()
-
-    def note_change(self, entry: Resident) -> None:
-        """Forgets what was known of the values."""
-        entry.norm = None
-        entry.changes += 1
-
-    def _read_ahead(self) -> None:
         if len(self.present) == len(self._all):
             return
         room = max(_AHEAD, self.share.nbytes // 4)
@@ -384,6 +370,17 @@ class Residents(Policy[Resident]):
                     return
             except OSError:  # it is retried on demand
                 return
+
+    def note_arrival(self, entry: Resident) -> None:
+        """Applies the scale that values got while they were on storage."""
+        if entry.scale is not None and entry.values is not None:
+            entry.values.mul_(entry.scale)
+            entry.note_computed()
+
+    def note_change(self, entry: Resident) -> None:
+        """Forgets what was known of the values."""
+        entry.norm = None
+        entry.changes += 1
 
     def victims(self, after: int) -> Iterable[Resident]:
         """Returns entries whose next use comes after ``after`` others, the furthest first."""
