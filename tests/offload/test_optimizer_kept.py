@@ -485,7 +485,7 @@ def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
     optimizer.save_states(folder / "states of 2")
     flushes.fail = is_it
     train(model, optimizer, 2, 3)
-    optimizer._states._flush[0].wait()  # type: ignore[index]
+    optimizer._states._flush.wait()  # type: ignore[union-attr]
     flushes.fail = lambda _: False
     flushed = len(flushes.files)
     arguments = {"save_states": [folder / "states"], "load_states": [folder / "states of 2"]}.get(then, [])

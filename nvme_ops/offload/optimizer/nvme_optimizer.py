@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Literal, overload
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from nvme_ops.base.errors import note
 from nvme_ops.base.lifetime import Closing
@@ -45,8 +46,6 @@ from nvme_ops.offload.optimizer.records import session_name, warn_of_others
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.parameters.gradients import require_one_rank
-
-_AS_IT_IS = "as it is"  # stands for all that state has
 
 MIN_BUDGET = 1 * MIB  #: bytes of the smallest budget
 
@@ -87,10 +86,10 @@ def _without_strides(made: Any) -> Any:
     return optimizer, master, [[described[:2] for described in group] for group in parameters], regions
 
 
-def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
-    """Returns, for each parameter, a reference to its gradient and the gradient's version."""
+def _identities(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns, for each parameter, a reference to its gradient and the gradient's version; None if it has none."""
     gradients = [each.grad for each in parameters]
-    return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
+    return [None if each is None else (WeakIdRef(each), each._version) for each in gradients]
 
 
 class NvmeOptimizer(Closing, torch.optim.Optimizer):
@@ -161,7 +160,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         budget = bytes_of("memory_budget", memory_budget)
         if budget < MIN_BUDGET:
             raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
-        self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
+        self._failed_with: list[Any] = []  # identities of the gradients of a failed step
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
         self._switches: list[dict[str, bool]] = []  # by group: what _switches was when room was made
@@ -385,7 +384,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         found, before = state_dict["state"], self.param_groups
         versions: dict[Chunk, Version] | None = None
         try:
-            super().load_state_dict({**state_dict, "state": {_AS_IT_IS: True}})
+            super().load_state_dict({**state_dict, "state": self.state})  # whose keys are no numbers: it stays
             for group in self.param_groups:
                 group.update(self._as_of_now(group, {})[0])
             self._require_room(ValueError)
@@ -419,12 +418,6 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         states: dict[torch.Tensor, dict[str, Any]] = {sample: dict(state)} if state else {}
         inner.__setstate__({"state": states, "param_groups": [{**options, "params": [sample]}]})
         return {**options_of(inner.param_groups[0])}, states.get(sample, {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Replaces attributes, as torch's ``load_state_dict`` does; ours leaves ``state`` as it is."""
-        if _AS_IT_IS in state.get("state", ()):
-            state = {**state, "state": self.state}
-        super().__setstate__(state)
 
     def save_states(self, path: Path, *, durable: bool = True) -> bool:
         """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
@@ -695,14 +688,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _same_gradients(self) -> bool:
         """Returns whether the gradients are those of the step that failed."""
-        failed = self._failed_with
-        if not failed:
+        if not (failed := self._failed_with):
             return False
         now = _identities(self._parameters())
         freed = self._most_gradients is not None  # the failed step may have freed some
         return len(failed) == len(now) and all(
-            (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
-            for old, new in zip(failed, now, strict=True)
+            old == new or (freed and new is None) for old, new in zip(failed, now, strict=True)
         )
 
     def _require_idle(self) -> None:

@@ -18,7 +18,7 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,10 +180,11 @@ class Flush:
     Args:
         what: names what is made durable.
         work: does it.
+        slots: by a chunk's number: where its states are that are made durable.
     """
 
-    def __init__(self, what: str, work: Callable[[], object]) -> None:
-        self.what = what
+    def __init__(self, what: str, work: Callable[[], object], slots: Mapping[int, int | None]) -> None:
+        self.what, self.slots = what, slots
         self.failure: Exception | None = None  #: of the work, once it has ended
         self._work: Callable[[], object] | None = work
         self._once, self._done = threading.Lock(), threading.Event()

@@ -88,8 +88,8 @@ class States(Usable):
         self.last_commit = -1  #: the attempt committed last
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
-        self._durable: dict[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
-        self._flush: tuple[Flush, dict[int, int | None]] | None = None  # of the last step, and its slots
+        self._durable: Mapping[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
+        self._flush: Flush | None = None  # of the last step
         self._made: Any = None  # ``Division.made`` of what was committed last
         self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
         super().__init__()
@@ -321,17 +321,15 @@ class States(Usable):
             self._free_third_places()
         else:
             self._drop_failed()
-            flush[0].start()
+            flush.start()
 
     def recommit(self) -> None:
         """Commits what there is again if groups were added after the last step."""
         if self._made not in (None, self.division.made) and self.is_between_steps():
             self.commit(self.stats.steps)
 
-    def _flush_of(
-        self, records: Records, now: Mapping[Chunk, Version], steps: int
-    ) -> tuple[Flush, dict[int, int | None]]:
-        """Returns the work that makes versions durable, first their places and then the record, and their slots."""
+    def _flush_of(self, records: Records, now: Mapping[Chunk, Version], steps: int) -> Flush:
+        """Returns the work that makes versions durable, first their places and then the record."""
         store = self._store
 
         def work() -> None:
@@ -343,8 +341,8 @@ class States(Usable):
                     records.settle()  # the next program does not know of this failure
                 raise
 
-        flush = Flush(f"step {steps} of NvmeOptimizer", work)
-        return flush, {chunk.number: version.slot for chunk, version in now.items()}
+        slots = {chunk.number: version.slot for chunk, version in now.items()}
+        return Flush(f"step {steps} of NvmeOptimizer", work, slots)
 
     def settle(self) -> None:
         """Waits until the last step is durable; only then may places be written to that are not the current ones.
@@ -354,11 +352,10 @@ class States(Usable):
         if self._records is None:
             return
         self._require_ours()
-        if self._flush is not None:
-            flush, named = self._flush
+        if (flush := self._flush) is not None:
             flush.wait()
             if flush.failure is None:
-                self._flush, self._durable = None, named
+                self._flush, self._durable = None, flush.slots
                 self._free_third_places()
             else:
                 durable, now = self._durable, self.current.items()
@@ -445,7 +442,7 @@ class States(Usable):
             self._free_third_places()
         else:  # the earlier program ended before the step was durable
             self._flush = self._flush_of(self._records, now, steps)
-            self._flush[0].start()
+            self._flush.start()
 
     def measure(self) -> OptimizerStats:
         """Returns the statistics, with the space and memory in use."""
