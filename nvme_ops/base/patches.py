@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
+
+_INHERITED: Any = object()  # stands for what the owner itself has not
 
 
 class Patch:
-    """Replaces a method of a class, or a function of a module, from the first user to the last.
+    """Replaces a method of a class or an object, or a function of a module, from the first user to the last.
 
     Args:
-        owner: the class or module.
+        owner: the class, object or module.
         name: of the method or function.
         replacement: makes the new one of the one before. It has to work without users, too: if somebody else has
             replaced it since, it stays below theirs.
     """
 
-    def __init__(self, owner: type | ModuleType, name: str, replacement: Callable[[Any], Any]) -> None:
+    def __init__(self, owner: object, name: str, replacement: Callable[[Any], Any]) -> None:
         self._owner, self._name, self._replacement = owner, name, replacement
         self._users: set[object] = set()
         self._ours: Any = None
@@ -37,12 +38,15 @@ class Patch:
 
     def _update(self) -> None:
         """Replaces or restores it. Without a lock: a garbage collection may end uses, also within this."""
-        while (current := vars(self._owner)[self._name]) is self._ours or self._users:
+        while (current := vars(self._owner).get(self._name, _INHERITED)) is self._ours or self._users:
             if current is self._ours:
                 if self._users:
                     return
-                setattr(self._owner, self._name, self._before)
+                if self._before is _INHERITED:
+                    delattr(self._owner, self._name)
+                else:
+                    setattr(self._owner, self._name, self._before)
             else:
                 self._before = current
-                self._ours = self._replacement(current)
+                self._ours = self._replacement(getattr(self._owner, self._name) if current is _INHERITED else current)
                 setattr(self._owner, self._name, self._ours)

@@ -16,6 +16,7 @@ program that does not import nvme_ops, and all processes that it starts, get the
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import shutil
@@ -27,6 +28,7 @@ from typing import Any, NoReturn
 from packaging.version import Version
 
 from nvme_ops import op_builder
+from nvme_ops.base.patches import Patch
 
 _MODULE = "deepspeed.ops.op_builder"
 _BUILDERS = ("AsyncIOBuilder", "GDSBuilder", "PinMemoryBuilder")
@@ -34,8 +36,7 @@ _BUILDERS = ("AsyncIOBuilder", "GDSBuilder", "PinMemoryBuilder")
 #: The first release that is supported, and the first one after it that is not.
 _KNOWN = ((0, 14), (0, 20))
 
-_replaced: list[tuple[type, str, Callable[..., Any], Any]] = []  # class, method, ours, and its own or _NONE
-_NONE = object()
+_installed: list[Callable[[], None]] = []  # what ``uninstall`` calls
 
 
 def install() -> None:
@@ -48,7 +49,7 @@ def install() -> None:
         ModuleNotFoundError: DeepSpeed is not installed.
         RuntimeError: its version is not supported; nothing is changed.
     """
-    if _replaced:
+    if _installed:
         return
     version: str = importlib.import_module("deepspeed").__version__
     numbers = Version(version).release[:2]
@@ -60,46 +61,36 @@ def install() -> None:
         theirs, ours = getattr(builders, name, None), getattr(op_builder, name)
         if not isinstance(theirs, type) or theirs.__name__ != name:  # the accelerator has no such op
             continue
-        for method, function in (("load", _loader(ours)), ("is_compatible", _probe(ours))):
-            _replaced.append((theirs, method, function, theirs.__dict__.get(method, _NONE)))
-            setattr(theirs, method, function)
-    _keep_dtypes()
-
-
-def _keep_dtypes() -> None:
-    """Makes ZeRO-3 keep parameters on NVMe in the dtype that it is given.
-
-    ``_set_dtype`` computes ``dtype or float16 if fp16 is supported else bfloat16``, which Python parses as ``(dtype or
-    float16) if ...``: without fp16, as on most CPUs, it rounds parameters in float32 to bfloat16.
-    """
+        for method, replacement in (("load", _loader), ("is_compatible", _probe)):
+            _installed.append(Patch(theirs, method, functools.partial(replacement, ours)).take())
     classes = importlib.import_module("deepspeed.runtime.zero.partition_parameters")
     theirs = getattr(classes, "InsertPostInitMethodToModuleSubClasses", None)
-    before = getattr(theirs, "_set_dtype", None)
-    if not isinstance(theirs, type) or before is None:
-        return
+    if hasattr(theirs, "_set_dtype"):
+        _installed.append(Patch(theirs, "_set_dtype", _keeping_dtypes).take())
+
+
+def uninstall() -> None:
+    """Restores what ``install`` replaced, unless somebody else has replaced it since. Further calls do nothing."""
+    while _installed:
+        _installed.pop()()
+
+
+def _keeping_dtypes(before: Callable[..., None]) -> Callable[..., None]:
+    """Returns a ``_set_dtype`` that makes ZeRO-3 keep parameters on NVMe in the dtype that it is given.
+
+    DeepSpeed's computes ``dtype or float16 if fp16 is supported else bfloat16``, which Python parses as ``(dtype or
+    float16) if ...``: without fp16, as on most CPUs, it rounds parameters in float32 to bfloat16.
+    """
 
     def _set_dtype(self: Any, ds_config: Any, dtype: Any) -> None:
         before(self, ds_config, dtype)
         if dtype is not None:
             self.dtype = dtype
 
-    _replaced.append((theirs, "_set_dtype", _set_dtype, before))
-    theirs._set_dtype = _set_dtype  # type: ignore[attr-defined]
+    return _set_dtype
 
 
-def uninstall() -> None:
-    """Restores what ``install`` replaced, unless somebody else has replaced it since. Further calls do nothing."""
-    while _replaced:
-        theirs, method, function, before = _replaced.pop()
-        if theirs.__dict__.get(method) is not function:
-            continue
-        if before is _NONE:
-            delattr(theirs, method)
-        else:
-            setattr(theirs, method, before)
-
-
-def _loader(ours: Any) -> Callable[..., Any]:
+def _loader(ours: Any, _: object) -> Callable[..., Any]:
     def load(_self: Any, verbose: bool = True) -> Any:
         """Loads the op of nvme_ops."""
         return ours().load(verbose=verbose)
@@ -107,7 +98,7 @@ def _loader(ours: Any) -> Callable[..., Any]:
     return load
 
 
-def _probe(ours: Any) -> Callable[..., Any]:
+def _probe(ours: Any, _: object) -> Callable[..., Any]:
     def is_compatible(_self: Any, verbose: bool = False) -> bool:
         """Returns whether the op of nvme_ops can be built here; with ``verbose``, prints why not."""
         return bool(ours().is_compatible()) or bool(ours().is_compatible(verbose=verbose))

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from nvme_ops.base.lifetime import Closing
+from nvme_ops.base.patches import Patch
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.checkpoint.api import load, save
 from nvme_ops.integrations.transformers import installed
@@ -99,7 +101,7 @@ def use_nvme(
     return NvmeTraining(trainer, folder, optimizer_budget, activations_budget, checkpoints)
 
 
-class NvmeTraining:
+class NvmeTraining(Closing):
     """Replaces methods of a trainer until ``close``."""
 
     def __init__(
@@ -112,9 +114,10 @@ class NvmeTraining:
         self._saving: save_on_nvme | None = None
         self._undo: contextlib.ExitStack | None = None  # from _begin to _end
         self._in_block = self._ended = False
-        self._before = {name: vars(trainer).get(name) for name in _METHODS}
+        self._leave: list[Callable[[], None]] = []
         for name in _METHODS:
-            setattr(trainer, name, functools.partial(getattr(self, f"_on_{name.strip('_')}"), getattr(trainer, name)))
+            ours = getattr(self, f"_on_{name.strip('_')}")
+            self._leave.append(Patch(trainer, name, functools.partial(functools.partial, ours)).take())
         trainer.nvme_training = self
 
     @never_raising
@@ -128,21 +131,14 @@ class NvmeTraining:
         self._in_block = True
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def close(self) -> None:
         """Removes the files and restores the trainer. Further calls do nothing."""
         if getattr(self._trainer, "nvme_training", None) is not self:
             return
         try:
             del self._trainer.nvme_training
-            for name, before in self._before.items():
-                ours = vars(self._trainer).get(name)
-                if isinstance(ours, functools.partial) and getattr(ours.func, "__self__", None) is self:
-                    delattr(self._trainer, name)
-                    if before is not None:
-                        setattr(self._trainer, name, before)
+            for leave in self._leave:
+                leave()
         finally:
             self._end()
 
@@ -270,12 +266,11 @@ def _instead_of_base(trainer: Any, own: Any, ours: Callable[[Any], None], argume
     if base is None or vars(base)[name] is theirs:
         ours(argument)
         return
-    theirs = vars(base)[name]
-    setattr(base, name, lambda one, given: ours(given) if one is trainer else theirs(one, given))
+    leave = Patch(base, name, lambda its: lambda one, given: ours(given) if one is trainer else its(one, given)).take()
     try:
         own(argument)
     finally:
-        setattr(base, name, theirs)
+        leave()
 
 
 def _offloading(arguments: Any) -> str:

@@ -46,11 +46,7 @@ _installed: list[Callable[[], None]] = []  # what ``uninstall`` calls
 @functools.cache
 def _patches() -> list[Patch]:
     module = importlib.import_module(_MODULE)
-    return [Patch(module, name, functools.partial(_ours, name)) for name in _OURS]
-
-
-def _ours(name: str, _: object) -> Any:
-    return _OURS[name]
+    return [Patch(module, name, lambda _, ours=ours: ours) for name, ours in _OURS.items()]  # type: ignore[misc]
 
 
 def _take() -> list[Callable[[], None]]:

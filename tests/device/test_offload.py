@@ -77,13 +77,12 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
         if multiplied:
             assert residents.scale(resident, torch.tensor(2.0, device=there))
     device.settle()
-    with device.on() as first:
-        values = residents.acquire(resident, "forward")
+    with device.on() as first, residents.used(resident, "forward") as values:
         device.require_pending(first)
 
     def use_elsewhere() -> None:
-        with device.on() as other:
-            result.copy_(residents.acquire(resident, "forward"), non_blocking=True)
+        with device.on() as other, residents.used(resident, "forward") as found:
+            result.copy_(found, non_blocking=True)
             device.synchronize(other)
             device.require_run(first)
 

@@ -273,7 +273,7 @@ def test_states_that_a_program_holds_while_a_step_begins_in_the_backward_pass(fo
             average = optimizer.state[params[0]]["exp_avg"] if step else torch.empty(0)
             sum(each.square().sum() for each in params).backward()  # type: ignore[union-attr]
             end = time.monotonic() + 60
-            while not all(map(optimizer._states.is_done, optimizer._states.chunks)):
+            while not all(map(optimizer._states.is_done, optimizer._states.division.chunks)):
                 assert time.monotonic() < end
                 time.sleep(0.01)
             if step < 2:

@@ -60,6 +60,25 @@ def test_what_somebody_else_has_replaced_since_stays(monkeypatch: pytest.MonkeyP
     leave()
 
 
+def test_what_is_inherited_is_inherited_again_afterwards() -> None:
+    class Base:
+        def method(self) -> list[str]:
+            return ["own"]
+
+    class Heir(Base):
+        pass
+
+    leave = Patch(Heir, "method", wrapped("ours")).take()
+    assert (Heir().method(), Base().method()) == (["ours", "own"], ["own"])
+    leave()
+    assert "method" not in vars(Heir)
+    one = Base()
+    leave = Patch(one, "method", lambda own: lambda: ["ours", *own()]).take()
+    assert (one.method(), Base().method()) == (["ours", "own"], ["own"])
+    leave()
+    assert not vars(one)
+
+
 def test_module_apply_is_torchs_after_the_last_streamed_model(folder: Path) -> None:
     """It stayed ours for ever."""
     before = torch.nn.Module._apply

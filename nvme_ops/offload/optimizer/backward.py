@@ -31,19 +31,13 @@ class BackwardPass:
         most: int | None = None,
     ) -> None:
         self._states, self._order, self._update, self._most = states, order, update, most
-        self._waiting_bytes = 0  # of gradients that are complete and not freed yet
         self._changed = threading.Condition()
+        self._waiting_bytes = 0  # of gradients that are complete and not freed yet
         self._awaited: Chunk | None = None  # the chunk whose gradients the thread waits for
-        self._missing: dict[Chunk, int] = {}  # how many gradients are not complete yet
-        self._chunks_of: dict[int, list[Chunk]] = {}
-        for chunk in order:
-            parameters = {id(each.parameter) for each in chunk.slices}
-            self._missing[chunk] = len(parameters)
-            for parameter in parameters:
-                self._chunks_of.setdefault(parameter, []).append(chunk)
+        self._parts = states.division.parts
+        self._missing = {chunk: len(chunk.slices) for chunk in order}  # how many gradients are not complete yet
         self._arrived: set[int] = set()
-        self._lock = threading.Lock()  # several threads may run backward
-        self._ready = {chunk: threading.Event() for chunk in order}
+        self._is_last = False  # no more gradients come
         self._has_ended = False
         #: Whether ``abandon`` was called; it may have been interrupted.
         self.abandoned = False
@@ -59,20 +53,19 @@ class BackwardPass:
 
     def arrived(self, parameter: torch.Tensor) -> None:
         """Records a complete gradient, and waits if too many await their update. Raises RuntimeError if repeated."""
-        with self._lock:
+        with self._changed:
             if id(parameter) in self._arrived:
                 raise RuntimeError(
                     'with overlap="backward" a gradient was ready twice before step(): all backward passes but the '
                     "last one before a step belong in `with optimizer.accumulate():`"
                 )
             self._arrived.add(id(parameter))
-            for chunk in self._chunks_of.get(id(parameter), ()):
+            for chunk, _ in self._parts.get(parameter, ()):
                 self._missing[chunk] -= 1
                 if not self._missing[chunk]:
                     self.completed.append(chunk)
-                    self._ready[chunk].set()
-        if self._most is not None and parameter.grad is not None:
-            with self._changed:
+            self._changed.notify_all()
+            if self._most is not None and parameter.grad is not None:
                 self._waiting_bytes += parameter.grad.nbytes
                 self._changed.wait_for(self._may_go_on)
 
@@ -86,36 +79,33 @@ class BackwardPass:
         """Returns whether backward goes on: it is within the budget, or waiting would deadlock with the update."""
         if self._most is None or self._waiting_bytes <= self._most or self._has_ended:
             return True
-        return self._awaited is not None and not self._ready[self._awaited].is_set()
+        return self._awaited is not None and not self._is_ready(self._awaited)
+
+    def _is_ready(self, chunk: Chunk) -> bool:
+        return self._is_last or not self._missing[chunk]
 
     def _await(self, chunk: Chunk) -> None:
         """Waits for the gradients of a chunk."""
-        if not self._ready[chunk].is_set():
-            with self._changed:
+        with self._changed:
+            if not self._is_ready(chunk):
                 self._awaited = chunk
                 self._changed.notify_all()
-            self._ready[chunk].wait()
-            self._awaited = None
+                self._changed.wait_for(lambda: self._is_ready(chunk))
+                self._awaited = None
 
     def finish(self) -> None:
         """Updates chunks of which some gradients are missing, too, and waits for the thread. Raises its failure.
 
         If this is interrupted, call ``abandon``: the thread uses the states until that has returned.
         """
-        for event in self._ready.values():
-            event.set()
+        self._is_last = True
         self._join()
         if self._failure is not None:
             raise self._failure
 
     def abandon(self) -> None:
         """Ends the thread, and leaves chunks that are not updated as they are. If interrupted, call it again."""
-        self.abandoned = True
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-        for event in self._ready.values():
-            event.set()
+        self.abandoned = self._has_ended = self._is_last = True
         self._join()
 
     def _join(self) -> None:
@@ -124,6 +114,8 @@ class BackwardPass:
         ``Thread.join`` alone is not enough: before Python 3.13, once Ctrl-C has interrupted it, it takes the thread for
         ended (bpo-45274).
         """
+        with self._changed:
+            self._changed.notify_all()
         while not self._thread_ended.wait(1):
             if self._thread.ident is None:  # it was not started
                 return

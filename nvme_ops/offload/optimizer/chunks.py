@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -13,7 +14,6 @@ import torch
 from nvme_ops.base.settings import PAGE
 from nvme_ops.io.tensors import dense_bytes, is_dense
 from nvme_ops.offload.optimizer.records import scalars_from_json
-from nvme_ops.offload.parameters.gradients import gradient_of
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 
 MASTER = "master_weights"  #: the state that has a parameter's value in float32
@@ -134,7 +134,9 @@ def _loan_of(parameter: torch.Tensor) -> Iterator[Loan]:
     with contextlib.ExitStack() as uses:
         gradient = values = None
         try:
-            gradient = uses.enter_context(gradient_of(parameter))
+            gradient = parameter.grad
+            if isinstance(gradient, SwappedTensor):
+                gradient = uses.enter_context(gradient.lent())
             if isinstance(parameter, SwappedTensor):
                 values = uses.enter_context(parameter.lent(change=gradient is not None))
                 torch.autograd.graph.increment_version(parameter)
@@ -259,6 +261,24 @@ class Chunk:
     def gradients(self, buffer: torch.Tensor) -> torch.Tensor:
         """Returns the place in a buffer, behind the backup, for gradients in float32, which master weights need."""
         return buffer[self._end_of_backup : self._end_of_backup + self.elements * _MASTER_BYTES].view(torch.float32)
+
+
+@dataclass(frozen=True, eq=False)
+class Division:
+    """How the parameters in the groups of an optimizer are divided into chunks."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    identities: list[list[Any]] = field(default_factory=list)  #: by group, of its parameters and their layouts
+    made: Any = None  #: describes optimizer, parameters and states, in JSON
+
+    @functools.cached_property
+    def parts(self) -> dict[torch.Tensor, list[tuple[Chunk, Slice]]]:
+        """The slices of each parameter, with their chunks."""
+        found: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
+        for chunk in self.chunks:
+            for each in chunk.slices:
+                found.setdefault(each.parameter, []).append((chunk, each))
+        return found
 
 
 def key_of(number: int, slot: int) -> str:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any, Literal, overload
 
 import torch
+from torch.utils.weak import WeakIdRef
 
 from nvme_ops.base.errors import note
 from nvme_ops.base.lifetime import Closing
@@ -24,13 +25,14 @@ from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
-from nvme_ops.offload.optimizer import kept, saved
+from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
     ELEMENTWISE,
     HALF,
     MASTER,
     Chunk,
+    Division,
     MemoryLayout,
     Region,
     Version,
@@ -40,11 +42,10 @@ from nvme_ops.offload.optimizer.chunks import (
     regions_of,
 )
 from nvme_ops.offload.optimizer.parameter_states import ParameterStates
+from nvme_ops.offload.optimizer.records import session_name, warn_of_others
 from nvme_ops.offload.optimizer.states import OptimizerStats, States
 from nvme_ops.offload.optimizer.updates import Updates, trim_heap
 from nvme_ops.offload.parameters.gradients import require_one_rank
-
-_AS_IT_IS = "as it is"  # stands for all that state has
 
 MIN_BUDGET = 1 * MIB  #: bytes of the smallest budget
 
@@ -85,10 +86,10 @@ def _without_strides(made: Any) -> Any:
     return optimizer, master, [[described[:2] for described in group] for group in parameters], regions
 
 
-def _identities(parameters: Iterable[torch.Tensor]) -> list[tuple[Any, int]]:
-    """Returns, for each parameter, a reference to its gradient and the gradient's version."""
+def _identities(parameters: Iterable[torch.Tensor]) -> list[Any]:
+    """Returns, for each parameter, a reference to its gradient and the gradient's version; None if it has none."""
     gradients = [each.grad for each in parameters]
-    return [(None, 0) if each is None else (weakref.ref(each), each._version) for each in gradients]
+    return [None if each is None else (WeakIdRef(each), each._version) for each in gradients]
 
 
 class NvmeOptimizer(Closing, torch.optim.Optimizer):
@@ -159,8 +160,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         budget = bytes_of("memory_budget", memory_budget)
         if budget < MIN_BUDGET:
             raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
-        self._failed_with: list[tuple[Any, int]] = []  # identities of the gradients of a failed step
-        self._cached_signature: tuple[list[Chunk], list[Any]] = ([], [])  # the chunks in it, and itself
+        self._failed_with: list[Any] = []  # identities of the gradients of a failed step
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
         self._switches: list[dict[str, bool]] = []  # by group: what _switches was when room was made
@@ -174,7 +174,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder, kept.session_name(folder, name, reuse), reuse=reuse, budget=budget, pinned=pinned,
+                folder, session_name(folder, name, reuse), reuse=reuse, budget=budget, pinned=pinned,
                 checksums=checksums, handle=self._handle,
             )  # fmt: skip
             undo.callback(self._states.close)
@@ -184,52 +184,30 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._most_gradients = budget
             record = self._states.committed()
             if reuse and record is None:
-                kept.warn_of_others(folder, name)
-            self._buffer: int = self._states.buffer if record is None else record["buffer"]  # bytes
-            if self._buffer > self._states.buffer:
-                needed = size_words(4 * self._buffer)
-                raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {needed}")
+                warn_of_others(folder, name)
             if record is None:
                 self._arrange()
             else:
-                if (made := self._chunks_for(record["made"])) is None:
+                if record["buffer"] > self._states.buffer:
+                    needed = size_words(4 * record["buffer"])
+                    raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {needed}")
+                self._states.buffer = record["buffer"]
+                if (division := self._division_for(record["made"])) is None:
                     raise ValueError(
                         f"{name!r} in {folder} has the states of other parameters, or of another optimizer"
                     )
-                self._states.add(*made)
+                self._states.resume(division)
                 self._after_arranging()
-                self._states.resume()
                 self._show_states()
             undo.pop_all()
 
-    def _signature(self) -> list[Any]:
-        """Returns what identifies the optimizer and parameters that states were made for, as JSON has it."""
-        chunks, found = self._cached_signature
-        if chunks is not self._states.chunks:
-            found = self._described(self._states.chunks)
-            self._cached_signature = (self._states.chunks, found)
-        return found
-
-    def _described(self, chunks: Sequence[Chunk]) -> list[Any]:
-        """Returns ``_signature`` for some chunks."""
-        layouts = {each.parameter: each.layout for chunk in chunks for each in chunk.slices}
-        parameters = [
-            [
-                [str(each.dtype), *map(list, layouts[each] if each in layouts else _layout_of(each))]
-                for each in group["params"]
-            ]
-            for group in self.param_groups
-        ]
-        regions = [[region.name for region in chunk.regions] for chunk in chunks]
-        return [self._class.__name__, self._master, parameters, regions]
-
-    def _chunks_for(self, made: Any) -> tuple[list[Chunk], list[list[Any]]] | None:
-        """Returns chunks, and their arrangement, for states that were made for parameters like these.
+    def _division_for(self, made: Any) -> Division | None:
+        """Returns chunks for states that were made for parameters like these.
 
         Their memory layouts may be others, which ``_arrange`` sees, and puts the states in the order of now.
 
         Args:
-            made: a ``_signature``; earlier versions did not have the strides in it, and took them for the same.
+            made: a ``Division.made``; earlier versions did not have the strides in it, and took them for the same.
 
         Returns:
             None if it is of other parameters or another optimizer.
@@ -247,8 +225,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             return None
         if not all(map(is_dense, laid_out)):
             return None
-        chunks, arrangement = self._divided(0, strides)
-        return (chunks, arrangement) if wanted == _without_strides(self._described(chunks)) else None
+        division = self._divided(0, strides)
+        return division if wanted == _without_strides(division.made) else None
 
     # Public methods
 
@@ -279,7 +257,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 loss = closure()
         begin, computing = time.perf_counter(), 0.0
         states = self._states
-        self._require_open()
+        states.require_open()
         if self._pass is not None and self._pass.abandoned:
             self._abandon_pass()
         self._arrange()
@@ -290,8 +268,11 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if backward is None and not self._same_gradients():
                 states.attempt += 1
             under_way = True
-            chunks = states.chunks
-            with_gradient = [each for each in chunks if any(part.parameter.grad is not None for part in each.slices)]
+            with_gradient = [
+                chunk
+                for chunk in states.division.chunks
+                if any(each.parameter.grad is not None for each in chunk.slices)
+            ]
             if backward is not None:
                 self._order = backward.order()
                 backward.finish()
@@ -306,7 +287,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if states.when_done is not None:
                 for chunk in with_gradient:
                     states.when_done(chunk)  # again for chunks of an interrupted attempt
-            states.commit(self._record(self.steps + (states.last_commit != states.attempt)))
+            states.commit(self.steps + (states.last_commit != states.attempt))
             self._show_states()
             if self._updates.has_lent:
                 self._updates.has_lent = False
@@ -363,7 +344,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             self._abandon_pass()
             if self._states.is_kept and not self._states.closed:
                 self._arrange()
-                self._states.recommit(self._signature())
+                self._states.recommit()
         finally:
             for hook in self._hooks.values():
                 hook.remove()
@@ -403,7 +384,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         found, before = state_dict["state"], self.param_groups
         versions: dict[Chunk, Version] | None = None
         try:
-            super().load_state_dict({**state_dict, "state": {_AS_IT_IS: True}})
+            super().load_state_dict({**state_dict, "state": self.state})  # whose keys are no numbers: it stays
             for group in self.param_groups:
                 group.update(self._as_of_now(group, {})[0])
             self._require_room(ValueError)
@@ -411,10 +392,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             for theirs, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
                 for number, parameter in zip(theirs["params"], group["params"], strict=True):
                     if number in found:
-                        given = saved.without_missing(found[number])
+                        given = {  # torch.distributed.checkpoint has looked for those that are {} in vain
+                            name: value for name, value in found[number].items() if not isinstance(value, dict) or value
+                        }
                         states[parameter] = self._as_of_now(group, given, parameter.device)[1]
-            versions = saved.from_state_dict(self._states, states.get, self.param_groups, self._needed)
-            self._states.commit(self._record(self.steps), versions)
+            versions = saved.write_states(self._states, states, self._needed, groups=self.param_groups)
+            self._states.commit(self.steps, versions)
         except BaseException:
             if self._states.current is not versions:
                 self.param_groups = before
@@ -435,12 +418,6 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         states: dict[torch.Tensor, dict[str, Any]] = {sample: dict(state)} if state else {}
         inner.__setstate__({"state": states, "param_groups": [{**options, "params": [sample]}]})
         return {**options_of(inner.param_groups[0])}, states.get(sample, {})
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Replaces attributes, as torch's ``load_state_dict`` does; ours leaves ``state`` as it is."""
-        if _AS_IT_IS in state.get("state", ()):
-            state = {**state, "state": self.state}
-        super().__setstate__(state)
 
     def save_states(self, path: Path, *, durable: bool = True) -> bool:
         """Saves the states of the last step to a file, for ``load_states`` of the same optimizer in any folder.
@@ -463,8 +440,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         require_switches(durable=durable)
         self._require_idle()
         self._states.rewrite()
-        record = self._states.described(self._record(self.steps))
-        return saved.to_file(self._states, os.fspath(path), record, durable, self._handle)
+        return saved.to_file(self._states, os.fspath(path), durable, self._handle)
 
     def load_states(self, path: Path) -> None:
         """Replaces all states by those that ``save_states`` has saved, and sets ``steps`` to theirs.
@@ -479,18 +455,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        arrangements: list[list[list[Any]]] = []
-
-        def chunks_for(made: Any) -> list[Chunk] | None:
-            found = self._chunks_for(made)
-            if found is None:
-                return None
-            arrangements.append(found[1])
-            return found[0]
-
-        record, versions = saved.from_file(self._states, os.fspath(path), chunks_for, self._handle)
-        about = {**self._record(record["steps"]), "made": self._described(list(versions))}
-        self._states.commit(about, versions, arrangements[0])
+        steps, versions, division = saved.from_file(self._states, os.fspath(path), self._division_for, self._handle)
+        self._states.commit(steps, versions, division)
         self._show_states(anew=True)
 
     def __reduce_ex__(self, _: Any) -> Any:
@@ -510,7 +476,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             if self._pass is None:
                 self._arrange()
                 self._states.attempt += 1
-                chunks = self._states.chunks[::-1]
+                chunks = self._states.division.chunks[::-1]
                 order = list(dict.fromkeys([*(each for each in self._order if each in chunks), *chunks]))
                 self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
                 self._pass.start()
@@ -535,8 +501,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         states, require_readable = self._states, weakref.WeakMethod(self._require_readable)
         for entry in list(self._shown.values()):
             entry.renew(anew)
-        with_states = states.with_states()
-        for parameter in states.parts():
+        with_states = {each.parameter for version in states.current.values() for each in version.scalars}
+        for parameter in states.division.parts:
             if parameter not in with_states:
                 self._has_shown.discard(parameter)
                 self.state.pop(parameter, None)
@@ -551,12 +517,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 shown.renew(anew)
             self._has_shown.add(parameter)
 
-    def _record(self, steps: int) -> dict[str, Any]:
-        return {"steps": steps, "buffer": self._buffer, "made": self._signature()}
-
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients in a chunk of parameters whose chunks are all updated."""
-        parts = self._states.parts()
+        parts = self._states.division.parts
         for each in chunk.slices:
             gradient = each.parameter.grad
             if gradient is not None and all(self._states.is_done(other) for other, _ in parts[each.parameter]):
@@ -575,10 +538,10 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             RuntimeError: a step has begun in the backward pass, or has failed after some chunks.
         """
         states, now = self._states, [_identities_of(group["params"]) for group in self.param_groups]
-        before = states.arrangement
+        before = states.division.identities
         is_other = now[: len(before)] != before
         if not is_other and len(now) > len(before):
-            states.add(*self._divided(len(before)))
+            states.extend(self._divided(len(before)))
         changed = self._changed_states()
         if self._pass is not None:
             if is_other or changed:
@@ -605,25 +568,20 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         """
         states, wanted = self._states, {parameter: dict(each) for parameter, each in changed.items()}
         stored: dict[torch.Tensor, dict[str, Any]] = {}
-        arrangement, about = None, self._record(self.steps)
-        versions: dict[Chunk, Version] | None
+        division = None
         if is_other:
             states.rewrite()
             stored = saved.to_state_dict(states, self._handle)
-            chunks, arrangement = self._divided(0)
-            every = {each.parameter for chunk in chunks for each in chunk.slices}
-            new = {each: dict(self.state.get(each) or {}) for each in every - states.parts().keys()}
-            wanted = {**stored, **wanted, **new}
-            versions = saved.from_state_dict(states, wanted.get, None, self._needed, chunks)
-            about["made"] = self._described(chunks)
-        else:
-            every = set(states.parts())
-            versions = saved.change_states(states, wanted, self._needed)
+            division = self._divided(0)
+            new = division.parts.keys() - states.division.parts.keys()
+            wanted = {**stored, **wanted, **{each: dict(self.state.get(each) or {}) for each in new}}
+        versions = saved.write_states(states, wanted, self._needed, division=division, keep=not is_other)
+        every = (division or states.division).parts
         for parameter, entry in list(self._shown.items()):
             if parameter not in every or self.state.get(parameter) is not entry:
                 entry.detach(stored.get(parameter))
         if versions is not None:
-            states.commit(about, versions, arrangement)
+            states.commit(self.steps, versions, division)
             self._failed_with = []
         if is_other:
             self._switches.clear()
@@ -633,7 +591,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         """Returns the entries of ``state`` that may have other states than those on storage, or had before the pass."""
         found: dict[torch.Tensor, Mapping[str, Any]] = {}
         states = self._states
-        for parameter, parts in states.parts().items():
+        for parameter, parts in states.division.parts.items():
             entry = self.state.get(parameter)
             if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.states is states:
                 if entry.may_differ() if self._pass is None else entry.differs():
@@ -644,10 +602,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 found[parameter] = entry or {}
         return found
 
-    def _divided(
-        self, first: int, strides: Mapping[torch.Tensor, tuple[int, ...]] | None = None
-    ) -> tuple[list[Chunk], list[list[Any]]]:
-        """Divides the groups from number ``first`` on into chunks, and returns these with the arrangement of all.
+    def _divided(self, first: int, strides: Mapping[torch.Tensor, tuple[int, ...]] | None = None) -> Division:
+        """Divides the groups from number ``first`` on into chunks; those before keep the chunks that they have.
 
         Args:
             first: the number of the first group.
@@ -656,37 +612,46 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         Raises:
             ValueError: a parameter has gaps in its memory or is there twice; with ``overlap``, ranks reduce gradients.
         """
-        chunks: list[Chunk] = []
-        arrangement: list[list[Any]] = []
-        given = [id(each) for group in self.param_groups for each in group["params"]]
-        if len(given) != len(set(given)):
+        chunks = self._states.division.chunks[:] if first else []
+        identities: list[list[Any]] = []
+        described: list[list[Any]] = []
+        every = self._parameters()
+        if len(every) != len(set(map(id, every))):
             raise ValueError("a parameter is more than once in the parameter groups")
         for number, group in enumerate(self.param_groups):
             regions: dict[tuple[torch.dtype, torch.device], tuple[Region, ...]] = {}
-            parameters: dict[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]] = {}
-            identities = _identities_of(group["params"])
+            new: dict[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]] = {}
+            identities.append(_identities_of(group["params"]))
+            described.append([])
             for place, each in enumerate(group["params"]):
                 kind, layout = (each.dtype, each.device), _layout_of(each)
                 if strides is not None and (stride := strides.get(each, layout.stride)) != layout.stride:
                     layout = MemoryLayout(layout.shape, stride)
-                    identities[place] = None  # none that a parameter can have
+                    identities[-1][place] = None  # none that a parameter can have
+                described[-1].append([str(each.dtype), *map(list, layout)])
                 if number >= first:
                     if kind not in regions:
                         regions[kind] = self._regions(group, each)
-                    parameters[each] = layout, regions[kind]
-            arrangement.append(identities)
-            chunks += divide(parameters, number, self._buffer)
+                    new[each] = layout, regions[kind]
+            chunks += divide(new, number, self._states.buffer)
             if self._overlap:
                 require_one_rank(group["params"])
-        for number, chunk in enumerate(chunks, len(self._states.chunks) if first else 0):
+        for number, chunk in enumerate(chunks):
             chunk.number = number
-        return chunks, arrangement
+        names = [[region.name for region in chunk.regions] for chunk in chunks]
+        return Division(chunks, identities, [self._class.__name__, self._master, described, names])
 
     def _after_arranging(self) -> None:
         """Notes the options of groups, and adds hooks to parameters that may get a gradient."""
         self._switches += map(_switches, self.param_groups[len(self._switches) :])
         if self._overlap:
-            hook, wanted = _hook_of(weakref.ref(self)), {each for each in self._parameters() if each.requires_grad}
+            arrived = weakref.WeakMethod(self._arrived)  # parameters and their hooks do not keep the optimizer alive
+
+            def hook(parameter: torch.Tensor) -> None:
+                if (method := arrived()) is not None:
+                    method(parameter)
+
+            wanted = {each for each in self._parameters() if each.requires_grad}
             for each in wanted - self._hooks.keys():
                 self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
             for each in self._hooks.keys() - set(self._parameters()):
@@ -709,7 +674,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             on, before = _switches(group), self._switches[number]
             if on == before:
                 continue
-            for chunk in self._states.chunks:
+            for chunk in self._states.division.chunks:
                 if chunk.group != number or set(self._regions(group, chunk.slices[0].parameter)) <= set(chunk.regions):
                     continue
                 changed = ", ".join(
@@ -723,14 +688,12 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _same_gradients(self) -> bool:
         """Returns whether the gradients are those of the step that failed."""
-        failed = self._failed_with
-        if not failed:
+        if not (failed := self._failed_with):
             return False
         now = _identities(self._parameters())
         freed = self._most_gradients is not None  # the failed step may have freed some
         return len(failed) == len(now) and all(
-            (old[1] == new[1] and (old[0] and old[0]()) is (new[0] and new[0]())) or (freed and new[0] is None)
-            for old, new in zip(failed, now, strict=True)
+            old == new or (freed and new is None) for old, new in zip(failed, now, strict=True)
         )
 
     def _require_idle(self) -> None:
@@ -740,21 +703,6 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _require_readable(self) -> None:
         """Raises ValueError if closed, or RuntimeError within a step."""
-        self._require_open()
+        self._states.require_open()
         if self._pass is not None:
             raise RuntimeError("a step has begun in the backward pass: call step() or zero_grad() before this")
-
-    def _require_open(self) -> None:
-        if self._states.closed:
-            raise ValueError("the NvmeOptimizer is closed")
-
-
-def _hook_of(reference: weakref.ref[NvmeOptimizer]) -> Callable[[torch.Tensor], None]:
-    """Returns a hook for parameters that does not keep the optimizer alive."""
-
-    def hook(parameter: torch.Tensor) -> None:
-        optimizer = reference()
-        if optimizer is not None:
-            optimizer._arrived(parameter)
-
-    return hook

@@ -117,14 +117,13 @@ class ParameterStates(MutableMapping[str, Any]):
         self._versions[name] = _version_of(self._values[name])
 
     def _parts(self) -> list[tuple[Chunk, Slice]]:
-        return [] if self.states is None else self.states.parts().get(self.parameter, [])
+        return [] if self.states is None else self.states.division.parts.get(self.parameter, [])
 
     def _stored(self) -> list[str]:
         """Returns the names of the states on storage."""
         for chunk, each in self._parts():
-            scalars = self.states.current[chunk].scalars.get(each) if self.states is not None else None
-            if scalars is not None:
-                return chunk.state_names(scalars)
+            if self.states is not None and each in (scalars := self.states.current[chunk].scalars):
+                return chunk.state_names(scalars[each])
         return []
 
     def _names(self) -> list[str]:
@@ -132,7 +131,7 @@ class ParameterStates(MutableMapping[str, Any]):
             now = [self.states.current[chunk] for chunk, _ in self._parts()]
             if not (self._values or self._deleted):
                 self._of = now
-            elif len(now) != len(self._of) or any(one is not other for one, other in zip(now, self._of, strict=True)):
+            elif now != self._of:
                 self.renew()  # a step has ended, or failed after some chunks
         names = dict.fromkeys([*self._stored(), *self._values])
         return [name for name in names if name not in self._deleted]

@@ -15,20 +15,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import threading
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from nvme_ops.base import lifetime
+from nvme_ops.base import lifetime, ranks
 from nvme_ops.base.errors import FormatError, naming
 from nvme_ops.base.text import parse_json
 from nvme_ops.filesystem.files import boot_id, read_whole, write_whole
-from nvme_ops.filesystem.publication import replacing
+from nvme_ops.filesystem.publication import publish
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.storage.session import Session, file_of
+from nvme_ops.storage.session import Session, file_of, kept_sessions
 from nvme_ops.storage.store import TensorStore
 
 _MAGIC = "nvme_ops commit 2"
@@ -36,7 +38,11 @@ _SECTOR = 512
 _DURABLE, _VOID = "durable", "void"
 # Version 1 was a value in a store with a journal, under this key. Version 0 was the same without the line.
 _KEY, _EARLIER = "commit", "nvme_ops commit 1"
+_ALONE = " of rank 0 of 1"  # earlier versions have named a launcher's only rank so
 _NO_JOURNAL = b"a later version of nvme_ops has written these states\n"  # makes an earlier version refuse them
+
+
+Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,8 @@ class Record:
     number: int
     mark: str
     content: dict[str, Any]
+    nbytes: int = 0
+    checksum: int = 0
 
     @property
     def is_valid(self) -> bool:
@@ -71,16 +79,15 @@ class Records:
 
     def __init__(self, session: Session) -> None:
         self._paths = [session.path(0, f"record {number}") for number in range(2)]
-        self._fd = -1  # of the file whose record is not durable
-        self._line: tuple[int, int, int] = (0, 0, 0)  # of that record: number, bytes and checksum
+        self._fd = -1  # of the file for the next record, or whose record is not durable
+        self._line: tuple[int, int, int] = (0, 0, 0)  # of the newest record: number, bytes and checksum
         self._pending = False  # it may be valid
         self._marked = False  # it was marked as durable, without a flush since
-        self._outdated = ""  # the path of the record before, unless it is void
         if not os.path.lexists(self._paths[0]):
             self._create(session)
         self.newest, self.durable = self._load()
         if _journal(session) != _NO_JOURNAL:
-            _replace(session.path(0, "index"), _NO_JOURNAL, durable=False)
+            publish(session.path(0, "index"), _NO_JOURNAL, durable=False)
 
     def _create(self, session: Session) -> None:
         """Makes the files. If the process is killed meanwhile, the next one starts again, or finds both complete."""
@@ -90,8 +97,8 @@ class Records:
         if other is not None and other.mark != _VOID:
             raise _missing(self._paths[0])
         content = json.dumps(_earlier(session) if _journal(session) else {}).encode()
-        _replace(self._paths[1], _line(-1, _VOID), durable=False)
-        _replace(self._paths[0], _line(0, _DURABLE, len(content), _checksum(content)) + content, durable=True)
+        publish(self._paths[1], _line(-1, _VOID), durable=False)
+        publish(self._paths[0], _line(0, _DURABLE, len(content), _checksum(content)) + content)
 
     def _load(self) -> tuple[Record, Record]:
         """Returns the newest valid record and the newest durable one. Raises FormatError."""
@@ -109,34 +116,24 @@ class Records:
         if not durable:  # places that a record of another kind names may have been written to
             raise (damaged or [FormatError(f"{self._paths[0]}: no record of an optimizer's step is valid any more")])[0]
         newest, before = usable[-1], durable[-1]
-        self._number = newest.number
-        self._target = self._paths[1 - self._paths.index(before.path)]
-        if newest is not before:
-            self._fd = _open(self._target)
-            content = read_whole(self._fd)[_SECTOR:]
-            self._line = (newest.number, len(content), _checksum(content))
-        elif len(durable) > 1:
-            self._outdated = durable[0].path
+        self._line = newest.number, newest.nbytes, newest.checksum
+        self._target = 1 - self._paths.index(before.path)  # the file for the next record
+        self._outdated = newest is before and len(durable) > 1  # it has the durable record of the step before
         return newest, before
 
     def write(self, content: dict[str, Any]) -> None:
         """Records a step, for as long as the machine runs. Raises OSError; the record before stays valid."""
         text = json.dumps(content).encode()
-        if self._fd < 0:
-            self._fd = _open(self._target)
-        self._number += 1
-        self._line, self._pending = (self._number, len(text), _checksum(text)), True
-        number, *rest = self._line
-        _put(self._fd, _line(number, boot_id() or "-", *rest) + text, self._target)
+        self._line, self._pending = (self._line[0] + 1, len(text), _checksum(text)), True
+        self._mark(boot_id() or "-", text)
 
     def harden(self) -> None:
         """Makes the last record durable; all that it names must be so already. Raises OSError."""
-        number, *rest = self._line
         self._pending = self._marked = True
-        _put(self._fd, _line(number, _DURABLE, *rest), self._target)
-        _sync(self._fd, self._target)
-        fd, self._outdated = self._fd, self._paths[1 - self._paths.index(self._target)]
-        self._fd, self._target, self._marked, self._pending = -1, self._outdated, False, False
+        self._mark(_DURABLE)
+        self._sync()
+        fd, target = self._fd, 1 - self._target
+        self._fd, self._target, self._outdated, self._marked, self._pending = -1, target, True, False, False
         os.close(fd)
 
     def settle(self) -> None:
@@ -145,34 +142,34 @@ class Records:
         Until then, places that only that record names must not be written to.
         """
         if self._pending:
-            _put(self._fd, _line(self._number, _VOID), self._target)
+            self._put(_line(self._line[0], _VOID))
             if self._marked:
-                _sync(self._fd, self._target)
+                self._sync()
             self._marked = self._pending = False
-            self.close()
         if self._outdated:
-            fd = _open(self._outdated)
-            try:
-                _put(fd, _line(-1, _VOID), self._outdated)
-            finally:
-                os.close(fd)
-            self._outdated = ""
+            self._put(_line(-1, _VOID))
+            self._outdated = False
+
+    def _mark(self, mark: str, text: bytes = b"") -> None:
+        number, *rest = self._line
+        self._put(_line(number, mark, *rest) + text)
+
+    def _put(self, content: bytes) -> None:
+        """Writes the beginning of a file; the first sector is written in one piece."""
+        if self._fd < 0:
+            self._fd = _open(self._paths[self._target])
+        with naming("write of the record of a step", self._paths[self._target]):
+            write_whole(self._fd, content)
+
+    def _sync(self) -> None:
+        with naming("fdatasync of the record of a step", self._paths[self._target]):
+            os.fdatasync(self._fd)
 
     def close(self) -> None:
         """Closes the files. Further calls do nothing."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
-
-
-def steps_in(path: str) -> int | None:
-    """Returns the steps that the session at ``path`` has recorded, or None if it has none that can be read."""
-    found: list[Record] = []
-    for number in range(2):
-        with contextlib.suppress(OSError, FormatError):
-            found.append(_read(file_of(path, f"record {number}")))
-    content = max((each for each in found if each.is_valid), key=lambda each: each.number, default=None)
-    return content.content.get("steps") if content is not None else None
 
 
 class Flush:
@@ -183,10 +180,11 @@ class Flush:
     Args:
         what: names what is made durable.
         work: does it.
+        slots: by a chunk's number: where its states are that are made durable.
     """
 
-    def __init__(self, what: str, work: Callable[[], object]) -> None:
-        self.what = what
+    def __init__(self, what: str, work: Callable[[], object], slots: Mapping[int, int | None]) -> None:
+        self.what, self.slots = what, slots
         self.failure: Exception | None = None  #: of the work, once it has ended
         self._work: Callable[[], object] | None = work
         self._once, self._done = threading.Lock(), threading.Event()
@@ -247,21 +245,22 @@ def _checksum(content: bytes) -> int:
 
 def _read(path: str) -> Record:
     """Reads a record. Raises FileNotFoundError, OSError or FormatError."""
-    content = _content(path)
+    whole = _content(path)
     try:
-        if not content.strip(b"\0"):
+        if not whole.strip(b"\0"):
             raise ValueError("it is empty")
-        fields = content[:_SECTOR].decode("ascii").removeprefix(_MAGIC).split()
+        fields = whole[:_SECTOR].decode("ascii").removeprefix(_MAGIC).split()
         number, mark, nbytes, checksum = int(fields[0]), fields[1], int(fields[2]), int(fields[3], 16)
-        if content[:_SECTOR] != _line(number, mark, nbytes, checksum):
+        if whole[:_SECTOR] != _line(number, mark, nbytes, checksum):
             raise ValueError(f"its first line does not begin with {_MAGIC!r}, or its checksum does not match")
         if mark == _VOID:
             return Record(path, number, mark, {})
-        text = content[_SECTOR : _SECTOR + nbytes]
+        text = whole[_SECTOR : _SECTOR + nbytes]
         if len(text) != nbytes or _checksum(text) != checksum:
             raise ValueError("its checksum does not match")
         found = parse_json(text)
-        return Record(path, number, mark, {} if found == {} else required(found, "places"))
+        content = {} if found == {} else required(found, "places")
+        return Record(path, number, mark, content, nbytes, checksum)
     except (ValueError, IndexError) as error:
         raise FormatError(f"{path}: the record of an optimizer's step is damaged: {error}") from error
 
@@ -288,22 +287,6 @@ def _content(path: str) -> bytes:
         return read_whole(fd)
     finally:
         os.close(fd)
-
-
-def _put(fd: int, content: bytes, path: str) -> None:
-    """Writes the beginning of a file; the first sector is written in one piece."""
-    with naming("write of the record of a step", path):
-        write_whole(fd, content)
-
-
-def _sync(fd: int, path: str) -> None:
-    with naming("fdatasync of the record of a step", path):
-        os.fdatasync(fd)
-
-
-def _replace(path: str, content: bytes, durable: bool) -> None:
-    with replacing(path, durable) as file:
-        _put(file.fd, content, path)
 
 
 def _journal(session: Session) -> bytes:
@@ -333,6 +316,57 @@ def _earlier(session: Session) -> dict[str, Any]:
             raise FormatError(f"{path}: the record of the last step of an optimizer is damaged: {error}") from error
         store.sync()
         return content
+
+
+# The sessions of ranks, each of which has records of its own
+
+
+def session_name(folders: Folders, name: str, reuse: bool) -> str:
+    """Returns the name of this rank's session: ``name`` for the only one, whether a launcher has started it or not."""
+    me = ranks.distributed()
+    if me is not None and me.world_size > 1:
+        return f"{name} of rank {me.rank} of {me.world_size}"
+    found = [each for each, *_ in kept_sessions(_first(folders))] if reuse else []
+    return name + _ALONE if name + _ALONE in found and name not in found else name
+
+
+def warn_of_others(folders: Folders, name: str) -> None:
+    """Warns that states begin anew although others have kept some under this name in the first folder."""
+    pattern = re.compile(re.escape(name) + r"(?: of rank \d+ of \d+)?")
+    found: dict[str, tuple[int, str]] = {}  # steps and path, by session
+    for each, path, in_use in kept_sessions(_first(folders)):
+        if not in_use and pattern.fullmatch(each) and (steps := _steps_in(path)) is not None:
+            found[each] = steps, path
+    if not found:
+        return
+    me = ranks.distributed() or ranks.Rank(0, 1)
+    those = ", ".join(f"step {steps} of {each!r} in {path}" for each, (steps, path) in found.items())
+    if me.world_size == 1:
+        take = f"If each of those ranks had all parameters, name={next(iter(found))!r} continues with its states"
+    else:
+        take = "If each rank has all parameters, save_states there and load_states here are enough"
+    warnings.warn(
+        f"{name!r} begins without states, at step 0, as rank {me.rank} of {me.world_size}, but other ranks have kept "
+        f"some here: {those}. The same number of ranks would continue with them. To take them over, save the result of "
+        "get_optimizer_state_dict there and give it to set_optimizer_state_dict here, both of "
+        f"torch.distributed.checkpoint. {take}. Remove these folders if nobody needs them",
+        stacklevel=3,
+    )
+
+
+def _first(folders: Folders) -> str | os.PathLike[str]:
+    """Returns the folder that has the records; an empty text if none is given, which ``Session`` will refuse."""
+    return folders if isinstance(folders, str | os.PathLike) else next(iter(folders), "")
+
+
+def _steps_in(path: str) -> int | None:
+    """Returns the steps that the session at ``path`` has recorded, or None if it has none that can be read."""
+    found: list[Record] = []
+    for number in range(2):
+        with contextlib.suppress(OSError, FormatError):
+            found.append(_read(file_of(path, f"record {number}")))
+    content = max((each for each in found if each.is_valid), key=lambda each: each.number, default=None)
+    return content.content.get("steps") if content is not None else None
 
 
 def scalars_to_json(scalars: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -27,45 +27,45 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.offload.optimizer.chunks import (
     MASTER,
+    NOTHING,
     Chunk,
+    Division,
     MemoryLayout,
-    Region,
     Slice,
     Version,
     cloned,
     local,
     sharded,
 )
-from nvme_ops.offload.optimizer.records import required
+from nvme_ops.offload.optimizer.records import required, scalars_to_json
 from nvme_ops.offload.optimizer.states import States
+from nvme_ops.storage.session import unnamed_file
 
 _METADATA = "nvme_ops.optimizer"
 
 
 def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
     """Returns the states of each parameter; the tensors are mapped from a file without a name."""
-    size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, Region]]()
-    layouts: dict[torch.Tensor, MemoryLayout] = {}
+    size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, MemoryLayout, torch.dtype]]()
     found: dict[torch.Tensor, dict[str, Any]] = {}
-    for chunk in states.chunks:
+    for chunk in states.division.chunks:
         for each, scalars in states.current[chunk].scalars.items():
-            if each.parameter in found:
-                continue
             names = chunk.state_names(scalars)
-            if not names:
+            if each.parameter in found or not names:
                 continue
             found[each.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
-            for region in (region for region in chunk.regions if region.name in names):
-                if each.layout.shape.numel():
-                    places[each.parameter, region.name] = size, region
-                    layouts[each.parameter] = each.layout
-                    size += -(-each.layout.shape.numel() * region.dtype.itemsize // PAGE) * PAGE
+            for name, dtype in chunk.regions:
+                if name not in names:
+                    continue
+                if elements := each.layout.shape.numel():
+                    places[each.parameter, name] = size, each.layout, dtype
+                    size += -(-elements * dtype.itemsize // PAGE) * PAGE
                 else:  # nothing can be mapped
-                    empty = torch.empty_strided(*each.layout, dtype=region.dtype)
-                    found[each.parameter][region.name] = sharded(empty, each.parameter)
+                    empty = torch.empty_strided(*each.layout, dtype=dtype)
+                    found[each.parameter][name] = sharded(empty, each.parameter)
     if not size:
         return found
-    fd = states.unnamed_file(size)
+    fd = unnamed_file(states.session, size)
     try:
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
@@ -77,109 +77,74 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
                         offsets.append(places[each.parameter, name][0] + each.begin * view.itemsize)
             return handle.submit_pwritev(tensors, fd, offsets) if tensors else None
 
-        states.copy_out(states.chunks, write)
+        states.copy_out(states.division.chunks, write)
         memory = mmap.mmap(fd, size, access=mmap.ACCESS_COPY)
     finally:
         os.close(fd)
-    for (parameter, name), (place, region) in places.items():
-        layout = layouts[parameter]
-        elements = torch.frombuffer(memory, dtype=region.dtype, count=layout.shape.numel(), offset=place)
-        found[parameter][name] = sharded(elements.as_strided(*layout), parameter)
+    for (parameter, name), (place, layout, dtype) in places.items():
+        mapped = torch.frombuffer(memory, dtype=dtype, count=layout.shape.numel(), offset=place)
+        found[parameter][name] = sharded(mapped.as_strided(*layout), parameter)
     return found
 
 
-def from_state_dict(
+def write_states(
     states: States,
-    saved_of: Callable[[torch.Tensor], dict[str, Any] | None],
-    groups: Sequence[Mapping[str, Any]] | None,
+    wanted: Mapping[torch.Tensor, Mapping[str, Any]],
     needed: Callable[[Chunk], Collection[str]],
-    chunks: Sequence[Chunk] | None = None,
-) -> dict[Chunk, Version]:
-    """Writes the states of all parameters beside the current ones, and returns the versions to commit.
+    *,
+    groups: Sequence[Mapping[str, Any]] | None = None,
+    division: Division | None = None,
+    keep: bool = False,
+) -> dict[Chunk, Version] | None:
+    """Writes states of parameters beside the current ones.
 
     Args:
         states: has the chunks.
-        saved_of: returns the saved states of a parameter, or None.
+        wanted: the states of each parameter that is to have any.
+        needed: returns the names of states without which the optimizer cannot update a chunk.
         groups: the parameter groups, whose options and dtypes states are converted to as torch's ``load_state_dict``
             does it; None: states have to be as they are kept.
-        needed: returns the names of states without which the optimizer cannot update a chunk.
-        chunks: those that replace the chunks of ``states``, when these are not to stay.
-
-    Raises:
-        ValueError: states do not fit the parameters or the optimizer; nothing was written.
-    """
-    for chunk in states.chunks if chunks is None else chunks:
-        for each in chunk.slices:
-            _require(saved_of(each.parameter) or {}, chunk, each, needed(chunk), strict=groups is None)
-    versions: dict[Chunk, Version] = {}
-    with contextlib.closing(states.fill(lambda *_: None, versions, chunks)) as updates:
-        for chunk, buffer in updates:
-            for each in chunk.slices:
-                saved = saved_of(each.parameter)
-                if saved:
-                    options = None if groups is None else groups[chunk.group]
-                    chunk.scalars[each] = _fill(saved, chunk, each, buffer, options)
-    return versions
-
-
-def change_states(
-    states: States,
-    changed: Mapping[torch.Tensor, Mapping[str, Any]],
-    needed: Callable[[Chunk], Collection[str]],
-) -> dict[Chunk, Version] | None:
-    """Writes the states that a program has given some parameters, and leaves the others as they are.
-
-    Args:
-        states: has the chunks.
-        changed: the states of these parameters, perhaps none or the current ones.
-        needed: returns the names of states without which the optimizer cannot update a chunk.
+        division: has the chunks that replace those of ``states``, when these are not to stay.
+        keep: leave states of parameters that are not in ``wanted`` as they are.
 
     Returns:
-        The versions to commit, or None if nothing differs.
+        The versions to commit; with ``keep``, None if nothing differs from the current states.
 
     Raises:
         ValueError: states do not fit the parameters or the optimizer; nothing was written.
     """
-    parts = states.parts()
-    chunks = list(dict.fromkeys(chunk for parameter in changed for chunk, _ in parts[parameter]))
-    for parameter, saved in changed.items():
-        for chunk, each in parts[parameter]:
-            _require(saved, chunk, each, needed(chunk), strict=True)
-    versions: dict[Chunk, Version] = {}
-    with contextlib.closing(states.fill(None, versions, chunks)) as updates:
+    parts, chunks = states.division.parts, (division or states.division).chunks
+    if keep:
+        chunks = list(dict.fromkeys(chunk for parameter in wanted for chunk, _ in parts[parameter]))
+    changing = {chunk: [each for each in chunk.slices if not keep or each.parameter in wanted] for chunk in chunks}
+    for chunk, slices in changing.items():
+        names = needed(chunk)
+        for each in slices:
+            _require(wanted.get(each.parameter) or {}, chunk, each, names, strict=groups is None)
+    versions = {chunk: states.current[chunk] if keep else NOTHING for chunk in changing}
+    with contextlib.closing(states.fill(versions, None if keep else lambda *_: None)) as updates:
         for chunk, buffer in updates:
-            before = buffer[: chunk.nbytes].clone()
-            scalars = dict(chunk.scalars)
-            for each in chunk.slices:
-                if each.parameter in changed:
-                    scalars.pop(each, None)
-                    if changed[each.parameter]:
-                        scalars[each] = _fill(changed[each.parameter], chunk, each, buffer, None)
-            if not (_same_scalars(scalars, chunk.scalars) and torch.equal(before, buffer[: chunk.nbytes])):
-                chunk.scalars = scalars
+            before, scalars = buffer[: chunk.nbytes].clone() if keep else None, dict(versions[chunk].scalars)
+            for each in changing[chunk]:
+                scalars.pop(each, None)
+                if saved := wanted.get(each.parameter):
+                    options = None if groups is None else groups[chunk.group]
+                    scalars[each] = _fill(saved, chunk, each, buffer, options)
+            is_same = before is not None and torch.equal(before, buffer[: chunk.nbytes])
+            if not (is_same and _in_json(scalars) == _in_json(versions[chunk].scalars)):
+                versions[chunk], chunk.scalars = NOTHING, scalars
+    if not keep:
+        return versions
     if all(version is states.current[chunk] for chunk, version in versions.items()):
         return None
     return {**states.current, **versions}
 
 
-def _same_scalars(some: Mapping[Slice, dict[str, Any]], others: Mapping[Slice, dict[str, Any]]) -> bool:
-    def described(scalars: Mapping[Slice, dict[str, Any]]) -> dict[Slice, Any]:
-        return {each: {name: _value(value) for name, value in found.items()} for each, found in scalars.items()}
-
-    def _value(value: Any) -> Any:
-        return (value.dtype, value.device, value.item()) if isinstance(value, torch.Tensor) else value
-
-    return described(some) == described(others)
+def _in_json(scalars: Mapping[Slice, dict[str, Any]]) -> dict[Slice, Any]:
+    return {each: scalars_to_json(found) for each, found in scalars.items()}
 
 
-def without_missing(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns saved states without those that torch.distributed.checkpoint has looked for in vain: these are {}."""
-    return {name: value for name, value in saved.items() if not isinstance(value, dict) or value}
-
-
-def _require(
-    saved: Mapping[str, Any], chunk: Chunk, each: Slice, needed: Collection[str], strict: bool = False
-) -> None:
+def _require(saved: Mapping[str, Any], chunk: Chunk, each: Slice, needed: Collection[str], strict: bool) -> None:
     """Raises ValueError unless ``saved`` is empty or has states that fit the parameter.
 
     With ``strict`` they have to be of the dtypes in which they are kept: others would be rounded.
@@ -243,50 +208,44 @@ def _loaded_scalar(name: str, value: Any, chunk: Chunk, options: Mapping[str, An
     return value.to(dtype=dtype if dtype.is_floating_point else value.dtype, device=chunk.device, copy=True)
 
 
-def to_file(states: States, path: str, record: dict[str, Any], durable: bool, handle: aio_handle) -> bool:
+def to_file(states: States, path: str, durable: bool, handle: aio_handle) -> bool:
     """Writes the states to ``path``, see ``NvmeOptimizer.save_states``; returns whether blocks are shared."""
-    stored = [chunk for chunk in states.chunks if states.current[chunk].slot is not None and chunk.nbytes]
-    header = _header(stored, record)
-    places, size = {}, len(header)
+    stored = [chunk for chunk, version in states.current.items() if version.slot is not None and chunk.nbytes]
+    record = states.record(states.stats.steps, states.current, states.division)
+    described: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(record)}}
+    offsets, size = {}, 0
     for chunk in stored:
-        places[chunk], size = size, size + chunk.nbytes
+        offsets[chunk], size = size, size + chunk.nbytes
+        entry = {"dtype": "U8", "shape": [chunk.nbytes], "data_offsets": [offsets[chunk], size]}
+        described[f"chunk.{chunk.number}"] = entry
+    text = json.dumps(described).encode()
+    text += b" " * (-(8 + len(text)) % PAGE)
+    begin = 8 + len(text)
     with replacing(path, durable) as file:
-        os.truncate(file.fd, size)
-        shared = all(states.share(chunk, file.fd, places[chunk]) for chunk in stored)
+        os.truncate(file.fd, begin + size)
+        shared = all(states.share(chunk, file.fd, begin + offset) for chunk, offset in offsets.items())
         if not shared:
-            allocate(file.fd, 0, size)
+            allocate(file.fd, 0, begin + size)
 
             def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture:
-                return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, places[chunk])
+                return handle.submit_pwrite(buffer[: chunk.nbytes], file.fd, begin + offsets[chunk])
 
             states.copy_out(stored, write)
-        write_whole(file.fd, header)
+        write_whole(file.fd, struct.pack("<Q", len(text)) + text)
     if durable:
         sync_above(os.path.dirname(os.path.realpath(path)))
     return shared
 
 
-def _header(stored: list[Chunk], record: dict[str, Any]) -> bytes:
-    described: dict[str, Any] = {"__metadata__": {_METADATA: json.dumps(record)}}
-    begin = 0
-    for chunk in stored:
-        end = begin + chunk.nbytes
-        described[f"chunk.{chunk.number}"] = {"dtype": "U8", "shape": [chunk.nbytes], "data_offsets": [begin, end]}
-        begin = end
-    text = json.dumps(described).encode()
-    text += b" " * (-(8 + len(text)) % PAGE)
-    return struct.pack("<Q", len(text)) + text
-
-
 def from_file(
-    states: States, path: str, chunks_for: Callable[[Any], Sequence[Chunk] | None], handle: aio_handle
-) -> tuple[dict[str, Any], dict[Chunk, Version]]:
-    """Writes the states in ``path`` beside the current ones; returns the file's record and the versions to commit.
+    states: States, path: str, division_for: Callable[[Any], Division | None], handle: aio_handle
+) -> tuple[int, dict[Chunk, Version], Division]:
+    """Writes the states in ``path`` beside the current ones; returns their steps, and versions and chunks to commit.
 
     Args:
         states: has the chunks.
         path: the file.
-        chunks_for: returns the chunks for states that were made for the given, or None if there are none.
+        division_for: returns the chunks for states that were made for the given, or None if there are none.
         handle: reads.
 
     Raises:
@@ -299,11 +258,15 @@ def from_file(
             record = required(parse_json(header.metadata[_METADATA]))
         except (LookupError, ValueError) as error:
             raise FormatError(f"{path}: no states that NvmeOptimizer.save_states has written") from error
-        if (chunks := chunks_for(record["made"])) is None:
+        if (division := division_for(record["made"])) is None:
             raise ValueError(
                 f"{path} has the states of other parameters, of another optimizer, or of another memory_budget"
             )
-        scalars = _scalars(chunks, record, path)
+        try:
+            described = record["chunks"]
+            scalars = {chunk: chunk.scalars_in(described[chunk.number][1]) for chunk in division.chunks}
+        except Exception as error:  # damaged content can raise anything
+            raise FormatError(f"{path}: the record of the states is damaged: {error}") from error
 
         def read(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             name = f"chunk.{chunk.number}"
@@ -315,16 +278,8 @@ def from_file(
                 raise FormatError(f"{path}: {name} has {entry.end - entry.start} bytes")
             return handle.submit_pread(buffer[: chunk.nbytes], fd, entry.start)
 
-        versions: dict[Chunk, Version] = {}
-        with contextlib.closing(states.fill(read, versions, chunks)) as updates:
+        versions = dict.fromkeys(division.chunks, NOTHING)
+        with contextlib.closing(states.fill(versions, read)) as updates:
             for chunk, _ in updates:
                 chunk.scalars.update(scalars[chunk])
-    return record, versions
-
-
-def _scalars(chunks: Sequence[Chunk], record: dict[str, Any], path: str) -> dict[Chunk, dict[Any, Any]]:
-    """Returns the scalar states in a record, by chunk and slice. Raises FormatError if it is damaged."""
-    try:
-        return {chunk: chunk.scalars_in(record["chunks"][chunk.number][1]) for chunk in chunks}
-    except Exception as error:  # damaged content can raise anything
-        raise FormatError(f"{path}: the record of the states is damaged: {error}") from error
+    return record["steps"], versions, division

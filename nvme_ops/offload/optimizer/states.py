@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.errors import FormatError, note
-from nvme_ops.base.lifetime import Owned
+from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.text import MIB
 from nvme_ops.filesystem.files import sync_above
 from nvme_ops.io.engine import Priority
@@ -28,10 +28,10 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
-from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Slice, Version, key_of
+from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency.policy import Stats
-from nvme_ops.storage.session import Session, unnamed_file
+from nvme_ops.storage.session import Session
 from nvme_ops.storage.store import TensorStore
 
 _BUFFER = 32 * MIB  # bytes of a buffer, unless the budget has no room for _BUFFERS of these
@@ -54,7 +54,7 @@ class OptimizerStats(Stats):
         return self.bytes_written / max(1, self.steps)
 
 
-class States(Owned):
+class States(Usable):
     """Reads, writes and commits chunks.
 
     Args:
@@ -67,6 +67,7 @@ class States(Owned):
         handle: moves the bytes.
     """
 
+    _closed_error = "the NvmeOptimizer is closed"
     _forked_error = "these states belong to the parent process: a forked child must make its own optimizer"
 
     def __init__(
@@ -80,70 +81,49 @@ class States(Owned):
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        self.chunks: list[Chunk] = []
-        #: Identifies, by group, the parameters that were divided into chunks, and their layouts.
-        self.arrangement: list[list[Any]] = []
+        self.division = Division()  #: of the parameters into chunks
         self.current: dict[Chunk, Version] = {}  #: the valid version of each chunk
         self.changed: dict[Chunk, torch.Tensor] = {}  #: buffers of chunks whose parameters may be new
         self.attempt = 0  #: counts attempts at steps: chunks whose version has this number are done
-        self.last_commit: int | None = None  #: the attempt committed last
+        self.last_commit = -1  #: the attempt committed last
         self.stats = OptimizerStats()
         self.when_done: Callable[[Chunk], None] | None = None  #: called when a chunk is done, perhaps twice
-        self.closed = False  #: whether ``close`` was called
-        self._durable: dict[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
-        self._flush: tuple[Flush, dict[int, int | None]] | None = None  # of the last step, and its slots
-        self._about: dict[str, Any] = {}  # as given to ``commit`` with ``current``
+        self._durable: Mapping[int, int | None] = {}  # by a chunk's number: the slot that the durable record names
+        self._flush: Flush | None = None  # of the last step
+        self._made: Any = None  # ``Division.made`` of what was committed last
         self._failed: dict[int, Version] = {}  # by a chunk's number: current ones whose flush failed
-        self._parts: tuple[list[Chunk], dict[torch.Tensor, list[tuple[Chunk, Slice]]]] = ([], {})
         super().__init__()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
         self._pool = Pool(budget, pinned=pinned)
-        #: Bytes of a buffer.
+        #: The most bytes of a chunk with its backup.
         self.buffer = min(_BUFFER, budget // _BUFFERS, self._pool.largest)
         depth = max(_BUFFERS, budget // _BUFFER)
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
         self._other_transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those that the store does not know of
         with contextlib.ExitStack() as undo:
-            self._session = undo.enter_context(Session(folders, name=name, reuse=reuse))
-            self._records = Records(self._session) if reuse else None
+            self.session = undo.enter_context(Session(folders, name=name, reuse=reuse))
+            self._records = Records(self.session) if reuse else None
             if self._records is not None:
                 undo.callback(self._records.close)
             self._store = undo.enter_context(
-                TensorStore(self._session, checksums=checksums, handle=handle, journal=False)
+                TensorStore(self.session, checksums=checksums, handle=handle, journal=False)
             )
             if self._records is not None:
-                self._session.sync()  # makes the names of the store's files durable
-                for place in self._session.folders:
+                self.session.sync()  # makes the names of the store's files durable
+                for place in self.session.folders:
                     sync_above(place)
                 self._adopt(self._records)
             self._undo = undo.pop_all()
 
-    def add(self, chunks: Iterable[Chunk], arrangement: list[list[Any]]) -> None:
-        """Adds chunks without states, which follow the others in number, of groups that follow in ``arrangement``."""
-        new = list(chunks)
-        self.current |= dict.fromkeys(new, NOTHING)
-        self.chunks, self.arrangement = [*self.chunks, *new], arrangement
-
-    def parts(self) -> dict[torch.Tensor, list[tuple[Chunk, Slice]]]:
-        """Returns the slices of each parameter that has elements, with their chunks."""
-        chunks, found = self._parts
-        if chunks is not self.chunks:
-            found = {}
-            for chunk in self.chunks:
-                for each in chunk.slices:
-                    found.setdefault(each.parameter, []).append((chunk, each))
-            self._parts = (self.chunks, found)
-        return found
-
-    def with_states(self) -> set[torch.Tensor]:
-        """Returns the parameters that have states."""
-        return {each.parameter for version in self.current.values() for each in version.scalars}
+    def extend(self, division: Division) -> None:
+        """Takes over a division that begins with the present chunks; the others have no states."""
+        self.current |= dict.fromkeys(division.chunks[len(self.division.chunks) :], NOTHING)
+        self.division = division
 
     def is_between_steps(self) -> bool:
         """Returns whether all chunks have the states of the same step: no step has failed after some were done."""
-        last = -1 if self.last_commit is None else self.last_commit
-        return all(version.attempt <= last for version in self.current.values())
+        return all(version.attempt <= self.last_commit for version in self.current.values())
 
     @property
     def is_kept(self) -> bool:
@@ -165,37 +145,28 @@ class States(Owned):
     def copy_out(self, chunks: Iterable[Chunk], write: _Move) -> None:
         """Passes the states of each chunk that has any to ``write``."""
         stored = (chunk for chunk in chunks if self.current[chunk].slot is not None)
-        with contextlib.closing(self._pass(stored, self._read, self._tracked(write), lambda *_: None)) as passing:
-            for _ in passing:
-                pass
+        self._pass_all(stored, self._read, self._tracked(write), lambda *_: None)
 
     def fill(
-        self, read: _Move | None, versions: dict[Chunk, Version], chunks: Sequence[Chunk] | None = None
+        self, versions: dict[Chunk, Version], read: _Move | None = None
     ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         """Yields each chunk with a buffer for new states, which ``read`` or the caller's loop fills.
 
-        The loop sets ``chunk.scalars``. A chunk that gets any is written beside the current states. The new ones are
-        added to ``versions``, and become valid, all or none, when these are given to ``commit``.
+        A chunk whose ``scalars`` the loop sets is written beside the current states, and its new version put in
+        ``versions``. They become valid, all or none, when these are given to ``commit``.
 
         Args:
-            read: starts to fill a buffer; None: with the current states, and ``chunk.scalars`` are the current ones. A
-                chunk for which the loop leaves these alone is not written.
-            versions: of these chunks, once the generator has ended.
-            chunks: those to be filled, all of ``self.chunks`` when None. They may be others, which replace these then.
+            versions: by the chunks to be filled, which may be others than the present ones: what is to be valid of
+                those that are not written.
+            read: starts to fill a buffer; None: with the current states.
         """
         tracked = self._read if read is None else self._tracked(read)
 
         def begin(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             chunk.reset()
-            transfer = tracked(chunk, buffer)
-            if read is None:
-                chunk.scalars, chunk.pending = self.current[chunk].scalars, self.current[chunk]
-            return transfer
+            return tracked(chunk, buffer)
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
-            if chunk.pending is not None and chunk.scalars is chunk.pending.scalars:
-                return None
-            chunk.pending = None
             if not chunk.scalars:
                 return None
             self.settle()
@@ -203,12 +174,10 @@ class States(Owned):
             return self._put(chunk, chunk.pending, buffer)
 
         def ended(chunk: Chunk, _: torch.Tensor, failure: BaseException | None) -> None:
-            if failure is None:
-                versions[chunk] = chunk.pending or NOTHING
+            if failure is None and chunk.pending is not None:
+                versions[chunk] = chunk.pending
 
-        chunks = self.chunks if chunks is None else chunks
-        versions.update(dict.fromkeys(chunks, NOTHING))
-        return self._pass(chunks, begin, write, ended)
+        return self._pass(list(versions), begin, write, ended)
 
     def _pass(
         self,
@@ -222,6 +191,11 @@ class States(Owned):
         yield from self._ring.update(chunks, read, write, ended)
         self._in_pass = False
         self._other_transfers.clear()
+
+    def _pass_all(self, *given: Any) -> None:
+        with contextlib.closing(self._pass(*given)) as passing:
+            for _ in passing:
+                pass
 
     def _tracked(self, move: _Move) -> _Move:
         """Returns ``move``, for files that are not the store's, with its transfers made known to ``_recover``."""
@@ -278,7 +252,8 @@ class States(Owned):
 
     def _slot(self, number: int) -> int | None:
         """Returns the slot with the current states of the chunk of a number; a chunk may be about to replace it."""
-        return self.current[self.chunks[number]].slot if number < len(self.chunks) else None
+        chunks = self.division.chunks
+        return self.current[chunks[number]].slot if number < len(chunks) else None
 
     def _ended(self, chunk: Chunk, buffer: torch.Tensor, failure: BaseException | None) -> None:
         """Makes the new states current, or after a failure restores the parameters. May be called again."""
@@ -305,22 +280,20 @@ class States(Owned):
         slot = self.current[chunk].slot
         return slot is not None and self._store.share(key_of(chunk.number, slot), target, place)
 
-    def described(self, about: dict[str, Any], versions: Mapping[Chunk, Version] | None = None) -> dict[str, Any]:
-        """Returns ``about`` with slot and scalar states of each chunk, of ``versions`` or the current ones."""
-        found = []
-        for chunk, version in (self.current if versions is None else versions).items():
-            found.append([version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]])
-        return {**about, "chunks": found}
+    def record(self, steps: int, versions: Mapping[Chunk, Version], division: Division) -> dict[str, Any]:
+        """Returns what another program needs to know of some versions, beside their bytes, in JSON."""
+        chunks = [
+            [version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]]
+            for chunk, version in versions.items()
+        ]
+        return {"steps": steps, "buffer": self.buffer, "made": division.made, "chunks": chunks}
 
     def commit(
-        self,
-        about: dict[str, Any],
-        versions: dict[Chunk, Version] | None = None,
-        arrangement: list[list[Any]] | None = None,
+        self, steps: int, versions: dict[Chunk, Version] | None = None, division: Division | None = None
     ) -> None:
-        """Ends a step, or makes ``versions`` the current states, and records them with ``about``.
+        """Ends a step, or makes ``versions`` the current states, and records them as those after ``steps``.
 
-        Their chunks replace the current ones; if these are others, ``arrangement`` is theirs.
+        If they are of other chunks than the present ones, ``division`` has these.
 
         The next program finds them even if this process is killed; after a power failure it does once a thread, which
         starts here, has made them durable.
@@ -328,38 +301,35 @@ class States(Owned):
         self._recover()
         self.settle()
         now, attempt = (self.current, self.attempt) if versions is None else (versions, self.attempt + 1)
-        if arrangement is None:
-            chunks, arrangement = self.chunks, self.arrangement
+        if division is None:
+            division = self.division
         else:
-            chunks, self._has_third_places = list(now), True  # the places of chunks that are gone
+            self._has_third_places = True  # the places of chunks that are gone
         flush = None
         if self._records is not None:
             if versions is None:
                 self.rewrite()
-            content = self.described(about, now)
+            content = self.record(steps, now, division)
             stored = [key_of(chunk.number, version.slot) for chunk, version in now.items() if version.slot is not None]
             content["places"] = self._store.described(key for key in stored if key in self._store)
             self._records.write(content)
-            flush = self._flush_of(self._records, now, about)
+            flush = self._flush_of(self._records, now, steps)
         (
-            self.chunks, self.arrangement, self.current, self.stats.steps, self.attempt, self.last_commit, self._about,
-            self._flush,
-        ) = chunks, arrangement, now, about["steps"], attempt, self.attempt, about, flush  # fmt: skip
+            self.division, self.current, self.stats.steps, self.attempt, self.last_commit, self._made, self._flush,
+        ) = division, now, steps, attempt, self.attempt, division.made, flush  # fmt: skip
         if flush is None:
             self._free_third_places()
         else:
             self._drop_failed()
-            flush[0].start()
+            flush.start()
 
-    def recommit(self, made: Any) -> None:
-        """Commits what there is again if groups were added, after the last step, to what this was ``made`` for."""
-        if self._about and self._about["made"] != made and self.is_between_steps():
-            self.commit({**self._about, "made": made})
+    def recommit(self) -> None:
+        """Commits what there is again if groups were added after the last step."""
+        if self._made not in (None, self.division.made) and self.is_between_steps():
+            self.commit(self.stats.steps)
 
-    def _flush_of(
-        self, records: Records, now: Mapping[Chunk, Version], about: Mapping[str, Any]
-    ) -> tuple[Flush, dict[int, int | None]]:
-        """Returns the work that makes versions durable, first their places and then the record, and their slots."""
+    def _flush_of(self, records: Records, now: Mapping[Chunk, Version], steps: int) -> Flush:
+        """Returns the work that makes versions durable, first their places and then the record."""
         store = self._store
 
         def work() -> None:
@@ -371,8 +341,8 @@ class States(Owned):
                     records.settle()  # the next program does not know of this failure
                 raise
 
-        flush = Flush(f"step {about['steps']} of NvmeOptimizer", work)
-        return flush, {chunk.number: version.slot for chunk, version in now.items()}
+        slots = {chunk.number: version.slot for chunk, version in now.items()}
+        return Flush(f"step {steps} of NvmeOptimizer", work, slots)
 
     def settle(self) -> None:
         """Waits until the last step is durable; only then may places be written to that are not the current ones.
@@ -382,11 +352,10 @@ class States(Owned):
         if self._records is None:
             return
         self._require_ours()
-        if self._flush is not None:
-            flush, named = self._flush
+        if (flush := self._flush) is not None:
             flush.wait()
             if flush.failure is None:
-                self._flush, self._durable = None, named
+                self._flush, self._durable = None, flush.slots
                 self._free_third_places()
             else:
                 durable, now = self._durable, self.current.items()
@@ -414,9 +383,7 @@ class States(Owned):
             if failure is None and chunk.pending is not None:
                 self.current[chunk] = chunk.pending
 
-        with contextlib.closing(self._pass(chunks, self._read, write, ended)) as passing:
-            for _ in passing:
-                pass
+        self._pass_all(chunks, self._read, write, ended)
 
     def _drop_failed(self) -> None:
         """Drops places whose flush has failed: as long as the store has them, it refuses each further sync."""
@@ -453,14 +420,14 @@ class States(Owned):
         """Returns the record of the last step of an earlier program, or None."""
         return None if self._records is None else self._records.newest.content or None
 
-    def resume(self) -> None:
-        """Continues with the states of ``committed``, for the chunks added before. Raises FormatError."""
+    def resume(self, division: Division) -> None:
+        """Continues with the states of ``committed``, which are divided so. Raises FormatError."""
         if self._records is None:
             raise ValueError("states that are not kept cannot be resumed")
         newest, durable = self._records.newest, self._records.durable
         now = {}
         try:
-            for chunk, (slot, described) in zip(self.chunks, newest.content["chunks"], strict=True):
+            for chunk, (slot, described) in zip(division.chunks, newest.content["chunks"], strict=True):
                 scalars = chunk.scalars_in(described)
                 if slot is not None and chunk.nbytes and key_of(chunk.number, slot) not in self._store:
                     raise ValueError(f"chunk {chunk.number} has no place")
@@ -468,18 +435,14 @@ class States(Owned):
             slots = [slot for slot, _ in durable.content.get("chunks", ())]
         except (ValueError, TypeError, AttributeError, RuntimeError) as error:
             raise FormatError(f"{newest.path}: the record of an optimizer's step is damaged: {error}") from error
-        self._about = {name: newest.content[name] for name in ("steps", "buffer", "made")}
-        self.current, self.stats.steps, self._has_third_places = now, self._about["steps"], True
+        steps, self._made = newest.content["steps"], newest.content["made"]
+        self.division, self.current, self.stats.steps, self._has_third_places = division, now, steps, True
         self._durable = dict(enumerate(slots))
         if newest is durable:
             self._free_third_places()
         else:  # the earlier program ended before the step was durable
-            self._flush = self._flush_of(self._records, now, self._about)
-            self._flush[0].start()
-
-    def unnamed_file(self, nbytes: int) -> int:
-        """Returns the descriptor of a new file of ``nbytes`` without a name, in the first folder. Raises OSError."""
-        return unnamed_file(self._session, nbytes)
+            self._flush = self._flush_of(self._records, now, steps)
+            self._flush.start()
 
     def measure(self) -> OptimizerStats:
         """Returns the statistics, with the space and memory in use."""
@@ -493,11 +456,11 @@ class States(Owned):
             if not self.is_between_steps():
                 raise OSError(
                     errno.EIO,
-                    f"step {self._about['steps']} of NvmeOptimizer is not durable: a flush has failed, and the next "
+                    f"step {self.stats.steps} of NvmeOptimizer is not durable: a flush has failed, and the next "
                     "step, which was to write its states anew, was not completed",
-                    self._session.folders[0],
+                    self.session.folders[0],
                 )
-            self.commit(self._about)
+            self.commit(self.stats.steps)
             self.settle()
 
     def close(self) -> None:
@@ -506,12 +469,12 @@ class States(Owned):
         Raises OSError if that fails; the next session then finds the step before. Further calls do nothing.
         """
         failure: Exception | None = None
-        if not self._session.closed and self._is_ours():
+        if not self.session.closed and self._is_ours():
             try:
                 self._make_durable()
             except Exception as error:
                 failure = error
-        self.closed = True
+        self._closed = True
         self._undo.close()
         if failure is not None:
             raise failure

@@ -140,7 +140,7 @@ class Updates:
         found: set[_Kind] = set()
         if self._class is not torch.optim.SGD:
             return found
-        for chunk in self._states.chunks:
+        for chunk in self._states.division.chunks:
             options = groups[chunk.group]
             foreach = options["foreach"] or (
                 options["foreach"] is None and chunk.device.type != "cpu" and not options["fused"]

@@ -16,12 +16,12 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops.base import ranks
-from nvme_ops.base.lifetime import Closing, forkable_lock
-from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.base.lifetime import forkable_lock
+from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats
+from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.weights.stream_weights import device_of_all
@@ -94,13 +94,14 @@ class _Leaving(NamedTuple):
 _owners: Any = WeakIdKeyDictionary()  # SwappedGradients by parameter; an ordinary dictionary would compare values
 
 
-class SwappedGradients(Closing):
+class SwappedGradients(Swapped):
     """Gradients on storage, from ``swap_gradients``; a context manager that closes them at the end."""
 
     def __init__(
         self, residents: Residents, every: Sequence[torch.Tensor], large: Sequence[torch.Tensor], most_leaving: int
     ) -> None:
-        self._residents, self._most_leaving = residents, most_leaving
+        super().__init__(residents)
+        self._most_leaving = most_leaving
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Parameters own their hooks, and these own this: it lives as long as any of them, and must not own them.
         self._every, self._large = [weakref.ref(each) for each in every], [weakref.ref(each) for each in large]
@@ -161,15 +162,6 @@ class SwappedGradients(Closing):
                     uses.callback(_restore_placeholder, each, grad, values)
                     each.grad = values
             yield
-
-    @never_raising
-    def __repr__(self) -> str:
-        """Returns for example ``<SwappedGradients: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
-        return f"<SwappedGradients: {self._residents!r}>"
-
-    def stats(self) -> SwapStats:
-        """Returns what was moved so far."""
-        return self._residents.stats()
 
     def close(self) -> None:
         """Removes the files. Gradients on storage are lost, and set to None. Further calls do nothing."""
@@ -322,20 +314,6 @@ def require_one_rank(params: Sequence[torch.Tensor]) -> None:
             'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
             "DistributedDataParallel does: shard them with fully_shard, or leave overlap out"
         )
-
-
-@contextlib.contextmanager
-def gradient_of(parameter: torch.Tensor) -> Iterator[torch.Tensor | None]:
-    """Yields a parameter's gradient in memory, wherever it is, or None if there is none."""
-    grad = parameter.grad
-    if not isinstance(grad, SwappedTensor):
-        yield grad
-        return
-    with grad.lent() as values:
-        try:
-            yield values
-        finally:
-            del values  # the traceback of a failure would keep its memory
 
 
 def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:

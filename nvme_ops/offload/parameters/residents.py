@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 
+from nvme_ops.base.lifetime import Closing
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import counted, never_raising, size_words
 from nvme_ops.io.engine import Priority
@@ -61,9 +62,7 @@ class Resident(Entry):
         self.copies: list[weakref.ref[Any]] = []  #: copies to be made of the current values
         self.changes = 0  #: how often the values were fetched to be changed
         self.pickled: dict[Any, Any] = {}  #: weak references to copies in memory that were pickled, by ``changes``
-        self.mapped: tuple[weakref.ref[torch.Tensor], int] | None = (
-            None  #: a copy in mapped memory, and its ``changes``
-        )
+        self.mapped: tuple[weakref.ref[torch.Tensor], int] | None = None  #: a mapped copy, and its ``changes``
         self.scale: torch.Tensor | None = None  #: a factor that the values get when they arrive
         self.norm: torch.Tensor | None = None  #: of the values, if known
         self.assigned: tuple[weakref.ref[torch.Tensor], int] | None = None  #: what ``data`` was set to, and its version
@@ -223,9 +222,8 @@ class Residents(Policy[Resident]):
             self._largest = max(self._largest, nbytes)
             if self._memory is not None:
                 self._memory.balance()
-        weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
-        if values is not None:
-            with self.lock:
+            weakref.finalize(resident, self._gone.append, (resident.key, nbytes)).atexit = False
+            if values is not None:
                 resident.leaving = self._store.put(resident.key, values)
                 resident.stored = True
                 self.counts.bytes_written += resident.nbytes
@@ -255,18 +253,9 @@ class Residents(Policy[Resident]):
 
     @contextlib.contextmanager
     def used(self, resident: Resident, phase: Phase, *, change: bool = False) -> Iterator[torch.Tensor]:
-        """Yields the values, see ``acquire``. If the block is to ``change`` them, they are written afterwards."""
-        values = self.acquire(resident, phase, change=change)
-        try:
-            yield values
-        finally:
-            del values
-            if change:
-                with self.lock:
-                    self._write_early()
+        """Yields the values, in memory as long as anybody refers to them, and reads ahead what is used next.
 
-    def acquire(self, resident: Resident, phase: Phase, *, change: bool = False) -> torch.Tensor:
-        """Returns the values, in memory as long as anybody refers to them, and reads ahead what is used next.
+        If the block is to ``change`` them, they are written afterwards.
 
         Raises:
             OSError: the values cannot be read, or others cannot be written to make room.
@@ -275,7 +264,14 @@ class Residents(Policy[Resident]):
             RuntimeError: see ``Resident.require_unaliased``.
         """
         resident.require_unaliased(change)
-        return self._residency.fetch(self, resident, (resident.place, phase), change=change)
+        values = self._residency.fetch(self, resident, (resident.place, phase), change=change)
+        try:
+            yield values
+        finally:
+            del values
+            if change:
+                with self.lock:
+                    self._write_early()
 
     def scale(self, resident: Resident, by: torch.Tensor) -> bool:
         """Has stored values multiplied when they arrive. Returns False, doing nothing, if those in memory are newer."""
@@ -354,20 +350,6 @@ class Residents(Policy[Resident]):
     def note_use(self, use: Use) -> None:
         """Records a use, and reads ahead."""
         self._order.use(use)
-        self._read_ahead()
-
-    def note_arrival(self, entry: Resident) -> None:
-        """Applies the scale that values got while they were on storage."""
-        if entry.scale is not None and entry.values is not None:
-            entry.values.mul_(entry.scale)
-            entry.note_computed()
-
-    def note_change(self, entry: Resident) -> None:
-        """Forgets what was known of the values."""
-        entry.norm = None
-        entry.changes += 1
-
-    def _read_ahead(self) -> None:
         if len(self.present) == len(self._all):
             return
         room = max(_AHEAD, self.share.nbytes // 4)
@@ -388,6 +370,17 @@ class Residents(Policy[Resident]):
                     return
             except OSError:  # it is retried on demand
                 return
+
+    def note_arrival(self, entry: Resident) -> None:
+        """Applies the scale that values got while they were on storage."""
+        if entry.scale is not None and entry.values is not None:
+            entry.values.mul_(entry.scale)
+            entry.note_computed()
+
+    def note_change(self, entry: Resident) -> None:
+        """Forgets what was known of the values."""
+        entry.norm = None
+        entry.changes += 1
 
     def victims(self, after: int) -> Iterable[Resident]:
         """Returns entries whose next use comes after ``after`` others, the furthest first."""
@@ -416,3 +409,19 @@ class Residents(Policy[Resident]):
             f"no memory in one piece for a tensor of {size_words(entry.nbytes)}, of shape {entry.shape}: "
             f"others in use have {taken} of {nbytes}"
         )
+
+
+class Swapped(Closing):
+    """Tensors of a program that are on storage; a context manager that closes them at the end."""
+
+    def __init__(self, residents: Residents) -> None:
+        self._residents = residents
+
+    @never_raising
+    def __repr__(self) -> str:
+        """Returns for example ``<SwappedParams: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
+        return f"<{type(self).__name__}: {self._residents!r}>"
+
+    def stats(self) -> SwapStats:
+        """Returns what was moved so far."""
+        return self._residents.stats()

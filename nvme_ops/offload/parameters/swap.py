@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdRef
 
-from nvme_ops.base.lifetime import Closing
-from nvme_ops.base.text import bytes_of, never_raising
+from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_callables, require_switches
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.lazy.offloaded import outline_of
 from nvme_ops.offload.memory import Memory, budget_of
-from nvme_ops.offload.parameters.residents import Resident, Residents, SwapStats, Use
+from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped, Use
 from nvme_ops.offload.parameters.saved_entries import STATE_DICTS
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.weights.stream_weights import device_of, device_of_all
@@ -28,11 +27,12 @@ _NOTHING = "neither reset_parameters nor initialize_weights does"
 Path = str | os.PathLike[str]
 
 
-class SwappedParams(Closing):
+class SwappedParams(Swapped):
     """Parameters on storage, from ``swap_params``; a context manager that closes them at the end."""
 
     def __init__(self, module: torch.nn.Module, residents: Residents) -> None:
-        self._module, self._residents = module, residents
+        super().__init__(residents)
+        self._module = module
         self._leave = weakref.finalize(residents, STATE_DICTS.take())
 
     @contextlib.contextmanager
@@ -54,15 +54,6 @@ class SwappedParams(Closing):
                 else:
                     found.append(each.detach())
             yield found
-
-    @never_raising
-    def __repr__(self) -> str:
-        """Returns for example ``<SwappedParams: 12 tensors of 64 MiB on storage, at most 16 MiB in memory>``."""
-        return f"<SwappedParams: {self._residents!r}>"
-
-    def stats(self) -> SwapStats:
-        """Returns what was moved so far."""
-        return self._residents.stats()
 
     def restore(self) -> None:
         """Replaces all parameters by ordinary ones in memory, and closes this. Make a new optimizer afterwards."""
@@ -196,11 +187,11 @@ def _initialize(
     param_init_fn: Callable[[torch.nn.Module], object] | None,
 ) -> None:
     """Gives tensors on the meta device memory, as ``to_empty`` does, and has them initialized, children first."""
-    affected = {id(each) for each in module.modules() if any(tensor.is_meta for tensor in _tensors(each))}
+    affected = {
+        id(each) for each in module.modules() if any(one.is_meta for one in [*each.parameters(), *each.buffers()])
+    }
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner, name, parameter in _places(module):
-        if not parameter.is_meta:
-            continue
         note_replaced([parameter])
         tied = places.setdefault(id(parameter), [])
         given = made.get(id(parameter))
@@ -242,11 +233,6 @@ def _initialize(
     _require_set(module, empty, "param_init_fn does not" if param_init_fn else _NOTHING)
 
 
-def _tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
-    yield from module.parameters()
-    yield from module.buffers()
-
-
 def _is_transformers(module: torch.nn.Module) -> bool:
     library: Any = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
@@ -255,8 +241,7 @@ def _is_transformers(module: torch.nn.Module) -> bool:
 def _another(parameter: Any, number: int) -> SwappedTensor:
     """Returns another tensor on storage like this one."""
     like = parameter.resident
-    outline = outline_of(like.shape, like.stride, like.dtype)
-    resident = Resident(f"{like.key}.tied{number}", outline, like.device)
+    resident = Resident(f"{like.key}.tied{number}", parameter._outline, like.device)
     parameter._residents.add(resident)
     return SwappedTensor(parameter._residents, resident)
 
@@ -298,22 +283,19 @@ def _require_set(module: torch.nn.Module, empty: Iterable[tuple[torch.nn.Module,
 
 # An optimizer made before its parameters were replaced would train nothing
 
-_replaced: dict[int, weakref.ref[torch.Tensor]] = {}  # replaced parameters that still exist, by id
+_replaced: set[WeakIdRef] = set()  # replaced parameters that still exist
 _hooks: list[Any] = []  # of all optimizers' steps, while there are such parameters
 
 
 def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
     """Makes an optimizer raise RuntimeError at its next step if it is to train any of these parameters."""
-    for each in parameters:
-        key = id(each)
-        _replaced[key] = weakref.ref(each, lambda gone, key=key: _forget(key, gone))  # type: ignore[misc]
+    _replaced.update(WeakIdRef(each, _forget) for each in parameters)
     _update_hook()
 
 
-def _forget(key: int, gone: weakref.ref[torch.Tensor]) -> None:
-    if _replaced.get(key) is gone:  # else another parameter has got its id
-        del _replaced[key]
-        _update_hook()
+def _forget(gone: WeakIdRef) -> None:
+    _replaced.discard(gone)
+    _update_hook()
 
 
 def _update_hook() -> None:
@@ -326,15 +308,11 @@ def _update_hook() -> None:
 
 
 def _require_current(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    if not _replaced:
-        return
     for group in optimizer.param_groups:
         for each in group["params"]:
-            found = _replaced.get(id(each))
-            old = None if found is None else found()
-            if old is not None and old is each and old.requires_grad:
+            if each.requires_grad and WeakIdRef(each) in _replaced:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(old.shape)} of this {type(optimizer).__name__} is no longer its "
+                    f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "
                     "optimizer would not train. Make the optimizer after swap_params, and anew after restore()"
                 )

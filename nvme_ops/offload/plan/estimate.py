@@ -428,6 +428,10 @@ def training_plan(
 
     The arguments are those of ``ways``; measurements of ``rate`` differ by ``rate_noise``, as a share of it.
     """
+
+    def described(way: TrainingWay) -> dict[str, Any]:
+        return {**asdict(way), "written_per_day": way.written / way.seconds * _DAY}
+
     return {
         **about,
         "memory": memory,
@@ -438,13 +442,7 @@ def training_plan(
         **asdict(model),
         "states": model.states,
         "batches": [
-            {
-                "batch": batch,
-                "ways": [
-                    {**asdict(each), "written_per_day": each.written / each.seconds * _DAY}
-                    for each in ways(model, memory, rate, free, batch, length)
-                ],
-            }
+            {"batch": batch, "ways": list(map(described, ways(model, memory, rate, free, batch, length)))}
             for batch in batches
         ],
     }

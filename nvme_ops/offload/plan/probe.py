@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import itertools
+import math
 import os
 import random
 import time
@@ -126,8 +127,8 @@ def read_rate(files: Sequence[str], cached: bool = False) -> float:
     ``cached``: cached data are read from the page cache, as while a model runs; otherwise all is read from the device.
     Raises FormatError if the files are empty, and OSError.
     """
-    with aio_handle(cache="auto" if cached else "direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
-        return _rate(in_flight, _reads(handle, itertools.cycle(_pieces(files))))
+    with aio_handle(cache="auto" if cached else "direct") as handle:
+        return _rate(_reads(handle, itertools.cycle(_pieces(files))))
 
 
 def cached_rate(files: Sequence[str], device: torch.device) -> float:
@@ -136,11 +137,9 @@ def cached_rate(files: Sequence[str], device: torch.device) -> float:
     Raises what ``read_rate`` raises.
     """
     pieces = _pieces(files)[: _SCRATCH // _PIECE]
-    with aio_handle(cache="buffered") as handle, InFlight(_IN_FLIGHT) as in_flight:
-        for submit, memory, path, start in _reads(handle, pieces):
-            in_flight.add(submit(memory, path, start))
-        in_flight.drain()
-        return _rate(in_flight, _reads(handle, itertools.cycle(pieces), device))
+    with aio_handle(cache="buffered") as handle:
+        _rate(_reads(handle, pieces), math.inf)
+        return _rate(_reads(handle, itertools.cycle(pieces), device))
 
 
 def _pieces(files: Sequence[str]) -> list[tuple[str, int, int]]:
@@ -166,10 +165,10 @@ def mixed_rate(folder: str) -> tuple[float, float]:
 
 
 def _mixed_rate(folder: str) -> float:
-    with _scratch(folder) as path, aio_handle(cache="direct") as handle, InFlight(_IN_FLIGHT) as in_flight:
+    with _scratch(folder) as path, aio_handle(cache="direct") as handle:
         submits = itertools.cycle((handle.submit_pwrite, handle.submit_pread))
         places = (number * 7 * _PIECE % _SCRATCH for number in itertools.count())
-        return _rate(in_flight, zip(submits, _buffers(), itertools.repeat(path), places, strict=False))
+        return _rate(zip(submits, _buffers(), itertools.repeat(path), places, strict=False))
 
 
 @contextlib.contextmanager
@@ -201,16 +200,17 @@ def _reads(
         yield handle.submit_pread, buffer[:nbytes], path, start
 
 
-def _rate(in_flight: InFlight, transfers: Iterable[_Transfer]) -> float:
-    """Submits transfers for ``_SECONDS``; returns the bytes per second that they move."""
+def _rate(transfers: Iterable[_Transfer], seconds: float = _SECONDS) -> float:
+    """Submits transfers, for at most so many seconds; returns the bytes per second that they move."""
     moved, begin = 0, time.perf_counter()
-    for submit, memory, path, start in transfers:
-        in_flight.add(submit(memory, path, start))
-        moved += memory.nbytes
-        if time.perf_counter() - begin > _SECONDS:
-            break
-    in_flight.drain()
-    return moved / (time.perf_counter() - begin)
+    with InFlight(_IN_FLIGHT) as in_flight:
+        for submit, memory, path, start in transfers:
+            in_flight.add(submit(memory, path, start))
+            moved += memory.nbytes
+            if time.perf_counter() - begin > seconds:
+                break
+        in_flight.drain()
+        return moved / (time.perf_counter() - begin)
 
 
 def _copy_rate(device: torch.device) -> float:
