@@ -193,7 +193,7 @@ def test_values_that_change_nothing_are_accepted_and_others_named(files: Path) -
         ("LlamaForSequenceClassification", "LlamaForCausalLM", {"lm_head.weight"}),
     ],
 )  # fmt: skip
-def test_a_head_that_the_files_do_not_have_is_initialized_and_can_be_trained(
+def test_a_head_that_the_files_lack_is_initialized_and_can_be_trained(
     kind: str, head: str, new: set[str], auto: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, labels = saved(tmp_path, kind), dict[str, Any]({} if head == "LlamaForCausalLM" else {"num_labels": 5})

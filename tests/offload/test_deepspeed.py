@@ -19,7 +19,7 @@ from tests import prepared
 from tests.conftest import REPOSITORY, run_python
 
 
-def test_without_deepspeed_it_says_so_at_import_if_the_variable_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_deepspeed_an_import_says_so_if_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     with pytest.raises(ModuleNotFoundError, match="deepspeed"):
         integration.install()
@@ -38,9 +38,7 @@ def builders() -> Any:
     integration.uninstall()
 
 
-def test_its_builders_load_our_ops_until_it_is_uninstalled_and_no_unknown_ones(
-    builders: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_builders_load_our_ops_until_it_is_uninstalled(builders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(builders.AsyncIOBuilder.__dict__)
     for _ in range(2):
         integration.install()

@@ -174,7 +174,7 @@ X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
 
 @pytest.mark.parametrize("kind", ["packed", "gathered", "scores", "sizes", "indices", "parameter", "none"])
 @torch.no_grad()
-def test_mixtures_of_any_kind_have_the_bits_in_memory_and_read_what_is_used(kind: str, folder: Path) -> None:
+def test_mixtures_of_any_kind_have_the_bits_and_read_what_is_used(kind: str, folder: Path) -> None:
     plain = mixture(kind)
     size = sum(each.nbytes for each in plain.parameters())
     with stream_weights(mixture(kind), folder, memory_budget=size // 2) as model:
@@ -227,7 +227,7 @@ def test_modules_that_are_all_used_in_each_pass_are_read_ahead_after_some(folder
 # The policy
 
 
-def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(folder: Path) -> None:
+def test_experts_are_read_once_for_a_batch_and_hits_not_at_all(folder: Path) -> None:
     one = Layers(folder, 1, 8, 3)
     assert {len(each.reads) for each in one.experts.groups[0]} == {1}
     assert one.use(0, range(8), 32) == 8
@@ -239,7 +239,7 @@ def test_experts_are_read_once_for_a_batch_by_one_read_each_and_hits_not_at_all(
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_few_requests_are_in_flight_so_that_the_first_arrives_first_unless_a_handle_is_given(
+def test_few_requests_are_in_flight_unless_a_handle_is_given(
     given: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     few, many = (aio_handle(4 * KIB, depth, cache="direct") for depth in (handle_in_order().get_queue_depth(), 128))
@@ -371,7 +371,7 @@ def test_the_least_budget_is_named_and_any_above_it_works(folder: Path, monkeypa
             assert (model.stats().experts_used > 0) is (budget > 64)
 
 
-def test_threads_of_a_model_and_another_of_the_same_file_until_that_is_changed(folder: Path) -> None:
+def test_threads_share_a_model_and_its_file_until_that_is_changed(folder: Path) -> None:
     path, kind = saved(folder, "Qwen3Moe")
     tokens = torch.arange(8)[None]
     wanted = kind.from_pretrained(path, experts_implementation="eager").eval()(tokens).logits

@@ -157,7 +157,7 @@ def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> No
 
 
 @pytest.mark.parametrize("order", STREAMED)
-def test_adapters_are_saved_without_the_rest_being_read_and_not_merged_into_it(
+def test_adapters_are_saved_without_the_rest_and_not_merged_into_it(
     order: str, path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = STREAMED[order](path)

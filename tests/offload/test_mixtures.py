@@ -185,7 +185,7 @@ def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
 
 @torch.no_grad()
 @pytest.mark.parametrize(("name", "make"), [("experts", lambda: None), ("router", experts_list)])
-def test_the_class_of_a_streamed_module_has_the_forward_that_it_has_in_memory(
+def test_the_class_of_a_streamed_module_has_its_usual_forward(
     name: str, make: Callable[[], Any], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain: Any = layers(lambda: Layer(make()))

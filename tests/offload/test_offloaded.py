@@ -248,7 +248,7 @@ def test_data_that_cannot_be_assigned_changes_nothing(either: Any, plain: Model)
     require_equal(either, plain)
 
 
-def test_data_that_cannot_be_written_changes_nothing_and_its_space_is_used_again(folder: Path) -> None:
+def test_data_that_cannot_be_written_changes_nothing(folder: Path) -> None:
     model, handle = nn.Linear(64, 64, bias=False), Faulty()
     before = model.weight.detach().clone()
 

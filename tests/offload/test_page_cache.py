@@ -119,7 +119,7 @@ def test_threads_read_through_it_at_once(streamed: Streamed) -> None:
     assert streamed.cached() >= WEIGHTS
 
 
-def test_processes_that_stream_the_same_files_read_them_from_the_device_once(folder: Path, memory: Memory) -> None:
+def test_processes_that_stream_the_same_files_read_them_once(folder: Path, memory: Memory) -> None:
     del memory  # there is enough
     model = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(saved_llama(folder)).eval()
     file, words = folder / "llama" / "model.safetensors", torch.tensor([[1, 2, 3]])

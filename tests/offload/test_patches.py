@@ -76,7 +76,7 @@ def test_module_apply_is_torchs_after_the_last_streamed_model(folder: Path) -> N
     assert torch.nn.Module._apply is before
 
 
-def test_the_hook_of_all_optimizers_stays_only_while_a_replaced_parameter_does(folder: Path) -> None:
+def test_the_hook_of_all_optimizers_ends_with_the_last_replaced_one(folder: Path) -> None:
     """It stayed for ever."""
     hooks = torch_optimizer._global_optimizer_pre_hooks
     gc.collect()

@@ -93,7 +93,7 @@ def test_tokens_are_those_of_the_model_in_memory(name: str, dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("name", "different"), [("t5", True), ("bert for words", False)])
 @torch.no_grad()
-def test_a_file_with_both_names_of_a_tied_weight_is_read_as_transformers_reads_it(
+def test_both_names_of_a_tied_weight_are_read_as_transformers_does(
     name: str, different: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
@@ -174,7 +174,7 @@ def test_what_cannot_be_says_why_and_leaves_nothing_open(folder: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_file_that_is_changed_meanwhile_is_told_and_one_that_is_replaced_stays_what_it_was(folder: Path) -> None:
+def test_a_changed_file_is_told_and_a_replaced_one_stays_what_it_was(folder: Path) -> None:
     path = saved(folder)
     file, wanted = path / "model.safetensors", output(in_memory(path))
 

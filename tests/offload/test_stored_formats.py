@@ -136,7 +136,7 @@ def test_zero_points_of_parts_and_of_weights_that_are_joined() -> None:
     "name", ["scale_weight", "weight_scales", "weight.scale", "scale", "qscale_weight", "g_idx", "weight_scale_2"]
 )
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
-def test_a_tensor_beside_a_weight_of_8_bits_that_is_not_understood_is_named(
+def test_a_tensor_beside_a_weight_of_8_bits_that_is_unknown_is_named(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -183,7 +183,7 @@ def test_what_is_about_activations_is_passed_over_and_a_layout_looked_at(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, torch.float32, "bfloat16", None])
-def test_weights_of_8_bits_are_computed_with_in_the_dtype_that_is_asked_for(dtype: Any, tmp_path: Path) -> None:
+def test_weights_of_8_bits_are_computed_with_in_the_dtype_asked_for(dtype: Any, tmp_path: Path) -> None:
     def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
         low, scale, plain = scaled(value)
         return {"weight": low, "weight_scale_inv": scale, "plain": plain}

@@ -390,7 +390,7 @@ COMPUTED: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def test_a_part_is_made_without_reading_and_what_else_is_computed_is_a_usual_tensor(folder: Path) -> None:
+def test_a_part_is_made_without_reading(folder: Path) -> None:
     with elsewhere("streamed", [VALUES], folder) as moved:
         parts = [make(moved[0]) for make in PARTS]
         assert moved.stats().bytes_read == 0

@@ -98,7 +98,7 @@ def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
     model.close()
 
 
-def test_a_part_and_a_weight_outlive_the_model_and_with_the_last_of_them_it_is_closed(folder: Path) -> None:
+def test_a_part_and_a_weight_outlive_the_model_and_the_last_closes_it(folder: Path) -> None:
     model = streamed(nn.Sequential(layers(), nn.Tanh()), folder)
     part, window, wanted = model[0], model._nvme_window, model[0](X)
     weight: Any = part[7].weight
@@ -159,7 +159,7 @@ def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Pat
     assert (folder / "plain.safetensors").read_bytes() == (folder / "streamed.safetensors").read_bytes()
 
 
-def test_a_state_dict_is_refused_before_anything_is_copied_but_for_what_is_in_memory(folder: Path) -> None:
+def test_a_state_dict_is_refused_whole_but_for_what_is_in_memory(folder: Path) -> None:
     model: Any = layers().eval()
     with streamed(model, folder, exclude="0.weight"):
         wanted = model(X)
@@ -214,7 +214,7 @@ SOMETHING: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def test_a_conversion_that_changes_nothing_works_and_others_are_refused_before_anything_is_changed(
+def test_conversions_that_change_something_are_refused_as_a_whole(
     folder: Path,
 ) -> None:
     brothers = [nn.Conv2d(3, 3, 3), nn.LSTM(3, 3), nn.BatchNorm1d(3)]
@@ -253,7 +253,7 @@ def test_what_ddp_ignores_are_streamed_ones_and_what_the_user_names(folder: Path
 # What stays in memory
 
 
-def test_what_is_trained_beside_frozen_weights_stays_also_where_the_budget_is_too_small(folder: Path) -> None:
+def test_what_is_trained_beside_frozen_weights_stays_what_it_is(folder: Path) -> None:
     model: Any = nn.Sequential(layers(4), nn.Linear(256, 16), nn.Dropout(0.5)).train()
     model[0].requires_grad_(False)
     names, before = trainable(model), list(model.parameters())
@@ -279,7 +279,7 @@ def test_attention_over_another_sequence_has_the_same_bits(folder: Path) -> None
         assert torch.equal(model(target, memory), expected)
 
 
-def test_a_frozen_table_beside_trainable_weights_is_told_and_does_not_keep_these_in_memory(folder: Path) -> None:
+def test_a_frozen_table_does_not_keep_trainable_weights_in_memory(folder: Path) -> None:
     model = layers().train()
     next(iter(model.parameters())).requires_grad_(False)
     with pytest.warns(UserWarning, match=r"15 parameters require a gradient, 1 do not, and all are frozen.*exclude="):

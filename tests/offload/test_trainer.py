@@ -157,9 +157,7 @@ def test_what_is_raised_leaves_nothing_behind(folder: Path, nvme: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"model_init": llama}], ids=["", "model_init"])
-def test_a_block_keeps_the_states_from_one_call_to_the_next_unless_the_model_is_new(
-    folder: Path, nvme: Path, options: Any
-) -> None:
+def test_a_block_keeps_the_states_between_calls_unless_the_model_is_new(folder: Path, nvme: Path, options: Any) -> None:
     plain, ours = trainer(folder, **options), trainer(folder, **options)
     with use_nvme(ours, nvme, **SMALL):
         for _ in range(2):
@@ -239,7 +237,7 @@ def test_each_can_stay_in_memory(folder: Path, nvme: Path) -> None:
     assert not any(moved(ours))
 
 
-def test_callbacks_see_the_optimizer_and_the_figures_and_evaluations_return_theirs(folder: Path, nvme: Path) -> None:
+def test_callbacks_see_the_optimizer_and_the_figures(folder: Path, nvme: Path) -> None:
     seen: list[Any] = []
 
     class Look(transformers.TrainerCallback):
