@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 import nvme_ops
 from nvme_ops.offload import stream_weights, swap_params
@@ -115,28 +114,6 @@ def test_a_part_and_a_weight_outlive_the_model_and_the_last_closes_it(folder: Pa
     assert not os.listdir(folder)
 
 
-TRANSFORMS: dict[str, Callable[[Any, torch.Tensor], Any]] = {
-    "jvp": lambda model, x: torch.func.jvp(model, (x,), (x + 1,)),
-    "vjp": lambda model, x: torch.func.vjp(model, x)[1](torch.ones(4, 512)),
-    "grad": lambda model, x: torch.func.grad(lambda values: model(values).sum())(x),
-    "grad of vmap": lambda model, x: torch.func.grad(lambda values: torch.vmap(model)(values).sum())(x),
-    "vmap of grad": lambda model, x: torch.vmap(torch.func.grad(lambda values: model(values).sum()))(x),
-    "vmap": lambda model, x: torch.vmap(model, in_dims=1)(x.t().contiguous()),
-    "jacfwd": lambda model, x: torch.func.jacfwd(model)(x[0]),
-    "jacrev": lambda model, x: torch.func.jacrev(model)(x[0]),
-    "hessian": lambda model, x: torch.func.hessian(lambda values: model(values).sum())(x[0]),
-}
-
-
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_torch_func_transforms_what_is_read_for_it(name: str, folder: Path) -> None:
-    plain = layers(2, 512).eval().requires_grad_(False)
-    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(3))
-    with streamed(copy.deepcopy(plain), folder, "1200K") as model:
-        wanted, found = (tree_leaves(TRANSFORMS[name](one, x)) for one in (plain, model))
-    assert all(map(torch.allclose, found, wanted))
-
-
 @pytest.mark.parametrize("move", [stream_weights, swap_params])
 def test_torch_func_stacks_models_on_storage(move: Any, folder: Path) -> None:
     models = [layers(1, 512).eval() for _ in range(2)]
@@ -144,19 +121,6 @@ def test_torch_func_stacks_models_on_storage(move: Any, folder: Path) -> None:
     with move(models[0], folder, memory_budget="8M"), move(models[1], folder, memory_budget="8M"):
         found, _ = torch.func.stack_module_state(models)
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-
-
-def test_safetensors_saves_the_same_file_and_refuses_to_load_into_it(folder: Path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    model = Tied().eval()
-    safetensors.save_model(model, folder / "plain.safetensors")
-    wanted = model(TOKENS)
-    with streamed(model, folder):
-        safetensors.save_model(model, folder / "streamed.safetensors")
-        with pytest.raises(RuntimeError, match="cannot be loaded into"):
-            safetensors.load_model(model, folder / "plain.safetensors")
-        assert torch.equal(model(TOKENS), wanted)
-    assert (folder / "plain.safetensors").read_bytes() == (folder / "streamed.safetensors").read_bytes()
 
 
 def test_a_state_dict_is_refused_whole_but_for_what_is_in_memory(folder: Path) -> None:
@@ -265,18 +229,6 @@ def test_what_is_trained_beside_frozen_weights_stays_what_it_is(folder: Path) ->
         assert model[1].weight is before[-2], "an optimizer may have it"
         assert model.training
         assert model.stats().peak_bytes <= 560 << 10
-
-
-def test_attention_over_another_sequence_has_the_same_bits(folder: Path) -> None:
-    """torch multiplies by other kernels where the input is not contiguous and the weight takes no gradient."""
-    torch.manual_seed(0)
-    layer = nn.TransformerDecoderLayer(128, 2, 256, 0.0, batch_first=True)
-    target, memory = torch.rand(3, 5, 128), torch.rand(3, 5, 128)
-    with torch.no_grad():
-        expected = layer(target, memory)
-    with streamed(layer, folder) as model, torch.no_grad():
-        assert in_files(model)
-        assert torch.equal(model(target, memory), expected)
 
 
 def test_a_frozen_table_does_not_keep_trainable_weights_in_memory(folder: Path) -> None:
