@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import struct
@@ -66,41 +65,6 @@ def test_something_else_in_the_place_of_a_file(name: str, tmp_path: Path) -> Non
 def holes(path: Path) -> None:
     path.touch()
     os.truncate(path, 1 << 40)
-
-
-def tar(header: bytes) -> bytes:
-    """A tar whose member has this pax header."""
-    member, made = tarfile.TarInfo("x"), io.BytesIO()
-    member.type, member.size = b"x", len(header)
-    made.write(member.tobuf(tarfile.USTAR_FORMAT) + header.ljust(512, b"\0"))
-    member = tarfile.TarInfo("a.txt")
-    made.write(member.tobuf(tarfile.USTAR_FORMAT) + bytes(1024))
-    return made.getvalue()
-
-
-def claimed(size: int, kind: bytes) -> bytes:
-    """A tar with a header of this kind that says how many bytes follow."""
-    member = tarfile.TarInfo("x")
-    member.type, member.size = kind, size
-    return member.tobuf(tarfile.GNU_FORMAT) + bytes(3584)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        claimed(2 << 30, b"x"), claimed(2 << 30, b"L"), claimed(2**80, b"0"), claimed(-1024, b"0"),
-        tar(b"11 size=-9\n"),        tar(b"99999999999999999999 x=y\n"), tar(b"30 size=99999999999999999999\n"),
-    ],
-)  # fmt: skip
-def test_tars(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "a.tar").write_bytes(content)
-
-    def opened() -> None:
-        little_memory(256 * MIB)
-        with pytest.raises(FormatError, match=r"a\.tar"):
-            SampleStore(tmp_path)
-
-    in_child(opened)
 
 
 def test_a_tar_with_names_that_are_not_utf_8_is_read(tmp_path: Path) -> None:
