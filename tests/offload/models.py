@@ -66,6 +66,14 @@ def nbytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters())
 
 
+def ties(model: nn.Module) -> set[tuple[str, ...]]:
+    """The names of each parameter and buffer: several where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        found.setdefault(id(each), []).append(name)
+    return {tuple(names) for names in found.values()}
+
+
 def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
     """Adds what each expert makes of its tokens, as transformers does."""
     out = torch.zeros_like(x)

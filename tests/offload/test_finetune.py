@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from nvme_ops.formats.quantized import expand, quantize
 from nvme_ops.offload import from_pretrained, stream_weights
 from nvme_ops.offload.weights.stored import StoredTensor, stored_in
 from tests.offload.llama import saved_llama
@@ -132,16 +131,6 @@ def test_other_adapters_are_too(path: Path) -> None:
         plain, model = adapted(in_memory(path), **options), stream(path, **options)
         assert loop(model) == loop(plain), options
         model.close()
-
-
-def test_over_weights_of_8_bits_as_over_their_values_in_memory(path: Path) -> None:
-    plain, model = adapted(in_memory(path)), adapted(in_memory(path))
-    tables = {id(plain.get_input_embeddings().weight)}
-    for each in plain.parameters():
-        if not each.requires_grad and each.dim() == 2 and each.numel() >= 1 << 16 and id(each) not in tables:
-            each.data = expand(*quantize(each), each.dtype)
-    with stream_weights(model, path.parent, memory_budget=BUDGET, quantize="int8"):
-        assert loop(model) == loop(plain)
 
 
 @pytest.mark.parametrize("order", STREAMED)

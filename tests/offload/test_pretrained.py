@@ -17,6 +17,7 @@ import nvme_ops
 from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import from_pretrained
 from tests.conftest import KIB, MIB
+from tests.offload.models import ties
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -96,15 +97,7 @@ def test_both_names_of_a_tied_weight_are_read_as_transformers_does(
     inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
     with from_pretrained(folder, memory_budget="3M") as model:
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
-        assert names_of(model) == names_of(plain)
-
-
-def names_of(model: Any) -> set[tuple[str, ...]]:
-    """The names of each parameter: several where it is tied."""
-    found: dict[int, list[str]] = {}
-    for name, each in model.named_parameters(remove_duplicate=False):
-        found.setdefault(id(each), []).append(name)
-    return {tuple(names) for names in found.values()}
+        assert ties(model) == ties(plain)
 
 
 def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: Path) -> None:

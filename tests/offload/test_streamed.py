@@ -19,7 +19,7 @@ import nvme_ops
 from nvme_ops.offload import stream_weights, swap_params
 from nvme_ops.offload.weights import stored
 from nvme_ops.offload.weights.stored import stored_in
-from tests.offload.models import Tied, layers
+from tests.offload.models import Tied, layers, ties
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
@@ -28,13 +28,6 @@ TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
 def streamed(model: nn.Module, folder: Path, budget: str = "1M", **options: Any) -> Any:
     torch.manual_seed(1)
     return stream_weights(model, folder, memory_budget=budget, **options)
-
-
-def ties(model: nn.Module) -> set[tuple[str, ...]]:
-    found: dict[int, list[str]] = {}
-    for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found.setdefault(id(each), []).append(name)
-    return {tuple(names) for names in found.values()}
 
 
 def trainable(model: nn.Module) -> set[str]:
