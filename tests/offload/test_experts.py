@@ -19,7 +19,7 @@ from nvme_ops import aio_handle
 from nvme_ops.base.errors import FormatError
 from nvme_ops.offload import NvmeCache, from_pretrained, stream_weights
 from nvme_ops.offload.experts.experts import Experts, handle_in_order
-from nvme_ops.offload.weights import streamed
+from nvme_ops.offload.weights import grouped, streamed
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.offload.weights.routing import _most_likely_first
 from tests.conftest import KIB, in_threads
@@ -32,9 +32,23 @@ READS = {"GptOss": 2, "Mixtral": 3}
 pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
 
 
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+implementations = pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
+
+
+@implementations
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_transformers_models_are_those_in_memory(name: str, implementation: str, folder: Path) -> None:
+def test_logits_of_transformers_models_are_those_in_memory(
+    name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts are computed as they arrive, where that is known to give the same bits."""
+    computed, compute = list[bool](), grouped.compute
+
+    def noted(*args: Any) -> Any:
+        found = compute(*args)
+        computed.append(found is not None)
+        return found
+
+    monkeypatch.setattr("nvme_ops.offload.weights.routing.compute", noted)
     path, kind = saved(folder, name)
     plain = kind.from_pretrained(path, experts_implementation=implementation).eval()
     budget = sum(each.nbytes for each in plain.parameters()) // 2
@@ -51,6 +65,7 @@ def test_logits_of_transformers_models_are_those_in_memory(name: str, implementa
                 assert all(map(torch.equal, found.logits, wanted.logits))
             assert model.stats().peak_bytes <= budget
             assert model._nvme_window.experts is experts, "none is used as a whole"
+    assert set(computed) == {implementation != "batched_mm"}
 
 
 @torch.no_grad()
@@ -77,9 +92,6 @@ def require_bits(model: Any, plain: Any, nbytes: int, budget: int) -> None:
     assert {sum(source.nbytes for source in each.places) for each in experts.groups[0]} == {nbytes}
     assert model.stats().expert_hits > 0
     assert model.stats().peak_bytes <= budget
-
-
-implementations = pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
 
 
 @torch.no_grad()

@@ -15,10 +15,9 @@ from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
 
-from nvme_ops.offload import from_pretrained, stream_weights
-from nvme_ops.offload.weights import grouped
+from nvme_ops.offload import stream_weights
 from nvme_ops.offload.weights.derived import Derived, plain_class
-from tests.offload.models import COUNT, MODELS, WIDTH, Packed, Router, mixed, mixture, nbytes, saved
+from tests.offload.models import COUNT, WIDTH, Packed, Router, mixed, mixture, nbytes, saved
 
 pytestmark = pytest.mark.usefixtures("one_thread")  # on whose number the bits of a product depend
 X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
@@ -136,27 +135,6 @@ def test_a_mixture_can_be_compiled(kind: str, name: str, folder: Path) -> None:
     plain = mixture(kind)
     with stream_weights(mixture(kind), folder, memory_budget=nbytes(plain)) as model:
         torch.testing.assert_close(torch.compile(model, backend="aot_eager")(X[:2]), plain(X[:2]))
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
-@pytest.mark.parametrize("name", MODELS)
-def test_experts_of_transformers_own_classes_are_computed_as_they_arrive(
-    name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    computed: list[bool] = []
-
-    def compute(*args: Any) -> Any:
-        found = before(*args)
-        computed.append(found is not None)
-        return found
-
-    before = grouped.compute
-    monkeypatch.setattr("nvme_ops.offload.weights.routing.compute", compute)
-    path, _ = saved(folder, name)
-    with from_pretrained(path, memory_budget="300K", experts_implementation=implementation) as model:
-        model(torch.arange(8).view(2, 4))
-    assert computed == [True, True]
 
 
 # Models that are put together in other ways
