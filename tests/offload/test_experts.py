@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import os
 import time
@@ -245,17 +244,6 @@ def test_few_requests_are_in_flight_unless_a_handle_is_given(
     assert (few.statistics().read_bytes == 0) is given
 
 
-def test_the_next_is_read_meanwhile_and_what_is_in_use_stays(folder: Path) -> None:
-    one = Layers(folder, 1, 8, 3)
-    one.experts.expect(0, dict.fromkeys(range(8), 1), 1)
-    one.experts.fetch(one.sources[0][0][0])
-    used = one.experts.fetch(one.sources[0][1][0])
-    assert one.experts.groups[0][3].values is not None
-    one.use(0, range(2, 8))
-    assert one.use(0, [1]) == 0
-    del used
-
-
 def test_what_has_failed_before_it_was_needed_is_read_again(folder: Path) -> None:
     handle = Faulty("read", "fail")
     one = Layers(folder, 1, 8, 5, handle)
@@ -292,16 +280,6 @@ def test_in_a_batch_those_of_many_tokens_stay(folder: Path) -> None:
     for chosen, tokens in [(0, 1)] * 99 + [(1, 2048), (2, 1)]:
         one.use(0, [chosen], tokens)
     assert one.held(0) == {1, 2}, "a batch takes as long as its tokens do"
-
-
-def test_skewed_routing_reads_less_than_an_lru_does(folder: Path) -> None:
-    one, generator = Layers(folder, 2, 32, 16), torch.Generator().manual_seed(1)
-    for number in range(600):
-        one.use(number % 2, torch.multinomial(1 / torch.arange(1, 33), 2, generator=generator).tolist())
-    lru: Any = functools.lru_cache(16)(lambda *use: use)
-    for use in one.used:
-        lru(*use)
-    assert one.experts.stats().bytes_read < 0.9 * lru.cache_info().misses * SIZE
 
 
 def test_what_nobody_is_about_to_use_any_more_leaves_for_others(folder: Path) -> None:
