@@ -1,12 +1,10 @@
-"""Everything works on every kind of file system, also those that have no fallocate, links or modes."""
+"""Everything works on every kind of file system, also those that have no fallocate."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,9 +18,7 @@ from tests.conftest import MIB, in_child
 from tests.contract.suite import ADAPTERS, NEEDS, judge
 from tests.contract.test_refused import PART, PARTS, write_parts
 
-ON_A_DISK = "ext2", "ext4", "xfs", "btrfs"
-MANNERS = "", " no_chmod", " no_folder_sync", " one_mode", " no_links"
-KINDS = [*ON_A_DISK, "ramfs", "tmpfs", "overlay", *(f"fuse{manner}" for manner in MANNERS)]
+ON_A_DISK = "ext2", "ext4", "xfs", "btrfs"  # without fsync of folders, and without modes: tests/storage/test_files.py
 
 
 def mount(*words: object) -> None:
@@ -33,7 +29,7 @@ def mount(*words: object) -> None:
 
 @contextlib.contextmanager
 def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> Iterator[Path]:
-    """A file system of this kind; ``fuse`` may be followed by a manner of ``odd_mount``."""
+    """A file system of this kind."""
     if os.geteuid() != 0:
         pytest.skip("mounts need root")
     if kind in ON_A_DISK:
@@ -42,19 +38,6 @@ def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> I
     place, elsewhere, upper, work = (folder / name for name in ("place", "elsewhere", "upper", "work"))
     for each in (place, elsewhere, upper, work):
         each.mkdir()
-    if kind.startswith("fuse"):
-        words = [sys.executable, "-m", "tests.contract.odd_mount", str(elsewhere), str(place), *kind.split()[1:]]
-        with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as server:
-            while not place.is_mount():
-                if server.poll() is not None:
-                    assert server.stderr is not None
-                    pytest.skip(f"no FUSE by fusepy: {server.stderr.read().strip().splitlines()[-1]}")
-                time.sleep(0.05)
-            try:
-                yield place
-            finally:
-                subprocess.run(["umount", "--lazy", place], check=True)
-        return
     layers = f"lowerdir={elsewhere},upperdir={upper},workdir={work}"
     mount("-t", kind, *(["-o", layers] if kind == "overlay" else []), kind, place)
     try:
@@ -63,8 +46,8 @@ def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> I
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def wrong_at(place: Path, refused: bool) -> list[str]:
-    """Returns which capabilities do not work there, each with how; ``refused``: a clear error about modes is right."""
+def wrong_at(place: Path) -> list[str]:
+    """Returns which capabilities do not work there, each with how."""
     wrong = []
     for name, kind in ADAPTERS.items():
         if not find_spec(NEEDS.get(name, "torch")):
@@ -77,21 +60,20 @@ def wrong_at(place: Path, refused: bool) -> list[str]:
             one.check()
             one.close()
         except (Exception, CheckpointException) as failure:
-            if not (refused and "umask=077" in str(failure)):
-                wrong.append(f"{name}: {judge(failure, place)}: {failure!r}")
+            wrong.append(f"{name}: {judge(failure, place)}: {failure!r}")
         wrong += [f"{name} left {path}" for path in (place / name).rglob("*") if ".replaced-" in path.name]
     return wrong
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*ON_A_DISK, "ramfs", "tmpfs", "overlay"])
 def test_everything_works_there(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> None:
     native()
 
     def work() -> None:
         torch.set_num_threads(1)
-        wrong = wrong_at(place, refused="one_mode" in kind)
+        wrong = wrong_at(place)
         assert not wrong, "\n\n".join(wrong)
 
     with mounted(kind, folder, make_file_system) as place:

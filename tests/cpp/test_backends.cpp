@@ -1,10 +1,9 @@
-// Every backend that is usable here, through the interface that the engine uses.
+// Every backend that is usable here, through the interface that the engine uses. What is moved: test_random.cpp.
 #include <pthread.h>
 #include <sys/resource.h>
 #include <sys/utsname.h>
 
 #include <cstdio>
-#include <set>
 
 #include "backends/registry.h"
 #include "base/error.h"
@@ -33,30 +32,6 @@ void on_every_backend(Action&& action) {
   }
 }
 
-// Moves `memory` block by block with at most `depth` in flight; every request must be answered once with its length.
-void move(Queue& queue, Op op, int fd, const Memory& memory, std::size_t depth, int buffer = -1) {
-  const std::size_t count = memory.size() / kBlock;
-  std::vector<Request> requests;
-  for (std::size_t i = 0; i < count; ++i) {
-    requests.push_back({op, fd, memory.data() + i * kBlock, kBlock, i * kBlock, buffer, 1000 + i});
-  }
-  std::set<std::uint64_t> answered;
-  std::size_t offered = 0;
-  while (answered.size() < count) {
-    const std::size_t room = std::min(depth - (offered - answered.size()), count - offered);
-    if (room > 0) offered += queue.submit(requests.data() + offered, room);
-    std::array<Completion, 5> completions;
-    const std::size_t got = queue.reap(completions.data(), completions.size(), 1, milliseconds(50));
-    CHECK(got <= completions.size(), "at most 5 completions, got " << got);
-    for (std::size_t i = 0; i < got; ++i) {
-      CHECK_EQUAL(completions[i].result, std::int64_t{kBlock});
-      CHECK(answered.insert(completions[i].token).second, "one answer to each request");
-    }
-    if (check::failures() > 0) return;
-  }
-  CHECK(*answered.begin() == 1000 && *answered.rbegin() == 999 + count, "the tokens that were given");
-}
-
 Completion one(Queue& queue, const Request& request) {
   Completion completion{0, -9999};
   while (queue.submit(&request, 1) == 0) {
@@ -76,36 +51,7 @@ bool ring_registers_buffers() {
          locked.rlim_cur >= 4 * kHugePage;
 }
 
-void round_trip(const Backend& backend, unsigned depth, bool single_submit, bool direct) {
-  const std::string path = directory() / "round_trip";
-  support::write_file(path, {});
-  const Bytes data = pattern(60 * kBlock, depth + single_submit);
-  Memory source(data.size()), target(data.size());
-  source.set(data);
-  const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC | (direct ? O_DIRECT : 0)));
-  if (!fd) {
-    check::skipped("no O_DIRECT in TMPDIR");
-    return;
-  }
-  const auto queue = backend.open({depth, 4, single_submit});
-  move(*queue, Op::Write, fd.get(), source, depth);
-  CHECK(support::read_file(path) == data, "the file to hold what was written");
-  move(*queue, Op::Read, fd.get(), target, depth);
-  CHECK_EQUAL(support::difference(target.data(), data.data(), data.size()), data.size());
-  CHECK(target.guards_intact(), "nothing written beside the memory");
-}
-
 }  // namespace
-
-TEST(bytes_make_the_round_trip) {
-  on_every_backend([](const Backend& backend) {
-    for (const unsigned depth : {1U, 3U, 64U}) {
-      for (const bool single_submit : {false, true}) {
-        for (const bool direct : {false, true}) round_trip(backend, depth, single_submit, direct);
-      }
-    }
-  });
-}
 
 TEST(a_registered_buffer_serves_and_can_be_refused) {
   on_every_backend([](const Backend& backend) {
@@ -164,7 +110,12 @@ TEST(requests_are_served_where_no_thread_can_be_started) {
   pthread_getattr_default_np(&huge);
   pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
   CHECK_EQUAL(pthread_setattr_default_np(&huge), 0);
-  round_trip(kThreads, 4, false, false);
+  const std::string path = directory() / "alone";
+  support::write_file(path, pattern(100, 1));
+  const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+  const Memory memory(kBlock);
+  const auto queue = kThreads.open({4, 0, false});
+  CHECK_EQUAL(one(*queue, {Op::Read, fd.get(), memory.data(), kBlock, 0, -1, 1}).result, std::int64_t{100});
   pthread_setattr_default_np(&before);
   pthread_attr_destroy(&before);
   pthread_attr_destroy(&huge);

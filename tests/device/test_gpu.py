@@ -8,20 +8,16 @@ their own under a limit of time.
 from __future__ import annotations
 
 import os
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
 from nvme_ops import gds_handle
-from tests.conftest import MIB, contents, pattern, run_python, store, takes_direct_io
-from tests.device.kinds import GPUS, TELLING, Gpu, code_of_refusal, on_a_gpu, on_gpus, on_kinds, sample, still_works
+from tests.conftest import MIB, contents, pattern, run_python, store
+from tests.device.kinds import GPUS, TELLING, Gpu, on_a_gpu, on_gpus, on_kinds, sample
 
 with_cufile = on_kinds(GPUS[1])
-
-TOO_MUCH_PINNED = 5016
-WAYS = {"gds", "compat", "bounce"}
 
 
 def round_trip(device: Gpu, path: Path, size: int, offset: int = 0, lanes: int = 1) -> None:
@@ -62,17 +58,6 @@ def test_conjugated_and_negated_views(device: Gpu, folder: Path) -> None:
         assert torch.equal(contents(path), expected.view(-1).view(torch.uint8))
 
 
-@on_gpus
-@pytest.mark.parametrize("lanes", [1, 3])
-def test_page_locked_tensors_of_torch(device: Gpu, folder: Path, lanes: int) -> None:
-    handle, path, pinned = device.handle(lanes), folder / "file", sample(device.odd).pin_memory()
-    assert handle.is_pinned(pinned)
-    handle.sync_pwrite(pinned, path)
-    back = torch.empty(device.odd, dtype=torch.uint8, pin_memory=True)
-    handle.sync_pread(back, path)
-    assert torch.equal(back, sample(device.odd))
-
-
 def way_of_cufile(device: Gpu, folder: Path) -> str:
     """``gds`` or ``compat``; skips where cuFile takes no file in the folder."""
     handle = gds_handle()
@@ -89,19 +74,6 @@ def way_of_cufile(device: Gpu, folder: Path) -> str:
 
 
 @with_cufile
-def test_each_transfer_has_a_way_and_a_reason(device: Gpu, folder: Path) -> None:
-    handle, path = gds_handle(), store(folder / "file", pattern(device.odd))
-    for number in range(1, 5):
-        handle.read(device.empty(device.odd), path)
-        statistics = handle.path_statistics()
-        assert statistics["last"] in WAYS
-        assert statistics["last"] == handle.last_path
-        assert statistics["why"]
-        assert sum(use["transfers"] for use in statistics["uses"].values()) == number
-        assert sum(use["bytes"] for use in statistics["uses"].values()) == number * device.odd
-
-
-@with_cufile
 @pytest.mark.parametrize("write", [True, False], ids=["write", "read"])
 def test_large_transfers_take_cufile_where_it_takes_the_file(device: Gpu, folder: Path, write: bool) -> None:
     """Always where it reaches the GPU directly; otherwise both ways are tried, one after the other."""
@@ -111,27 +83,6 @@ def test_large_transfers_take_cufile_where_it_takes_the_file(device: Gpu, folder
         (handle.write if write else handle.read)(there, path)
         ways.append(handle.last_path)
     assert ways == (["gds", "gds"] if way == "gds" else ["bounce", "compat"])
-
-
-@with_cufile
-def test_a_file_in_memory_has_its_reason_too(device: Gpu) -> None:
-    """tmpfs: without O_DIRECT in older kernels, unknown to cuFile in newer ones."""
-    place = Path("/dev/shm")
-    if not place.is_dir():
-        pytest.skip("there is no /dev/shm")
-    handle, path = gds_handle(), place / f"nvme_ops-test-{threading.get_native_id()}"
-    try:
-        for seed in range(3):
-            data, back = pattern(device.odd, seed), device.empty(device.odd)
-            handle.write(device.tensor(data), path)
-            handle.read(back, path)
-            assert torch.equal(device.peek(back), data)
-        if not takes_direct_io(place):
-            assert handle.last_path == "bounce"
-            assert "no direct I/O" in handle.path_statistics()["why"]
-        assert handle.path_statistics()["why"]
-    finally:
-        path.unlink(missing_ok=True)
 
 
 @with_cufile
@@ -178,22 +129,6 @@ def test_expandable_segments(device: Gpu, folder: Path) -> None:
         PYTORCH_CUDA_ALLOC_CONF="expandable_segments:True",
         PYTORCH_ALLOC_CONF="expandable_segments:True",
     )
-
-
-@with_cufile
-def test_more_than_may_be_pinned(device: Gpu, folder: Path) -> None:
-    """cufile.json allows 32 GiB unless it says otherwise; in its compatibility mode cuFile may not look."""
-    size = 33 << 30
-    if torch.cuda.mem_get_info()[0] < size + (2 << 30):
-        pytest.skip("needs 35 GiB of the GPU's memory")
-    handle, tensor = gds_handle(), torch.empty(size, dtype=torch.uint8, device=device.device())
-    code = code_of_refusal(handle.pin_device_tensor, tensor)
-    assert code in (None, TOO_MUCH_PINNED)
-    assert handle.is_pinned(tensor) is (code is None)
-    assert handle.unpin_device_tensor(tensor) is (code is None)
-    del tensor
-    torch.cuda.empty_cache()
-    still_works(device, handle, folder)
 
 
 # What it does to a process: it never hangs, leaves nothing, closes cleanly
@@ -245,26 +180,3 @@ print(len(copies), os.environ.get("CUFILE_ENV_PATH_JSON", "unset"))
     printed = run_python(begin + program, folder / "file", folder / "working", CUFILE_LOGFILE_PATH="").stdout
     assert printed.strip() == "1 unset"
     assert list((folder / "working").iterdir()) == []
-
-
-@with_cufile
-def test_cufile_closed_under_a_handle(device: Gpu, folder: Path) -> None:
-    """As at the end of the interpreter: from then on a transfer fails or is bounced, and never crashes."""
-    program = """
-handle = use(sys.argv[1])
-GDSBuilder().load().shut_down()
-there = torch.ones(1 << 24, dtype=torch.uint8, device="cuda")
-try:
-    handle.write(there, sys.argv[1])
-    assert handle.last_path == "bounce", handle.path_statistics()
-    assert open(sys.argv[1], "rb").read() == bytes([1]) * (1 << 24)
-except RuntimeError as reason:
-    assert str(reason)
-try:
-    nvme_ops.gds_handle()
-except RuntimeError as reason:
-    assert "closed" in str(reason)
-else:
-    raise AssertionError("a closed driver was opened again")
-"""
-    run_python(USE + program, folder / "file")

@@ -17,7 +17,6 @@ import torch
 from nvme_ops import aio_handle
 from nvme_ops.base.native import native
 from tests.conftest import (
-    GIB,
     KIB,
     MIB,
     HandleFactory,
@@ -202,15 +201,6 @@ def test_sectors_of_4096_bytes(make_handle: HandleFactory, make_file_system: Cal
         handle.sync_pread(part.zero_(), path, offset)
         assert torch.equal(part, expected[offset : offset + size])
     assert torch.equal(contents(path), expected)
-
-
-def test_a_file_larger_than_the_file_system_allows(handle: aio_handle, folder: Path) -> None:
-    path = store(folder / "file", pattern(10))
-    with pytest.raises(OSError, match=r"File too large|No space left|Invalid argument"):
-        handle.sync_pwrite(torch.zeros(2 * MIB, dtype=torch.uint8), path, (1 << 63) - 3 * MIB)
-    with pytest.raises(OSError, match=r"File too large|No space left|Invalid argument"):
-        handle.sync_pwrite(torch.zeros(1, dtype=torch.uint8), path, (1 << 63) - GIB)
-    assert torch.equal(contents(path), pattern(10))
 
 
 def test_room_that_was_not_enough_is_given_back(

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.conftest import REPOSITORY, killed_in
-from tests.faults.disk import Disk, missing
+from tests.conftest import REPOSITORY
+from tests.faults.disk import missing
 from tests.faults.promises import PROMISES
 
 KEPT = [name for name, promise in PROMISES.items() if promise.held]
@@ -53,22 +50,3 @@ def test_a_power_failure_costs_nothing_that_was_promised(number: int) -> None:
 def test_what_is_not_flushed_is_found() -> None:
     said = rig("ext4", "--power", "ext4", "--cuts", "16", "--seed", SEED, CONTROL)
     assert re.search(r"16 power failures, [1-9]\d* lost", said), said
-
-
-@pytest.mark.parametrize("stalls", [False, True])
-def test_a_disk_whose_process_is_killed_goes_whatever_waits_for_it(tmp_path: Path, stalls: bool) -> None:
-    """The last process of the mounts writes back as it ends, with nobody left who would wait for it."""
-    if reason := missing(FAULTY):
-        pytest.skip(reason)
-
-    def write() -> None:
-        disk = Disk(FAULTY if stalls else "ext4", logged=True)
-        (tmp_path / "name").write_text(disk.path.name)
-        (disk.mounted / "dirty").write_bytes(os.urandom(8 << 20))
-        for what in ("read", "write", "flush") if stalls else ():
-            disk.rule(what, "stall")
-
-    killed_in(write)
-    name = (tmp_path / "name").read_text()
-    while any(name in each.read_text() for each in Path("/sys/block").glob("loop*/loop/backing_file")):
-        time.sleep(0.01)

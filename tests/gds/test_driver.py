@@ -8,13 +8,11 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import threading
 from pathlib import Path
 
 import pytest
 import torch
 
-from nvme_ops import aio_handle
 from nvme_ops.io.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
 from tests.conftest import MIB, contents, in_child, pattern, run_python, store
@@ -61,21 +59,6 @@ def test_it_is_opened_by_the_first_handle_and_once(cufile: FakeCuFile, device: D
     gds_handle()
     assert (cufile.calls(OPEN), cufile.calls(CLOSE), cufile.now.compatible) == (1, 0, 0)
     assert os.listdir(folder) == ["file"]  # and no log
-
-
-def test_threads_open_it_once_and_hold_up_no_other(cufile: FakeCuFile, folder: Path) -> None:
-    path, back, made = store(folder / "file", sample(ODD)), torch.zeros(ODD, dtype=torch.uint8), list[gds_handle]()
-    threads = [threading.Thread(target=lambda: made.append(gds_handle())) for _ in range(8)]
-    with cufile.held(OPEN):
-        for thread in threads:
-            thread.start()
-        cufile.wait_for_held_up(OPEN)
-        aio_handle().read(back, path)
-        assert made == []
-    for thread in threads:
-        thread.join()
-    assert torch.equal(back, sample(ODD))
-    assert (len(made), cufile.calls(OPEN)) == (8, 1)
 
 
 def test_an_old_library(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
@@ -135,12 +118,6 @@ def test_a_library_that_cannot_be_used(cufile: FakeCuFile, folder: Path, library
 # The user's settings
 
 
-def test_the_users_log(cufile: FakeCuFile, folder: Path) -> None:
-    os.environ["CUFILE_LOGFILE_PATH"] = str(folder / "log")
-    gds_handle()
-    assert (folder / "log").read_text() == "opened\n"
-
-
 def test_the_users_configuration(cufile: FakeCuFile, folder: Path) -> None:
     """It may say where the log goes, so nothing is set beside it."""
     os.chdir(folder)
@@ -177,18 +154,6 @@ def test_no_handle_after_a_fork(cufile: FakeCuFile, device: Doubles, folder: Pat
     assert moves(device, handle, path) == moves(device, gds_handle(), path) == "gds"
     assert cufile.calls(OPEN) == 1
     handle.unpin_device_tensor(tensor)
-
-
-def test_a_fork_where_gds_is_required(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
-    os.environ["NVME_OPS_GDS"] = "require"
-    handle, path, tensor = gds_handle(), folder / "file", device.tensor(sample(ODD))
-    moves(device, handle, path)
-
-    def child() -> None:
-        with pytest.raises(RuntimeError, match="NVME_OPS_GDS=require, but cuFile's driver is not open"):
-            handle.read(tensor, path)
-
-    in_child(child)
 
 
 def test_a_fork_with_work_pending(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:

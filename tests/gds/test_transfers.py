@@ -20,7 +20,7 @@ import torch
 
 from nvme_ops.io.gds import gds_handle
 from nvme_ops.op_builder import GDSBuilder
-from tests.conftest import MIB, contents, in_threads, store
+from tests.conftest import MIB, contents, store
 from tests.device.kinds import Doubles, sample, still_works
 from tests.doubles import FakeCuFile, Function
 from tests.made_up import library
@@ -74,31 +74,12 @@ def test_the_context_of_the_memory_is_current(
     cufile: FakeCuFile, device: Doubles, folder: Path, owner: int, current: int
 ) -> None:
     """Found by its name, as the driver's library is."""
+    assert GDSBuilder().load().gds_handle is gds_handle
     name = "libcuda.so.1"
     cuda = ctypes.CDLL(str(library(folder / name, f'extern "C" {{{CUDA}}}', f"-Wl,-soname,{name}")))
     cuda.own(ctypes.c_void_p(owner))
     moves(device, gds_handle(), folder / "file", True, BLOCK)
     assert [cuda.made_current(which) for which in range(2)] == [current, 0]  # and what was before, afterwards
-
-
-def test_no_cpu_tensor(cufile: FakeCuFile, folder: Path) -> None:
-    assert GDSBuilder().load().gds_handle is gds_handle
-    handle, path, data = gds_handle(BLOCK, intra_op_parallelism=2), folder / "file", sample(ODD)
-    back, rows = torch.zeros_like(data), torch.zeros(4, 10_000, dtype=torch.uint8)
-    handle.write(data, path, True)
-    handle.async_pread(back, path)
-    handle.wait()
-    assert torch.equal(back, data)
-    assert handle.submit_preadv(rows, path, [30_000, 20_000, 10_000, 0]).result() == 40_000
-    assert torch.equal(rows.flip(0).view(-1), data[:40_000])
-    locked = handle.new_cpu_locked_tensor(ODD, data)
-    handle.read(locked, path)
-    assert torch.equal(locked, data)
-    assert handle.is_pinned(locked[5:])
-    handle.free_cpu_locked_tensor(locked)
-    for function in (READ, WRITE, Function.REGISTER_FILE, Function.REGISTER_MEMORY):
-        assert cufile.calls(function) == 0
-    assert handle.last_path is None
 
 
 def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
@@ -111,6 +92,7 @@ def test_lanes_are_the_calls_at_once(cufile: FakeCuFile, device: Doubles, folder
         assert not future.done()
     assert future.result() == SIZE
     assert torch.equal(device.peek(back), sample(SIZE))
+    handle.read(torch.zeros(SIZE, dtype=torch.uint8), path)  # host memory needs no cuFile
     assert (cufile.now.at_once, cufile.calls(READ), cufile.calls(Function.REGISTER_FILE)) == (lanes, 32, 1)
     parts = [device.empty(PAGE) for _ in range(10)]
     handle.submit_preadv(parts, path, range(0, 10 * BLOCK, BLOCK)).result()
@@ -233,43 +215,3 @@ def test_a_refusal_is_told_and_leaves_nothing(cufile: FakeCuFile, device: Double
     assert handle.unpin_device_tensor(limit) is (code == 5016)
     assert handle.pin_device_tensor(tensor) is True  # there is room now
     handle.unpin_device_tensor(tensor)
-
-
-def test_a_tensor_of_which_only_part_is_pinned_bounces(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
-    """cuFile takes no transfer that leaves a registration."""
-    handle, tensor, path = gds_handle(), device.empty(BIG), store(folder / "file", sample(BIG))
-    handle.pin_device_tensor(tensor[:PAGE])
-    handle.sync_pread(tensor, path)
-    assert torch.equal(device.peek(tensor), sample(BIG))
-    assert (handle.last_path, handle.path_statistics()["why"]) == ("bounce", "only part of the tensor is pinned")
-    handle.sync_pread(tensor[:PAGE], path)
-    assert handle.last_path == "gds"
-    assert handle.unpin_device_tensor(tensor[:PAGE]) is True
-
-
-def test_unpinning_during_a_transfer(cufile: FakeCuFile, device: Doubles, folder: Path) -> None:
-    """cuFile is not made to forget memory that it is moving, or part of."""
-    tensor, path = device.empty(8 * 65536), store(folder / "file", sample(8 * 65536))
-    handle, moved = gds_handle(65536), tensor[: 2 * 65536]
-    handle.pin_device_tensor(tensor)
-    with cufile.held(Function.READ):
-        future = handle.submit_pread(moved, path)
-        cufile.wait_for_held_up(Function.READ)
-        threading.Timer(0.1, cufile.release, [Function.READ]).start()
-        assert handle.unpin_device_tensor(tensor) is True
-    assert future.result() == moved.nbytes
-    assert torch.equal(device.peek(moved), sample(8 * 65536)[: moved.nbytes])
-
-
-def test_pins_from_several_threads(cufile: FakeCuFile, device: Doubles) -> None:
-    handle, shared = gds_handle(), device.empty(ODD)
-
-    def work(_: int) -> None:
-        for _ in range(20):
-            own = device.empty(5000)
-            handle.pin_device_tensor(shared)
-            handle.pin_device_tensor(own)
-            assert handle.unpin_device_tensor(own)
-
-    in_threads(work, 4)
-    assert (cufile.now.memories, handle.unpin_device_tensor(shared)) == (1, True)

@@ -1,4 +1,4 @@
-"""Experts of a file, and what was used of them: for tests of which ones are in memory."""
+"""Experts of a file: for tests of which ones are in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZE = 2 * HALF
 
 
 class Layers:
-    """Layers of experts of two parts, neighbours in a file, and what was used of them, in order."""
+    """Layers of experts of two parts, neighbours in a file."""
 
     def __init__(self, folder: Path, layers: int, count: int, room: int, handle: Any = None) -> None:
         self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
@@ -34,14 +34,12 @@ class Layers:
         self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
         cpu = torch.device("cpu")
         self.experts = Experts(Residency(), tier_on(cpu, room * SIZE).share(), experts_of(self.sources, cpu))
-        self.used: list[tuple[int, int]] = []
 
     def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:
         """Computes with experts as they arrive; returns how many that has read."""
         before, numbers = self.experts.stats().bytes_read, list(chosen)
         self.experts.expect(layer, dict.fromkeys(numbers, 1), tokens)
         for number in _as_they_arrive(self.experts, layer, numbers):
-            self.used.append((layer, number))
             for source in self.sources[layer][number]:
                 start = source.extents[0].start
                 assert torch.equal(self.experts.fetch(source), self.data[start : start + HALF])

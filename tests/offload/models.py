@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+import nvme_ops
 
 WIDTH, COUNT = 64, 8  # of mixtures of experts
 COMMON: dict[str, Any] = {
@@ -60,6 +64,14 @@ def layers(count: int = 8, width: int = 256) -> nn.Sequential:
 
 def nbytes(model: nn.Module) -> int:
     return sum(each.nbytes for each in model.parameters())
+
+
+def ties(model: nn.Module) -> set[tuple[str, ...]]:
+    """The names of each parameter and buffer: several where it is tied."""
+    found: dict[int, list[str]] = {}
+    for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        found.setdefault(id(each), []).append(name)
+    return {tuple(names) for names in found.values()}
 
 
 def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
@@ -148,3 +160,22 @@ def saved(folder: Path, name: str) -> tuple[Path, Any]:
             each.normal_(0, 0.2)  # which routes tokens to different experts
     model.save_pretrained(folder / name)
     return folder / name, kind
+
+
+#: Of a name and its values: what is written in their place, by name, and what that stands for; None leaves them.
+Change = Callable[[str, torch.Tensor], tuple[dict[str, torch.Tensor], torch.Tensor] | None]
+
+
+def rewritten(path: Path, change: Change, settings: Any = None) -> Path:
+    """Changes tensors in the file of a model; returns a folder with a model of what they stand for."""
+    shutil.copytree(path, plain := path / "plain")
+    written, meant = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    for name, value in nvme_ops.load(path / "model.safetensors").items():
+        new, meant[name] = change(name, value) or ({name: value}, value)
+        written |= {key: each.clone() for key, each in new.items()}
+    for folder, tensors in ((path, written), (plain, meant)):
+        nvme_ops.save(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    if settings is not None:
+        document = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**document, "quantization_config": settings}))
+    return plain

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.offload.models import mixed
 from tests.offload.random_model import HookError, Statement, values
 from tests.offload.random_statements import WORDS as ALL_WORDS
 from tests.offload.random_statements import Writer
@@ -77,16 +78,6 @@ class Packed(nn.Module):
             gate, up = self.up[at][: WIDE // 2], self.up[at].chunk(2)[1]
             return (self.act_fn(x @ gate.T) * (x @ up.T)) @ self.down[at][:, : WIDE // 2].T
         return torch.as_tensor(self.act_fn(x @ self.up[at].T) @ self.down[at].T)
-
-
-def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Any) -> torch.Tensor:
-    """Adds what each expert makes of its tokens."""
-    out = torch.zeros_like(x)
-    for number in chosen.unique().tolist():
-        tokens, places = torch.where(chosen == number)
-        made = one(number, x[tokens]) * weights[tokens, places, None]
-        out = out.index_add(0, tokens, made.to(out.dtype))
-    return out
 
 
 def of_transformers(kind: str, count: int) -> nn.Module:

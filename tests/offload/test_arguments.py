@@ -193,7 +193,7 @@ def test_values_that_change_nothing_are_accepted_and_others_named(files: Path) -
         ("LlamaForSequenceClassification", "LlamaForCausalLM", {"lm_head.weight"}),
     ],
 )  # fmt: skip
-def test_a_head_that_the_files_do_not_have_is_initialized_and_can_be_trained(
+def test_a_head_that_the_files_lack_is_initialized_and_can_be_trained(
     kind: str, head: str, new: set[str], auto: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path, labels = saved(tmp_path, kind), dict[str, Any]({} if head == "LlamaForCausalLM" else {"num_labels": 5})
@@ -342,25 +342,22 @@ def test_a_file_beside_an_index_is_read_as_transformers_and_load_read_it(files: 
         from_pretrained(path, memory_budget="4M")
 
 
-@pytest.mark.parametrize("wrong", ["LlamaForCausalLM", torch.nn.Linear])
-def test_what_is_no_class_of_a_model_is_named(files: Path, wrong: Any) -> None:
-    with pytest.raises(TypeError, match=r"model_class must be a class of .* not ('LlamaForCausalLM'|Linear)"):
-        from_pretrained(files, memory_budget="4M", model_class=wrong)
-
-
-def test_an_empty_path_is_not_the_current_folder(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_no_model_is_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(files)
-    for path in ("", ["model.safetensors", ""]):
-        with pytest.raises(FileNotFoundError, match="the path is empty"):
-            from_pretrained(path, memory_budget="4M")
-
-
-def test_a_variant_that_is_missing_and_an_adapter_are_named(files: Path, tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no model\.fp8\.safetensors or model\.safetensors\.index\.fp8\.json"):
-        from_pretrained(files, memory_budget="4M", variant="fp8")
     path = saved(tmp_path)
     (path / "adapter_config.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"has an adapter \(adapter_config\.json\): .* peft\.PeftModel"):
-        from_pretrained(path, memory_budget="4M")
+    no_class = r"model_class must be a class of .* not ('LlamaForCausalLM'|Linear)"
+    wrong: list[tuple[Any, dict[str, Any], Any, str]] = [
+        (files, {"model_class": "LlamaForCausalLM"}, TypeError, no_class),
+        (files, {"model_class": torch.nn.Linear}, TypeError, no_class),
+        ("", {}, FileNotFoundError, "the path is empty"),
+        (["model.safetensors", ""], {}, FileNotFoundError, "the path is empty"),
+        (files, {"variant": "fp8"}, FileNotFoundError,
+         r"no model\.fp8\.safetensors or model\.safetensors\.index\.fp8\.json"),
+        (path, {}, ValueError, r"has an adapter \(adapter_config\.json\): .* peft\.PeftModel"),
+    ]  # fmt: skip
+    for given, options, error, words in wrong:
+        with pytest.raises(error, match=words):
+            from_pretrained(given, memory_budget="4M", **options)
     with from_pretrained([path / "model.safetensors"], memory_budget="4M") as model:
         assert model.dtype == torch.float32

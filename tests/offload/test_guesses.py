@@ -131,7 +131,7 @@ def test_guesses_are_counted_and_wrong_ones_cancelled(folder: Path, monkeypatch:
     assert one.use(0, [1, 2]) == 2, "a guess that failed is read again"
 
 
-def test_guesses_take_memory_of_nothing_expected_and_leave_for_what_is_waited_for(folder: Path) -> None:
+def test_guesses_leave_memory_to_what_is_expected(folder: Path) -> None:
     one = Layers(folder, 2, 8, 3)
     one.experts.expect(0, {0: 1, 1: 1}, 1)
     one.experts.guess(1, range(8))
@@ -199,7 +199,7 @@ def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monke
     assert not one.experts.may_guess(0), "all are in memory"
 
 
-def test_a_layer_whose_guesses_are_wrong_makes_none_until_they_would_be_right(folder: Path) -> None:
+def test_a_layer_of_wrong_guesses_makes_none_until_they_would_be_right(folder: Path) -> None:
     one = Layers(folder, 2, 64, 4)
 
     def guesses(steps: int, off: int) -> int:

@@ -9,54 +9,27 @@ import pytest
 import torch
 
 from nvme_ops.offload import swap_params
+from tests.offload.architectures import tiny_config
 from tests.offload.training import KIB, equal, values
 
-SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 48, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "head_dim": 8,
-}  # fmt: skip
-MIXTURE = {"moe_intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 2}
-LATENT = {
-    "num_key_value_heads": 4, "n_routed_experts": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8, "v_head_dim": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
-}  # fmt: skip
-LINEAR = {
-    "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}  # fmt: skip
-ENCODER_DECODER = {
-    "d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 2, "num_heads": 4, "encoder_layers": 2, "decoder_layers": 2,
-    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48,
-}  # fmt: skip
-SHORT = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "rotary_dim": 4}
-# by model_type of transformers: how it is made smaller than by SIZES
-FAMILIES: dict[str, dict[str, Any]] = {
-    "afmoe": MIXTURE, "bamba": {"attn_layer_indices": [1], "mamba_d_state": 8, "mamba_n_heads": 8},
-    "bart": ENCODER_DECODER,
-    "bert": {}, "bloom": {"n_layer": 2, "n_head": 4}, "codegen": {**SHORT, "n_ctx": 64}, "deepseek_v3": LATENT,
-    "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 24}, "starcoder2": {},
-    "falcon_h1": {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_state": 8}, "flex_olmo": {"num_experts": 4},
-    "gemma3_text": {"sliding_window": 8}, "glm4_moe": {**MIXTURE, "n_routed_experts": 4}, "gpt2": SHORT,
-    "gpt_oss": {"num_local_experts": 4}, "gptj": SHORT, "granitemoe": {"num_local_experts": 4},
-    "jamba": {"num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8}, "llama": {},
-    "lfm2_moe": {**MIXTURE, "layer_types": ["conv", "full_attention"]}, "olmoe": {"num_experts": 4},
-    "mamba": {"state_size": 8}, "mamba2": {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2},
-    "mixtral": {"num_local_experts": 4}, "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2}, "olmo3": {},
-    "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32}, "phimoe": {"num_local_experts": 4}, "qwen2": {},
-    "qwen3_next": {**MIXTURE, **LINEAR, "shared_expert_intermediate_size": 24},
-    "recurrent_gemma": {"num_hidden_layers": 3, "lru_width": 32, "attention_window_size": 16},
-    "rwkv": {"attention_hidden_size": 32, "context_length": 64}, "t5": ENCODER_DECODER,
-    "xglm": {"d_model": 32, "ffn_dim": 48, "num_layers": 2, "attention_heads": 4},
-}  # fmt: skip
+#: Classes of transformers, one of each way to initialize weights.
+FAMILIES = (
+    "AfmoeForCausalLM", "BambaForCausalLM", "BartForConditionalGeneration", "BertForPreTraining", "BloomForCausalLM",
+    "CodeGenForCausalLM", "DeepseekV3ForCausalLM", "Ernie4_5_MoeForCausalLM", "FalconH1ForCausalLM",
+    "FlexOlmoForCausalLM", "GPT2LMHeadModel", "Gemma3ForCausalLM", "GptOssForCausalLM", "GraniteMoeForCausalLM",
+    "JambaForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MptForCausalLM",
+    "OPTForCausalLM", "PhimoeForCausalLM", "Qwen3NextForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
+    "T5ForConditionalGeneration", "XGLMForCausalLM",
+)  # fmt: skip
 
 
 def made(family: str) -> Any:
-    """Returns a small model of a family on the meta device."""
-    transformers: Any = pytest.importorskip("transformers")
-    config = transformers.AutoConfig.for_model(family, **{**SIZES, **FAMILIES[family]}, tie_word_embeddings=True)
-    auto = "AutoModelForSeq2SeqLM" if FAMILIES[family] is ENCODER_DECODER else "AutoModelForCausalLM"
+    """Returns a small model of a family on the meta device, its embeddings tied."""
+    kind = getattr(pytest.importorskip("transformers"), family)
+    config = tiny_config(kind)
+    config.tie_word_embeddings = True
     with torch.device("meta"):
-        return getattr(transformers, "AutoModelForPreTraining" if family == "bert" else auto).from_config(config)
+        return kind(config)
 
 
 def all_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

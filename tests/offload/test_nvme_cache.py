@@ -246,18 +246,6 @@ def test_layers_with_keys_and_a_recurrent_state_keep_the_state_in_memory(
                 cache.reset()
 
 
-def test_prompt_lookup_crops_what_was_guessed_wrong_and_the_cache_goes_on(folder: Path) -> None:
-    prompt, outputs = PROMPTS[:1, :50].repeat(1, 4), []
-    guessing: dict[str, Any] = {"prompt_lookup_num_tokens": 5, "eos_token_id": None, "pad_token_id": 0}
-    with NvmeCache(folder, "800K") as cache:
-        for each in (transformers.DynamicCache(), cache):
-            first = model("llama").generate(prompt, cache=each, max_new_tokens=20, **guessing)
-            more = torch.cat([first, PROMPTS[:1, :60]], 1)
-            outputs.append(model("llama").generate(more, cache=each, max_new_tokens=10, pad_token_id=0))
-        assert torch.equal(*outputs)
-        assert cache.stats().bytes_written > 0
-
-
 def test_most_reads_are_ahead_of_their_use(folder: Path) -> None:
     with NvmeCache(folder, size_of("llama", 2, 238)) as cache:
         generated("llama", cache)

@@ -61,6 +61,7 @@ OTHERS: dict[str, Callable[[Any], Any]] = {
     "torch.asarray": lambda p: torch.asarray(p, copy=True),
     "p.data[0] = 1": lambda p: p.data[0].fill_(1),
     "p.data.t()[0] = 1": lambda p: p.data.t()[0].fill_(1),
+    "batch_norm": lambda p: torch.nn.functional.batch_norm(torch.eye(4), p.data[0], p.data[1], training=True),
     "a copy, then a write": lambda p: (p.double(), p.view(-1)[:3].zero_())[0],
     "autocast, then a write": lambda p: (p.to(torch.bfloat16), torch._foreach_add_([p.data], 1.0))[0],
 }

@@ -265,7 +265,7 @@ def test_what_a_program_holds_of_the_states_is_what_steps_update(folder: Path) -
     pair.optimizers[1].close()
 
 
-def test_states_that_a_program_holds_while_a_step_begins_in_the_backward_pass(folder: Path) -> None:
+def test_states_that_a_program_holds_while_backward_begins_a_step(folder: Path) -> None:
     """What has been updated is on storage; the program sees it after the step, and must not change it before."""
     params = [torch.nn.Parameter(torch.ones(300, 301)) for _ in range(3)]
     with NvmeOptimizer(params, torch.optim.AdamW, folder, memory_budget="1M", overlap="backward") as optimizer:

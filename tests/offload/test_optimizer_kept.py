@@ -131,7 +131,7 @@ CHANGING = {"openat", "pwrite64", "write", "ftruncate", "fallocate", "rename", "
 
 
 @pytest.mark.parametrize("calls", ["some", pytest.param("all", marks=pytest.mark.slow)])
-def test_killed_at_any_system_call_of_a_step_it_is_resumed_to_the_same_bits(folder: Path, calls: str) -> None:
+def test_killed_at_any_system_call_of_a_step_it_resumes_the_same_bits(folder: Path, calls: str) -> None:
     place, model = folder / "place", small()
     plain, expected = torch.optim.AdamW(model.parameters(), lr=0.01), [copy.deepcopy(model.state_dict())]
     for step in range(3):
@@ -250,7 +250,7 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
 }
 
 
-def test_a_record_that_is_damaged_or_missing_is_refused_with_the_name_of_its_file(folder: Path) -> None:
+def test_a_damaged_or_missing_record_is_refused_with_its_name(folder: Path) -> None:
     with kept(folder, model := small()) as optimizer:
         train(model, optimizer, 0, 2)
     newest, other = records(folder)
@@ -296,9 +296,7 @@ def as_earlier(folder: Path, version: int, damage: bytes = b"") -> None:
 
 
 @pytest.mark.parametrize(("version", "damage"), [(0, b""), (1, b""), (1, b'"steps": 2'), (1, b"nvme_ops commit 1")])
-def test_what_earlier_versions_have_kept_is_gone_on_with_unless_it_is_damaged(
-    folder: Path, version: int, damage: bytes
-) -> None:
+def test_states_of_earlier_versions_are_continued_unless_damaged(folder: Path, version: int, damage: bytes) -> None:
     with kept(folder, model := small()) as optimizer:
         train(model, optimizer, 0, 2)
     as_earlier(folder, version, damage)
@@ -316,7 +314,7 @@ def test_what_earlier_versions_have_kept_is_gone_on_with_unless_it_is_damaged(
         TensorStore(session)  # as they would, and know no other record
 
 
-def test_states_kept_by_a_version_that_left_out_empty_parameters_are_gone_on_with(folder: Path) -> None:
+def test_states_of_a_version_without_empty_parameters_are_continued(folder: Path) -> None:
     model = small()
     model.register_parameter("none", torch.nn.Parameter(torch.zeros(0, 3)))
     full = States.record
@@ -448,7 +446,7 @@ def test_a_step_flushes_each_file_once_beside_what_follows(folder: Path, flushes
 
 
 @pytest.mark.parametrize(("another_boot", "expected"), [(False, 3), (True, 2)])
-def test_killed_before_its_flush_a_step_counts_until_the_machine_starts_again(
+def test_killed_before_its_flush_a_step_counts_until_the_next_boot(
     folder: Path, another_boot: bool, expected: int
 ) -> None:
     def child() -> None:
@@ -522,7 +520,7 @@ def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
 
 
 @pytest.mark.parametrize("failing", [False, True])
-def test_closing_after_a_flush_that_failed_writes_anew_or_says_that_the_step_is_lost(
+def test_closing_after_a_failed_flush_writes_anew_or_says_what_is_lost(
     folder: Path, flushes: Flushes, failing: bool
 ) -> None:
     optimizer = kept(folder, model := small())
@@ -556,9 +554,7 @@ def test_a_flush_that_failed_and_nobody_has_asked_for_is_told_at_exit(folder: Pa
     assert "fdatasync: Input/output error" in found.stderr
 
 
-def test_while_a_flush_takes_long_a_child_takes_nothing_away_and_ctrl_c_comes_through(
-    folder: Path, flushes: Flushes
-) -> None:
+def test_during_a_long_flush_a_fork_is_harmless_and_ctrl_c_works(folder: Path, flushes: Flushes) -> None:
     with kept(folder, model := small()) as optimizer:
         train(model, optimizer, 0, 2)
         optimizer._states.settle()

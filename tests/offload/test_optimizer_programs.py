@@ -33,7 +33,7 @@ def test_many_small_ones_do_too(count: int) -> None:
     run_python(PROGRAM, count)
 
 
-def test_a_gradient_that_comes_later_than_the_others_during_the_backward_pass(folder: Path) -> None:
+def test_a_gradient_that_comes_later_than_others_in_the_backward_pass(folder: Path) -> None:
     """While one has no momentum buffer, torch's foreach rounds the others' otherwise."""
     mine, other = made(torch.bfloat16), made(torch.bfloat16)
     options: dict[str, Any] = {"lr": 0.01, "momentum": 0.9, "foreach": True}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,9 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
-from nvme_ops.offload import from_pretrained, stream_weights
+from nvme_ops.offload import stream_weights
 from nvme_ops.storage import page_cache
-from tests.conftest import MIB, forked
-from tests.offload.llama import saved_llama
+from tests.conftest import MIB
 
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
@@ -110,40 +107,3 @@ def test_nothing_is_cached_that_is_read_once_or_by_a_direct_handle(
     streamed = Streamed(folder, **options)
     assert streamed.cached() == 0
     streamed.model.close()
-
-
-def test_threads_read_through_it_at_once(streamed: Streamed) -> None:
-    with torch.no_grad(), ThreadPoolExecutor(4) as threads:
-        found = list(threads.map(lambda _: streamed.model(streamed.inputs), range(8)))
-    assert all(torch.equal(each, streamed.wanted) for each in found)
-    assert streamed.cached() >= WEIGHTS
-
-
-def test_processes_that_stream_the_same_files_read_them_from_the_device_once(folder: Path, memory: Memory) -> None:
-    del memory  # there is enough
-    model = pytest.importorskip("transformers").LlamaForCausalLM.from_pretrained(saved_llama(folder)).eval()
-    file, words = folder / "llama" / "model.safetensors", torch.tensor([[1, 2, 3]])
-    with torch.no_grad():
-        wanted = model(words).logits
-    del model  # which maps the file
-    gc.collect()
-    os.sync()
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def from_device() -> int:
-        return int(Path("/proc/self/io").read_text().partition("\nread_bytes: ")[2].split()[0])
-
-    def stream(number: int) -> None:
-        with torch.no_grad(), from_pretrained(folder / "llama", memory_budget="8M") as streamed:
-            (folder / f"ready{number}").touch()
-            while not (folder / f"ready{1 - number}").exists():
-                time.sleep(0.001)
-            before = from_device()
-            for _ in range(5):
-                assert torch.equal(streamed(words).logits, wanted)
-        (folder / f"read{number}").write_text(str(from_device() - before))
-
-    with forked(2, stream):
-        pass
-    assert 0 < sum(int((folder / f"read{number}").read_text()) for number in range(2)) < 1.5 * file.stat().st_size

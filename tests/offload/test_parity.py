@@ -26,9 +26,8 @@ from tests.contract.faulty import Faulty
 from tests.device.kinds import on_a_gpu
 from tests.doubles import private_device
 from tests.offload.elsewhere import alone, same
-from tests.offload.masters import with_masters
 from tests.offload.saving import few_in_flight, settled, take_few_in_flight
-from tests.offload.training import KIB, MODELS, backward, equal, network, states, values
+from tests.offload.training import KIB, MODELS, states
 
 _ = few_in_flight  # a fixture
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -274,22 +273,6 @@ def test_the_bits_are_those_of_torch_on_a_device_made_of_host_memory(folder: Pat
 @pytest.mark.parametrize("device", [pytest.param("cuda", marks=on_a_gpu)])
 def test_the_bits_are_those_of_torch_on_a_gpu(case: Case, device: str, folder: Path) -> None:
     require_parity(case, torch.device(device), folder)
-
-
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_master_weights_are_as_by_hand(folder: Path, name: str) -> None:
-    """A float32 copy is updated with the gradients in float32, and copied to the parameter."""
-    mine, other = network(LOW), network(LOW)
-    kind: Any = getattr(torch.optim, name)
-    plain = with_masters(kind)(other.parameters(), lr=0.01)
-    with NvmeOptimizer(mine.parameters(), kind, folder, memory_budget="1M", lr=0.01) as optimizer:
-        for step in range(4):
-            for model in (mine, other):
-                backward(model, step)
-            optimizer.step()
-            plain.step()
-        assert equal(values(mine), values(other))
-        assert same(states(optimizer), states(plain)) == ""
 
 
 # Random programs compute the same, or are refused in a sentence

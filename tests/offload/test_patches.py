@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch.optim import optimizer as torch_optimizer
 
 from nvme_ops.base.patches import Patch
 from nvme_ops.integrations.transformers import install, installed, uninstall
-from nvme_ops.offload import NvmeOptimizer, stream_weights, swap_params
 from tests.conftest import REPOSITORY, run_python
-from tests.offload import models
-from tests.offload.training import layers
 
 
 class Victim:
@@ -77,41 +71,6 @@ def test_what_is_inherited_is_inherited_again_afterwards() -> None:
     assert (one.method(), Base().method()) == (["ours", "own"], ["own"])
     leave()
     assert not vars(one)
-
-
-def test_module_apply_is_torchs_after_the_last_streamed_model(folder: Path) -> None:
-    """It stayed ours for ever."""
-    before = torch.nn.Module._apply
-    first, second = (stream_weights(models.layers(), folder, memory_budget="1M") for _ in range(2))
-    assert torch.nn.Module._apply is not before
-    first.close()
-    first.close()
-    with pytest.raises(RuntimeError, match="cannot be moved"):
-        torch.nn.Sequential(second).double()
-    second.close()
-    assert torch.nn.Module._apply is before
-    stream_weights(models.layers(), folder, memory_budget="1M")  # closed with its last reference
-    gc.collect()
-    assert torch.nn.Module._apply is before
-
-
-def test_the_hook_of_all_optimizers_stays_only_while_a_replaced_parameter_does(folder: Path) -> None:
-    """It stayed for ever."""
-    hooks = torch_optimizer._global_optimizer_pre_hooks
-    gc.collect()
-    assert not hooks
-    model: Any = layers(2)
-    swapped = swap_params(model, folder, memory_budget="1M", min_bytes=1)
-    assert not hooks, "nobody has the parameters that were replaced"
-    with NvmeOptimizer(model.parameters(), torch.optim.SGD, folder, lr=1.0) as optimizer:
-        swapped.restore()
-        model[0].weight.sum().backward()
-        with pytest.raises(RuntimeError, match="no longer its module's"):
-            optimizer.step()
-        assert len(hooks) == 1
-    del optimizer
-    gc.collect()
-    assert not hooks
 
 
 def test_transformers_stays_installed_as_long_as_somebody_needs_it() -> None:

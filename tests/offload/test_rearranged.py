@@ -1,4 +1,7 @@
-"""Files whose loading computes with the weights, or rearranges them: the model is the one in memory, streamed."""
+"""Files whose loading computes with the weights, or rearranges them: the model is the one in memory, streamed.
+
+Whole models of that kind are in ``test_architectures.py``: KimiLinear is one.
+"""
 
 from __future__ import annotations
 
@@ -23,61 +26,6 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
-LINEAR: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "moe_intermediate_size": 48, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
-    "v_head_dim": 16, "qk_nope_head_dim": 16, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-COMPUTED: dict[str, tuple[str, dict[str, Any]]] = {
-    "KimiLinear": ("ForCausalLM", {
-        **LINEAR, "num_local_experts": 4, "linear_head_dim": 16, "linear_num_heads": 4,
-        "layer_types": ["linear_attention", "full_attention"] * 2,
-    }),
-    "BailingHybrid": ("ForCausalLM", {
-        **LINEAR, "num_experts": 4, "layer_group_size": 2, "head_dim": 16, "num_mtp_layers": 0,
-    }),
-    "Rwkv": ("ForCausalLM", {
-        "vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "attention_hidden_size": 64, "rescale_every": 0,
-    }),
-    "Kimi_K25": ("ForConditionalGeneration", {
-        "text_config": {
-            **LINEAR, "model_type": "deepseek_v3", "n_routed_experts": 4, "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-        },
-        "vision_config": {
-            "num_attention_heads": 4, "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96,
-            "patch_size": 4, "pos_emb_height": 8, "pos_emb_width": 8,
-        },
-        "projection_hidden_size": 64, "image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7,
-    }),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", COMPUTED)
-@torch.no_grad()
-def test_loading_that_computes_with_weights_gives_the_model_in_memory(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind, options = COMPUTED[name]
-    if not hasattr(transformers, f"{name}{kind}"):
-        pytest.skip(f"transformers {transformers.__version__} has no {name}")
-    monkeypatch.setattr("nvme_ops.offload.residency.placement._SMALL", 0)  # nothing stays in memory for being small
-    torch.manual_seed(1)
-    made = getattr(transformers, f"{name}{kind}")(getattr(transformers, f"{name}Config")(**options))
-    for each in made.parameters():
-        each += torch.randn(each.shape) * 0.02
-    made.save_pretrained(tmp_path)
-    plain = type(made).from_pretrained(tmp_path)
-    if hasattr(plain, "set_experts_implementation") and name != "Rwkv":
-        plain.set_experts_implementation("eager")
-    ids = IDS + 10
-    with from_pretrained(tmp_path, memory_budget="1M") as model:
-        assert torch.equal(model(ids).logits, plain(ids).logits)
-        assert all(type(each).__name__ == "StoredTensor" for each in model.parameters()), "all stay in the files"
-        wanted = plain.state_dict()
-        for key, value in model.state_dict().items():
-            assert torch.equal(value, wanted[key]), key
 
 
 @pytest.fixture

@@ -192,7 +192,7 @@ def throttled(folder: Path) -> save_on_nvme:
     return save_on_nvme(folder, min_bytes=1, memory_budget=0, policy="auto", handle=slow)
 
 
-def test_what_is_cheap_is_computed_again_once_storage_is_what_is_waited_for(folder: Path) -> None:
+def test_what_is_cheap_is_computed_again_once_storage_is_waited_for(folder: Path) -> None:
     model, x, saving = perceptron(), torch.randn(128, 128), throttled(folder)
     expected, saved = gradients(model, x), list[int]()
     while len(saved) < 4 or (len(saved) < 30 and not saving.stats().bytes_recomputed):  # as it measures

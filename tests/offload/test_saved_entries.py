@@ -38,23 +38,6 @@ class Odd(torch.nn.Module):
         self.register_buffer("counts", torch.arange(70))
 
 
-def llama() -> Any:
-    transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(4)
-    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
-    return transformers.LlamaForCausalLM(config)
-
-
-def mixtral() -> Any:
-    """Its packed experts are split when they are saved."""
-    transformers: Any = pytest.importorskip("transformers")
-    torch.manual_seed(4)
-    sizes = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-    config = transformers.MixtralConfig(**sizes, num_attention_heads=4, num_key_value_heads=2, num_local_experts=4)
-    return transformers.MixtralForCausalLM(config)
-
-
 def by_the_hub(model: Any, folder: Path, **options: Any) -> None:
     pytest.importorskip("huggingface_hub").save_torch_model(model, folder, max_shard_size="20KB", **options)
 
@@ -70,29 +53,25 @@ def converted(model: Any, folder: Path) -> None:
     safetensors.save_file(state, folder / "converted.safetensors")
 
 
-WAYS: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object]]] = {
-    "save_model": (Odd, lambda model, folder: safetensors.save_model(model, folder / "model.safetensors")),
-    "converted": (Odd, converted),
-    "torch.save": (Odd, lambda model, folder: torch.save(model.state_dict(), folder / "model.pt")),
-    "hub": (Odd, by_the_hub),
-    "hub, pickled": (Odd, lambda model, folder: by_the_hub(model, folder, safe_serialization=False)),
-    "save_pretrained": (llama, lambda model, folder: model.save_pretrained(folder)),
-    "save_pretrained in shards": (llama, lambda model, folder: model.save_pretrained(folder, max_shard_size="9KB")),
-    "save_pretrained of experts": (mixtral, lambda model, folder: model.save_pretrained(folder)),
-    "accelerate, save_model": (llama, lambda model, folder: by_accelerate(model, folder, "save_model")),
-    "accelerate, save_state": (llama, lambda model, folder: by_accelerate(model, folder, "save_state")),
+WAYS: dict[str, Callable[[Any, Path], object]] = {  # save_pretrained: test_architectures.py
+    "save_model": lambda model, folder: safetensors.save_model(model, folder / "model.safetensors"),
+    "converted": converted,
+    "torch.save": lambda model, folder: torch.save(model.state_dict(), folder / "model.pt"),
+    "hub": by_the_hub,
+    "hub, pickled": lambda model, folder: by_the_hub(model, folder, safe_serialization=False),
+    "accelerate, save_model": lambda model, folder: by_accelerate(model, folder, "save_model"),
+    "accelerate, save_state": lambda model, folder: by_accelerate(model, folder, "save_state"),
 }
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_swapped_model_is_saved_as_one_in_memory(folder: Path, tmp_path: Path, way: str) -> None:
     """Each raised RuntimeError: the values are on storage."""
-    make, do = WAYS[way]
-    mine, other = make(), make()
+    mine, other = Odd(), Odd()
     with swap_params(mine, folder, memory_budget=100 * KIB, min_bytes=1 * KIB):
         for model, name in ((mine, "mine"), (other, "other")):
             (tmp_path / name).mkdir()
-            do(model, tmp_path / name)
+            WAYS[way](model, tmp_path / name)
     names = [sorted(each.name for each in (tmp_path / name).iterdir()) for name in ("mine", "other")]
     assert names[0] == names[1] != []
     for each in names[0]:
@@ -109,9 +88,7 @@ def test_what_is_loaded_by_them_comes_back(folder: Path, tmp_path: Path) -> None
         assert equal(values(mine), values(other))
 
 
-def test_an_entry_of_a_state_dict_is_the_parameter_before_and_after_its_address_was_taken(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_an_entry_of_a_state_dict_is_the_parameter_also_by_its_address(folder: Path, tmp_path: Path) -> None:
     model, file = torch.nn.Linear(64, 64, bias=False), tmp_path / "model.safetensors"
     with swap_params(model, folder, memory_budget=100 * KIB, min_bytes=1), torch.no_grad():
         weight: Any = model.weight
@@ -189,15 +166,3 @@ def test_a_mount_without_shared_mappings_is_enough(
         patch.setattr("mmap.mmap", private_only)
         safetensors.save_model(model, tmp_path / "model.safetensors")
         assert torch.equal(load(tmp_path / "model.safetensors")["weight"], model.weight + 0)
-
-
-def test_module_saves_as_before_after_the_last_swapped_one(folder: Path) -> None:
-    before = torch.nn.Module._save_to_state_dict
-    swapped = swap_params(torch.nn.Linear(64, 64), folder, memory_budget="1M", min_bytes=1)
-    with swap_params(torch.nn.Linear(64, 64), folder, memory_budget="1M", min_bytes=1):
-        assert torch.nn.Module._save_to_state_dict is not before
-    assert torch.nn.Module._save_to_state_dict is not before
-    swapped.restore()
-    assert torch.nn.Module._save_to_state_dict is before
-    swap_params(torch.nn.Linear(64, 64), folder, memory_budget="1M", min_bytes=1)  # nobody has its parameters
-    assert torch.nn.Module._save_to_state_dict is before

@@ -110,7 +110,7 @@ def test_what_a_backward_writes_to_is_its_own_and_no_value_any_more(folder: Path
 # What an operation is computed again from, and whose address it is
 
 
-def test_small_tensors_that_are_computed_from_may_have_changed_before_but_not_after(folder: Path) -> None:
+def test_small_tensors_that_are_computed_from_may_not_change_later(folder: Path) -> None:
     gamma, x = torch.nn.Parameter(torch.randn(64)), torch.randn(4096, 64, requires_grad=True)
 
     def compute(after: float) -> torch.Tensor:

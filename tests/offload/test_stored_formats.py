@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 import nvme_ops
 from nvme_ops.formats.quantized import Scaled, expand, read_scale
 from nvme_ops.offload import from_pretrained
+from tests.offload.models import rewritten
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -34,21 +34,24 @@ def written(folder: Path, change: Callable[[torch.Tensor], dict[str, torch.Tenso
 
     What it returns as ``plain`` goes to the folder ``plain`` in it.
     """
+
+    def changed(name: str, value: torch.Tensor) -> Any:
+        if not name.endswith("_proj.weight"):
+            return None
+        made = change(value + 0.02)
+        plain = made.pop("plain", value)
+        return {name.removesuffix("weight") + end: each for end, each in made.items()}, plain
+
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
-    state = dict(nvme_ops.load(folder / "model.safetensors"))
-    plain = dict(state)
-    shutil.copytree(folder, folder / "plain")
-    for name in [each for each in state if each.endswith("_proj.weight")]:
-        made = change(state.pop(name) + 0.02)
-        plain[name] = made.pop("plain", plain[name])
-        state |= {name.removesuffix("weight") + end: value.clone() for end, value in made.items()}
-    for place, tensors in ((folder, state), (folder / "plain", plain)):
-        nvme_ops.save(tensors, place / "model.safetensors", metadata={"format": "pt"})
-    if settings is not None:
-        document = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**document, "quantization_config": settings}))
+    rewritten(folder, changed, settings)
     return folder
+
+
+def in_8_bits(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """A change to FP8, a scale for each row."""
+    low, scale, plain = scaled(value)
+    return {"weight": low, "weight_scale": scale, "plain": plain}
 
 
 def scaled(value: torch.Tensor, dtype: torch.dtype = FP8) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -136,7 +139,7 @@ def test_zero_points_of_parts_and_of_weights_that_are_joined() -> None:
     "name", ["scale_weight", "weight_scales", "weight.scale", "scale", "qscale_weight", "g_idx", "weight_scale_2"]
 )
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
-def test_a_tensor_beside_a_weight_of_8_bits_that_is_not_understood_is_named(
+def test_a_tensor_beside_a_weight_of_8_bits_that_is_unknown_is_named(
     name: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -183,12 +186,8 @@ def test_what_is_about_activations_is_passed_over_and_a_layout_looked_at(tmp_pat
 
 
 @pytest.mark.parametrize("dtype", ["float16", torch.float16, torch.float32, "bfloat16", None])
-def test_weights_of_8_bits_are_computed_with_in_the_dtype_that_is_asked_for(dtype: Any, tmp_path: Path) -> None:
-    def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
-        low, scale, plain = scaled(value)
-        return {"weight": low, "weight_scale_inv": scale, "plain": plain}
-
-    require_same(written(tmp_path, change), **({} if dtype is None else {"dtype": dtype}))
+def test_weights_of_8_bits_are_computed_with_in_the_dtype_asked_for(dtype: Any, tmp_path: Path) -> None:
+    require_same(written(tmp_path, in_8_bits), **({} if dtype is None else {"dtype": dtype}))
 
 
 # Formats that cannot be read
@@ -234,11 +233,7 @@ def test_a_format_that_is_not_known_is_named(name: str, tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_settings_that_make_no_sense_are_value_errors(settings: Any, tmp_path: Path) -> None:
-    def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
-        low, scale, plain = scaled(value)
-        return {"weight": low, "weight_scale": scale, "plain": plain}
-
-    path = written(tmp_path, change, settings)
+    path = written(tmp_path, in_8_bits, settings)
     with pytest.raises(ValueError, match=r"quantization_config: the size of blocks|cannot read the configuration"):
         from_pretrained(path, memory_budget="4M")
 
@@ -247,11 +242,7 @@ def test_settings_that_make_no_sense_are_value_errors(settings: Any, tmp_path: P
     "settings", [{}, {"quant_method": "fp8"}, {"config_groups": 5}, {"config_groups": {"a": {"weights": []}}}]
 )
 def test_settings_that_say_nothing_are_passed_over(settings: Any, tmp_path: Path) -> None:
-    def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
-        low, scale, plain = scaled(value)
-        return {"weight": low, "weight_scale": scale, "plain": plain}
-
-    path = written(tmp_path, change, settings)
+    path = written(tmp_path, in_8_bits, settings)
     for place in (path, path / "plain"):  # a table beside a weight
         state = dict(nvme_ops.load(place / "model.safetensors"))
         state["lm_head.table"] = torch.ones(2, 2, dtype=torch.int32)

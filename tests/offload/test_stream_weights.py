@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import json
 import os
 import resource
 import threading
@@ -19,7 +18,6 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 from typing_extensions import assert_type
 
-import nvme_ops
 from nvme_ops.base.text import parse_size
 from nvme_ops.formats.quantized import Mxfp4, Scaled, expand, quantize, read_scale
 from nvme_ops.io.engine import Priority
@@ -29,19 +27,10 @@ from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.storage.source import Source
 from tests.conftest import KIB, MIB
 from tests.offload.elsewhere import elsewhere, values
-from tests.offload.llama import saved_llama
 from tests.offload.models import Experts, Tied, layers, mixture, nbytes, saved
 
 X = torch.randn(4, 256, generator=torch.Generator().manual_seed(3))
 TOKENS = torch.tensor([[1, 2, 2], [5, 1, 3]])
-
-MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[Any, ...]]] = {
-    "layers": (layers, (X,)),
-    "experts": (Experts, (X, [3, 1, 7])),
-    "lstm": (lambda: nn.LSTM(256, 256, 2), (X,)),
-    "normalized": (lambda: nn.utils.parametrizations.weight_norm(nn.Linear(256, 256)), (X,)),
-    "transformer": (lambda: nn.TransformerEncoderLayer(256, 4, 512, batch_first=True), (X[None],)),
-}
 
 
 @pytest.fixture(autouse=True)
@@ -74,19 +63,12 @@ def test_type_checkers_know_what_is_streamed(folder: Path) -> None:
         from_pretrained("org/name", memory_budget=1.5)  # type: ignore[arg-type]
 
 
-def made(name: str) -> tuple[nn.Module, tuple[Any, ...], Any]:
-    """A model, its input and its output in memory."""
+def made() -> tuple[nn.Module, torch.Tensor]:
+    """A model and its output in memory."""
     torch.manual_seed(1)
-    make, inputs = MODELS[name]
-    model = make().eval()
+    model = layers().eval()
     with torch.no_grad():
-        return model, inputs, model(*inputs)
-
-
-def same(first: Any, second: Any) -> bool:
-    if isinstance(first, torch.Tensor):
-        return torch.equal(first, second)
-    return all(same(one, other) for one, other in zip(first, second, strict=True))
+        return model, model(X)
 
 
 def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> Any:
@@ -98,31 +80,8 @@ def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> A
 # Right
 
 
-@pytest.mark.parametrize(("name", "budget"), [(name, "2304K") for name in MODELS])
-def test_the_output_is_that_of_the_model_in_memory(name: str, budget: str, folder: Path) -> None:
-    model, inputs, wanted = made(name)
-    with streamed(model, folder, budget), torch.no_grad():
-        for _ in range(3):
-            assert same(model(*inputs), wanted)
-
-
-@pytest.mark.parametrize("context", ["autocast", "inference", "compiled"])
-def test_in_every_mode_of_torch(context: str, folder: Path) -> None:
-    model, inputs, _ = made("layers")
-    modes: dict[str, Any] = {
-        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
-        "inference": torch.inference_mode(),
-    }
-    with modes.get(context, torch.no_grad()):
-        wanted = model(*inputs)
-        with streamed(model, folder):
-            called: Any = torch.compile(model, backend="eager") if context == "compiled" else model
-            for _ in range(2):
-                assert torch.equal(called(*inputs), wanted)
-
-
 @pytest.mark.parametrize(
-    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
+    "backend", ["aot_eager", pytest.param("inductor", marks=[pytest.mark.slow, pytest.mark.timeout(600)])]
 )
 def test_compiled_with_weights_of_several_shapes(backend: str, folder: Path) -> None:
     torch.compiler.reset()
@@ -233,21 +192,21 @@ def test_batches_that_lie_apart_are_multiplied_as_in_memory(dtype: torch.dtype, 
 
 
 def test_memory_is_bounded_and_used(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
+    model, wanted = made()
     size = nbytes(model)
     with streamed(model, folder, 1 * MIB) as found, torch.no_grad():
         for _ in range(5):
-            assert same(model(*inputs), wanted)
+            assert torch.equal(model(X), wanted)
         stats = found.stats()
         assert stats.peak_bytes <= MIB < size
         assert 0 < stats.bytes_kept < MIB
-        model(*inputs)
+        model(X)
         assert found.stats().bytes_read - stats.bytes_read <= size - stats.bytes_kept
         assert found.stats().bytes_on_demand == stats.bytes_on_demand, "all was read ahead"
-    model, inputs, wanted = made("layers")
+    model, wanted = made()
     with streamed(model, folder, "64M") as found, torch.no_grad():
         for _ in range(3):
-            assert same(model(*inputs), wanted)
+            assert torch.equal(model(X), wanted)
         assert found.stats().bytes_read <= size, "what fits is read once"
 
 
@@ -285,26 +244,11 @@ def test_of_experts_and_embeddings_what_is_asked_for_is_read(folder: Path) -> No
             model(torch.tensor([4096]))
 
 
-def test_several_folders_share_the_weights(folder: Path) -> None:
-    folders = [folder / "one", folder / "two"]
-    for each in folders:
-        each.mkdir()
-    torch.manual_seed(1)
-    model, x = layers(3, 1792).eval(), torch.randn(2, 1792)
-    with torch.no_grad():
-        wanted = model(x)
-        with stream_weights(model, folders, memory_budget="26M"):
-            used = [sum(path.stat().st_blocks for path in each.rglob("*") if path.is_file()) for each in folders]
-            assert min(used) > 100
-            assert torch.equal(model(x), wanted)
-    assert [list(each.iterdir()) for each in folders] == [[], []]
-
-
 # What cannot be
 
 
 def test_what_cannot_be_is_refused(folder: Path) -> None:
-    model, inputs, wanted = made("layers")
+    model, wanted = made()
     for module, words in (
         (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4, device="meta")), "2 devices"),
         (nn.Linear(4, 4, device="meta"), "meta device"),
@@ -320,7 +264,7 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         for change in (weight.zero_, lambda: weight.copy_(X), lambda: torch.add(X, 1, out=weight)):
             with pytest.raises(RuntimeError, match="cannot be changed"):
                 change()
-        assert same(model(*inputs), wanted)
+        assert torch.equal(model(X), wanted)
     with pytest.raises(RuntimeError, match="before it is complete"):
         StoredTensor(Weights(), Source([], torch.float32, (0, 3)))[:, 1:].sum()
 
@@ -330,14 +274,14 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
 
 def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window.Window, "patience", 0.2)
-    model, inputs, wanted = made("layers")
+    model, wanted = made()
     with streamed(model, folder) as found, torch.no_grad():
         weights: list[Any] = list(found.parameters())
         held = [weights[0].in_window(), weights[2].in_window()]
         with pytest.raises(MemoryError, match="other weights that are in use"):
-            model(*inputs)
+            model(X)
         del held
-        assert same(model(*inputs), wanted)
+        assert torch.equal(model(X), wanted)
 
 
 def test_weights_that_are_smaller_than_a_page_are_used_together(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,7 +334,7 @@ COMPUTED: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
 )
 
 
-def test_a_part_is_made_without_reading_and_what_else_is_computed_is_a_usual_tensor(folder: Path) -> None:
+def test_a_part_is_made_without_reading(folder: Path) -> None:
     with elsewhere("streamed", [VALUES], folder) as moved:
         parts = [make(moved[0]) for make in PARTS]
         assert moved.stats().bytes_read == 0
@@ -478,19 +422,6 @@ def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
     assert Scaled(of_all.view(1, 1, 1)).select(3).scale.tolist() == [[2]]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-def test_numbers_of_4_bits(dtype: torch.dtype) -> None:
-    torch.manual_seed(1)
-    numbers = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
-    codes, exponents = torch.randint(16, (2, 3, 64), dtype=torch.uint8), torch.randint(120, 130, (2, 3, 2))
-    bytes_ = codes[..., ::2] + 16 * codes[..., 1::2]
-    stored = torch.cat([bytes_.flatten(1), exponents.to(torch.uint8).flatten(1)], 1)
-    out = torch.empty(Mxfp4(3, 64).shape(stored.shape), dtype=dtype)
-    Mxfp4(3, 64).expand(stored, out)
-    wanted = numbers[codes.int()] * torch.exp2(exponents.float() - 127).repeat_interleave(32, 2)
-    assert torch.equal(out, wanted.mT.to(dtype))
-
-
 def test_exponents_of_4_bits_are_those_of_transformers_in_every_dtype() -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     blocks = torch.arange(256, dtype=torch.uint8).view(1, 1, 16, 16).expand(1, 256, 16, 16).contiguous()
@@ -565,40 +496,6 @@ def test_what_a_weight_is_expanded_to_counts_as_memory_of_the_budget(folder: Pat
             each.join()
         assert [torch.equal(each, wanted) for each in results] == [True, True]
         assert 1 << 20 < found.stats().peak_bytes <= 1500 << 10
-
-
-@pytest.mark.parametrize("kind", ["int8", "fp8", "blocks", "bitsandbytes"])
-@torch.no_grad()
-def test_files_that_hold_8_bits_and_scales(kind: str, folder: Path) -> None:
-    transformers: Any = pytest.importorskip("transformers")
-    folder = saved_llama(folder, intermediate_size=512, num_key_value_heads=4, num_hidden_layers=2, vocab_size=512)
-    plain = transformers.LlamaForCausalLM.from_pretrained(folder).eval()
-    state = nvme_ops.load(folder / "model.safetensors")
-    written = dict(state)
-    for name, value in state.items():
-        if not name.endswith("proj.weight"):
-            continue
-        if kind in ("int8", "bitsandbytes"):
-            written[name], wide = quantize(value)
-            scale = {f"{name}_scale": wide} if kind == "int8" else {name[:-6] + "SCB": wide.flatten() * 127}
-        else:
-            wide = of_blocks = value.abs().max() / 448
-            if kind == "blocks":
-                of_blocks = value.view(value.shape[0] // 128, 128, -1, 128).abs().amax((1, 3)) / 448
-                wide = of_blocks.repeat_interleave(128, 0).repeat_interleave(128, 1)
-            scale = {f"{name}_scale{'_inv' if kind == 'blocks' else ''}": of_blocks}
-            written[name] = (value / wide).to(torch.float8_e4m3fn)
-        written |= scale
-        state[name] = written[name].float() * wide
-    written["model.norm.weight_scale"] = torch.tensor(7.0)  # of a weight that needs none
-    nvme_ops.save(written, folder / "model.safetensors", metadata={"format": "pt"})
-    document = json.loads((folder / "config.json").read_text())
-    if kind != "int8":
-        (folder / "config.json").write_text(json.dumps({**document, "quantization_config": {"quant_method": "fp8"}}))
-    plain.load_state_dict(state)
-    ids = torch.tensor([[1, 2, 3]])
-    with from_pretrained(folder, memory_budget="1100K") as model:
-        assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-5)
 
 
 @torch.no_grad()

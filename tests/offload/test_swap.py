@@ -254,7 +254,7 @@ def same(first: Gradients, second: Gradients) -> bool:
     )
 
 
-def test_gradients_are_usual_ones_in_a_block_where_the_program_gives_them_and_after_close(folder: Path) -> None:
+def test_gradients_are_usual_ones_where_a_program_gives_them(folder: Path) -> None:
     model: Any = torch.nn.Linear(64, 64)
     weight, mine = model.weight, torch.zeros(64, 64)
     with swap_gradients(model.parameters(), folder, min_bytes=1 * KIB) as gradients:
@@ -316,7 +316,7 @@ def test_gradients_of_several_threads_add_up(folder: Path) -> None:
         assert all(each is not None and torch.equal(each, torch.full((64, 64), 80.0)) for each in found)
 
 
-def test_the_space_of_gradients_that_are_gone_is_used_again_and_that_of_others_is_not(folder: Path) -> None:
+def test_only_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> None:
     model: Any = torch.nn.Linear(64, 64)
     with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
         kept, most = list[Any](), 0
@@ -395,7 +395,7 @@ def test_parameters_without_a_gradient_before_the_first_step_are_left_out(folder
         assert equal(values(mine), values(other))
 
 
-def test_a_model_ends_without_close_and_gradients_are_swapped_as_long_as_it_lives(folder: Path) -> None:
+def test_a_model_ends_without_close_and_swaps_gradients_until_then(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     swap_gradients(model.parameters(), folder, min_bytes=1)
     gc.collect()

@@ -239,12 +239,11 @@ def test_files_are_small() -> None:
 
 
 LONGEST_NAME = 70  # of a test; longer ones are sentences about several things
-NOT_YET = ("offload",)  # folders of tests whose names are still longer
 
 
 def test_names_of_tests_are_short() -> None:
     problems = []
-    for path in [each for each in PYTHON if inside(each, "tests") and each.parent.name not in NOT_YET]:
+    for path in [each for each in PYTHON if inside(each, "tests")]:
         for number, line in enumerate(lines_of(path), 1):
             found = re.match(r"\s*def (test_\w+)", line)
             if found and len(found[1]) > LONGEST_NAME:
