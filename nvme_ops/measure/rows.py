@@ -65,25 +65,6 @@ class Spread:
     max: float
 
 
-#: The percentiles of latencies, as shares.
-PERCENTILES = (0.5, 0.9, 0.99, 0.999)
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """How long single blocks took, one after the other: seconds for each of ``PERCENTILES``."""
-
-    count: int
-    complete: dict[float, float]
-    submit: dict[float, float] = field(default_factory=dict)  # until an asynchronous call returned
-
-    @classmethod
-    def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
-        """Returns the percentiles of the seconds of each block."""
-        times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
-        return cls(len(complete), *times)
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Returns the least value that at least a ``share`` (0 to 1) of all do not exceed: the nearest-rank method."""
     ordered = sorted(values)
@@ -119,7 +100,6 @@ class Row:
     check: Callable[[], None] = _nothing
     peer: str = ""
     note: str = ""
-    blocks: Callable[[], BlockTimes | None] | None = None  # times single blocks, one after the other, if it can
     samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
     wrong: bool = False  # the check found wrong bytes
     reads: Callable[[], str] | None = None

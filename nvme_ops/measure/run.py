@@ -11,29 +11,19 @@ import os
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nvme_ops.base.energy import Meter
-from nvme_ops.base.progress import Step, progress_bar
+from nvme_ops.base.progress import progress_bar
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import GIB, MIB, rounded, share_words, size_words
 from nvme_ops.measure import files, machine
 from nvme_ops.measure.engines import ENGINES, Contender, Task, make_rows
 from nvme_ops.measure.remote import Remote, joint_row
-from nvme_ops.measure.rows import (
-    PERCENTILES,
-    BlockTimes,
-    Row,
-    cached_share_of,
-    interleave,
-    kept_as_note,
-    metered,
-    spread,
-    summed,
-)
+from nvme_ops.measure.rows import Row, cached_share_of, interleave, metered, spread, summed
 from nvme_ops.measure.scratch import scratch_folder, sweep
-from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Cells, Table, as_json, as_text, cells_text, used_columns
+from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Table, as_json, as_text
 
 _SMALLER = "--io-size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")
@@ -47,7 +37,6 @@ class BenchResult:
     machine: dict[str, str]
     places: dict[str, dict[str, str]]
     table: Table
-    blocks: dict[str, BlockTimes] = field(default_factory=dict)
     energy: str = ""  # why there is none
     interrupted: bool = False
 
@@ -74,20 +63,11 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
         reference = "" if options.scaling or len(rows) == 1 else rows[0].name
         table = Table(group, f"{group}, {_work_words(options)}", "GB/s", rows, reference, COLUMNS, ALONE)
         result = BenchResult(options, machine.machine(), places, table, energy=meter.unavailable())
-        singles = [row for row in rows if row.blocks is not None] if len(options.settings) == 1 else []
-        step: Step
         try:
-            with processes, progress_bar(len(rows) * (1 + options.loops) + len(singles)) as step:
+            with processes, progress_bar(len(rows) * (1 + options.loops)) as step:
                 interleave(rows, options.loops, step, options.warmup_loops)
-                for row in singles:
-                    step(f"single blocks: {row.name}")
-                    with kept_as_note(row):
-                        if row.blocks is not None and any(row.samples) and (times := row.blocks()):
-                            result.blocks[row.name] = times
         except KeyboardInterrupt:
             result.interrupted = True
-        for row in rows:
-            row.blocks = None
         for total, parts in sums:
             total.samples = summed(parts)
             table.rows.append(total)
@@ -187,7 +167,6 @@ def text(result: BenchResult) -> str:
         "\n".join(label + machine.facts(words) for label, words in about.items()),
         as_text(result.table),
         _page_cache_text(result),
-        _blocks_text(result) if result.blocks else "",
         ds_io_lines(result),
         f"energy: {result.energy}" if result.energy else "",
         verdict(result),
@@ -238,27 +217,6 @@ def ds_io_lines(result: BenchResult) -> str:
     )
 
 
-def blocks_rows(blocks: dict[str, Any]) -> list[Cells]:
-    """Returns the ``blocks`` of ``as_document`` as cells: microseconds by percentile."""
-    rows = []
-    for name, times in blocks.items():
-        wanted = [(f"p{100 * share:g}", "complete", share, 0) for share in PERCENTILES]
-        wanted += [("submit p50", "submit", 0.5, 1), ("submit p99", "submit", 0.99, 1)]
-        found = {part: {float(share): value for share, value in times[part].items()} for part in ("complete", "submit")}
-        cells = {
-            column: f"{1e6 * found[part][share]:.{digits}f}" if share in found[part] else "-"
-            for column, part, share, digits in wanted
-        }
-        rows.append({"us": name, **cells, "blocks": str(times["count"])})
-    return used_columns(rows)
-
-
-def _blocks_text(result: BenchResult) -> str:
-    what, cached = "write" if result.options.write else "read", ", from the page cache" if result.options.cached else ""
-    title = f"latency of single blocks, {what} at random places, one after the other{cached}"
-    return f"{title}\n{cells_text(blocks_rows({name: asdict(times) for name, times in result.blocks.items()}))}"
-
-
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the run as JSON."""
     options = {**vars(result.options)}
@@ -275,7 +233,6 @@ def as_document(result: BenchResult) -> dict[str, Any]:
             for row in result.table.rows
             for sample in row.samples
         ],
-        "blocks": {name: asdict(times) for name, times in result.blocks.items()},
         "from_page_cache": {row.name: cached_share_of(row.samples) for row in result.table.rows},
         "energy": result.energy or "available",
         "interrupted": result.interrupted,
