@@ -41,11 +41,9 @@ def section(host: Host) -> tuple[Result, ...]:
     )
     if Status.OKAY in [result.status for result in results if result.name == "GPU"]:
         return results
-    bad = (Status.WARNING, Status.NO)
-    return tuple(
-        replace(each, status=Status.INFO, fix="") if each.name != "GPU" and each.status in bad else each
-        for each in results
-    )
+    facts_only = {each.name: replace(each, status=Status.INFO, fix="") for each in results if each.status.needs_fix}
+    facts_only["GPU"] = replace(results[0], data={**results[0].data, "expected": False})
+    return tuple(facts_only.get(each.name, each) for each in results)
 
 
 class _Facts:
