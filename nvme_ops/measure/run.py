@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import statistics
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from nvme_ops.base.text import GIB, MIB, rounded, share_words, size_words
 from nvme_ops.measure import files, machine
 from nvme_ops.measure.engines import ENGINES, Contender, Task, make_rows
 from nvme_ops.measure.remote import Remote, joint_row
-from nvme_ops.measure.rows import Row, cached_share_of, interleave, metered, spread, summed
+from nvme_ops.measure.rows import Row, cached_share_of, interleave, metered, summed
 from nvme_ops.measure.scratch import scratch_folder, sweep
 from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Table, as_json, as_text
 
@@ -184,13 +185,13 @@ def _measured(result: BenchResult) -> list[Row]:
 def verdict(result: BenchResult) -> str:
     """Returns one line: which row is the fastest, and which others were no slower in some round."""
     table, rows = result.table, _measured(result)
-    rates = {row.name: found for row in rows if (found := spread(table.values(row)))}
     if not rows:
         return ""
-    best = max(rows, key=lambda row: rates[row.name].median)
-    words = f"{best.name}: {rounded(rates[best.name].median, 4)} GB/s"
-    if best.name != table.reference and (against := spread(table.against(best, table.reference))):
-        words += f", {rounded(against.median, 3)} of {table.reference}"
+    rates = {row.name: statistics.median(table.values(row)) for row in rows}
+    best = max(rows, key=lambda row: rates[row.name])
+    words = f"{best.name}: {rounded(rates[best.name], 4)} GB/s"
+    if best.name != table.reference and (against := table.against(best, table.reference)):
+        words += f", {rounded(statistics.median(against), 3)} of {table.reference}"
     others = [row.name for row in rows if row is not best and max(table.against(row, best.name), default=0) >= 1]
     words = f"fastest: {words}" if len(rows) > 1 else words
     return f"{words}; as fast in some round: {'; '.join(others)}" if others else words
