@@ -11,7 +11,6 @@ import os
 import statistics
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -47,14 +46,11 @@ class BenchResult:
         return [row.name for row in self.table.rows if row.wrong]
 
 
-def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used.
-
-    ``say`` is called with a line about each preparation.
-    """
+def run(options: Namespace) -> BenchResult:
+    """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used."""
     with contextlib.ExitStack() as stack:
         processes = contextlib.ExitStack()
-        rows, sums = _make_rows(options, _make_files(options, stack, say), processes)
+        rows, sums = _make_rows(options, _make_files(options, stack), processes)
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
             metered(row, meter)
@@ -103,7 +99,7 @@ def _work_words(options: Namespace) -> str:
     return f"{words}, {memory}, {'from the page cache' if options.cached else 'files out of the page cache'}"
 
 
-def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[str], None]) -> list[Task]:
+def _make_files(options: Namespace, stack: contextlib.ExitStack) -> list[Task]:
     copies = 1 + sum(ENGINES[engine].own_file for engine in options.engines)
     processes = Counter(place.folder for place in options.places)
     needed = {folder: count * options.size * copies * options.files for folder, count in processes.items()}
@@ -121,7 +117,6 @@ def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[
     for number, place in enumerate(options.places):
         paths = [os.path.join(scratch[place.folder], f"data.{number}.{count}") for count in range(options.files)]
         for path in paths:
-            say(f"writing {size_words(options.size)} to {place.folder}")
             files.make_file(path, options.size)
         gpu = place.device if options.gpu else None
         task = Task(

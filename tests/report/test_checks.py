@@ -19,7 +19,7 @@ import torch
 
 from nvme_ops.filesystem.device import Device, Mount, logical_block
 from nvme_ops.io.arguments import BACKENDS
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, finished, machine
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, builder, finished, machine
 from nvme_ops.op_builder.finished import BuiltOp
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage, trial
@@ -301,11 +301,12 @@ def test_gds_is_expected_where_there_is_a_gpu(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(finished, "OPS", tmp_path / "ops")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(builder, "_loaded", {})  # by another test
     put(tmp_path, files)
-    builder = ForAGpu(tmp_path)
+    made = ForAGpu(tmp_path)
     if "ops/gds.abi3.so" in files:
-        finished.record_path(tmp_path / "ops/gds.abi3.so").write_text(json.dumps(builder.recipe().facts()))
-    result = ops.row(builder)
+        finished.record_path(tmp_path / "ops/gds.abi3.so").write_text(json.dumps(made.recipe().facts()))
+    result = ops.row(made)
     assert (result.status, result.data["compatible"], result.data["expected"]) == (status, status is not NO, expected)
     assert all(part in result.detail for part in words.split("; "))
     assert fix in result.fix
