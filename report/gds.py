@@ -41,9 +41,14 @@ def section(host: Host) -> tuple[Result, ...]:
     )
     if Status.OKAY in [result.status for result in results if result.name == "GPU"]:
         return results
-    facts_only = {each.name: replace(each, status=Status.INFO, fix="") for each in results if each.status.needs_fix}
-    facts_only["GPU"] = replace(results[0], data={**results[0].data, "expected": False})
-    return tuple(facts_only.get(each.name, each) for each in results)
+    return tuple(map(_without_a_gpu, results))
+
+
+def _without_a_gpu(result: Result) -> Result:
+    """Returns a fact in place of a complaint about what nothing here uses."""
+    if result.name == "GPU":
+        return replace(result, data={**result.data, "expected": False})
+    return replace(result, status=Status.INFO, fix="") if result.status in (Status.WARNING, Status.NO) else result
 
 
 class _Facts:

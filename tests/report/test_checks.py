@@ -246,6 +246,11 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
         assert [each.name for each in results if each.status.needs_fix] == ["GPU"]
 
 
+def test_a_check_of_cufile_that_crashes_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gds_requirements", fails(errno.EIO))
+    assert gds.section(Host())[0].status is FAIL
+
+
 def test_what_the_op_itself_says_of_a_backend_counts() -> None:
     registry = (REPOSITORY / "csrc" / "backends" / "registry.cpp").read_text()
     order = sorted(BACKENDS, key=lambda name: registry.index("k" + name.title().replace("_", "")))
