@@ -115,7 +115,7 @@ $(VENV)/python:
 	@touch $@
 
 $(TORCH_INSTALLED): $(VENV)/python
-	$(if $(TORCH),$(call quietly,"$(TORCH)" numpy packaging setuptools))
+	$(if $(TORCH),$(call quietly,"$(TORCH)" ninja numpy packaging setuptools))
 	@touch $@
 
 # the package and what it needs, and numpy, without which torch warns

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: -O2 because the CPU's part is small; no -march, so that a prebuilt op runs on any CPU of its architecture.
 CXX_ARGS = ("-O2", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra")
 
+NO_NINJA = "ninja is not installed; fix: pip install ninja"
+
 _loaded: dict[str, ModuleType] = {}
 _loading = threading.RLock()
 # A fork waits for a build under way: the child would have the compiler's pipes, whose end the build waits for, while
@@ -290,7 +292,7 @@ class OpBuilder:
         problem = machine.try_program(found, empty, machine.compile_flags(), machine.link_flags())
         if problem:
             return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
-        return machine.python_header()
+        return machine.python_header() or (NO_NINJA if machine.ninja_directory() is None else None)
 
 
 def load_finished(builder: OpBuilder, try_prebuilt: bool = True) -> ModuleType | None:

@@ -6,6 +6,8 @@ import contextlib
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from typing import TextIO
 
 
 def say(text: str) -> None:
@@ -26,3 +28,26 @@ def warn(text: str) -> None:
     """Issues a ``UserWarning``, which the caller's filters can silence or turn into an error."""
     with contextlib.suppress(ValueError):  # warnings.warn fails on a closed stderr
         warnings.warn(text, UserWarning, stacklevel=3)
+
+
+def _can_be_flushed(stream: TextIO | None) -> bool:
+    try:
+        stream.flush()  # type: ignore[union-attr]
+    except (AttributeError, OSError, ValueError):  # absent, on a full device, closed
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def usable_streams() -> Iterator[None]:
+    """Gives code that flushes stdout and stderr, as torch's builder does, streams that can be flushed."""
+    saved = sys.stdout, sys.stderr
+    with open("/dev/null", "w") as nowhere:
+        if not _can_be_flushed(sys.stdout):
+            sys.stdout = nowhere
+        if not _can_be_flushed(sys.stderr):
+            sys.stderr = nowhere
+        try:
+            yield
+        finally:
+            sys.stdout, sys.stderr = saved

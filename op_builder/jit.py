@@ -1,7 +1,4 @@
-"""Compiles ops, into the cache or for setup.py, and imports them.
-
-Not by ``torch.utils.cpp_extension``, which takes seconds to import, needs ninja, remembers builds by name, and wants
-flags quoted, a compiler of one word and streams that can be flushed.
+"""Compiles ops through ``torch.utils.cpp_extension``, into the cache or for setup.py, and imports them.
 
 An entry of the cache appears by one ``rename``, complete or not at all. Builders take turns by ``flock``, which the
 kernel releases when a process dies, so no lock outlives its holder. Nothing is built in a folder that others can write
@@ -16,24 +13,25 @@ import fcntl
 import importlib
 import importlib.machinery
 import importlib.util
+import io
+import itertools
 import json
 import os
+import re
 import secrets
 import shlex
 import shutil
 import stat
-import subprocess
 import sys
-import sysconfig
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from . import finished, trust
-from .console import warn
+from . import finished, machine, trust
+from .console import usable_streams, warn
 from .finished import CacheEntry
 from .recipe import Recipe, old_torch
 
@@ -46,11 +44,11 @@ _NOT_OURS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR)  # opening a 
 #: Bytes that a build writes, at least: object files and the op.
 _ROOM = 4 << 20
 
-#: Lines of the compiler's output in a message: the first ones hold the cause.
-_MOST_LINES = 60
+#: What a build leaves behind beside the op.
+_INTERMEDIATE = ("*.o", "*.o.d", ".ninja_*", "lock", "cxx")
 
-#: The standard that all versions of torch accept, by the name that all compilers know.
-_STANDARD = "-std=c++2a"
+#: Lines of ninja's output that repeat a command instead of saying what went wrong.
+_NOISE = re.compile(r"^((Error building extension .*?: )?\[\d+/\d+\] |FAILED: |ninja: )")
 
 
 class Buildable(Protocol):
@@ -82,24 +80,28 @@ def compile_into(folder: Path, recipe: Recipe, log: Path | None = None) -> Path:
         RuntimeError: the compiler failed. The message holds its errors and names a file with all that it said: ``log``,
             else a new temporary one.
     """
+    twice = [stem for stem, times in Counter(path.stem for path in recipe.sources).items() if times > 1]
+    if twice:  # torch puts all object files into one folder
+        raise RuntimeError(f"two source files of the {recipe.name} op have the same name: {', '.join(twice)}")
     try:
-        try:
-            _compile(folder, recipe, unite(folder, recipe))
-        except subprocess.CalledProcessError:
-            if not recipe.united:
-                raise
-            _compile(folder, recipe, recipe.sources)  # uniting is an optimization and must not cause failures
-    except (subprocess.CalledProcessError, OSError) as error:
-        output = str(error)
-        commands = ""
-        if isinstance(error, subprocess.CalledProcessError):
-            output, commands = error.stdout, f"{shlex.join(error.cmd)}\n"
-        kept = _keep(f"{commands}{output}", log, f"nvme_ops_{recipe.name}_build_")
+        with usable_streams(), _environment(folder, recipe):
+            try:
+                _compile(folder, recipe, unite(folder, recipe))
+            except RuntimeError:
+                if not recipe.united:
+                    raise
+                _compile(folder, recipe, recipe.sources)  # uniting is an optimization and must not cause failures
+    except (RuntimeError, OSError, ImportError) as error:
+        # the cause of an OSError is the message of the loader
+        output = f"{error}: {error.__cause__}" if isinstance(error, OSError) else str(error)
+        kept = _keep(output, log, f"nvme_ops_{recipe.name}_build_")
         raise RuntimeError(f"Unable to build the {recipe.name} op.\n{_essence(output)}{kept}") from None
-    for path in folder.glob("*.o"):
-        path.unlink()
+    library = CacheEntry(folder, recipe.name).library
+    for pattern in _INTERMEDIATE:
+        for path in folder.glob(pattern):
+            path.unlink()
     seal(folder, recipe)
-    return CacheEntry(folder, recipe.name).library
+    return library
 
 
 def _keep(output: str, log: Path | None, prefix: str) -> str:
@@ -128,37 +130,34 @@ def unite(folder: Path, recipe: Recipe) -> list[Path]:
 
 
 def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
-    """Compiles the units side by side, and links them. Raises CalledProcessError with what the compiler said."""
-    import torch
+    with contextlib.redirect_stderr(io.StringIO()):  # torch prints there that CUDA's toolkit has no use without a GPU
+        from torch.utils import cpp_extension
 
-    if recipe.compiler is None:
-        raise OSError("no C++ compiler was found")
-    compiler, root = recipe.compiler, Path(torch.__file__).parent
-    system = (root / "include", root / "include/torch/csrc/api/include", sysconfig.get_path("include"))
-    flags = [
-        *(_STANDARD, "-fPIC", "-pthread", f"-DTORCH_EXTENSION_NAME={recipe.name}"),
-        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
-        *(f"-I{path}" for path in recipe.include_paths),
-        *(word for path in system for word in ("-isystem", str(path))),
-        *recipe.cxx_args,
-    ]
-
-    def run(*arguments: str) -> None:
-        compiler.run(*arguments, cwd=str(folder), timeout=None).check_returncode()
-
-    def compiled(number: int, unit: Path) -> str:
-        run(*flags, "-c", str(unit), "-o", f"{number}.o")
-        return f"{number}.o"
-
-    with ThreadPoolExecutor(_jobs()) as threads:
-        objects = list(threads.map(compiled, range(len(units)), units))
-    libraries = (f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", *recipe.ldflags)
-    run("-shared", "-pthread", *objects, *libraries, "-o", f"{recipe.name}.so")
+    # torch remembers builds by name, and would skip or rename a second one of that name in this process: our own after
+    # a failure, or DeepSpeed's op, which is called the same
+    remembered = cpp_extension.JIT_EXTENSION_VERSIONER.entries
+    before = remembered.pop(recipe.name, None)
+    try:
+        cpp_extension.load(
+            name=recipe.name,
+            sources=[str(path) for path in units],
+            extra_cflags=_for_ninja(recipe.cxx_args),
+            extra_ldflags=_for_ninja(recipe.ldflags),
+            extra_include_paths=list(recipe.include_paths),
+            build_directory=str(folder),
+            with_cuda=False,
+            is_python_module=False,  # imported from its final place, under its full name
+            verbose=False,  # otherwise torch prints the compiler's output instead of raising it
+        )
+    finally:
+        remembered.pop(recipe.name, None)
+        if before is not None:
+            remembered[recipe.name] = before
 
 
-def _jobs() -> int | None:
-    most = os.environ.get("MAX_JOBS", "")
-    return max(1, int(most)) if most.isdecimal() else None
+def _for_ninja(flags: Sequence[str]) -> list[str]:
+    """Returns ``flags`` quoted for torch's ninja file, so that the compiler gets them unchanged."""
+    return [shlex.quote(flag).replace("$", "$$") for flag in flags]
 
 
 def import_library(name: str, library: Path) -> ModuleType:
@@ -190,16 +189,44 @@ def import_library(name: str, library: Path) -> ModuleType:
     return module
 
 
-def _essence(output: str) -> str:
+@contextlib.contextmanager
+def _environment(folder: Path, recipe: Recipe) -> Iterator[None]:
+    """Makes torch find ninja wherever pip put it, and the compiler that the recipe names."""
+    changes = {"PATH": os.environ.get("PATH", os.defpath)}
+    ninja = machine.ninja_directory()
+    if ninja is not None and shutil.which("ninja") is None:
+        changes["PATH"] += os.pathsep + ninja
+    if recipe.compiler is not None:
+        command = recipe.compiler.command
+        if len(command) > 1:  # torch treats CXX as one word
+            script = folder / "cxx"
+            script.write_text(f'#!/bin/sh\nexec {shlex.join(command)} "$@"\n')
+            script.chmod(0o755)
+            command = (str(script),)
+        changes["CXX"] = command[0]
+    saved = {name: os.environ[name] for name in changes if name in os.environ}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes.keys() - saved:
+            os.environ.pop(name, None)
+        os.environ.update(saved)
+
+
+def _essence(output: str, limit: int = 60) -> str:
+    """Returns the compiler's output without the commands that ninja repeats; the first lines hold the cause."""
     lines = output.splitlines()
-    return "\n".join(lines[:_MOST_LINES] + (["..."] if len(lines) > _MOST_LINES else []))
+    commands = {line for previous, line in itertools.pairwise(lines) if previous.startswith("FAILED: ")}
+    said = [line for line in lines if line not in commands and not _NOISE.match(line)]
+    return "\n".join(said[:limit] + (["..."] if len(said) > limit else []))
 
 
 def why_not_built(op: Buildable) -> str | None:
     """Returns why ``op`` could not be built just in time, with the fix; None if it could.
 
-    It needs a torch that is not too old, a working compiler, and a folder in which ops can be built, and from which
-    they can be loaded.
+    It needs a torch that is not too old, a working compiler, ninja, and a folder in which ops can be built, and from
+    which they can be loaded.
     """
     if refused := trust.refusal() or old_torch():
         return refused
@@ -250,8 +277,8 @@ def obstacle(op: Buildable) -> str | None:
         import torch  # noqa: F401
     except ImportError as error:
         return (
-            f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools and "
-            "wheel first, then run: pip install --no-build-isolation ..."
+            f"it is compiled against torch, which this build cannot import ({error}). Install torch, setuptools, wheel "
+            "and ninja first, then run: pip install --no-build-isolation ..."
         )
     return old_torch() or op.toolchain_problem()
 

@@ -1,4 +1,4 @@
-"""Probes what this machine offers: its files; for a build the compiler, headers, packages; GPU and cuFile.
+"""Probes what this machine offers: its files; for a build the compiler, headers, ninja, packages; GPU and cuFile.
 
 A probe returns a value. It prints nothing, raises nothing, writes only to the temporary folder and to the cache of ops,
 and touches neither stdout nor stderr of the process, so it works in notebooks, in services without a terminal and in
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib.util
 import json
 import os
 import re
@@ -99,9 +100,7 @@ class Compiler:
     command: tuple[str, ...]  #: as ``CXX`` spells it, split into words
     identity: str  #: path, size and modification time of every word that is a program: changes when one is replaced
 
-    def run(
-        self, *arguments: str, cwd: str | None = None, timeout: float | None = TIMEOUT_SECONDS
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, cwd: str | None = None) -> subprocess.CompletedProcess[str]:
         """Runs the compiler with its output captured, in English, whatever this process's streams are."""
         return subprocess.run(
             [*self.command, *arguments],
@@ -112,7 +111,7 @@ class Compiler:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            timeout=timeout,
+            timeout=TIMEOUT_SECONDS,
         )
 
 
@@ -225,6 +224,25 @@ def conda_prefix() -> Path | None:
         if prefix and Path(prefix, "conda-meta").is_dir():
             return Path(prefix)
     return None
+
+
+def ninja_directory() -> str | None:
+    """Returns the folder with the ``ninja`` program, on the PATH or not; None if there is none.
+
+    ``pip install ninja`` puts it beside Python, which is not on the PATH unless the environment was activated.
+    """
+    places = [
+        *os.get_exec_path(),
+        sysconfig.get_path("scripts"),
+        sysconfig.get_path("scripts", sysconfig.get_preferred_scheme("user")),
+        os.path.dirname(sys.executable or ""),
+    ]
+    package = importlib.util.find_spec("ninja")
+    for folder in (package.submodule_search_locations or ()) if package is not None else ():
+        places += [str(Path(folder).parent / "bin"), str(Path(folder, "data", "bin"))]  # pip --target; old releases
+    places = [place for place in places if os.path.isabs(place)]  # never the current folder, which may be anybody's
+    found = shutil.which("ninja", path=os.pathsep.join(places))
+    return None if found is None else str(Path(found).parent)
 
 
 def python_header() -> str | None:

@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
     words = "also open cuFile's driver for real and say whether GPUDirect Storage is available; in a process of its own"
     add("--open-driver", action="store_true", help=f"{words}, for at most {gds.LIMIT:.0f} seconds")
-    add("--hide-operator-status", action="store_true", help="leave out the table of ops")
+    add("--hide-operator-status", action="store_true", help="leave out ninja and the table of ops")
     add("--hide-errors-and-warnings", action="store_true", help="leave out the warnings and their fixes")
     add("--version", action="version", version=f"nvme-report {ops.PACKAGE_VERSION}")
     return made
@@ -89,6 +89,7 @@ def collect(host: Host, open_driver: bool = False, handle: Attempt | None = None
         "shared memory (/dev/shm) size": lambda: kernel.shared(host),
     }
     return {
+        "build": run_checks({"ninja": ops.ninja}),
         "ops": tuple(ops.judged_with(result, (*backends, *cufile)) for result in rows),
         "backends": backends,
         "cufile": cufile + (run_checks({"cuFile driver": gds.open_driver}) if open_driver else ()),
@@ -114,7 +115,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = as_json(ops.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
     else:
-        shown = {name: found for name, found in sections.items() if name != OPS or not options.hide_operator_status}
+        hidden = (BUILD, OPS) if options.hide_operator_status else ()
+        shown = {name: results for name, results in sections.items() if name not in hidden}
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
         style = Style(colour, not options.hide_errors_and_warnings, options.verbose)
         text = as_text(", ".join(ops.versions()), shown, folders, style)
@@ -135,8 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 LINE = "-" * 50
 WIDTH = 80
-OPS, BACKENDS, CUFILE, ENVIRONMENT = "ops", "backends", "cufile", "environment"
+BUILD, OPS, BACKENDS, CUFILE, ENVIRONMENT = "build", "ops", "backends", "cufile", "environment"
 _TITLES = {
+    BUILD: "JIT compiled ops requires ninja",
     OPS: f"op name {'.' * 16} installed .. compatible",
     BACKENDS: "Backends, in the order in which they are tried:",
     CUFILE: "cuFile (for the gds op):",
@@ -282,7 +285,7 @@ def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: 
     """Returns one JSON document: the verdict, and every result under its section and name, fixes included."""
     ready, text = verdict(sections, storage)
     document: dict[str, Json] = {
-        "schema": 2,
+        "schema": 1,
         "version": version,
         "verdict": {"ready": ready, "text": text},
         "unusable_ops": list(unusable),

@@ -1,4 +1,4 @@
-"""Checks which ops are usable here, and what compiles them: torch, the C++ compiler, Python's headers."""
+"""Checks which ops are usable here, and what compiles them: torch, ninja, the C++ compiler, Python's headers."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def _build_fix(problem: str = "", fix: str = "") -> str:
     for code, command in FIXES.items():
         if f"[Errno {code}]" in problem:
             return command
-    for result in (compiler(), python_headers()):
-        if result.status is Status.NO:
+    for result in (compiler(), python_headers(), ninja()):
+        if result.status in (Status.NO, Status.FAIL):
             return result.fix
     if machine.compile_flags() or machine.link_flags():
         return "unset CPPFLAGS CFLAGS CXXFLAGS LDFLAGS  # or correct what the compiler complains about"
@@ -167,6 +167,15 @@ def unusable(results: Sequence[Result], named: Sequence[str] = ()) -> list[Resul
 
 _LEAST_COMPILER = "9"  # of gcc and clang: the first whose C++17 library is complete enough for torch's headers
 COMMAND_TIMEOUT = 10.0  # seconds; a compiler that does not answer `--version` in this time is of no use
+
+
+def ninja() -> Result:
+    """Reports ninja, which torch needs to compile an op; builders also find it beside Python."""
+    folder = machine.ninja_directory()
+    path = None if folder is None else str(Path(folder, "ninja"))
+    version, problem = _answer([path]) if path else ("", "not found")
+    fix = f"{sys.executable} -m pip install --force-reinstall ninja" if problem else ""
+    return judged("ninja", problem or f"{version}, {path}", fix, {"path": path, "version": version}, bad=Status.FAIL)
 
 
 def compiler() -> Result:

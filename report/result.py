@@ -23,7 +23,7 @@ class Status(str, Enum):
     INFO = "INFO"  # a fact, not judged
     WARNING = "WARNING"  # works, with something missing or slower than it need be
     NO = "NO"  # does not work
-    FAIL = "FAIL"  # the check itself failed
+    FAIL = "FAIL"  # ninja is missing, or the check itself failed
 
     @property
     def needs_fix(self) -> bool:

@@ -352,3 +352,14 @@ except RuntimeError as error: print("No usable temporary directory" in str(error
     assert sandbox.run(f"{NO_TEMPORARY_FOLDER}{program}", places) == "False True False\nTrue"
     assert sandbox.run(ANSWER, places) == "42"
     assert sandbox.run(f"{NO_TEMPORARY_FOLDER}{ANSWER}", places) == "42"
+
+
+def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for planted in (tmp_path / "~" / ".local" / "bin" / "ninja", tmp_path / "ninja"):
+        executable(planted)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: "~/.local/bin")  # without HOME and password entry
+    monkeypatch.setattr(sys, "executable", "")
+    monkeypatch.setenv("PATH", "/nothing")
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert machine.ninja_directory() is None

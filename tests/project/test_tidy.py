@@ -195,10 +195,10 @@ def test_imports_form_no_circle() -> None:
 
 
 def test_the_core_needs_what_pyproject_lists_and_no_more() -> None:
-    """Setuptools is what torch's builder of extensions runs on; cpuinfo is imported where a processor is named."""
+    """Ninja is a program, setuptools what torch's builder runs on; cpuinfo is imported where a processor is named."""
     line = next(line for line in PYPROJECT.splitlines() if line.startswith("dependencies = "))
     listed = re.findall(r'"([\w-]+)', line)
-    assert listed == ["torch", "setuptools", "packaging", "py-cpuinfo"]
+    assert listed == ["torch", "ninja", "setuptools", "packaging", "py-cpuinfo"]
     needed = set()
     for path in PYTHON:
         if path.relative_to(ROOT).parts[0] in LIBRARY and path.name not in NEEDS_TRANSFORMERS:

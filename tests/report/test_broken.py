@@ -54,6 +54,11 @@ ABC, LIBAIO = {"NVME_OPS_POOL_BYTES": "abc"}, {"NVME_OPS_BACKEND": "libaio"}
 NO_COMPILER, DIRECTORY = {"PATH": "LIBRARIES", "CXX": ""}, "TORCH_EXTENSIONS_DIR"
 NO_HOME = "os.environ.pop('HOME', None), os.environ.pop('XDG_CACHE_HOME', None)"
 NO_FILE = "resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+NO_NINJA = """
+from nvme_ops.op_builder.machine import ninja_directory
+while place := ninja_directory():
+    mount("--bind", "/dev/null", f"{place}/ninja")
+"""
 ANOTHER_TORCH = """
 import json
 Path(RECORD).write_text(json.dumps({**json.loads(Path(RECORD).read_text()), "torch": "2.2.0"}))
@@ -130,6 +135,7 @@ MACHINES = {
     "a compiler that fails": Slow("false does not work", "unset CXX", "", {"CXX": "false"}),
     "wrong flags": Slow("no-such-flag", "unset CPPFLAGS", "", {"CXXFLAGS": "--no-such-flag"}),
     "no temporary file": NotBuilt("File too large|temporary", "ulimit -f", NO_FILE),
+    "no ninja": NotBuilt("ninja is not installed", "install.* ninja", NO_NINJA),
     "an old torch": NotBuilt("torch 2.3.1 is older than 2.4", "install --upgrade torch",
         "import torch; torch.__version__ = '2.3.1'"),
     # Libraries
