@@ -1,9 +1,9 @@
 """The folder of a run: its name, how others see that the run is alive, and how it is removed, if need be later.
 
-It is called ``nvme_ops-bench-``, the kernel's boot id and 16 random digits, and the run keeps it locked (flock) as long
-as it lives. A run removes its folder at its end; if it was killed, the next run in the same place does. It removes only
-a folder that has such a name, belongs to the same user and can be locked, so never that of a run that is alive, not
-even in another container or on another host.
+It is called ``nvme_ops-bench-`` and 16 random digits, and holds an empty file, ``.lock-`` and the kernel's boot id,
+that the run keeps locked (flock) as long as it lives. A run removes its folder at its end; if it was killed, the next
+run in the same place does. It removes only a folder that has both names, belongs to the same user and can be locked,
+so never that of a run that is alive, not even in another container or on another host.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import re
 import secrets
 import shutil
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,8 +28,9 @@ from nvme_ops.measure import stop
 from nvme_ops.measure.files import NotUsable, require_space
 from nvme_ops.op_builder.machine import Host
 
-_PREFIX = "nvme_ops-bench-"
-_NAME = re.compile(re.escape(_PREFIX) + "([0-9a-f-]{36})-[0-9a-f]{16}")
+_PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
+_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")
+_LOCK_NAME = re.compile(re.escape(_LOCK) + "[0-9a-f-]{36}")
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs"}  # no other host has them mounted
 
 _alive: dict[str, int] = {}  # this process's folders, each with the descriptor that locks it
@@ -62,17 +64,13 @@ def sweep(folder: str) -> None:
     """Removes what killed runs left in ``folder``; silently leaves anything that could be something else."""
     with contextlib.suppress(OSError):
         for name in os.listdir(folder):
-            if found := _NAME.fullmatch(name):
+            if _NAME.fullmatch(name):
                 with contextlib.suppress(OSError):
-                    _remove_if_dead(os.path.join(folder, name), boot=found[1])
+                    _remove_if_dead(os.path.join(folder, name))
 
 
 def _new_name(folder: str) -> str:
-    return os.path.join(folder, f"{_PREFIX}{boot_id()}-{secrets.token_hex(8)}")
-
-
-def _open(path: str) -> int:
-    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    return os.path.join(folder, _PREFIX + secrets.token_hex(8))
 
 
 def _make(folder: str) -> str:
@@ -80,7 +78,7 @@ def _make(folder: str) -> str:
         path = _new_name(os.path.abspath(folder))
         os.mkdir(path, 0o700)
         try:
-            lock = _open(path)
+            lock = os.open(os.path.join(path, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         except FileNotFoundError:  # another run has removed the empty folder
             continue
         with contextlib.suppress(OSError):  # without locks no other run removes it
@@ -91,16 +89,35 @@ def _make(folder: str) -> str:
         os.close(lock)  # another run had locked it first, and removed it
 
 
-def _remove_if_dead(path: str, boot: str) -> None:
+def _remove_if_dead(path: str) -> None:
     """Removes the folder of a run that is not alive; leaves what could be another's. Raises OSError if it cannot."""
-    if os.lstat(path).st_uid != os.geteuid() or not (boot == boot_id() or _is_local(path)):
+    about = os.lstat(path)
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.geteuid():
         return
-    lock = _open(path)
+    locks = [name for name in os.listdir(path) if _LOCK_NAME.fullmatch(name)]
+    if not locks:
+        os.rmdir(path)  # only works if it is empty: the run was killed before it had a lock
+        return
+    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(path)):
+        return
+    lock = os.open(os.path.join(path, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(path)
+        _remove(path, locks[0])
     finally:
         os.close(lock)
+
+
+def _remove(path: str, lock: str) -> None:
+    """Removes a folder, its lock last, so that after a failure or a kill the next run can remove the rest."""
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            elif entry.name != lock:
+                os.unlink(entry.path)
+    os.unlink(os.path.join(path, lock))
+    os.rmdir(path)
 
 
 def _end(path: str) -> None:
@@ -109,7 +126,7 @@ def _end(path: str) -> None:
             # renamed first: an operation left pending by an exception could still open or create its file
             unknown = _new_name(os.path.dirname(path))
             os.rename(path, unknown)
-            shutil.rmtree(unknown)
+            _remove(unknown, _LOCK + boot_id())
         os.close(_alive.pop(path))
 
 
