@@ -256,7 +256,7 @@ def aims(measured: Table) -> Iterator[str]:
             best = [max(filter(None, taken), key=lambda each: each.rate, default=None)
                     for taken in itertools.zip_longest(*others)]  # fmt: skip
             found = spread(paired_ratios(rows[mine].samples, best))
-            kept = "reached" if found and found.median >= least else "missed"
+            kept = "reached" if found and found["median"] >= least else "missed"
             reached = f"{with_range(found, 3)}, aim {least:g}: {kept}" if found else "not measured, see the rows' notes"
             yield f"{words}: {reached}"
 

@@ -26,7 +26,6 @@ from nvme_ops.base.command_line import command_line, positive
 from nvme_ops.base.text import size_words
 from nvme_ops.measure import stop
 from nvme_ops.measure.picture import plot
-from nvme_ops.measure.run import blocks_rows
 from nvme_ops.measure.tables import Cells, cells, used_columns
 
 DOCS, README = shared.ROOT / "docs", shared.ROOT / "README.md"
@@ -237,13 +236,6 @@ def joined(runs: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
         else:
             rows = [{**row, "": f"{row['']}; {label}"} for label, one in named for row in cells(one)]
             yield ", ".join(common), rows if len(named) > 1 else cells(named[0][1])
-    rows = [
-        {**row, "us": f"{row['us']}, {found['tables'][0]['group']}, {', '.join(found['folders'])}"}
-        for found in [run["document"] for run in runs]
-        for row in blocks_rows(found.get("blocks", {}))
-    ]
-    if rows:
-        yield "latency of single blocks at random places, one after the other, us", rows
 
 
 _MANY_COLUMNS = 9  # beside which no other table has room
@@ -279,7 +271,7 @@ def wrapped(text: str, joint: str = "\n    ", width: int = 112) -> str:
 
 
 _JINJA = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-_FILTERS = (table, cells, by_size, joined, blocks_rows, size_words, readme_rows, summary_rows, wrapped)
+_FILTERS = (table, cells, by_size, joined, size_words, readme_rows, summary_rows, wrapped)
 _JINJA.filters |= {each.__name__: each for each in _FILTERS}
 _TEMPLATE: Any = _JINJA.from_string(Path(__file__).with_name("page_results.md").read_text(encoding="utf-8")).module
 

@@ -110,7 +110,7 @@ class OpBuilder:
         On False ``error_log`` holds the reason and the fix. ``warnings`` holds what is missing but not needed;
         ``verbose=True`` prints these.
         """
-        self.built = self._find_built()
+        self.built = self.find_built()
         self.error_log = self.build_problem = None if self.built else jit.why_not_built(self)
         return self.build_problem is None
 
@@ -118,13 +118,13 @@ class OpBuilder:
         """Returns whether this process has loaded the op."""
         return self.name in _loaded
 
-    def is_installed(self) -> bool:
-        """Returns whether the package contains an op built ahead of time that fits this torch and Python."""
-        return self._find_prebuilt() is not None
-
-    def is_cached(self) -> bool:
-        """Returns whether the cache has an op built just in time, so that ``load`` compiles nothing."""
-        return finished.find_cached(self.recipe()) is not None
+    def find_built(self) -> finished.BuiltOp | None:
+        """Returns the finished op that ``load`` would use: prebuilt, else from the cache; None if it would compile."""
+        if (found := self._find_prebuilt()) is not None:
+            return found
+        entry = finished.find_cached(self.recipe())
+        record = entry.record() if entry is not None else None
+        return finished.BuiltOp("cached", entry.library, record) if entry is not None and record is not None else None
 
     def has_function(
         self, funcname: str, libraries: Sequence[str], library_dirs: Sequence[str] | None = None, verbose: bool = False
@@ -222,7 +222,6 @@ class OpBuilder:
             headers=tuple(headers(self.source_root())),
             include_paths=tuple(self.strip_empty_entries(self.include_paths())),
             cxx_args=tuple(self.strip_empty_entries([*self.cxx_args(), *machine.compile_flags()])),
-            nvcc_args=tuple(self.strip_empty_entries(self.nvcc_args())),
             ldflags=tuple(self.strip_empty_entries([*self.extra_ldflags(), *machine.link_flags()])),
             compiler=machine.find_compiler(),
         )
@@ -244,13 +243,6 @@ class OpBuilder:
     def _find_prebuilt(self) -> finished.BuiltOp | None:
         found = finished.find_prebuilt(self.name)
         return found if found is not None and not finished.mismatch(found, self._requirements()) else None
-
-    def _find_built(self) -> finished.BuiltOp | None:
-        if (found := self._find_prebuilt()) is not None:
-            return found
-        entry = finished.find_cached(self.recipe())
-        record = entry.record() if entry is not None else None
-        return finished.BuiltOp("cached", entry.library, record) if entry is not None and record is not None else None
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
@@ -432,14 +424,6 @@ class PinMemoryBuilder(OpBuilder):
         self.error_log, self.warnings = op.error_log, op.warnings
         self.build_problem, self.built = op.build_problem, op.built
         return found
-
-    def is_installed(self) -> bool:
-        """Returns whether ``async_io`` was built ahead of time and fits."""
-        return self._compiled.is_installed()
-
-    def is_cached(self) -> bool:
-        """Returns whether ``async_io`` is in the cache."""
-        return self._compiled.is_cached()
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""

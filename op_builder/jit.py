@@ -142,7 +142,6 @@ def _compile(folder: Path, recipe: Recipe, units: Sequence[Path]) -> None:
             name=recipe.name,
             sources=[str(path) for path in units],
             extra_cflags=_for_ninja(recipe.cxx_args),
-            extra_cuda_cflags=_for_ninja(recipe.nvcc_args),
             extra_ldflags=_for_ninja(recipe.ldflags),
             extra_include_paths=list(recipe.include_paths),
             build_directory=str(folder),

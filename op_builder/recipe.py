@@ -64,7 +64,6 @@ class Recipe:
     headers: tuple[Path, ...]  #: what the sources may include; hashed, not compiled
     include_paths: tuple[str, ...]
     cxx_args: tuple[str, ...]
-    nvcc_args: tuple[str, ...]
     ldflags: tuple[str, ...]
     compiler: Compiler | None  #: None without one: such a recipe can find builds but not make them
 
@@ -79,7 +78,6 @@ class Recipe:
             **self.requirements(),
             "include_paths": list(self.include_paths),
             "cxx_args": list(self.cxx_args),
-            "nvcc_args": list(self.nvcc_args),
             "ldflags": list(self.ldflags),
             "compiler": self.compiler and [*self.compiler.command, self.compiler.identity],
         }

@@ -34,7 +34,7 @@ from functools import partial
 from typing import TypeAlias, cast
 
 from nvme_ops.base.command_line import command, command_line, say
-from nvme_ops.base.text import printable, terminal_width
+from nvme_ops.base.text import WORDS, printable, terminal_width
 from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder
 from nvme_ops.op_builder.machine import Host
 
@@ -50,8 +50,7 @@ def parser() -> argparse.ArgumentParser:
     add = made.add_argument
     words = "also report on the storage under DIR, with a small temporary file; may be given several times"
     add("--folder", metavar="DIR", action="extend", nargs="+", default=[], help=words)
-    words = "the results of all checks and the environment, laid out like ds_report"
-    add("-v", "--verbose", action="store_true", help=words)
+    add("-v", "--verbose", action="store_true", help="the results of all checks, and lines of any width")
     add("--json", action="store_true", help="one JSON document with everything, instead of text")
     words = "exit with status 1 when one of these ops cannot be used; without names: async_io, and gds where there is "
     add("--strict", metavar="OP", nargs="*", choices=list(ALL_OPS), help=f"{words}an NVIDIA GPU")
@@ -116,12 +115,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         text = as_json(ops.PACKAGE_VERSION, [op.name for op in unusable], sections, folders)
     else:
-        hidden = OPERATORS if options.hide_operator_status else ()
+        hidden = (BUILD, OPS) if options.hide_operator_status else ()
         shown = {name: results for name, results in sections.items() if name not in hidden}
         colour = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-        style = Style(colour=colour, fixes=not options.hide_errors_and_warnings)
-        about = ", ".join(ops.versions())
-        text = as_text(shown, folders, style) if options.verbose else as_screen(about, shown, folders, style)
+        style = Style(colour, not options.hide_errors_and_warnings, options.verbose)
+        text = as_text(", ".join(ops.versions()), shown, folders, style)
     encoding = sys.stdout.encoding or "utf-8"
     sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))  # a folder may have any name
     sys.stdout.flush()
@@ -135,19 +133,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if bad else 0
 
 
-# The report: as text in the layout that ds_report's users know, and as JSON
+# The report, as text and as JSON
 
 LINE = "-" * 50
-OPS, BUILD, ENVIRONMENT = "ops", "build", "environment"  # sections with a layout of their own
-BACKENDS, CUFILE = "backends", "cufile"
-OPERATORS = (BUILD, OPS)  # what --hide-operator-status leaves out
-NOTE = """\
+WIDTH = 80
+BUILD, OPS, BACKENDS, CUFILE, ENVIRONMENT = "build", "ops", "backends", "cufile", "environment"
+_TITLES = {
+    BUILD: "JIT compiled ops requires ninja",
+    OPS: f"op name {'.' * 16} installed .. compatible",
+    BACKENDS: "Backends, in the order in which they are tried:",
+    CUFILE: "cuFile (for the gds op):",
+    ENVIRONMENT: "General environment info:",
+}
+_ALWAYS_SHOWN = ("directory", "device")  # of a folder
+_NOTE = """\
 NOTE: Ops not installed will be just-in-time (JIT) compiled at
       runtime if needed. Op compatibility means that your system
       meets the required dependencies to JIT install the op."""
-_NAME_WIDTH = 23
-_INSTALLED_WIDTH = 11
-_ENVIRONMENT_WIDTH = 33
+_MORE = "nvme-report -v: the results of all checks; --folder DIR: a folder's device"
+_NAME, _WIDE_NAME, _INSTALLED = 23, 33, 11  # characters
 _GREEN, _YELLOW, _RED, _END = "\033[92m", "\033[93m", "\033[91m", "\033[0m"
 _COLOURS = {"OKAY": _GREEN, "YES": _GREEN, "JIT": _GREEN, "WARNING": _YELLOW, "NO": _RED, "FAIL": _RED}
 # a mark; not the [NO] of an op that is not installed, which is nothing bad
@@ -162,24 +166,41 @@ class Style:
 
     colour: bool = False
     fixes: bool = True  # warnings and what to do about them; False for --hide-errors-and-warnings
+    verbose: bool = False  # the results of all checks, with lines of any width; else complaints, and what matters most
+
+    @property
+    def width(self) -> int:
+        """Characters of a line."""
+        return sys.maxsize if self.verbose else min(WIDTH, terminal_width())
+
+    def shows(self, section: str, result: Result) -> bool:
+        """Returns whether a result is in the text."""
+        always = section in (OPS, BACKENDS) or result.name in _ALWAYS_SHOWN or (self.fixes and result.status.needs_fix)
+        return self.verbose or (always and bool(result.data.get("expected", True)))
 
 
-def as_text(sections: Sections, storage: Sections, style: Style) -> str:
-    """Returns the report as text; omits sections that are not given."""
-    lines: list[str] = []
-    if BUILD in sections or OPS in sections:
-        lines += [LINE, "nvme_ops op report", LINE, *NOTE.splitlines(), LINE, "JIT compiled ops requires ninja"]
-        lines += _painted(result_lines(sections.get(BUILD, ()), style), style)
-        lines += [LINE, f"op name {'.' * 16} installed .. compatible", LINE]
-        lines += _painted(op_lines(sections.get(OPS, ()), style), style)
-    for name, results in sections.items():
-        if name not in (BUILD, OPS):
-            lines += [LINE, _TITLES.get(name, name), LINE]
-            more = result_lines(results, style, _ENVIRONMENT_WIDTH if name == ENVIRONMENT else _NAME_WIDTH)
-            lines += more if name == CUFILE and not _has_gpu(sections) else _painted(more, style)
-    for folder, results in storage.items():
-        lines += [LINE, f"Storage at {printable(folder)}:", LINE, *_painted(result_lines(results, style), style)]
-    return "\n".join([*lines, LINE, *([verdict(sections, storage)[1]] if sections.get(OPS) else []), LINE]) + "\n"
+def as_text(about: str, sections: Sections, storage: Sections, style: Style) -> str:
+    """Returns the report as text; omits sections that are not given, or of which nothing is shown.
+
+    Args:
+        about: the versions, in the first line.
+        sections: all results.
+        storage: results by folder.
+        style: how it is written.
+    """
+    lines = [*_wrapped(about, style), LINE]
+    if style.verbose and OPS in sections:
+        lines += [*_NOTE.splitlines(), LINE]
+    titled = [(name, _TITLES[name], results) for name, results in sections.items()]
+    titled += [("", f"Storage at {printable(folder)}:", results) for folder, results in storage.items()]
+    for name, title, results in titled:
+        if shown := [each for each in results if style.shows(name, each)]:
+            lines += _wrapped(title, style)
+            for each in shown:
+                lines += _painted(_lines(each, style, _WIDE_NAME if name == ENVIRONMENT else _NAME), style)
+            lines.append(LINE)
+    last = _wrapped(verdict(sections, storage)[1], style) if sections.get(OPS) else []
+    return "\n".join([*lines, *last, *([] if style.verbose else _wrapped(_MORE, style))]) + "\n"
 
 
 def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
@@ -216,53 +237,41 @@ def _chosen(sections: Sections) -> Result | None:
     return next((each for each in sections.get(BACKENDS, ()) if each.name == "chosen"), None)
 
 
-def _has_gpu(sections: Sections) -> bool:
-    return any(each.name == "GPU" and not each.status.needs_fix for each in sections.get(CUFILE, ()))
-
-
-_TITLES = {
-    BACKENDS: "Backends, in the order in which they are tried:",
-    CUFILE: "cuFile (for the gds op):",
-    ENVIRONMENT: "General environment info:",
-}
-
-
-def op_lines(results: Sequence[Result], style: Style) -> list[str]:
-    """Returns the table of ops."""
-    lines = [] if results else ["no op is known"]
-    for result in results:
-        if "installed" not in result.data:  # its check failed
-            lines += result_lines([result], style)
-            continue
+def _lines(result: Result, style: Style, width: int) -> Iterator[str]:
+    """Yields a result's line, or an op's with its warnings below, and the command that improves it."""
+    name = f"{result.name} {'.' * max(2, width - len(result.name))}"
+    if "installed" in result.data:
         just_in_time = result.data.get("compiled") == "cached"
         installed = "[JIT]" if just_in_time else "[YES]" if result.data["installed"] else "[NO]"
-        dots = "." * (_INSTALLED_WIDTH - len(installed))
-        lines.append(f"{_dotted(result.name, _NAME_WIDTH)} {installed} {dots} [{result.status.value}]")
-        if style.fixes:
-            mark = " optional: " if result.status is Status.OKAY else " [WARNING] "
-            warnings = result.data.get("warnings") or [*filter(None, [result.detail])]
-            lines += [f"{mark}{printable(word, lines=True)}" for word in cast("list[str]", warnings)]
-            lines += _fix(result, style)
-    return lines
-
-
-def result_lines(results: Sequence[Result], style: Style, width: int = _NAME_WIDTH, fix: bool = True) -> list[str]:
-    """Returns a line for each result, each followed by its ``fix``."""
-    lines = []
-    for result in results:
+        yield f"{name} {installed} {'.' * (_INSTALLED - len(installed))} [{result.status.value}]"
+        mark = " optional:" if result.status is Status.OKAY else " [WARNING]"
+        warnings = result.data.get("warnings") or [*filter(None, [result.detail])]
+        for words in cast("list[str]", warnings) if style.fixes else []:
+            yield from _wrapped(f"{mark} {_line(words)}", style, "  ")
+    else:
         judged = "" if result.status is Status.INFO else f"[{result.status.value}]"
-        words = "" if not style.fixes and result.status.needs_fix else printable(result.detail, lines=True)
-        lines.append(" ".join(filter(None, [_dotted(result.name, width), judged, words])))
-        lines += _fix(result, style) if fix else []
-    return lines
+        detail = _line(result.detail) if style.fixes or not result.status.needs_fix else ""
+        yield from _wrapped(" ".join(filter(None, [name, judged, detail])), style, "  ")
+    if result.fix and style.fixes:
+        yield from _command(printable(result.fix), style)
 
 
-def _fix(result: Result, style: Style) -> list[str]:
-    return [f"{'':10} fix: {printable(result.fix, lines=True)}"] if result.fix and style.fixes else []
+def _command(fix: str, style: Style) -> Iterator[str]:
+    """Yields the lines of a command, which can be pasted even if there are several; then a remark, such as another."""
+    words, _, remark = fix.partition("  # ")
+    lines = textwrap.wrap(words, style.width - 10, **WORDS)
+    for number, line in enumerate(lines):
+        yield f"{'      ' if number else '  fix:'} {line}" + (" \\" if number < len(lines) - 1 else "")
+    if remark:
+        yield from _wrapped(f"       # {remark}", style, "       # ")
 
 
-def _dotted(name: str, width: int) -> str:
-    return f"{name} {'.' * max(2, width - len(name))}"
+def _line(text: str) -> str:
+    return printable(" ".join(text.split()))
+
+
+def _wrapped(text: str, style: Style, indent: str = "") -> list[str]:
+    return textwrap.wrap(text, style.width, subsequent_indent=indent, **WORDS)
 
 
 def _painted(lines: Iterable[str], style: Style) -> Iterable[str]:
@@ -291,103 +300,3 @@ def _results(results: Sequence[Result]) -> dict[str, Json]:
         each.name: {"status": each.status.value, "detail": each.detail, "fix": each.fix, "data": each.data}
         for each in results
     }
-
-
-# On one screen: the ops, the backends, what limits them, and what to do
-
-WIDTH = 80
-_MORE = "nvme-report -v: the results of all checks; --folder DIR: a folder's device"
-_OPTIONAL = "libaio"  # where another backend is used
-
-
-def as_screen(about: str, sections: Sections, storage: Sections, style: Style) -> str:
-    """Returns the report as text, as wide as the terminal and at most ``WIDTH``; only a word can be wider.
-
-    Omits sections that are not given.
-
-    Args:
-        about: the versions, in the first line.
-        sections: all results.
-        storage: results by folder.
-        style: how it is written.
-    """
-    lines = [*_wrapped(about), LINE]
-    if OPS in sections:
-        rows = [each for each in sections[OPS] if each.data.get("expected", True)]
-        lines += [f"op name {'.' * 16} installed .. compatible"]
-        lines += op_lines(rows, Style(fixes=False))
-        lines += [LINE]
-    for result in sections.get(BACKENDS, ()):
-        lines += map(_fitting, result_lines([result], Style(), fix=False))
-    lines += [_folder_line(folder, results) for folder, results in storage.items()]
-    if style.fixes:
-        lines += _complaints(sections, storage)
-    last = _wrapped(verdict(sections, storage)[1]) if sections.get(OPS) else []
-    return "\n".join([*_painted(lines, style), LINE, *last, *_wrapped(_MORE)]) + "\n"
-
-
-def _complaints(sections: Sections, storage: Sections) -> Iterator[str]:
-    """Yields the complaints, each with its fix: first those that limit performance, then optional ones."""
-    found: list[tuple[str, Result]] = []
-    optional: list[tuple[str, Result]] = []
-    gpu = any(each.name == "gds" and each.data.get("expected") for each in sections.get(OPS, ()))
-    chosen = _chosen(sections)
-    served = chosen is not None and chosen.data.get("backend") not in (None, "threads")
-    for section in (OPS, BUILD, BACKENDS, *([CUFILE] if gpu else []), ENVIRONMENT):
-        for each in sections.get(section, ()):
-            if each.status.needs_fix and each.data.get("expected", True):
-                (optional if served and each.name == _OPTIONAL else found).append((each.name, each))
-    for folder, results in storage.items():
-        found += [(f"{printable(folder)}: {each.name}", each) for each in results if each.status.needs_fix]
-    shown: set[str] = set()  # fixes; one may help against several complaints
-    for title, group in (("what limits, and what to do:", found), ("optional:", optional)):
-        if group:
-            yield from (LINE, title)
-        for name, each in group:
-            yield from _wrapped(f"[{each.status.value}] {name}: {_line(each.detail)}", "  ")
-            if each.fix not in shown:
-                yield from _command(printable(each.fix))
-                shown.add(each.fix)
-
-
-def _command(fix: str) -> Iterator[str]:
-    """Yields the lines of a command, which can be pasted even if there are several; then a remark, such as another."""
-    words, _, remark = fix.partition("  # ")
-    lines = textwrap.wrap(words, _width() - 10, break_long_words=False, break_on_hyphens=False)
-    for number, line in enumerate(lines):
-        yield f"{'      ' if number else '  fix:'} {line}" + (" \\" if number < len(lines) - 1 else "")
-    if remark:
-        yield from _wrapped(f"# {remark}", "       # ", first="       ")
-
-
-def _folder_line(folder: str, results: Sequence[Result]) -> str:
-    found = [each.status for each in results if each.status.needs_fix]
-    worst = Status.NO if Status.NO in found else (*found, Status.OKAY)[0]
-    facts: Mapping[str, str] = {each.name: each.detail for each in results}
-    words = ", ".join(filter(None, (facts.get("file system", "").partition(" ")[0], facts.get("device", ""))))
-    words = next((each.detail for each in results if each.status is Status.NO), words)
-    return _fitting(f"{printable(folder)}: [{worst.value}] {_line(words)}")
-
-
-def _line(text: str) -> str:
-    return printable(" ".join(text.split()))
-
-
-def _width() -> int:
-    return min(WIDTH, terminal_width())
-
-
-def _fitting(line: str) -> str:
-    width = _width()
-    return line if len(line) <= width else f"{line[: width - 3].rpartition(' ')[0] or line[: width - 3]} ..."
-
-
-def _wrapped(text: str, indent: str = "", first: str = "") -> list[str]:
-    return textwrap.wrap(
-        text,
-        _width(),
-        initial_indent=first,
-        subsequent_indent=indent or first,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )

@@ -136,16 +136,6 @@ def aio_limit(host: Host) -> Result:
     return judged("aio-max-nr", f"{most}, {used} in use", _RAISE if most - used < _LOW else "", data)
 
 
-def aio_context(events: int = _EVENTS) -> tuple[str, str]:
-    """Returns why a real ``io_setup`` fails and the fix; two empty strings if it succeeds."""
-    try:
-        io_setup(events)
-    except OSError as error:
-        reason, fix = _AIO_REFUSALS.get(error.errno or 0, ("io_setup fails", _RAISE))
-        return f"{reason} [{symbol(error)}]", fix
-    return "", ""
-
-
 def libaio_name() -> str | None:
     """Returns the name under which the backend will load libaio; None if it is not installed."""
     for soname in LIBAIO:
@@ -186,8 +176,12 @@ def libaio() -> Result:
     """Checks whether the op would be compiled with libaio, the library, and the kernel's AIO."""
     compiled_in, library = ops.would_have_libaio(), libaio_name()
     if compiled_in and library:
-        words, fix = aio_context()
-        words = words or f"{library}, io_setup succeeds"
+        words, fix = f"{library}, io_setup succeeds", ""
+        try:
+            io_setup(library, _EVENTS)
+        except OSError as error:
+            reason, fix = _AIO_REFUSALS.get(error.errno or 0, ("io_setup fails", _RAISE))
+            words = f"{reason} [{symbol(error)}]"
     else:
         words, fix = f"{LIBAIO[0]} cannot be loaded", ops.install_command("libaio")
         if not compiled_in:
@@ -282,16 +276,7 @@ def shared(host: Host) -> Result:
 
 # System calls that Python does not offer, through ctypes. Each raises OSError with the kernel's errno.
 
-# Numbers from the kernel's unistd.h; architectures that came after 2012 share one table.
-_GENERIC = {"io_setup": 0, "io_destroy": 1, "statx": 291, "io_uring_setup": 425}
-_NUMBERS = {
-    "x86_64": {"io_setup": 206, "io_destroy": 207, "statx": 332, "io_uring_setup": 425},
-    "ppc64le": {"io_setup": 227, "io_destroy": 228, "statx": 383, "io_uring_setup": 425},
-    "s390x": {"io_setup": 243, "io_destroy": 244, "statx": 379, "io_uring_setup": 425},
-    "aarch64": _GENERIC,
-    "riscv64": _GENERIC,
-    "loongarch64": _GENERIC,
-}
+_IO_URING_SETUP = 425  # on every architecture
 _IO_URING_PARAMS_BYTES = 120  # sizeof(struct io_uring_params), linux/io_uring.h
 _FEATURES_OFFSET = 20
 _STATX_BYTES = 256  # sizeof(struct statx), linux/stat.h
@@ -307,43 +292,29 @@ class Alignment(NamedTuple):
     offset: int
 
 
-def _call(name: str, *arguments: object) -> int:
-    number = _NUMBERS.get(platform.machine(), {}).get(name)
-    if number is None:
-        raise OSError(errno.ENOSYS, f"{name}: no number known for {platform.machine()}")
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall.restype = ctypes.c_long
-    result = int(libc.syscall(ctypes.c_long(number), *arguments))
-    if result < 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"{name}: {os.strerror(code)}")
-    return result
-
-
 def io_uring_setup(entries: int) -> int:
     """Sets up an io_uring and closes it; returns the feature bits that the kernel reports."""
     params = ctypes.create_string_buffer(_IO_URING_PARAMS_BYTES)
-    os.close(_call("io_uring_setup", ctypes.c_long(entries), params))
+    number, size = ctypes.c_long(_IO_URING_SETUP), ctypes.c_long(entries)
+    ring = ctypes.CDLL(None, use_errno=True).syscall(number, size, params)
+    if ring < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    os.close(ring)
     return int(struct.unpack_from("=I", params, _FEATURES_OFFSET)[0])
 
 
-def io_setup(events: int) -> None:
-    """Makes a kernel AIO context for ``events`` requests and destroys it."""
-    context = ctypes.c_ulong(0)
-    _call("io_setup", ctypes.c_long(events), ctypes.byref(context))
-    _call("io_destroy", context)
+def io_setup(library: str, events: int) -> None:
+    """Makes a kernel AIO context for ``events`` requests and destroys it, by libaio's functions."""
+    libaio, context = ctypes.CDLL(library), ctypes.c_void_p()
+    if (result := libaio.io_setup(events, ctypes.byref(context))) < 0:
+        raise OSError(-result, os.strerror(-result))
+    libaio.io_destroy(context)
 
 
 def direct_io_alignment(descriptor: int) -> Alignment | None:
     """Returns the alignment from ``statx(STATX_DIOALIGN)`` for an open file; None if it is not reported."""
-    buffer = ctypes.create_string_buffer(_STATX_BYTES)
-    try:
-        flags, mask = ctypes.c_long(_AT_EMPTY_PATH), ctypes.c_long(_STATX_DIOALIGN)
-        _call("statx", ctypes.c_long(descriptor), b"", flags, mask, buffer)
-    except OSError as error:
-        if error.errno == errno.ENOSYS:
-            return None
-        raise
+    buffer = ctypes.create_string_buffer(_STATX_BYTES)  # refused by old kernels and containers, it stays 0
+    ctypes.CDLL(None).statx(descriptor, b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, buffer)
     if not struct.unpack_from("=I", buffer, 0)[0] & _STATX_DIOALIGN:
         return None
     return Alignment(*struct.unpack_from("=II", buffer, _DIOALIGN_OFFSET))

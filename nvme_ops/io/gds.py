@@ -29,7 +29,7 @@ _PAGE = 4096  # bytes: cuFile's direct path requires addresses and offsets that 
 def is_ready() -> bool:
     """Returns whether the gds op can be loaded without being compiled."""
     builder = GDSBuilder()
-    return builder.is_loaded() or builder.is_installed() or builder.is_cached()
+    return builder.is_loaded() or builder.find_built() is not None
 
 
 def opened() -> Any:

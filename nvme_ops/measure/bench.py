@@ -16,7 +16,7 @@ from nvme_ops.base.settings import Settings
 from nvme_ops.measure.engines import ENGINES
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.sweep import SWEPT, combinations
-from nvme_ops.measure.tables import add_outputs, check_outputs, deliver, show_progress
+from nvme_ops.measure.tables import add_outputs, check_outputs, deliver
 
 _SWEPT = ", ".join(SWEPT).replace("_", "-")
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse(argv)
     from nvme_ops.measure import run
 
-    result = run.run(args, show_progress)
+    result = run.run(args)
     deliver(result.options, run.as_document(result), run.text(result))
     if result.wrong:
         say(f"nvme-bench: wrong data: {', '.join(result.wrong)}")

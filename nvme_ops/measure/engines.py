@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import functools
 import os
-import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import nvme_ops
 from nvme_ops.base.settings import Settings
 from nvme_ops.measure import files
-from nvme_ops.measure.rows import BlockTimes, Row, Sample, Unavailable, WrongData, timed
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, timed
 
 if TYPE_CHECKING:
     import torch
 
 Memory = Callable[[], "torch.Tensor"]
 Move = Callable[["torch.Tensor"], object]
-_BLOCKS, _SECONDS = 512, 1.0  # limits for single blocks: count and seconds
 
 
 @dataclass
@@ -215,35 +213,7 @@ def handle_row(task: Task, name: str, handle: Any, past_cache: bool = False) -> 
     row = tensor_row(task, name, lambda: task.buffer, move, past_cache=past_cache)
     run = row.run
     row.run = lambda: replace(run(), submit_seconds=submitted)
-    row.blocks = lambda: block_times(task, handle)
     return row
-
-
-def block_times(task: Task, handle: Any) -> BlockTimes:
-    """Times single blocks of the handle's block size at random places of the file, one after the other."""
-    block = task.buffer[: handle.get_block_size()]
-    start = handle.async_pwrite if task.write else handle.async_pread
-    task.set_cache()
-    complete, submit = [], []
-    for offset in random_offsets(task.size, block.numel()):
-        begin = time.perf_counter()
-        start(block, task.path, offset)
-        submitted = time.perf_counter()
-        handle.wait()
-        task.finish()
-        complete.append(time.perf_counter() - begin)
-        submit.append(submitted - begin)
-    return BlockTimes.of(complete, submit)
-
-
-def random_offsets(size: int, block: int) -> Iterator[int]:
-    """Yields different multiples of ``block`` within ``size``, always the same ones, up to a count or time limit."""
-    blocks = max(1, size // block)
-    end = time.perf_counter() + _SECONDS
-    for place in random.Random(0).sample(range(blocks), min(_BLOCKS, blocks)):
-        yield place * block
-        if time.perf_counter() > end:
-            return
 
 
 # Through the page cache. The ``fsync`` that makes a write durable is timed, too

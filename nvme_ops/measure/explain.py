@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, NamedTuple
 import nvme_ops
 from nvme_ops.base.command_line import command_line, say, show, size
 from nvme_ops.base.limits import free_memory
+from nvme_ops.base.progress import progress_bar
 from nvme_ops.base.text import MIB, rate_words, size_words
 from nvme_ops.filesystem.device import MEMORY, devices_under, mount_of
 from nvme_ops.measure import files, machine
 from nvme_ops.measure.engines import Task
 from nvme_ops.measure.rows import Row, interleave, noise, noise_of_median, paired_ratios, timed
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Table, as_text, show_progress
+from nvme_ops.measure.tables import Table, as_text
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import kernel
 
@@ -239,8 +240,8 @@ def _direction(task: Task, rounds: int) -> list[str]:
     rows = [_row(task, name, task.handle, name) for name in kinds]
     rows += [_row(task, GDS, nvme_ops.gds_handle(), GPU)] if usual == GPU and gds.is_ready() else []
     rows += [_row(task, two_lanes(name), lanes, name) for name in (LOCKED, usual)]
-    interleave(rows, rounds, show_progress)
-    show_progress("")
+    with progress_bar(len(rows) * (1 + rounds)) as step:
+        interleave(rows, rounds, step)
     if failed := [f"{row.name}: {row.note}" for row in rows if row.name in (usual, LOCKED) and not any(row.samples)]:
         raise RuntimeError(failed[0])
     verdict, *findings = (case := Case(task.write, usual, rows)).lines()

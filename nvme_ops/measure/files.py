@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import random
 import shutil
 import time
 import zlib
@@ -42,17 +43,12 @@ def require_space(folder: str, needed: int, smaller: str) -> None:
 
 def make_file(path: str, size: int) -> None:
     """Fills ``path`` with ``size`` random bytes that no device can compress, all written to the device."""
-    import torch
-
-    from nvme_ops.io.tensors import bytes_of
-
-    piece = torch.randint(-(2**63), 2**63 - 1, (_PIECE // 8,), dtype=torch.int64).view(torch.uint8)
-    content = bytes_of(piece)
+    piece = bytearray(random.randbytes(_PIECE))
     words = f"writing {size_words(size)}"
     with naming("write", path), byte_bar(size, words) as advance, open(path, "wb", buffering=0) as file:
         for start in range(0, size, _PIECE):
-            piece[:8].view(torch.int64)[0] = start  # no two pieces are the same
-            left = content[: size - start]
+            piece[:8] = start.to_bytes(8, "little")  # no two pieces are the same
+            left = memoryview(piece)[: size - start]
             while left:
                 left = left[file.write(left) :]
             advance(min(_PIECE, size - start))

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import TypeVar
 
 from nvme_ops.base.energy import Meter, used
-from nvme_ops.base.text import GIB
 from nvme_ops.measure.files import cached_share
 
 Item = TypeVar("Item")
@@ -50,39 +49,6 @@ class Sample:
         """Amount per second."""
         return self.amount / self.seconds
 
-    @property
-    def cpu_per_gib(self) -> float | None:
-        """CPU seconds per GiB, for amounts in bytes."""
-        return None if self.cpu_seconds is None else self.cpu_seconds * GIB / self.amount
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of some values, with their minimum and maximum."""
-
-    median: float
-    min: float
-    max: float
-
-
-#: The percentiles of latencies, as shares.
-PERCENTILES = (0.5, 0.9, 0.99, 0.999)
-
-
-@dataclass(frozen=True)
-class BlockTimes:
-    """How long single blocks took, one after the other: seconds for each of ``PERCENTILES``."""
-
-    count: int
-    complete: dict[float, float]
-    submit: dict[float, float] = field(default_factory=dict)  # until an asynchronous call returned
-
-    @classmethod
-    def of(cls, complete: Sequence[float], submit: Sequence[float] = ()) -> BlockTimes:
-        """Returns the percentiles of the seconds of each block."""
-        times = [{share: percentile(each, share) for share in PERCENTILES if each} for each in (complete, submit)]
-        return cls(len(complete), *times)
-
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Returns the least value that at least a ``share`` (0 to 1) of all do not exceed: the nearest-rank method."""
@@ -90,9 +56,9 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
-def spread(values: Sequence[float]) -> Spread | None:
-    """Returns the spread of the values, or None if there are none."""
-    return Spread(statistics.median(values), min(values), max(values)) if values else None
+def spread(values: Sequence[float]) -> dict[str, float] | None:
+    """Returns the ``median``, ``min`` and ``max`` of the values, or None if there are none."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
 
 
 def _nothing() -> None:
@@ -119,7 +85,6 @@ class Row:
     check: Callable[[], None] = _nothing
     peer: str = ""
     note: str = ""
-    blocks: Callable[[], BlockTimes | None] | None = None  # times single blocks, one after the other, if it can
     samples: list[Sample | None] = field(default_factory=list)  # one for each round; None: it failed
     wrong: bool = False  # the check found wrong bytes
     reads: Callable[[], str] | None = None

@@ -8,32 +8,22 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
+import statistics
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from nvme_ops.base.energy import Meter
-from nvme_ops.base.progress import Step, progress_bar
+from nvme_ops.base.progress import progress_bar
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import GIB, MIB, rounded, share_words, size_words
 from nvme_ops.measure import files, machine
 from nvme_ops.measure.engines import ENGINES, Contender, Task, make_rows
 from nvme_ops.measure.remote import Remote, joint_row
-from nvme_ops.measure.rows import (
-    PERCENTILES,
-    BlockTimes,
-    Row,
-    cached_share_of,
-    interleave,
-    kept_as_note,
-    metered,
-    spread,
-    summed,
-)
+from nvme_ops.measure.rows import Row, cached_share_of, interleave, metered, summed
 from nvme_ops.measure.scratch import scratch_folder, sweep
-from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Cells, Table, as_json, as_text, cells_text, used_columns
+from nvme_ops.measure.tables import ALONE, FROM_PAGE_CACHE, Table, as_json, as_text
 
 _SMALLER = "--io-size or --folder"
 COLUMNS = ("end to end GB/s", "CPU s/GiB", "peak memory", FROM_PAGE_CACHE, "submit us", "J/GiB")
@@ -47,7 +37,6 @@ class BenchResult:
     machine: dict[str, str]
     places: dict[str, dict[str, str]]
     table: Table
-    blocks: dict[str, BlockTimes] = field(default_factory=dict)
     energy: str = ""  # why there is none
     interrupted: bool = False
 
@@ -57,14 +46,11 @@ class BenchResult:
         return [row.name for row in self.table.rows if row.wrong]
 
 
-def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> BenchResult:
-    """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used.
-
-    ``say`` is called with a line about each preparation.
-    """
+def run(options: Namespace) -> BenchResult:
+    """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used."""
     with contextlib.ExitStack() as stack:
         processes = contextlib.ExitStack()
-        rows, sums = _make_rows(options, _make_files(options, stack, say), processes)
+        rows, sums = _make_rows(options, _make_files(options, stack), processes)
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
             metered(row, meter)
@@ -74,20 +60,11 @@ def run(options: Namespace, say: Callable[[str], None] = lambda _: None) -> Benc
         reference = "" if options.scaling or len(rows) == 1 else rows[0].name
         table = Table(group, f"{group}, {_work_words(options)}", "GB/s", rows, reference, COLUMNS, ALONE)
         result = BenchResult(options, machine.machine(), places, table, energy=meter.unavailable())
-        singles = [row for row in rows if row.blocks is not None] if len(options.settings) == 1 else []
-        step: Step
         try:
-            with processes, progress_bar(len(rows) * (1 + options.loops) + len(singles)) as step:
+            with processes, progress_bar(len(rows) * (1 + options.loops)) as step:
                 interleave(rows, options.loops, step, options.warmup_loops)
-                for row in singles:
-                    step(f"single blocks: {row.name}")
-                    with kept_as_note(row):
-                        if row.blocks is not None and any(row.samples) and (times := row.blocks()):
-                            result.blocks[row.name] = times
         except KeyboardInterrupt:
             result.interrupted = True
-        for row in rows:
-            row.blocks = None
         for total, parts in sums:
             total.samples = summed(parts)
             table.rows.append(total)
@@ -122,7 +99,7 @@ def _work_words(options: Namespace) -> str:
     return f"{words}, {memory}, {'from the page cache' if options.cached else 'files out of the page cache'}"
 
 
-def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[str], None]) -> list[Task]:
+def _make_files(options: Namespace, stack: contextlib.ExitStack) -> list[Task]:
     copies = 1 + sum(ENGINES[engine].own_file for engine in options.engines)
     processes = Counter(place.folder for place in options.places)
     needed = {folder: count * options.size * copies * options.files for folder, count in processes.items()}
@@ -140,7 +117,6 @@ def _make_files(options: Namespace, stack: contextlib.ExitStack, say: Callable[[
     for number, place in enumerate(options.places):
         paths = [os.path.join(scratch[place.folder], f"data.{number}.{count}") for count in range(options.files)]
         for path in paths:
-            say(f"writing {size_words(options.size)} to {place.folder}")
             files.make_file(path, options.size)
         gpu = place.device if options.gpu else None
         task = Task(
@@ -187,7 +163,6 @@ def text(result: BenchResult) -> str:
         "\n".join(label + machine.facts(words) for label, words in about.items()),
         as_text(result.table),
         _page_cache_text(result),
-        _blocks_text(result) if result.blocks else "",
         ds_io_lines(result),
         f"energy: {result.energy}" if result.energy else "",
         verdict(result),
@@ -205,13 +180,13 @@ def _measured(result: BenchResult) -> list[Row]:
 def verdict(result: BenchResult) -> str:
     """Returns one line: which row is the fastest, and which others were no slower in some round."""
     table, rows = result.table, _measured(result)
-    rates = {row.name: found for row in rows if (found := spread(table.values(row)))}
     if not rows:
         return ""
-    best = max(rows, key=lambda row: rates[row.name].median)
-    words = f"{best.name}: {rounded(rates[best.name].median, 4)} GB/s"
-    if best.name != table.reference and (against := spread(table.against(best, table.reference))):
-        words += f", {rounded(against.median, 3)} of {table.reference}"
+    rates = {row.name: statistics.median(table.values(row)) for row in rows}
+    best = max(rows, key=lambda row: rates[row.name])
+    words = f"{best.name}: {rounded(rates[best.name], 4)} GB/s"
+    if best.name != table.reference and (against := table.against(best, table.reference)):
+        words += f", {rounded(statistics.median(against), 3)} of {table.reference}"
     others = [row.name for row in rows if row is not best and max(table.against(row, best.name), default=0) >= 1]
     words = f"fastest: {words}" if len(rows) > 1 else words
     return f"{words}; as fast in some round: {'; '.join(others)}" if others else words
@@ -238,27 +213,6 @@ def ds_io_lines(result: BenchResult) -> str:
     )
 
 
-def blocks_rows(blocks: dict[str, Any]) -> list[Cells]:
-    """Returns the ``blocks`` of ``as_document`` as cells: microseconds by percentile."""
-    rows = []
-    for name, times in blocks.items():
-        wanted = [(f"p{100 * share:g}", "complete", share, 0) for share in PERCENTILES]
-        wanted += [("submit p50", "submit", 0.5, 1), ("submit p99", "submit", 0.99, 1)]
-        found = {part: {float(share): value for share, value in times[part].items()} for part in ("complete", "submit")}
-        cells = {
-            column: f"{1e6 * found[part][share]:.{digits}f}" if share in found[part] else "-"
-            for column, part, share, digits in wanted
-        }
-        rows.append({"us": name, **cells, "blocks": str(times["count"])})
-    return used_columns(rows)
-
-
-def _blocks_text(result: BenchResult) -> str:
-    what, cached = "write" if result.options.write else "read", ", from the page cache" if result.options.cached else ""
-    title = f"latency of single blocks, {what} at random places, one after the other{cached}"
-    return f"{title}\n{cells_text(blocks_rows({name: asdict(times) for name, times in result.blocks.items()}))}"
-
-
 def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the run as JSON."""
     options = {**vars(result.options)}
@@ -275,7 +229,6 @@ def as_document(result: BenchResult) -> dict[str, Any]:
             for row in result.table.rows
             for sample in row.samples
         ],
-        "blocks": {name: asdict(times) for name, times in result.blocks.items()},
         "from_page_cache": {row.name: cached_share_of(row.samples) for row in result.table.rows},
         "energy": result.energy or "available",
         "interrupted": result.interrupted,

@@ -7,7 +7,7 @@ import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from nvme_ops.base.command_line import check_output, say, show
 from nvme_ops.base.energy import total
 from nvme_ops.base.text import GIB, columns_text, rounded, share_words, size_words
 from nvme_ops.measure.picture import DRAWN, plot
-from nvme_ops.measure.rows import Row, Sample, Spread, paired_ratios, spread
+from nvme_ops.measure.rows import Row, Sample, paired_ratios, spread
 
 # Amount per second, or seconds, of one unit
 RATES = {"GB/s": 1e9, "kIOPS": 1e3, "tokens/s": 1.0, "samples/s": 1.0, "samples": 1.0}
@@ -29,6 +29,10 @@ _Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
 
 def _figures(words: Callable[[float], str], *names: str) -> dict[str, _Column]:
     return {name: (lambda each, name=name: each.figures.get(name), words) for name in names}  # type: ignore[misc]
+
+
+def _per_gib(sample: Sample, value: float | None) -> float | None:
+    return None if value is None else value * GIB / sample.amount
 
 
 def _seconds(value: float) -> str:
@@ -46,11 +50,11 @@ def _ratio(value: float) -> str:
 #: The columns that a table can have beside its unit: the value of a pass, and how to show the median.
 COLUMNS: dict[str, _Column] = {
     "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
-    "CPU s/GiB": (lambda each: each.cpu_per_gib, "{:.3f}".format),
+    "CPU s/GiB": (lambda each: _per_gib(each, each.cpu_seconds), "{:.3f}".format),
     "peak memory": (lambda each: each.peak_bytes, _bytes),
     FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
     "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, _ratio),
-    "J/GiB": (lambda each: total(each.joules) * GIB / each.amount if each.joules else None, _ratio),
+    "J/GiB": (lambda each: _per_gib(each, total(each.joules) if each.joules else None), _ratio),
     **_figures(share_words, "of the bound", "hits"),
     **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer", "LRU step"),
     **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding", "LRU reads"),
@@ -96,11 +100,6 @@ def values_of(row: Row, column: str) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _spread(values: Sequence[float]) -> dict[str, float] | None:
-    found = spread(values)
-    return None if found is None else asdict(found)
-
-
 def as_json(table: Table) -> dict[str, Any]:
     """Returns a table with the figures of each round."""
     columns = table.known_columns()
@@ -110,10 +109,10 @@ def as_json(table: Table) -> dict[str, Any]:
             {
                 **{name: getattr(row, name) for name in ("name", "note", "wrong", "peer")},
                 "values": table.values(row),
-                "spread": _spread(table.values(row)),
-                "columns": {name: _spread(values_of(row, name)) for name in columns},
-                "against_reference": _spread(table.against(row, table.reference)),
-                "against_peer": _spread(table.against(row, row.peer)),
+                "spread": spread(table.values(row)),
+                "columns": {name: spread(values_of(row, name)) for name in columns},
+                "against_reference": spread(table.against(row, table.reference)),
+                "against_peer": spread(table.against(row, row.peer)),
             }
             for row in table.rows
         ],
@@ -125,18 +124,14 @@ Cells = dict[str, str]  # a row's text by column
 
 def cells(document: Mapping[str, Any]) -> list[Cells]:
     """Returns the rows of an ``as_json`` as text: medians, with the minimum and maximum in brackets."""
-
-    def ranged(found: Mapping[str, float] | None, digits: int) -> str:
-        return with_range(Spread(**found) if found else None, digits)
-
     unit, reference = document["unit"], document["reference"]
     made = []
     for row in document["rows"]:
         found = row["spread"]
-        value = {f"{unit} (min - max)": ranged(found, 4)}
+        value = {f"{unit} (min - max)": with_range(found, 4)}
         columns = {name: COLUMNS[name][1](each["median"]) if each else "-" for name, each in row["columns"].items()}
-        ratio = "-" if row["name"] == reference else ranged(row["against_reference"], 3)
-        ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": ranged(row["against_peer"], 3)}
+        ratio = "-" if row["name"] == reference else with_range(row["against_reference"], 3)
+        ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": with_range(row["against_peer"], 3)}
         made.append({"": row["name"], **value, **columns, **ratios, "note": row["note"]})
     return used_columns(made)
 
@@ -160,11 +155,12 @@ def cells_text(rows: Sequence[Cells]) -> str:
     return columns_text([head, *(list(row.values()) for row in rows)])
 
 
-def with_range(found: Spread | None, digits: int) -> str:
-    """Returns the median and, in brackets, minimum and maximum; ``-`` for nothing."""
+def with_range(found: Mapping[str, float] | None, digits: int) -> str:
+    """Returns the median and, in brackets, minimum and maximum of a ``spread``; ``-`` for nothing."""
     if found is None:
         return "-"
-    return f"{rounded(found.median, digits)} ({rounded(found.min, digits)} - {rounded(found.max, digits)})"
+    median, low, high = (rounded(found[name], digits) for name in ("median", "min", "max"))
+    return f"{median} ({low} - {high})"
 
 
 # The outputs of a command

@@ -213,7 +213,6 @@ def _table(task: Task, contenders: Sequence[Contender], rounds: int, step: Step)
     rows = make_rows(task, contenders)
     for row in rows:
         row.check = lambda: None  # comparing bytes would take longer than moving them
-        row.blocks = None  # it would hold the task's memory
     interleave(rows, rounds, lambda words: step(f"{direction}, {words}"))
     if None in rows[0].samples or not rows[0].samples:
         raise NotUsable(f"{direction}: {rows[0].note}")

@@ -21,7 +21,7 @@ from nvme_ops.base.text import GIB, KIB, MIB
 from nvme_ops.measure import bench, engines, files, stop
 from nvme_ops.measure.bench import Workplace
 from nvme_ops.measure.engines import BenchEngine, Task, tensor_row
-from nvme_ops.measure.rows import BlockTimes, Row, Sample
+from nvme_ops.measure.rows import Row, Sample
 from nvme_ops.measure.run import BenchResult, contenders
 from nvme_ops.measure.tables import ALONE, Table
 from tests import prepared
@@ -117,10 +117,6 @@ python  0.500 (0.500 - 0.500)  -  -  -  -  -  -  0.25 (0.25 - 0.25)  failed
 
 read from the page cache: aio_handle 100 %. So far memory was measured, not the device.
 
-latency of single blocks, read at random places, one after the other
-us  p50  p90  p99  p99.9  submit p50  submit p99  blocks
-aio_handle  100  100  100  2000  4.0  4.0  100
-
 energy: not available: no counters
 
 fastest: torch: 3.000 GB/s; as fast in some round: aio_handle
@@ -134,10 +130,7 @@ def test_the_text_and_the_document_of_a_run() -> None:
     rows = [best, Row("aio_handle", samples=[mine, mine], note="io_uring")]
     rows += [Row("python", samples=[Sample(2.0, 10**9), None], note="failed")]
     table = Table("read", "read, 1 GiB", "GB/s", rows, "torch", run_module.COLUMNS, ALONE)
-    blocks = {"aio_handle": BlockTimes.of([1e-4] * 99 + [2e-3], [4e-6] * 100)}
-    found = BenchResult(
-        parse("--read"), {"cpu": "2 x Fast", "kernel": "6.1"}, {HERE: {"file system": "ext4"}}, table, blocks
-    )
+    found = BenchResult(parse("--read"), {"cpu": "2 x Fast", "kernel": "6.1"}, {HERE: {"file system": "ext4"}}, table)
     found.energy, found.interrupted = "not available: no counters", True
     text = "\n".join(re.sub("  +", "  ", line.rstrip()) for line in run_module.text(found).splitlines())
     assert text == SNAPSHOT.replace("FOLDER", HERE)

@@ -14,11 +14,11 @@ from nvme_ops.base.text import MIB
 from nvme_ops.measure import files, rows
 from nvme_ops.measure.engines import Contender, Task, make_row
 from nvme_ops.measure.remote import combined
-from nvme_ops.measure.rows import Row, Sample, Spread, Unavailable, WrongData, cached_share_of, interleave
+from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, cached_share_of, interleave
 
 
 def test_medians_ratios_and_sums_are_those_of_the_rounds() -> None:
-    assert rows.spread([3.0, 1.0, 2.0]) == Spread(2.0, 1.0, 3.0)
+    assert rows.spread([3.0, 1.0, 2.0]) == {"median": 2.0, "min": 1.0, "max": 3.0}
     assert [rows.percentile([3.0, 1.0, 4.0, 2.0], share) for share in (0.0, 0.5, 0.51, 1.0)] == [1.0, 2.0, 3.0, 4.0]
     first, second = ([Sample(value, 1000) for value in values] for values in ((1, 10, 1), (2, 20, 3)))
     assert rows.paired_ratios(first, second) == [2, 2, 3], "not the ratio of medians: the second round was slow"

@@ -32,7 +32,7 @@ from benchmarks import (
 )
 from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import GIB, MIB
-from nvme_ops.measure import files
+from nvme_ops.measure import files, tables
 from nvme_ops.measure.engines import Task
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.tables import Table
@@ -170,7 +170,7 @@ def test_fio_output_is_read_and_its_failures_keep_its_words() -> None:
     text = "fio: a note\n" + json.dumps({"jobs": [job()]})
     sample = fio.read_output(0, text, "")
     assert sample.rate == 2 * GIB
-    assert sample.cpu_per_gib == pytest.approx(0.05)
+    assert tables.COLUMNS["CPU s/GiB"][0](sample) == pytest.approx(0.05)
     assert fio.read_output(0, text, "", operations=True).rate == 512
     for status, output, errors, words in (
         (0, json.dumps({"jobs": [job(seconds=0)]}), "", "too short to time"),

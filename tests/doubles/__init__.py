@@ -46,7 +46,6 @@ def build(name: str) -> Path:
         headers=tuple(headers(FOLDER)),
         include_paths=(),
         cxx_args=("-O0", "-g0"),
-        nvcc_args=(),
         ldflags=("-Wl,--as-needed",),
         compiler=machine.find_compiler(),
     )

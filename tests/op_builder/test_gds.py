@@ -65,7 +65,7 @@ def test_looking_loads_no_library_starts_no_process_and_leaves_cuda_alone() -> N
         def refuse(*args, **kwargs): raise AssertionError(args)
         def loaded(): return {line.split()[-1] for line in open("/proc/self/maps") if "libcu" in line}
         made = GDSBuilder()
-        made._find_built = lambda: BuiltOp("prebuilt", Path("op.so"), {})
+        made.find_built = lambda: BuiltOp("prebuilt", Path("op.so"), {})
         made.check_for_libaio_pkg = lambda: True  # else asks a package manager, where the header is missing
         made.is_compatible()  # asks the compiler, once, where libaio is
         before = loaded(), dict(os.environ)

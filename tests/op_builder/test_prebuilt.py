@@ -62,8 +62,9 @@ def change_record(library: Path, **changes: str) -> None:
 
 
 def test_a_fitting_op_is_used_in_silence_and_has_the_flags_of_the_cache(sandbox: Sandbox, installed: Path) -> None:
-    assert TinyBuilder().is_installed()
-    assert TinyBuilder().is_compatible()
+    builder = TinyBuilder()
+    assert builder.is_compatible()
+    assert builder.built == finished.find_prebuilt("tiny")
     assert load(sandbox, installed.parent) == (str(installed), "")
     assert sandbox.compilations() == 1
     assert not (sandbox.cache / "nvme_ops").exists()
@@ -93,7 +94,7 @@ def test_a_mismatch_is_not_used_and_named(
 def test_an_op_for_another_python_is_built_just_in_time_with_a_warning(sandbox: Sandbox, installed: Path) -> None:
     other = ".cpython-37m-x86_64-linux-gnu.so"
     change_record(installed.rename(installed.with_name(f"tiny{other}")), python=other)
-    assert not TinyBuilder().is_installed()
+    assert TinyBuilder().find_built() is None
     file, said = load(sandbox, installed.parent)
     assert Path(file).is_relative_to(sandbox.cache)
     assert "UserWarning: the prebuilt tiny op is not used (python: built for .cpython-37m" in said

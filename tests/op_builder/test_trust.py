@@ -41,6 +41,11 @@ def scene(here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Sce
     return Scene(here, found, monkeypatch, tmp_path)
 
 
+def found_as() -> str:
+    found = TinyBuilder().find_built()
+    return found.how if found is not None else ""
+
+
 # What others get at: each returns the path
 
 
@@ -80,7 +85,7 @@ def library_behind_a_link(scene: Scene) -> Path:
 def prebuilt(scene: Scene) -> Path:
     jit.prebuild(TinyBuilder().recipe(), scene.folder / "ops" / "tiny.so")
     scene.patch.setattr(finished, "OPS", scene.folder / "ops")
-    assert TinyBuilder().is_installed()
+    assert found_as() == "prebuilt"
     return scene.folder / "ops"
 
 
@@ -98,14 +103,14 @@ def answer_of_the_compiler(scene: Scene) -> Path:
 
 
 def trusted(scene: Scene, reason: str) -> None:
-    assert TinyBuilder().is_cached()
+    assert found_as() == "cached"
 
 
 def refused(scene: Scene, reason: str) -> None:
     """By each way to the op, with the reason and the fix."""
     builder = TinyBuilder()
     assert trust.roots() == []
-    assert not builder.is_cached()
+    assert builder.find_built() is None
     assert not builder.is_compatible()
     assert reason in str(builder.error_log)
     for load in (builder.load, lambda: jit.build(builder.recipe())):
@@ -141,7 +146,7 @@ def built_elsewhere(scene: Scene, reason: str) -> None:
 
 
 def not_used(scene: Scene, reason: str) -> None:
-    assert not TinyBuilder().is_installed()
+    assert found_as() == "cached"
     words = reason.partition(" (")[0]
     with pytest.warns(UserWarning, match=rf"the prebuilt tiny op is not used \({words}"):
         assert TinyBuilder().load_prebuilt() is None
@@ -240,7 +245,7 @@ def test_in_a_rootless_container_the_folders_above_are_of_nobody(scene: Scene) -
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         assert (os.geteuid(), os.stat("/").st_uid) == (user, NOBODY)
         assert trust.roots() == [scene.made.folder.parent]
-        assert TinyBuilder().is_cached()
+        assert found_as() == "cached"
         assert trust.why_not_trusted(Path("/")) == "/ belongs to the user nobody"  # trusted above others only
 
     in_child(body)

@@ -19,7 +19,7 @@ import torch
 
 from nvme_ops.filesystem.device import Device, Mount, logical_block
 from nvme_ops.io.arguments import BACKENDS
-from nvme_ops.op_builder import ALL_OPS, GDSBuilder, finished, machine
+from nvme_ops.op_builder import ALL_OPS, GDSBuilder, builder, finished, machine
 from nvme_ops.op_builder.finished import BuiltOp
 from nvme_ops.op_builder.machine import Host
 from nvme_ops.report import gds, kernel, ops, storage, trial
@@ -58,7 +58,7 @@ def uring(code: int, detail: str, fix: str, files: Files | None = None) -> Case:
 
 
 def libaio(detail: str, fix: str = "", header: bool = True, name: str | None = "libaio.so.1", code: int = 0) -> Case:
-    setup = fails(code) if code else lambda _: None
+    setup = fails(code) if code else lambda *_: None
     answers = {"ops.would_have_libaio": lambda: header, "kernel.libaio_name": lambda: name, "kernel.io_setup": setup}
     patches = {f"nvme_ops.report.{function}": answer for function, answer in answers.items()}
     return Case(lambda _: kernel.libaio(), NO if fix else OKAY, detail, fix, patches=patches)
@@ -246,6 +246,11 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
         assert [each.name for each in results if each.status.needs_fix] == ["GPU"]
 
 
+def test_a_check_of_cufile_that_crashes_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "gds_requirements", fails(errno.EIO))
+    assert gds.section(Host())[0].status is FAIL
+
+
 def test_what_the_op_itself_says_of_a_backend_counts() -> None:
     registry = (REPOSITORY / "csrc" / "backends" / "registry.cpp").read_text()
     order = sorted(BACKENDS, key=lambda name: registry.index("k" + name.title().replace("_", "")))
@@ -301,11 +306,12 @@ def test_gds_is_expected_where_there_is_a_gpu(
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(finished, "OPS", tmp_path / "ops")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(builder, "_loaded", {})  # by another test
     put(tmp_path, files)
-    builder = ForAGpu(tmp_path)
+    made = ForAGpu(tmp_path)
     if "ops/gds.abi3.so" in files:
-        finished.record_path(tmp_path / "ops/gds.abi3.so").write_text(json.dumps(builder.recipe().facts()))
-    result = ops.row(builder)
+        finished.record_path(tmp_path / "ops/gds.abi3.so").write_text(json.dumps(made.recipe().facts()))
+    result = ops.row(made)
     assert (result.status, result.data["compatible"], result.data["expected"]) == (status, status is not NO, expected)
     assert all(part in result.detail for part in words.split("; "))
     assert fix in result.fix
@@ -346,7 +352,7 @@ def test_what_the_driver_does_is_said(
     assert (result.status, result.data["opened"]) == (status, status is not NO), result
     assert words in result.detail
     monkeypatch.setattr(trial, "in_another_process", lambda *_: pytest.fail("a process was started"))
-    monkeypatch.setattr(GDSBuilder, "_find_built", lambda _: None)
+    monkeypatch.setattr(GDSBuilder, "find_built", lambda _: None)
     assert "GDSBuilder().load(" in gds.open_driver().fix
 
 
@@ -376,7 +382,7 @@ def test_direct_io_is_tried_and_its_alignment_told(tmp_path: Path, monkeypatch: 
 
     status, offset, _ = direct()
     assert bool(offset) == (status is OKAY)
-    monkeypatch.setattr("platform.machine", lambda: "pdp11")  # the number of statx is not known
+    monkeypatch.setattr(kernel, "direct_io_alignment", lambda _: None)  # as before Linux 6.1
     block = logical_block(Host(), os.stat(tmp_path).st_dev) if status is OKAY else None
     assert direct()[:2] == (status, block)
     assert direct(errno.EINVAL) == (WARNING, None, "none needed")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from nvme_ops.report.cli import WIDTH, Style, as_screen, as_text
+from nvme_ops.report.cli import WIDTH, Style, as_text
 from nvme_ops.report.result import Result, Status, run_checks
 from tests import prepared
 from tests.conftest import REPOSITORY
@@ -102,7 +102,9 @@ def test_a_crashing_check_is_a_line_and_the_next_one_runs() -> None:
     for error in (ZeroDivisionError("by zero"), SystemExit(3)):
         crashed, after = checked(error)
         assert (crashed.name, crashed.status, after.name) == ("the check", Status.FAIL, "next")
-        assert f"the check .............. [FAIL] {type(error).__name__}: " in as_text({"ops": [crashed]}, {}, Style())
+        assert f"the check .............. [FAIL] {type(error).__name__}: " in as_text(
+            "", {"ops": [crashed]}, {}, Style()
+        )
     with pytest.raises(KeyboardInterrupt):
         checked(KeyboardInterrupt())
     for failure, fix in (
@@ -133,20 +135,23 @@ nvme_ops 1
 op name ................ installed .. compatible
 async_io ............... [NO] ....... [OKAY]
 gds .................... [NO] ....... [NO]
---------------------------------------------------
-io_uring ............... [NO] forbidden by the container forbidden by the ...
-chosen ................. [OKAY] io_uring
-/mnt: [NO] is read-only
---------------------------------------------------
-what limits, and what to do:
-[NO] gds: no cuFile
+ [WARNING] no cuFile
   fix: pip install nvidia-cufile
-[NO] io_uring: forbidden by the container forbidden by the container forbidden
-  by the container
+--------------------------------------------------
+Backends, in the order in which they are tried:
+io_uring ............... [NO] forbidden by the container forbidden by the
+  container forbidden by the container
   fix: docker run --flag --flag --flag --flag --flag --flag --flag --flag \\
        --flag --flag --flag --flag --flag --flag --flag
-[NO] cuFile library: libcufile.so.0 is not found
-[NO] /mnt: directory: is read-only
+chosen ................. [OKAY] io_uring
+--------------------------------------------------
+cuFile (for the gds op):
+cuFile library ......... [NO] libcufile.so.0 is not found
+  fix: pip install nvidia-cufile
+       # or another way
+--------------------------------------------------
+Storage at /mnt:
+directory .............. [NO] is read-only
   fix: mount -o remount,rw \\
        {LONG}
 --------------------------------------------------
@@ -155,23 +160,30 @@ NOT ready: async_io on io_uring; gds: no cuFile; /mnt: is read-only
 
 
 def test_the_screen_has_what_limits_with_commands_to_paste(monkeypatch: pytest.MonkeyPatch) -> None:
-    def screen(*results: list[Result], folders: Any = (), colour: bool = False) -> str:
+    def screen(*results: list[Result], folders: Any = (), **style: bool) -> str:
         sections = dict(zip(("ops", "backends", "cufile"), results, strict=True))
-        return as_screen("nvme_ops 1", sections, dict(folders), Style(colour=colour))
+        return as_text("nvme_ops 1", sections, dict(folders), Style(**style))
 
     monkeypatch.setenv("COLUMNS", "78")
-    shown = screen([ASYNC_IO, GDS], [FORBIDDEN, CHOSEN], [CUFILE], folders=READ_ONLY)
+    library = replace(CUFILE, fix=f"{CUFILE.fix}  # or another way")
+    fact = Result("udev data", Status.INFO, "not there")
+    shown = screen([ASYNC_IO, GDS], [FORBIDDEN, CHOSEN], [library, fact], folders=READ_ONLY)
     assert shown.startswith(LIMITED)
-    given = [ASYNC_IO, NO_GPU], [LIBAIO, CHOSEN], [CUFILE]
-    shown = screen(*given).partition("\noptional:\n")[2]
-    assert shown.startswith("[NO] libaio: libaio is not installed\n  fix: apt-get install libaio-dev\n----")
+    given = [ASYNC_IO, NO_GPU], [LIBAIO, CHOSEN], [replace(CUFILE, data={"expected": False})]
+    shown = screen(*given)
     assert "\nready: async_io on io_uring; gds: no GPU here\n" in shown
-    assert "limits" not in screen(*given)
+    assert not re.search("^(gds|cuFile)", shown, re.MULTILINE), "nothing here needs it"
+    assert "installed\n  fix: apt-get install libaio-dev\nchosen" in shown
+    hidden = screen(*given, fixes=False)
+    assert "libaio ................. [NO]\nchosen" in hidden
     coloured = screen(*given, colour=True)
-    assert re.sub(r"\033\[\d+m", "", coloured) == screen(*given) != coloured
+    assert re.sub(r"\033\[\d+m", "", coloured) == shown != coloured
+    verbose = screen([ASYNC_IO, NO_GPU], [FORBIDDEN, CHOSEN], [CUFILE, fact], verbose=True)
+    for line in (f"io_uring ............... [NO] {FORBIDDEN.detail.strip()}", "udev data .............. not there"):
+        assert f"\n{line}\n" in verbose
     row = Result("async_io", Status.WARNING, "first", "apt-get", {"installed": True, "warnings": ["first", "second"]})
-    said = as_text({"ops": [row]}, READ_ONLY, Style())
-    assert "[YES] ...... [WARNING]\n [WARNING] first\n [WARNING] second\n           fix: apt-get\n" in said
+    said = as_text("", {"ops": [row]}, READ_ONLY, Style())
+    assert "[YES] ...... [WARNING]\n [WARNING] first\n [WARNING] second\n  fix: apt-get\n" in said
     assert "NOT ready: async_io; /mnt: is read-only\n" in said
 
 
@@ -179,7 +191,7 @@ def test_the_verdict_says_what_was_not_tried() -> None:
     def verdict(op: Result, compiled: str | None, *cufile: Result) -> str:
         made = replace(op, status=Status.OKAY, data={**op.data, "compiled": compiled})
         sections = {"ops": [made], "backends": [CHOSEN], "cufile": list(cufile)}
-        return as_screen("nvme_ops 1", sections, {}, Style()).splitlines()[-2]
+        return as_text("nvme_ops 1", sections, {}, Style(verbose=True)).splitlines()[-1]
 
     assert verdict(ASYNC_IO, "cached") == "ready: async_io on io_uring"
     assert verdict(ASYNC_IO, None) == "ready: async_io on io_uring (to be compiled at its first use)"
