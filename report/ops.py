@@ -189,7 +189,7 @@ def compiler() -> Result:
     found = machine.find_compiler()
     command = " ".join(found.command) if found else ""
     wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
-    answer, problem = _answer(found) if found else ("", f"not found ({wanted}): ops cannot be compiled here")
+    answer, problem = _answer(found.command) if found else ("", f"not found ({wanted}): ops cannot be compiled here")
     banner = "" if problem else answer.partition("\n")[0]
     data = {"CXX": chosen, "command": command, "version": banner}
     if problem:
@@ -218,17 +218,20 @@ def cuda() -> Result:
     return judged("CUDA_HOME", words, fix, {"CUDA_HOME": chosen}, good=Status.INFO)
 
 
-def _answer(compiler: machine.Compiler) -> tuple[str, str]:
-    """Returns what it prints with ``--version``, and why that failed, or an empty string."""
-    words = f"{' '.join(compiler.command)} --version"
+def _answer(command: Sequence[str]) -> tuple[str, str]:
+    """Returns what a program prints with ``--version``, and why that failed, or an empty string."""
+    words = [*command, "--version"]
     try:
-        done = compiler.run("--version", timeout=COMMAND_TIMEOUT)
+        done = subprocess.run(
+            words, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            timeout=COMMAND_TIMEOUT, text=True, errors="replace",
+        )  # fmt: skip
     except subprocess.TimeoutExpired:
-        return "", f"{words}: no answer in {COMMAND_TIMEOUT:.0f} s"
+        return "", f"{' '.join(words)}: no answer in {COMMAND_TIMEOUT:.0f} s"
     except OSError as error:
         return "", str(error)
     said = done.stdout.strip()
-    return said, f"{words}: exit status {done.returncode}: {said}" if done.returncode else ""
+    return said, f"{' '.join(words)}: exit status {done.returncode}: {said}" if done.returncode else ""
 
 
 # PyTorch as installed, and this package
