@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 
 from nvme_ops.base.errors import FormatError
 from nvme_ops.checkpoint.dcp.contents import items_of, metadata_of
-from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text
-from nvme_ops.checkpoint.dcp.reader import find
+from nvme_ops.checkpoint.dcp.folder import METADATA, error_text
+from nvme_ops.checkpoint.dcp.reader import tensor_in
 from nvme_ops.checkpoint.request import listed
 from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.mistaken import refuse
@@ -114,19 +114,12 @@ def _chunk(
     file: Callable[[str], WeightFile],
 ) -> Source | torch.Tensor:
     path, shape = os.path.join(folder, info.relative_path), tuple(chunk.sizes)
-    place = getattr(info, ATTRIBUTE, {}).get("data")
-    start = -1 if place is None else info.offset + place
-    if place is None and not getattr(info, "transform_descriptors", None):
-        found = find(path, info.offset, info.length)
-        if found is None:
-            return _loaded(path, name, info, dtype, shape)
-        start = found.start if (found.dtype, found.shape) == (dtype, shape) else -1
-    if start < 0:
+    stored = tensor_in(path, name, info, dtype, shape)
+    if stored is None:
+        return _loaded(path, name, info, dtype, shape)
+    if (stored.dtype, stored.shape) != (dtype, shape):
         refuse(path, f"{name!r} is not stored as a tensor of {dtype} {list(shape)}")
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if not info.offset <= start <= start + nbytes <= info.offset + info.length:
-        refuse(path, f"{name!r}: {nbytes} bytes of data do not fit an item of {info.length} bytes")
-    return Source([FileExtent(file(info.relative_path), start, nbytes)], dtype, shape)
+    return Source([FileExtent(file(info.relative_path), stored.start, stored.nbytes)], dtype, shape)
 
 
 def _loaded(path: str, name: str, info: Any, dtype: torch.dtype, shape: _Sizes) -> torch.Tensor:

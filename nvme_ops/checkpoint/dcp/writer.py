@@ -31,6 +31,7 @@ from nvme_ops.checkpoint.framed import FramedTensor
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
 from nvme_ops.filesystem.files import make_folder
 from nvme_ops.filesystem.publication import replacing
+from nvme_ops.formats.torch_pickle import contiguous_stride
 from nvme_ops.formats.torch_zip import (
     AROUND,
     CENTRAL_CHECKSUM,
@@ -292,7 +293,6 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Returns the pickle of a contiguous tensor without its data, as torch pickles this dtype."""
     function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     elements = math.prod(shape)
-    strides = [math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape))]
     if isinstance(arguments[0], torch.UntypedStorage):
         kind, count = torch.UntypedStorage, elements * dtype.itemsize
     else:
@@ -301,6 +301,6 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     rest = arguments[6:]  # which some dtypes have
     stream = io.BytesIO()
     Pickler(stream, everywhere=True).dump(
-        _Reduction(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
+        _Reduction(function, (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *rest))
     )
     return stream.getvalue()
