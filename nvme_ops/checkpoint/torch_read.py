@@ -20,17 +20,15 @@ from nvme_ops.memory.ring import Place
 _GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 
 
-def read(
-    archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch.device, mapped: bool, verified: bool
-) -> dict[str, torch.Tensor]:
-    """Reads a byte range of each record into a tensor with its own storage.
+def read(archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Reads a byte range of each record into a tensor with its own storage; calls ``verify`` if records are verified.
 
-    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
-    are parts of a mapping of the file, if its records are aligned. ``verified``: call ``verify``.
+    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. They are parts of
+    a mapping of the file if the archive may be mapped and its records are aligned.
     """
     if device.type == "meta":
         return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
-    records = [archive.records[name] for name in extents]
+    mapped, records = archive.mapped, [archive.records[name] for name in extents]
     whole_records = [record.size for record in records] == [end for _, end in extents.values()]
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
@@ -47,7 +45,7 @@ def read(
     if with_headers:
         archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
     found = _parts(archive, extents, memories, spans, device)
-    if verified:
+    if archive.verified:
         verify(archive, found.items(), found)
     return found
 
