@@ -89,7 +89,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
         self._alone = (rank := kwargs.get("rank")) is not None
-        path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
+        path = folder.metadata_of(self.path, rank)
         try:
             self._reading = Reading(path)
         except FileNotFoundError:
@@ -343,9 +343,9 @@ def _find(archive: Archive) -> TensorRecord | None:
         return None
     root, _ = torch_pickle.read(archive.pickled(), archive.path)
     tensor = torch_pickle.tensor(root, "", archive.path)
-    if not isinstance(tensor, DenseTensor) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
+    if not isinstance(tensor, DenseTensor) or not tensor.contiguous:
         return None
-    if tensor.parameter:
+    if tensor.requires_grad or tensor.metadata or tensor.parameter:
         return None
     name, (begin, end) = tensor.storage.record, tensor.extent
     archive.locate([name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from nvme_ops.base.errors import FormatError
-from nvme_ops.checkpoint.dcp.contents import items_of, metadata_of
-from nvme_ops.checkpoint.dcp.folder import METADATA, error_text
+from nvme_ops.checkpoint.dcp.contents import consistent, described
+from nvme_ops.checkpoint.dcp.folder import error_text
 from nvme_ops.checkpoint.dcp.reader import tensor_in
 from nvme_ops.checkpoint.request import listed
 from nvme_ops.filesystem.publication import OpenFiles, opened
@@ -40,8 +40,7 @@ def sources_of(
         FormatError: the checkpoint is damaged.
         ValueError: it has other things than tensors there, or nothing.
     """
-    metadata = metadata_of(folder, files)
-    list(items_of(folder, metadata))  # raises for what lies outside of the files
+    _, metadata = described(folder, files)
     prefix = f"{key}." if key else ""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     chosen = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
@@ -56,19 +55,9 @@ def sources_of(
     places: dict[str, dict[_Sizes, Any]] = {}
     for index, info in metadata.storage_data.items():
         places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
-    known: dict[str, WeightFile] = {}
-
-    def file(name: str) -> WeightFile:
-        if name not in known:
-            known[name] = open_data(os.path.join(folder, name))
-        return known[name]
-
-    try:
+    file = functools.cache(lambda name: open_data(os.path.join(folder, name)))
+    with consistent(folder):
         return {name: _tensor(folder, full, entries[full], places[full], file) for name, full in chosen.items()}
-    except FormatError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise FormatError(f"{folder}: the parts of {METADATA} contradict each other: {error_text(error)}") from error
 
 
 def _tensor(
