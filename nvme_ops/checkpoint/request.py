@@ -32,7 +32,7 @@ class Plan(Protocol):
     def target(self, path: str) -> str:
         """Returns the file that is replaced when the plan is written to ``path``."""
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
+    def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Writes everything, atomically. ``borrowed``: tensors to be read first."""
 
 
