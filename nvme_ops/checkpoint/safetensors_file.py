@@ -18,7 +18,7 @@ from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
-from nvme_ops.checkpoint.request import Request, SaveOptions, Targets, require_strings
+from nvme_ops.checkpoint.request import Plan, Request, SaveOptions, Targets, require_strings
 from nvme_ops.filesystem.publication import OpenFiles, opened, replacing
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
@@ -33,17 +33,13 @@ from nvme_ops.memory.pieces import BorrowedTensors
 
 
 @dataclass
-class SafetensorsPlan:
+class SafetensorsPlan(Plan):
     """Describes one file: its header without the checksums, and its tensors in the order of their data."""
 
     header: layout.Header
     tensors: list[torch.Tensor]
     options: SaveOptions
     seal: str | None = None  # the checksum of the header, once that is written
-
-    def target(self, path: str) -> str:
-        """Implements ``Plan``."""
-        return path
 
     def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""

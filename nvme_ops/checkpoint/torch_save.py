@@ -15,7 +15,7 @@ import torch
 
 from nvme_ops.base.settings import LARGE
 from nvme_ops.checkpoint import framed
-from nvme_ops.checkpoint.request import SaveOptions, require_strings
+from nvme_ops.checkpoint.request import Plan, SaveOptions, require_strings
 from nvme_ops.filesystem.publication import replacing
 from nvme_ops.formats.torch_pickle import dtype_of_storage
 from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
@@ -172,16 +172,12 @@ def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
 
 
 @dataclass
-class TorchPlan:
+class TorchPlan(Plan):
     """Describes one file: the pickle, and the bytes of its storages."""
 
     content: bytes
     tensors: list[torch.Tensor]
     options: SaveOptions
-
-    def target(self, path: str) -> str:
-        """Implements ``Plan``."""
-        return path
 
     def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
