@@ -87,7 +87,7 @@ def save(
                 "continue until the handler returns: call save_async() there, whose thread saves afterwards"
             )
         turn.wait()
-        plan.write(name, durable=durable, handle=handle_of(handle))
+        plan.write(name, handle_of(handle))
     finally:
         turn.over = True
         turn.end()

@@ -145,7 +145,7 @@ def save_async(
             plan.tensors = copies.tensors
         lent = plan.tensors if copies is None else copies.left_out
         future = SaveFuture(name, BorrowedTensors(lent))
-        arguments = (future, place, plan, turn, durable, handle, copies)
+        arguments = (future, place, plan, turn, handle, copies)
         thread = threading.Thread(target=_work, args=arguments, name=f"nvme_ops.save_async {name}", daemon=False)
         thread.start()
         _started.add(future)
@@ -181,14 +181,12 @@ def _keep(copies: _Copies | None) -> None:
     copies.memory, copies.tensors, copies.left_out = None, [], []  # the thread, not ended yet, holds ``copies``
 
 
-def _work(
-    future: SaveFuture, place: str, plan: Plan, turn: Turn, durable: bool, handle: aio_handle, copies: _Copies | None
-) -> None:
+def _work(future: SaveFuture, place: str, plan: Plan, turn: Turn, handle: aio_handle, copies: _Copies | None) -> None:
     failure = None
     turn.thread = threading.get_ident()
     try:
         turn.wait()
-        plan.write(place, durable=durable, handle=handle, borrowed=future._borrowed)
+        plan.write(place, handle, future._borrowed)
     except BaseException as error:
         failure = error
         traceback.clear_frames(error.__traceback__)  # they hold the tensors

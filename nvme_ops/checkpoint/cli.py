@@ -20,13 +20,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
+from typing import Any, NamedTuple
 
 from nvme_ops import __version__
-from nvme_ops.base.command_line import command, command_line, in_flags, say, show
+from nvme_ops.base.command_line import command, command_line, in_flags, say
 from nvme_ops.base.progress import byte_bar
-from nvme_ops.base.text import columns_text, printable, size_words
+from nvme_ops.base.text import columns_text, fitted, printable, size_words
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.filesystem.publication import OpenFiles
 from nvme_ops.formats.contents import Contents
@@ -73,54 +74,63 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status."""
     args = parser().parse_args(argv)
+    commands = {"info": _info, "verify": _verify, "diff": _diff, "convert": _convert, "clean": _clean}
+    status = 0
     try:
-        commands = {"info": _info, "verify": _verify_all, "diff": _diff, "convert": _convert, "clean": _clean}
-        return commands[args.command](args)
+        for result in commands[args.command](args):
+            if args.json:
+                print(json.dumps(result.document, indent=2, default=asdict))
+            else:
+                for line in result.lines:
+                    print(printable(line))
+            status = max(status, result.status)
     except (OSError, ValueError) as error:
         say(f"nvme-checkpoint: {in_flags(error, _FLAGS)}")
         return 2
+    return status
 
 
-def _info(args: argparse.Namespace) -> int:
+class _Result(NamedTuple):
+    """What a command has found, for programs and for people, and its exit status."""
+
+    document: Any
+    lines: Iterable[str]
+    status: int = 0
+
+
+def _info(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.contents import contents
 
     found = contents(args.path, args.format)
-    if args.json:
-        print(json.dumps(asdict(found), indent=2))
-        return 0
+    yield _Result(found, _listing(found))
+
+
+def _listing(found: Contents) -> Iterator[str]:
     kept = sum(item.checksum is not None for item in found.tensors)
-    print(f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums")
+    yield f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums"
     for key, text in found.metadata.items():
-        show(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}"))
+        yield from fitted(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}")).split("\n")
     lines = [["", "dtype", "shape", ""]]
     lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
-    print(columns_text(lines))
-    return 0
+    yield from columns_text(lines).split("\n")
 
 
-def _verify_all(args: argparse.Namespace) -> int:
-    paths = [args.path, *args.more]
-    return max(_verify(args, path, f"{path}: " if len(paths) > 1 else "") for path in paths)
-
-
-def _verify(args: argparse.Namespace, path: str, label: str) -> int:
+def _verify(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.contents import contents, damaged
 
-    with OpenFiles() as files:  # so that no save changes what was listed
-        found = contents(path, args.format, files)
-        checked = [item for item in found.items if item.checksum is not None]
-        with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
-            wrong = damaged(found, advance, files)
-    tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
-    bare = len(found.tensors) - tensors
-    if args.json:
-        counts = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
-        print(json.dumps({"path": path, **counts} if label else counts, indent=2))
-    else:
-        for name in wrong:
-            print(printable(f"{label}DAMAGED {name}"))
-        print(printable(label + _verdict(found, bool(checked), tensors, bare, wrong)))
-    return 1 if wrong or (found.items and not checked) else 0
+    for path in (args.path, *args.more):
+        with OpenFiles() as files:  # so that no save changes what was listed
+            found = contents(path, args.format, files)
+            checked = [item for item in found.items if item.checksum is not None]
+            with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
+                wrong = damaged(found, advance, files)
+        tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
+        bare = len(found.tensors) - tensors
+        lines = [*(f"DAMAGED {name}" for name in wrong), _verdict(found, bool(checked), tensors, bare, wrong)]
+        document: dict[str, Any] = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
+        if args.more:
+            lines, document = [f"{path}: {line}" for line in lines], {"path": path, **document}
+        yield _Result(document, lines, 1 if wrong or (found.items and not checked) else 0)
 
 
 def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
@@ -134,44 +144,31 @@ def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong:
     return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
 
 
-def _clean(args: argparse.Namespace) -> int:
+def _clean(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.leftovers import clean
 
     found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
-    if args.json:
-        print(json.dumps({"removed": not args.dry_run, "files": found}, indent=2))
-        return 0
-    for path, size in found.items():
-        print(printable(f"{path}: {size_words(size)}"))
+    lines = [f"{path}: {size_words(size)}" for path, size in found.items()]
     done = "would be removed" if args.dry_run else "removed"
-    print(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
-    return 0
+    lines.append(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
+    yield _Result({"removed": not args.dry_run, "files": found}, lines)
 
 
-def _diff(args: argparse.Namespace) -> int:
+def _diff(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.contents import compare, contents
 
     with OpenFiles() as ours, OpenFiles() as theirs:
         first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
         with byte_bar(first.bytes, "diff") as advance:
             found = compare(first, second, advance, ours, theirs)
-    if args.json:
-        print(json.dumps(asdict(found), indent=2))
-    else:
-        for label, names in (
-            ("only in the first", found.only_first),
-            ("only in the second", found.only_second),
-            ("dtype or shape differs", found.described),
-            ("values differ", found.values),
-        ):
-            for name in names:
-                print(printable(f"{label}: {name}"))
-        if not found:
-            print(f"the same {len(first.tensors)} tensors")
-    return 1 if found else 0
+    lines = [f"only in the first: {name}" for name in found.only_first]
+    lines += [f"only in the second: {name}" for name in found.only_second]
+    lines += [f"dtype or shape differs: {name}" for name in found.described]
+    lines += [f"values differ: {name}" for name in found.values]
+    yield _Result(found, lines or [f"the same {len(first.tensors)} tensors"], int(bool(found)))
 
 
-def _convert(args: argparse.Namespace) -> int:
+def _convert(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.convert import convert
 
     done = convert(
@@ -184,13 +181,8 @@ def _convert(args: argparse.Namespace) -> int:
         verify=not args.no_verify,
         on_progress=lambda total: byte_bar(total, "convert"),
     )
-    if args.json:
-        print(json.dumps(asdict(done), indent=2))
-        return 0
-    for name, stored in done.tied.items():
-        print(printable(f"{name}: the same tensor as {stored}, which is stored"))
-    print(printable(f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}"))
-    return 0
+    lines = [f"{name}: the same tensor as {stored}, which is stored" for name, stored in done.tied.items()]
+    yield _Result(done, [*lines, f"[OKAY] {done.path}: {done.tensors} tensors, {size_words(done.bytes)}"])
 
 
 if __name__ == "__main__":

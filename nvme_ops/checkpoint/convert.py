@@ -128,7 +128,7 @@ def _convert(
         ends.callback(weights.window.close)
         if begin is not None:
             weights.on_progress = ends.enter_context(begin(total))
-        plan.write(target, durable=True, handle=shared_handle())
+        plan.write(target, shared_handle())
     return Conversion(path, len(tensors), total, tied)
 
 

@@ -30,9 +30,10 @@ class Plan(Protocol):
     tensors: list[torch.Tensor]
 
     def target(self, path: str) -> str:
-        """Returns the file that is replaced when the plan is written to ``path``."""
+        """Returns the file that is replaced when the plan is written to ``path``: for one file, that path."""
+        return path
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
+    def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Writes everything, atomically. ``borrowed``: tensors to be read first."""
 
 
@@ -149,9 +150,7 @@ class Targets:
     def __contains__(self, name: object) -> bool:
         return name in self._tensors
 
-    def take(
-        self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], request: Request
-    ) -> dict[str, torch.Tensor]:
+    def take(self, path: str, described: Mapping[str, Kind], request: Request) -> dict[str, torch.Tensor]:
         """Returns the tensors to be filled with those in the file at ``path`` that ``described`` lists.
 
         Raises:
@@ -162,7 +161,7 @@ class Targets:
         self.require_fit(path, described)
         return {name: self._tensors[name].detach() for name in described}
 
-    def require_fit(self, path: str, described: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> None:
+    def require_fit(self, path: str, described: Mapping[str, Kind]) -> None:
         """Raises ValueError unless the tensors of these names are dense and have these dtypes and shapes."""
         for name, (dtype, shape) in described.items():
             tensor = self._tensors[name]

@@ -18,7 +18,7 @@ from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
-from nvme_ops.checkpoint.request import Request, SaveOptions, Targets, require_strings
+from nvme_ops.checkpoint.request import Plan, Request, SaveOptions, Targets, require_strings
 from nvme_ops.filesystem.publication import OpenFiles, opened, replacing
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
@@ -33,29 +33,25 @@ from nvme_ops.memory.pieces import BorrowedTensors
 
 
 @dataclass
-class SafetensorsPlan:
+class SafetensorsPlan(Plan):
     """Describes one file: its header without the checksums, and its tensors in the order of their data."""
 
     header: layout.Header
     tensors: list[torch.Tensor]
-    checksums: bool
-    recycle: bool = False
+    options: SaveOptions
     seal: str | None = None  # the checksum of the header, once that is written
 
-    def target(self, path: str) -> str:
-        """Implements ``Plan``."""
-        return path
-
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
+    def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
         places = list(zip([entry.start for entry in self.header.entries.values()], self.tensors, strict=True))
-        with replacing(path, durable, self.recycle) as file:
-            found = pieces.write(handle, file.fd, places, pieces.CHECKSUM if self.checksums else None, borrowed)
+        with replacing(path, self.options.durable, self.options.recycle) as file:
+            kind = pieces.CHECKSUM if self.options.checksums else None
+            found = pieces.write(handle, file.fd, places, kind, borrowed)
             text, self.seal = integrity.sealed(self.header.text, found) if found else (self.header.text, None)
             head = struct.pack("<Q", len(text)) + text
             written = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             handle.submit_pwrite(written, file.fd, 0, priority=Priority.WRITEBACK).result()
-            if self.recycle:
+            if self.options.recycle:
                 os.ftruncate(file.fd, max([len(head), *(entry.end for entry in self.header.entries.values())]))
 
 
@@ -77,7 +73,7 @@ def plan(obj: Any, options: SaveOptions, save: str | None = None) -> Safetensors
     header = build(tensors, about)
     ordered = map(tensors.__getitem__, header.entries)
     plain = [tensor.detach() if tensor.requires_grad else tensor for tensor in ordered]
-    return SafetensorsPlan(header, plain, options.checksums, options.recycle)
+    return SafetensorsPlan(header, plain, options)
 
 
 def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: Request) -> dict[str, torch.Tensor]:
@@ -96,11 +92,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             if ahead is not None:
                 stack.push(ahead.end)
         header = layout.decode(text, size, path)
-        if request.part is not None:
-            request.part.require(path, header.metadata, request.verify)
-        entries = {name: header.entries[name] for name in request.chosen(header.entries, path, targets)}
+        entries, wanted = _wanted(header, path, targets, request)
         expected = _expected(header, path) if request.verify else {}
-        wanted = _wanted(entries, path)
         if targets is not None:
             described = {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
             tensors = targets.take(path, described, request)
@@ -121,18 +114,21 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
     """Returns the dtypes and shapes of the tensors that ``read`` would return."""
     with opened(path) as fd:
         header = layout.read(fd, path)
-    if request.part is not None:
-        request.part.require(path, header.metadata, request.verify)
-    entries = {name: header.entries[name] for name in request.chosen(header.entries, path)}
-    return {name: kind for name, (_, _, kind) in zip(entries, _wanted(entries, path), strict=True)}
+    entries, wanted = _wanted(header, path, None, request)
+    return {name: kind for name, (_, _, kind) in zip(entries, wanted, strict=True)}
 
 
 @collector_paused()
-def _wanted(entries: Mapping[str, layout.TensorEntry], path: str) -> list[Wanted]:
-    """Returns where the data of the entries lie, and their dtypes and shapes in torch."""
+def _wanted(
+    header: Header, path: str, targets: Targets | None, request: Request
+) -> tuple[dict[str, TensorEntry], list[Wanted]]:
+    """Returns the requested entries, where their data lie, and their dtypes and shapes in torch."""
+    if request.part is not None:
+        request.part.require(path, header.metadata, request.verify)
+    entries = {name: header.entries[name] for name in request.chosen(header.entries, path, targets)}
     names = {(dtype, shape): name for name, (dtype, shape, _, _) in entries.items()}  # few, even for many tensors
     kinds = {kind: entries[name].in_torch(path, name) for kind, name in names.items()}
-    return [(start, end, kinds[dtype, shape]) for dtype, shape, start, end in entries.values()]
+    return entries, [(start, end, kinds[dtype, shape]) for dtype, shape, start, end in entries.values()]
 
 
 def _one_device(map_location: Any) -> torch.device:

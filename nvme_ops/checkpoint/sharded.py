@@ -58,18 +58,19 @@ class ShardedPlan:
     shards: list[safetensors_file.SafetensorsPlan]
     tensors: list[torch.Tensor]
     metadata: dict[str, Any]
+    options: SaveOptions
 
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
+    def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``. Creates a missing folder; an index that is a symbolic link stays one."""
         index = self.target(path)
         folder = os.path.dirname(index)
-        make_folder(folder, durable)
-        with Publication(index, durable) as publication:
+        make_folder(folder, self.options.durable)
+        with Publication(index, self.options.durable) as publication:
             self._write(publication, handle, borrowed)
             if not path.endswith(SUFFIXES):  # the folder's previous model, which readers would prefer
                 with suppress(FileNotFoundError):
                     unlink(index.removesuffix(SUFFIXES[0]) + ".safetensors")
-        if durable:
+        if self.options.durable:
             sync_folder(folder)
 
     def target(self, path: str) -> str:
@@ -86,17 +87,19 @@ class ShardedPlan:
         tensors = iter(self.tensors)
         for shard in self.shards:
             shard.tensors = list(itertools.islice(tensors, len(shard.header.entries)))
-        work = [(shard, os.path.join(folder, file)) for shard, file in zip(self.shards, names, strict=True)]
+        work = list(zip(self.shards, names, strict=True))
         if borrowed is not None:  # first the shards with borrowed tensors, which a caller waits for
             work.sort(key=lambda each: not any(map(borrowed.holds, each[0].tensors)))
         begun: list[str] = []
         try:
-            for shard, target in work:
-                begun.append(target)
-                shard.write(target, durable=publication.durable, handle=handle, borrowed=borrowed)
+            for shard, file in work:
+                begun.append(file)
+                shard.write(os.path.join(folder, file), handle, borrowed)
             publication.publish(self._index(names))
         except BaseException:
-            _remove_unnamed(publication.manifest, begun)
+            with suppress(OSError, FormatError):
+                present = os.path.exists(publication.manifest)
+                publication.sweep(begun, read_index(publication.manifest).places.values() if present else ())
             raise
         publication.sweep(shards_of(folder, stem), names)
 
@@ -134,19 +137,7 @@ def plan(obj: Any, options: SaveOptions) -> ShardedPlan:
     about[integrity.SAVE] = save
     if options.checksums:
         about[integrity.KEY] = integrity.placeholder(0)
-    return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], about)
-
-
-def _remove_unnamed(index: str, shards: Iterable[str]) -> None:
-    """Removes the new shards after a failure, except those that the index names already."""
-    with suppress(OSError, FormatError):
-        named: Iterable[str] = ()
-        if os.path.exists(index):
-            named = read_index(index).places.values()
-        for path in shards:
-            if os.path.basename(path) not in named:
-                with suppress(FileNotFoundError):
-                    os.unlink(path)
+    return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], about, options)
 
 
 def _format(path: str) -> FileFormat:

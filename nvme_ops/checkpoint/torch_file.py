@@ -77,7 +77,7 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             names = request.chosen(known, path, targets)
             described = {name: each for name in names if isinstance(each := known[name], DenseTensor)}
             if len(described) == len(names):
-                return _fill_or_make(file, archive, described, targets, request)
+                return _fill_or_make(archive, described, targets, request)
         whole = everything(file, request.map_location if targets is None else "cpu", request.verify)
         try:
             found = flattened(whole)
@@ -120,11 +120,11 @@ def _described(archive: Archive) -> dict[str, DenseTensor | OtherTensor]:
 
 
 def _fill_or_make(
-    file: TorchFile, archive: Archive, described: Mapping[str, DenseTensor], targets: Targets | None, request: Request
+    archive: Archive, described: Mapping[str, DenseTensor], targets: Targets | None, request: Request
 ) -> dict[str, torch.Tensor]:
     if targets is None:
-        return _make(file, archive, described, request.map_location, request.verify)
-    taken = targets.take(file.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
+        return _make(archive, described, request.map_location)
+    taken = targets.take(archive.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
     torch_read.fill(archive, described, taken)
     if request.verify:
         plain = {name: each for name, each in described.items() if each.contiguous and not each.metadata}
@@ -134,14 +134,12 @@ def _fill_or_make(
 
 
 @collector_paused()
-def _make(
-    file: TorchFile, archive: Archive, described: Mapping[str, DenseTensor], map_location: Any, verify: bool
-) -> dict[str, torch.Tensor]:
+def _make(archive: Archive, described: Mapping[str, DenseTensor], map_location: Any) -> dict[str, torch.Tensor]:
     by_record: dict[str, list[DenseTensor]] = {}
     for each in described.values():
         by_record.setdefault(each.storage.record, []).append(each)
     wanted = {record: (*torch_read.union(some), some[0].storage.location) for record, some in by_record.items()}
-    fetch = fetcher(file, archive, wanted, map_location, verify)
+    fetch = fetcher(archive, map_location, wanted)
     found: dict[str, torch.UntypedStorage] = {}
     for record, (_, _, location) in wanted.items():
         storage = fetch(record).untyped_storage()

@@ -44,11 +44,11 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
     content = archive.pickled()
     if isinstance(map_location, Mapping):
         map_location = dict(map_location)  # torch accepts no other mapping
+    fetch = functools.partial(_fetch_whole, archive, map_location)
     if not callable(map_location) and str(map_location).partition(":")[0] != "meta":
-        with suppress(_UnusualError):
-            return _load_usual(file, archive, content, map_location, verify)
-    fetch = fetcher(file, archive, _whole(archive, map_location, content), map_location, verify)
-    zip_file = torch_read.Zip(archive, fetch)
+        with suppress(NotReadError):  # then torch reads it, which is slower
+            return make(content, functools.partial(_device_of, map_location, file.path), fetch)
+    zip_file = torch_read.Zip(archive, fetch(_whole(archive, map_location, content)))
     if callable(map_location):
         map_location = _noting(map_location, zip_file.failures)
     with _errors_naming(f"{file.path}: {PICKLE}", zip_file.failures):
@@ -57,36 +57,12 @@ def everything(file: TorchFile, map_location: Any, verify: bool) -> Any:
         )
 
 
-def _load_usual(file: TorchFile, archive: Archive, content: bytes, map_location: Any, verify: bool) -> Any:
-    """Loads most objects, faster than torch. Raises ``_UnusualError`` for all others, and for damaged pickles."""
-
-    def fetch(wanted: Mapping[str, _Wanted]) -> Callable[[str], torch.Tensor]:
-        for record, (_, size, _) in wanted.items():
-            require_record(archive, record, size)
-        return fetcher(file, archive, wanted, map_location, verify)
-
-    try:
-        return make(content, functools.partial(_device_of, map_location, file.path), fetch)
-    except (FormatError, OSError, MemoryError):
-        raise
-    except Exception as error:
-        raise _UnusualError from error
-
-
-class _UnusualError(Exception):
-    pass
-
-
 def _whole(archive: Archive, map_location: Any, content: bytes) -> dict[str, _Wanted]:
     """Returns the byte range of each record of a storage, all of it, and the location."""
-    whole = {name: record.size for name, record in archive.records.items() if name.startswith("data/")}
-    locations = dict.fromkeys(whole, "cpu")
     if isinstance(map_location, Mapping) or (map_location is None and _mentions_device(content)):
         _, mentioned = torch_pickle.read(content, archive.path)
-        for each in mentioned:
-            require_record(archive, each.record, each.size)
-        locations = {each.record: each.location for each in mentioned}
-    return {name: (0, whole[name], location) for name, location in locations.items()}
+        return {each.record: (0, each.size, each.location) for each in mentioned}
+    return {name: (0, each.size, "cpu") for name, each in archive.records.items() if name.startswith("data/")}
 
 
 def _mentions_device(content: bytes) -> bool:
@@ -95,9 +71,14 @@ def _mentions_device(content: bytes) -> bool:
     return any(name.encode() in content for name in names)
 
 
-def fetcher(
-    file: TorchFile, archive: Archive, wanted: Mapping[str, _Wanted], map_location: Any, verify: bool
-) -> Callable[[str], torch.Tensor]:
+def _fetch_whole(archive: Archive, map_location: Any, wanted: Mapping[str, _Wanted]) -> Callable[[str], torch.Tensor]:
+    """Does what ``fetcher`` does. Raises FormatError for a record that is not as large as its storage."""
+    for record, (_, size, _) in wanted.items():
+        require_record(archive, record, size)
+    return fetcher(archive, map_location, wanted)
+
+
+def fetcher(archive: Archive, map_location: Any, wanted: Mapping[str, _Wanted]) -> Callable[[str], torch.Tensor]:
     """Returns what maps a record to a tensor over the ``wanted`` byte range of its storage, which has that location.
 
     All are read now, onto the device to which ``map_location`` maps the location. If that is a function, it decides
@@ -105,14 +86,14 @@ def fetcher(
     """
     if callable(map_location):
         host = torch.device("cpu")
-        return lambda name: torch_read.read(archive, {name: wanted[name][:2]}, host, file.mapped, verify)[name]
-    device_of = functools.cache(functools.partial(_device_of, map_location, file.path))
+        return lambda name: torch_read.read(archive, {name: wanted[name][:2]}, host)[name]
+    device_of = functools.cache(functools.partial(_device_of, map_location, archive.path))
     by_device: dict[torch.device, dict[str, tuple[int, int]]] = {}
     for record, (start, end, location) in wanted.items():
         by_device.setdefault(device_of(location), {})[record] = start, end
     found: dict[str, torch.Tensor] = {}
     for device, extents in by_device.items():
-        found |= torch_read.read(archive, extents, device, file.mapped, verify)
+        found |= torch_read.read(archive, extents, device)
     return found.__getitem__
 
 
@@ -204,20 +185,22 @@ def make(content: bytes, device_of: Callable[[str], torch.device], fetch: Fetch)
         fetch: called once, after the whole pickle was read.
 
     Raises:
-        Exception: of any type, for a damaged pickle.
-        NotReadError: the pickle needs more than this reader supports. Nothing that it names was called.
+        NotReadError: the pickle is damaged, or needs more than this reader supports. Nothing that it names was called.
+        FormatError, OSError, MemoryError: as ``device_of`` and ``fetch`` raise them.
     """
     maker = _Maker(content, device_of)
     try:
         made = maker.load()
+        maker.fill(fetch)
+        return made
+    except (NotReadError, FormatError, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can raise anything
+        raise NotReadError(str(error)) from error
     finally:
         # It has methods of the maker. The cycle, and so all tensors, would stay until Python's garbage collector runs,
         # and for ever where that does not look into a memo (Python 3.11.2).
         maker.memo = {}
-    if maker.unused:
-        raise NotReadError("a storage by itself")
-    maker.fill(fetch)
-    return made
 
 
 class _Function:
@@ -255,7 +238,7 @@ class _Maker(Unpickler):
         self._tensors: list[torch.Tensor] = []
         self._views: list[tuple[str, int, Any, Any]] = []  # for each tensor: record, offset, size, stride
         self._numbers: dict[int, int] = {}  # indices of tensors by their id(), valid while _tensors keeps them alive
-        self.unused = 0  # storages that no tensor uses
+        self._unused = 0  # storages that no tensor uses
 
     def find_class(self, module: str, name: str, /) -> Any:
         """Returns what the opcode ``GLOBAL`` puts on the stack."""
@@ -272,7 +255,7 @@ class _Maker(Unpickler):
 
     def persistent_load(self, identity: Any, /) -> _TypedStorage:
         """Returns what stands for a storage until ``fill``."""
-        self.unused += 1
+        self._unused += 1
         found = self._kinds.get(identity)
         if found is None:
             _, dtype, key, location, count = identity
@@ -292,7 +275,7 @@ class _Maker(Unpickler):
         hooks: Any,
         metadata: Any = None,
     ) -> torch.Tensor:
-        self.unused -= 1
+        self._unused -= 1
         record, dtype, device = typed
         empty = self._empty.get((dtype, device))
         if empty is None:
@@ -327,6 +310,8 @@ class _Maker(Unpickler):
 
     def fill(self, fetch: Fetch) -> None:
         """Gives the tensors their storages."""
+        if self._unused:
+            raise NotReadError("a storage by itself")
         if any(empty.untyped_storage().nbytes() for empty in self._empty.values()):
             raise NotReadError("a tensor that the pickle has changed")
         owner_of = fetch(self._storages)

@@ -60,6 +60,7 @@ class TorchFile:
                 what = f"its compressed records would expand to {full} bytes, from a file of {found.st_size}"
                 refuse(self.path, what)
             return None
+        archive.mapped = self.mapped
         script = "constants.pkl" in archive.records
         faked = torch._guards.detect_fake_mode(None) is not None
         return None if script or faked or not _is_native(archive) else archive

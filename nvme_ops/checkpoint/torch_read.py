@@ -3,33 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from nvme_ops.base.settings import ALIGNMENT
-from nvme_ops.checkpoint import new_tensors
+from nvme_ops.checkpoint import new_tensors, strided
+from nvme_ops.checkpoint.strided import StridedTensor
 from nvme_ops.checkpoint.torch_open import require_record, require_undamaged
 from nvme_ops.formats.torch_pickle import DenseTensor
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, spans_of
 from nvme_ops.io.tensors import give_storages
 from nvme_ops.memory import pieces
-from nvme_ops.memory.ring import Place, Ring
+from nvme_ops.memory.ring import Place
 
 _GAP = 8 << 10  # bytes between two records up to which they are read as well: headers and page alignment
 
 
-def read(
-    archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch.device, mapped: bool, verified: bool
-) -> dict[str, torch.Tensor]:
-    """Reads a byte range of each record into a tensor with its own storage.
+def read(archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch.device) -> dict[str, torch.Tensor]:
+    """Reads a byte range of each record into a tensor with its own storage; calls ``verify`` if records are verified.
 
-    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. ``mapped``: they
-    are parts of a mapping of the file, if its records are aligned. ``verified``: call ``verify``.
+    The storages are parts of one allocation, which is freed with the last of them; they cannot grow. They are parts of
+    a mapping of the file if the archive may be mapped and its records are aligned.
     """
     if device.type == "meta":
         return {name: _bytes(end - start, device) for name, (start, end) in extents.items()}
-    records = [archive.records[name] for name in extents]
+    mapped, records = archive.mapped, [archive.records[name] for name in extents]
     whole_records = [record.size for record in records] == [end for _, end in extents.values()]
     with_headers = device.type == "cpu" and not mapped and whole_records
     if with_headers:
@@ -46,7 +45,7 @@ def read(
     if with_headers:
         archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
     found = _parts(archive, extents, memories, spans, device)
-    if verified:
+    if archive.verified:
         verify(archive, found.items(), found)
     return found
 
@@ -122,16 +121,11 @@ def rebuilt(described: DenseTensor, storage: torch.UntypedStorage, first: int) -
     tensor = torch.empty(0, dtype=described.dtype, device=storage.device)
     offset = described.offset - first // described.dtype.itemsize if math.prod(described.shape) else 0
     tensor.set_(storage, offset, described.shape, described.stride)
-    _mark(tensor, described)
+    if described.metadata:
+        torch._utils.set_tensor_metadata(tensor, described.metadata)
     if described.parameter:
         return torch.nn.Parameter(tensor, described.requires_grad)
     return tensor.requires_grad_(described.requires_grad)
-
-
-def _mark(tensor: torch.Tensor, described: DenseTensor) -> None:
-    """Sets the conjugate and negative bits of a tensor."""
-    if described.metadata:
-        torch._utils.set_tensor_metadata(tensor, described.metadata)
 
 
 def union(described: Sequence[DenseTensor]) -> tuple[int, int]:
@@ -144,49 +138,16 @@ def union(described: Sequence[DenseTensor]) -> tuple[int, int]:
 def fill(archive: Archive, described: Mapping[str, DenseTensor], targets: Mapping[str, torch.Tensor]) -> None:
     """Fills existing tensors from the records that hold them, through bounded memory."""
     archive.locate([described[name].storage.record for name in targets])
-    plain, strided = [], []
+    plain, others = [], []
     for name, target in targets.items():
         each = described[name]
         start = archive.starts[each.storage.record] + each.offset * each.dtype.itemsize
         if each.contiguous and not each.metadata:
             plain.append((start, target))
         else:
-            strided.append((start, each, target))
+            others.append(StridedTensor(archive.fd, start, each.dtype, each.stride, target, each.metadata))
     pieces.read_into(archive.handle, archive.fd, plain)
-    _fill_strided(archive, strided)
-
-
-def _fill_strided(archive: Archive, wanted: Sequence[tuple[int, DenseTensor, torch.Tensor]]) -> None:
-    """Fills tensors whose elements are not contiguous in the file, or have conjugate or negative bits."""
-    ring = Ring()
-    blocks = [block for start, each, target in wanted for block in _blocks(start, each, target, ring.piece)]
-    held = ring.read(archive.handle, (Place(archive.fd, start, extent) for start, extent, _, _ in blocks))
-    for (_, _, each, part), found in zip(blocks, held, strict=True):
-        view = found.view(each.dtype).as_strided(part.shape, each.stride)
-        _mark(view, each)
-        part.copy_(view)
-
-
-def _blocks(
-    start: int, each: DenseTensor, target: torch.Tensor, most: int
-) -> Iterator[tuple[int, int, DenseTensor, torch.Tensor]]:
-    """Halves a tensor recursively until each block spans at most ``most`` bytes of the file."""
-    size = each.dtype.itemsize
-    waiting = [(start, target)]
-    while waiting:
-        begin, part = waiting.pop()
-        if part.numel() == 0:
-            continue
-        reaches = [(length - 1) * step for length, step in zip(part.shape, each.stride, strict=True)]
-        extent = (sum(reaches) + 1) * size
-        if extent <= most:
-            yield begin, extent, each, part
-            continue
-        widest = reaches.index(max(reaches))
-        half = part.shape[widest] // 2
-        waiting.append((begin, part.narrow(widest, 0, half)))
-        after = part.narrow(widest, half, part.shape[widest] - half)
-        waiting.append((begin + half * each.stride[widest] * size, after))
+    strided.fill(archive.handle, others)
 
 
 def verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: Iterable[str]) -> None:

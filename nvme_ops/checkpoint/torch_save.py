@@ -7,16 +7,15 @@ import json
 import os
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.base.native import native
 from nvme_ops.base.settings import LARGE
 from nvme_ops.checkpoint import framed
-from nvme_ops.checkpoint.request import SaveOptions, require_strings
+from nvme_ops.checkpoint.request import Plan, SaveOptions, require_strings
 from nvme_ops.filesystem.publication import replacing
 from nvme_ops.formats.torch_pickle import dtype_of_storage
 from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
@@ -73,7 +72,8 @@ class Pickler(pickle.Pickler):
 
     def __init__(self, stream: io.BytesIO, everywhere: bool = False) -> None:
         super().__init__(stream, protocol=_PROTOCOL)
-        self.owners: dict[str, tuple[torch.Tensor, int]] = {}  # by key: a tensor in the storage, and its bytes
+        self.storages: dict[str, torch.Tensor] = {}  # by key: the bytes
+        self._empty: dict[torch.device, torch.Tensor] = {}
         self._keys: dict[Any, str] = {}  # by the address of the storage, or the place on storage
         self._dtypes: dict[tuple[torch.device, int], torch.dtype] = {}
         self._locations: dict[torch.device, str] = {}
@@ -95,15 +95,13 @@ class Pickler(pickle.Pickler):
                 self.persistent_id = _NO_ID
             return tuple(each)
         if kind is torch.UntypedStorage:
-            return tuple(self._refer(None, each, torch.uint8, kind, each.nbytes()))
+            return tuple(self._refer(each, torch.uint8, kind, each.nbytes()))
         if kind is torch.storage.TypedStorage:
             named = getattr(torch, each._pickle_storage_type())
-            return tuple(self._refer(None, each._untyped_storage, each.dtype, named, each._size()))
+            return tuple(self._refer(each._untyped_storage, each.dtype, named, each._size()))
         return None
 
-    def _refer(
-        self, owner: torch.Tensor | None, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any, elements: int
-    ) -> Reference:
+    def _refer(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any, elements: int) -> Reference:
         device, place = storage.device, storage._cdata
         if device.type == "meta":
             raise TypeError("a storage on the meta device has no bytes to save")
@@ -112,9 +110,10 @@ class Pickler(pickle.Pickler):
             if found != dtype:
                 raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
         key = self._keys.setdefault(place, str(len(self._keys)))
-        if key not in self.owners:
-            over = torch.empty(0, dtype=torch.uint8, device=device).set_(storage) if owner is None else owner
-            self.owners[key] = over, storage.nbytes()
+        if key not in self.storages:
+            if device not in self._empty:
+                self._empty[device] = torch.empty(0, dtype=torch.uint8, device=device)
+            self.storages[key] = self._empty[device].data.set_(storage)
         location = self._locations.get(device)
         if location is None:
             location = self._locations[device] = torch.serialization.location_tag(storage)
@@ -133,11 +132,11 @@ class Pickler(pickle.Pickler):
         kind, size, stride = _STORAGES[each.dtype], tuple(each.shape), each.stride()
         if offloaded:
             key = self._keys.setdefault((each.place, size, stride), str(len(self._keys)))
-            self.owners.setdefault(key, (each, each.nbytes))
+            self.storages.setdefault(key, dense_bytes(each))
             reference, offset = Reference("storage", kind, key, str(each.device), each.numel()), 0
         else:
             storage, offset = each.untyped_storage(), int(each.storage_offset())
-            reference = self._refer(each, storage, each.dtype, kind, storage.nbytes() // each.element_size())
+            reference = self._refer(storage, each.dtype, kind, storage.nbytes() // each.element_size())
         self.persistent_id = self._id_of
         return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, each.requires_grad, hooks)
 
@@ -169,49 +168,31 @@ def _pickled(obj: Any, everywhere: bool) -> tuple[bytes, list[torch.Tensor]]:
     stream = io.BytesIO()
     pickler = Pickler(stream, everywhere)
     pickler.dump(obj)
-    return stream.getvalue(), _all_bytes(pickler.owners.values())
-
-
-def _all_bytes(owners: Collection[tuple[torch.Tensor, int]]) -> list[torch.Tensor]:
-    """Returns byte tensors over the storages of tensors, each with the size of its storage."""
-    empty = {device: torch.empty(0, dtype=torch.uint8, device=device) for device in {each.device for each, _ in owners}}
-    made = [dense_bytes(each) if isinstance(each, OffloadedTensor) else empty[each.device].data for each, _ in owners]
-    pairs = zip(made, owners, strict=True)
-    kept = [(part, each, (size,)) for part, (each, size) in pairs if not isinstance(each, OffloadedTensor)]
-    if kept:
-        parts, theirs, sizes = zip(*kept, strict=True)
-        native().set_storages(parts, theirs, [0] * len(kept), sizes, [(1,)] * len(kept))
-    return made
+    return stream.getvalue(), list(pickler.storages.values())
 
 
 @dataclass
-class TorchPlan:
+class TorchPlan(Plan):
     """Describes one file: the pickle, and the bytes of its storages."""
 
     content: bytes
     tensors: list[torch.Tensor]
-    metadata: Mapping[str, str]
-    checksums: bool
-    recycle: bool = False
+    options: SaveOptions
 
-    def target(self, path: str) -> str:
+    def write(self, path: str, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
         """Implements ``Plan``."""
-        return path
-
-    def write(self, path: str, *, durable: bool, handle: aio_handle, borrowed: BorrowedTensors | None = None) -> None:
-        """Implements ``Plan``."""
-        with collector_paused(), replacing(path, durable, self.recycle) as file:
+        with collector_paused(), replacing(path, self.options.durable, self.options.recycle) as file:
             records, end = self.records()
             others = records
             if borrowed is not None:
                 lent = [record for record in records if borrowed.holds(record.data)]
                 others = [record for record in records if not borrowed.holds(record.data)]
-                write(handle, file.fd, lent, self.checksums)
+                write(handle, file.fd, lent, self.options.checksums)
                 borrowed.release(record.data for record in lent)
-            write(handle, file.fd, others, self.checksums)
+            write(handle, file.fd, others, self.options.checksums)
             tail = torch.frombuffer(bytearray(directory(records, end)), dtype=torch.uint8)
             handle.submit_pwrite(tail, file.fd, end, priority=Priority.WRITEBACK).result()
-            if self.recycle:
+            if self.options.recycle:
                 os.ftruncate(file.fd, end + tail.nbytes)
 
     def records(self) -> tuple[list[ZipRecord], int]:
@@ -222,8 +203,8 @@ class TorchPlan:
         looks offsets up in the directory.
         """
         texts = {PICKLE: self.content, **AROUND}
-        if self.metadata:
-            texts[METADATA] = json.dumps(dict(self.metadata), ensure_ascii=False).encode()
+        if self.options.metadata:
+            texts[METADATA] = json.dumps(dict(self.options.metadata), ensure_ascii=False).encode()
         data = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in texts.items()}
         data |= {f"data/{key}": each for key, each in enumerate(self.tensors)}
         records = [ZipRecord(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
@@ -234,10 +215,8 @@ class TorchPlan:
 
 def plan(obj: Any, options: SaveOptions) -> TorchPlan:
     """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero."""
-    metadata = options.metadata or {}
-    require_strings(metadata)
-    content, tensors = pickled(obj)
-    return TorchPlan(content, tensors, metadata, options.checksums, options.recycle)
+    require_strings(options.metadata or {})
+    return TorchPlan(*pickled(obj), options)
 
 
 def write(handle: aio_handle, fd: int, records: Sequence[ZipRecord], checksums: bool) -> None:

@@ -29,14 +29,8 @@ def in_protocol_2(content: bytes, path: str) -> bytes:
         steps = [(code.name, argument, place) for code, argument, place in pickletools.genops(content)]
     except Exception:  # of many types; its reader finds the same
         return content
-    made: list[bytes] = []
-    texts: list[str | None] = []  # of each element of ``made``
+    made: list[tuple[bytes, str | None]] = []  # opcodes; the text that they put on the stack, if any
     memo: dict[int, str | None] = {}  # texts in it
-
-    def add(code: bytes, text: str | None = None) -> None:
-        made.append(code)
-        texts.append(text)
-
     left = _MOST * (len(content) + _LONG)
     for (name, argument, place), (_, _, after) in pairwise([*steps, ("", None, len(content))]):
         if name in _UNKNOWN:
@@ -46,33 +40,33 @@ def in_protocol_2(content: bytes, path: str) -> bytes:
                 "know: save it without pickle_protocol="
             )
         if name == "PROTO":
-            add(pickle.PROTO + b"\2")
+            made.append((pickle.PROTO + b"\2", None))
         elif name == "FRAME":
             continue
         elif name in _TEXT:
-            add(_text(str(argument)), str(argument))
+            made.append((_text(str(argument)), str(argument)))
         elif name in _BYTES:
             latin = bytes(argument or b"").decode("latin1")
-            add(pickle.GLOBAL + b"_codecs\nencode\n" + _text(latin) + _text("latin1") + pickle.TUPLE2 + pickle.REDUCE)
+            call = pickle.GLOBAL + b"_codecs\nencode\n", _text(latin), _text("latin1"), pickle.TUPLE2, pickle.REDUCE
+            made.append((b"".join(call), None))
         elif name == "MEMOIZE" or name in _PUT:
             number = len(memo) if argument is None else int(argument)
-            text = texts[-1] if texts else None
+            text = made[-1][1] if made else None
             memo[number] = text if text is not None and len(text) <= _LONG else None
             if memo[number] is None:
-                add(pickle.LONG_BINPUT + number.to_bytes(4, "little"))
+                made.append((pickle.LONG_BINPUT + number.to_bytes(4, "little"), None))
         elif name in _GET and (text := memo.get(int(argument or 0))) is not None:
-            add(_text(text), text)
+            made.append((_text(text), text))
             if (left := left - len(text)) < 0:
                 return content
         elif name == "STACK_GLOBAL":
-            pair = texts[-2:]
+            pair = [text for _, text in made[-2:]]
             if len(pair) < 2 or None in pair or any("\n" in str(each) for each in pair):
                 return content  # not as Python writes it
-            del made[-2:], texts[-2:]
-            add(pickle.GLOBAL + "{}\n{}\n".format(*pair).encode())
+            made[-2:] = [(pickle.GLOBAL + "{}\n{}\n".format(*pair).encode(), None)]
         else:
-            add(content[place:after])
-    return b"".join(made)
+            made.append((content[place:after], None))
+    return b"".join(code for code, _ in made)
 
 
 def _text(text: str) -> bytes:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from nvme_ops.base.errors import FormatError, name_failure
+from nvme_ops.base.errors import FormatError, naming
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.io.tensors import collector_paused
 
@@ -94,7 +94,7 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
     Never allocates memory for a number that the file's size contradicts.
     """
     size = os.fstat(fd).st_size
-    try:
+    with naming("read of the header", path):
         prefix = os.pread(fd, 8, 0)
         if len(prefix) < 8:
             refuse(path, f"{size} bytes are too few for a safetensors file")
@@ -109,9 +109,6 @@ def read_text(fd: int, path: str) -> tuple[bytes, int]:
             if not part:
                 refuse(path, "the file ended within its header")
             text += part
-    except OSError as error:
-        name_failure(error, "read of the header", path)
-        raise
     return bytes(text), size
 
 

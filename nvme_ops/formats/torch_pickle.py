@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import pickle
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -40,6 +41,17 @@ class Storage(NamedTuple):  # a tuple, which a pickle cannot change
         return f"data/{self.key}"
 
 
+def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    """Returns the strides of a contiguous tensor of this shape, however large."""
+    return tuple(math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape)))
+
+
+def is_contiguous(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """Returns whether elements with these strides follow each other as in a contiguous tensor."""
+    expected = contiguous_stride(shape)
+    return 0 in shape or all(shape[dim] == 1 or stride[dim] == expected[dim] for dim in range(len(shape)))
+
+
 @dataclass(frozen=True)
 class DenseTensor:
     """A dense tensor: a view of a storage, ``offset`` and ``stride`` in elements."""
@@ -65,12 +77,7 @@ class DenseTensor:
     @property
     def contiguous(self) -> bool:
         """True when the elements follow each other in the file as in a contiguous tensor."""
-        expected = 1
-        for length, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if length != 1 and step != expected:
-                return 0 in self.shape
-            expected *= length
-        return True
+        return is_contiguous(self.shape, self.stride)
 
 
 @dataclass

@@ -9,6 +9,7 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
+import io
 import os
 import struct
 import sys
@@ -136,7 +137,8 @@ class Archive:
     handle: aio_handle
     records: dict[str, ZipEntry]
     starts: dict[str, int] = field(default_factory=dict)  # of the data, as far as known
-    verified: bool = False  # whether ``content`` compares checksums
+    mapped: bool = False  # whether storages may be mapped from the file
+    verified: bool = False  # whether checksums of what is read are compared
 
     def locate(self, names: Iterable[str]) -> None:
         """Reads the headers of these records to learn the ``starts`` of their data.
@@ -244,11 +246,17 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     return Archive(fd, path, handle, _checked(entries, begin, limit, path))
 
 
-class _Part:
-    """A part of a file as a file object with the methods that ``zipfile`` needs."""
+class _Part(io.RawIOBase):
+    """A part of a file, for ``zipfile``."""
 
     def __init__(self, fd: int, begin: int, end: int) -> None:
         self._fd, self._begin, self._end, self._place = fd, begin, end, begin
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
@@ -257,17 +265,11 @@ class _Part:
         self._place = base + offset
         return self._place - self._begin
 
-    def tell(self) -> int:
-        return self._place - self._begin
-
-    def read(self, size: int = -1) -> bytes:
-        remaining = max(0, self._end - self._place)
-        remaining = remaining if size < 0 else min(size, remaining)
-        parts = []
-        while remaining and (part := os.pread(self._fd, remaining, self._place)):
-            parts.append(part)
-            self._place, remaining = self._place + len(part), remaining - len(part)
-        return b"".join(parts)
+    def readinto(self, buffer: Any) -> int:
+        room = memoryview(buffer)[: max(0, self._end - self._place)]
+        count = os.preadv(self._fd, [room], self._place)
+        self._place += count
+        return count
 
 
 def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> dict[str, ZipEntry]:

@@ -19,6 +19,7 @@ from nvme_ops.base.native import native
 from nvme_ops.checkpoint import torch_load, torch_save
 from nvme_ops.checkpoint.contents import compare, contents, damaged
 from nvme_ops.checkpoint.request import SaveOptions
+from nvme_ops.checkpoint.strided import StridedTensor
 from nvme_ops.filesystem.publication import opened as opened_for_reading
 from nvme_ops.formats import torch_pickle, torch_zip
 from nvme_ops.formats.pickle_protocol import in_protocol_2
@@ -433,6 +434,20 @@ def test_into_nested_containers_however_the_tensors_lie(checkpoint: Checkpoint, 
     into = {name: torch.zeros(each.shape) for name, each in large.items()}
     load(saved_here(folder / "large.pt", large), into=into)
     assert all(torch.equal(into[name], each) for name, each in large.items())
+
+
+def test_rows_that_lie_apart_are_read_one_by_one() -> None:
+    rows, size = torch.zeros(6, 2, 50), torch.float32.itemsize
+    for stride, places in (
+        ((40_000, 100, 1), [(8 + row * 40_000 * size, 150 * size) for row in range(6)]),
+        ((400, 100, 1), [(8, (5 * 400 + 100 + 50) * size)]),
+        ((1, 40_000, 6), [(8, 300 * size), (8 + 40_000 * size, 300 * size)]),
+    ):
+        found = list(StridedTensor("file", 8, torch.float32, stride, rows).blocks(1 << 20))
+        assert [(place.start, place.nbytes) for _, place in found] == places
+        assert sum(part.target.numel() for part, _ in found) == rows.numel()
+    limited = StridedTensor("file", 8, torch.float32, (100, 50, 1), rows).blocks(1300)
+    assert [place.start for _, place in limited] == [8, 8 + 300 * size]
 
 
 def test_into_what_is_no_plain_tensor(folder: Path) -> None:

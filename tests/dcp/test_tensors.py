@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from nvme_ops.base.errors import ChecksumError, FormatError
 from nvme_ops.base.settings import PAGE
-from nvme_ops.checkpoint import framed
+from nvme_ops.checkpoint import framed, strided
 from nvme_ops.checkpoint.dcp import reader as reading
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from nvme_ops.memory.ring import Ring
@@ -73,12 +73,11 @@ def test_any_part_of_any_tensor(
     target = torch.full(sizes, 99, dtype=data.draw(st.sampled_from([dtype, torch.float32])))
     if data.draw(st.booleans()) and len(sizes) > 1:
         target = torch.full((sizes[1], sizes[0], *sizes[2:]), 99, dtype=target.dtype).transpose(0, 1)
-    limits = data.draw(st.sampled_from([(8, 16), (64, 8), (reading.SPAN, 64 << 10)]))
+    gap, buffer = data.draw(st.sampled_from([(16, 2 * PAGE), (8, 2 * PAGE), (strided._GAP, None)]))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(reading, "SPAN", limits[0])
-        patched.setattr(reading, "_ROW", limits[1])
-        patched.setattr(reading, "Ring", functools.partial(Ring, buffer=max(2 * PAGE, limits[0] + PAGE)))
-        patched.setattr("nvme_ops.checkpoint.dcp.reader._SMALL", 0)
+        patched.setattr(strided, "_GAP", gap)
+        patched.setattr(reading, "Ring", functools.partial(Ring, buffer=buffer))
+        patched.setattr(reading, "_SMALL", 0)
         verify = writer is NvmeStorageWriter and data.draw(st.booleans())
         dcp.load({"a": target}, storage_reader=NvmeStorageReader(path, verify=verify), planner=Part(starts))
     expected = whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))]

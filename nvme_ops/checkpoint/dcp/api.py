@@ -44,12 +44,8 @@ def _lean() -> Iterator[None]:
 
 def _has_handler(logger: logging.Logger) -> bool:
     """Returns whether records reach a handler that uses them."""
-    each: logging.Logger | None = logger
-    while each is not None:
-        if any(not isinstance(handler, logging.NullHandler) for handler in each.handlers):
-            return True
-        each = each.parent if each.propagate else None
-    return False
+    inherited = logger.parent is not None and logger.propagate and logger.parent.hasHandlers()
+    return inherited or not all(isinstance(handler, logging.NullHandler) for handler in logger.handlers)
 
 
 @_lean()

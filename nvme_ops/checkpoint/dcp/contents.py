@@ -7,6 +7,7 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -63,24 +64,28 @@ def contents(path: str, files: OpenFiles) -> Contents:
 
     Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError.
     """
-    return Contents("dcp", list(items_of(path, metadata_of(path, files))))
+    return described(path, files)[0]
 
 
-def metadata_of(path: str, files: OpenFiles) -> Metadata:
-    """Reads ``.metadata``. Raises as ``contents``."""
+def described(path: str, files: OpenFiles) -> tuple[Contents, Metadata]:
+    """Returns what a folder contains, and its ``.metadata``. Raises as ``contents``."""
     file = os.path.join(path, METADATA)
     with files.opened(file) as fd:
         found = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
     if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
         raise FormatError(f"{file}: not the metadata of a checkpoint")
-    return found
+    with consistent(path):
+        return Contents("dcp", list(_items(path, found))), found
 
 
-def items_of(folder: str, metadata: Metadata) -> Iterator[Item]:
-    """Yields what the checkpoint contains. Raises FormatError for what cannot be."""
+@contextmanager
+def consistent(folder: str) -> Iterator[None]:
+    """Turns what is raised where parts of the metadata contradict each other into a FormatError."""
     try:
-        yield from _items(folder, metadata)
-    except (AttributeError, LookupError, TypeError, OverflowError, RecursionError) as error:
+        yield
+    except FormatError:
+        raise
+    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         file = os.path.join(folder, METADATA)
         raise FormatError(f"{file}: its parts contradict each other: {error_text(error)}") from error
 

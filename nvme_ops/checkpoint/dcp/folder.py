@@ -32,6 +32,11 @@ _CHECKSUM = re.compile(rb"\nnvme_ops\.crc32c=([0-9a-f]{8})\n\Z")
 _CHECKSUM_BYTES = len("\nnvme_ops.crc32c=00000000\n")
 
 
+def metadata_of(path: str | os.PathLike[str], rank: int | None) -> str:
+    """Returns the path of the metadata in a folder; with ``rank``, of those of a rank that saves independently."""
+    return os.path.join(path, METADATA if rank is None else f"__{rank}{METADATA}")
+
+
 def new_name(path: str, prefix: str) -> str:
     """Returns an unused name for a data file: ``prefix`` and a number, such as ``__0_0.distcp``."""
     found = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]

@@ -6,9 +6,10 @@ import dataclasses
 import functools
 import logging
 import math
+import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,14 +20,15 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from nvme_ops.base.errors import ChecksumError, FormatError
-from nvme_ops.base.settings import PAGE, PIECE
 from nvme_ops.base.text import never_raising
+from nvme_ops.checkpoint import strided
 from nvme_ops.checkpoint.dcp import folder
 from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, Reading
 from nvme_ops.checkpoint.framed import grouped
+from nvme_ops.checkpoint.strided import StridedTensor
 from nvme_ops.filesystem.publication import open_to_read
 from nvme_ops.formats import torch_pickle
-from nvme_ops.formats.torch_pickle import DenseTensor
+from nvme_ops.formats.torch_pickle import DenseTensor, contiguous_stride, is_contiguous
 from nvme_ops.formats.torch_zip import CHECKSUM, PICKLE, Archive, open_archive
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of, shared_handle
@@ -87,7 +89,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
         """Reads the metadata. Raises FormatError and ChecksumError for a damaged file."""
         self._end_reading()
         self._alone = (rank := kwargs.get("rank")) is not None
-        path = os.path.join(self.path, folder.METADATA if rank is None else f"__{rank}{folder.METADATA}")
+        path = folder.metadata_of(self.path, rank)
         try:
             self._reading = Reading(path)
         except FileNotFoundError:
@@ -132,30 +134,15 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             self._end_reading()
 
     def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        self._require_whole_files(plan.items)
         if self._verify:
             self._require_checksums(plan.items)
-        wanted = [self._wanted(item) for item in plan.items]
+        size_of = functools.cache(os.path.getsize)
+        wanted = [self._wanted(item, size_of) for item in plan.items]
         loading = Loading(handle_of(self._handle), planner, self._verify, os.fspath(self.path))
-        others = [one for one in wanted if one.stored is None]
+        others = [one for one, stored in wanted if stored is None]
         loading.verify_in_files(others)
-        loading.read([(one, one.stored) for one in wanted if one.stored is not None])
+        loading.read([(one, stored) for one, stored in wanted if stored is not None])
         return super().read_data(dataclasses.replace(plan, items=[one.item for one in others]), planner)
-
-    def _require_whole_files(self, items: Sequence[ReadItem]) -> None:
-        """Raises FileNotFoundError or FormatError for missing or short files, before reading."""
-        sizes: dict[str, int] = {}
-        for item in items:
-            info = self.storage_data[item.storage_index]
-            name = info.relative_path
-            if name not in sizes:
-                sizes[name] = os.stat(os.path.join(self.path, name)).st_size
-            if info.offset < 0 or info.length < 0 or info.offset + info.length > sizes[name]:
-                raise FormatError(
-                    f"{os.path.join(self.path, name)}: {item.storage_index.fqn!r}: {info.length} bytes from byte "
-                    f"{info.offset} on, by the metadata, and the file has {sizes[name]} bytes: it was truncated or "
-                    "replaced"
-                )
 
     def _require_checksums(self, items: Sequence[ReadItem]) -> None:
         if not all(CHECKSUM in getattr(self.storage_data[item.storage_index], ATTRIBUTE, {}) for item in items):
@@ -163,47 +150,41 @@ class NvmeStorageReader(filesystem.FileSystemReader):
                 f"{self.path} has no checksums to verify: it was saved by another writer, or with checksums=False"
             )
 
-    def _wanted(self, item: ReadItem) -> PlannedItem:
-        info = self.storage_data[item.storage_index]
-        known = getattr(info, ATTRIBUTE, {})
+    def _wanted(self, item: ReadItem, size_of: Callable[[str], int]) -> tuple[PlannedItem, TensorRecord | None]:
+        """Returns an item of a plan, and the tensor in it unless DCP's own reader is to read that.
+
+        Raises FileNotFoundError or FormatError for a missing or short file, and FormatError for what cannot be.
+        """
+        info, index = self.storage_data[item.storage_index], item.storage_index
         path = os.path.join(self.path, info.relative_path)
+        if not 0 <= info.offset <= info.offset + info.length <= size_of(path):
+            raise FormatError(
+                f"{path}: {index.fqn!r}: {info.length} bytes from byte {info.offset} on, by the metadata, and the file "
+                f"has {size_of(path)} bytes: it was truncated or replaced"
+            )
         stored = None
-        if item.type == LoadItemType.BYTE_IO or getattr(info, "transform_descriptors", None):
-            pass
-        elif "data" in known:
-            dtype, shapes = self._tensors[item.storage_index.fqn]
-            stored = TensorRecord(info.offset + known["data"], dtype, shapes[tuple(item.storage_index.offset or ())])
-        elif info.length >= _SMALL:
-            stored = find(path, info.offset, info.length)
-        wanted = PlannedItem(item, path, info.offset, info.length, known.get(CHECKSUM), stored)
+        if item.type != LoadItemType.BYTE_IO:
+            dtype, shapes = self._tensors[index.fqn]
+            stored = tensor_in(path, index.fqn, info, dtype, shapes.get(tuple(index.offset or ())), _SMALL)
         if stored is not None:
-            _require_inside(wanted, stored)
-        return wanted
-
-
-def _require_inside(wanted: PlannedItem, stored: TensorRecord) -> None:
-    """Raises FormatError unless the tensor lies in its item, and the wanted part in the tensor."""
-    name = f"{wanted.path}: {wanted.name!r}"
-    if not wanted.offset <= stored.start <= stored.start + stored.nbytes <= wanted.offset + wanted.length:
-        raise FormatError(f"{name}: {stored.nbytes} bytes of data do not fit an item of {wanted.length} bytes")
-    offsets, lengths = wanted.item.storage_offsets, wanted.item.lengths
-    inside = len(stored.shape) == len(offsets) == len(lengths)
-    for size, offset, length in zip(stored.shape, offsets, lengths, strict=False):
-        inside = inside and min(offset, length) >= 0 and offset + length <= size
-    if not inside:
-        raise FormatError(f"{name}: {tuple(lengths)} from {tuple(offsets)} on is not part of {stored.shape}")
+            offsets, lengths = item.storage_offsets, item.lengths
+            inside = len(stored.shape) == len(offsets) == len(lengths)
+            for size, offset, length in zip(stored.shape, offsets, lengths, strict=False):
+                inside = inside and min(offset, length) >= 0 and offset + length <= size
+            if not inside:
+                what = f"{tuple(lengths)} from {tuple(offsets)} on is not part of {stored.shape}"
+                raise FormatError(f"{path}: {index.fqn!r}: {what}")
+        place = Place(path, info.offset, info.length)
+        return PlannedItem(item, place, getattr(info, ATTRIBUTE, {}).get(CHECKSUM)), stored
 
 
 @dataclass(frozen=True)
 class PlannedItem:
-    """An item of a plan and its place: ``length`` bytes of a file, with the tensor ``stored`` in them."""
+    """An item of a plan, its place in a file, and its checksum if that is known."""
 
     item: ReadItem
-    path: str
-    offset: int
-    length: int
+    place: Place
     checksum: int | None
-    stored: TensorRecord | None = None
 
     @property
     def name(self) -> str:
@@ -226,19 +207,15 @@ class Loading:
 
     def verify_in_files(self, wanted: Iterable[PlannedItem]) -> None:
         """Reads items to compare their checksums, each item once; ``read`` then raises for damaged ones."""
-        items = {Place(one.path, one.offset, one.length): one for one in wanted if self._verify}
-        places = [place for place in items if place not in self._verified]
-        self._verified.update(places)
-        found = checksums_in_files(self._handle, places, [CHECKSUM] * len(places), ring=self._ring)
-        self._damaged |= {
-            items[place].name: None
-            for place, value in zip(places, found, strict=True)
-            if value != items[place].checksum
-        }
+        items = {one.place: one for one in wanted if self._verify and one.place not in self._verified}
+        self._verified.update(items)
+        found = checksums_in_files(self._handle, list(items), [CHECKSUM] * len(items), ring=self._ring)
+        wrong = (one for one, value in zip(items.values(), found, strict=True) if value != one.checksum)
+        self._damaged |= {one.name: None for one in wrong}
 
     def read(self, wanted: Sequence[tuple[PlannedItem, TensorRecord]]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
-        wanted = sorted(wanted, key=lambda each: (each[0].path, each[1].start))  # neighbours are read as one run
+        wanted = sorted(wanted, key=lambda each: (each[0].place.file, each[1].start))  # neighbours are read as one run
         with InFlight() as in_flight:
             for group in grouped(wanted, lambda each: each[1].nbytes, _GROUP):
                 in_flight.add(*self._start(group))
@@ -250,47 +227,37 @@ class Loading:
         targets: list[tuple[PlannedItem, torch.Tensor]] = []
         whole: list[_WholeItem] = []
         reads: list[tuple[Any, ...]] = []  # tensor, path and offset
-        in_parts: list[PlannedItem] = []  # read straight into their targets, but not whole into memory
-        others: list[tuple[PlannedItem, TensorRecord, torch.Tensor]] = []
+        in_parts: list[PlannedItem] = []  # of which not all bytes are in memory afterwards
+        others: list[StridedTensor] = []
         for one, stored in group:
             target = self._planner.resolve_tensor(one.item).detach()
+            path, begin, length = str(one.place.file), one.place.start, one.place.nbytes
             if tuple(target.shape) != tuple(one.item.lengths):
                 raise ValueError(
-                    f"{one.path}: {one.name!r}: {tuple(one.item.lengths)} is the shape to be read, and that of the "
+                    f"{path}: {one.name!r}: {tuple(one.item.lengths)} is the shape to be read, and that of the "
                     f"tensor for it is {tuple(target.shape)}"
                 )
             targets.append((one, target))
-            start = in_one_piece(stored, one.item.storage_offsets, one.item.lengths)
-            if start is None or target.dtype != stored.dtype or not is_plain(target):
-                others.append((one, stored, target))
+            start, stride = stored.part(one.item.storage_offsets)
+            if not is_contiguous(target.shape, stride) or target.dtype != stored.dtype or not is_plain(target):
+                others.append(StridedTensor(path, start, stored.dtype, stride, target))
+                in_parts.append(one)
                 continue
-            reads.append((target, one.path, start))
+            reads.append((target, path, start))
             if self._verify and target.device.type == "cpu" and target.nbytes == stored.nbytes:
-                around = torch.empty(one.length - stored.nbytes, dtype=torch.uint8, device="cpu")
-                head, tail = around[: start - one.offset], around[start - one.offset :]
-                reads.extend([(head, one.path, one.offset), (tail, one.path, start + stored.nbytes)])
+                around = torch.empty(length - stored.nbytes, dtype=torch.uint8, device="cpu")
+                head, tail = around[: start - begin], around[start - begin :]
+                reads.extend([(head, path, begin), (tail, path, start + stored.nbytes)])
                 whole.append((one, head, target, tail))
             else:
                 in_parts.append(one)
         with InFlight() as in_flight:  # if this fails, it waits for the reads
             into, paths, starts = ([each[column] for each in reads] for column in range(3))
             in_flight.add(future := self._handle.submit_preadv(into, paths, starts))
-            self.verify_in_files([*in_parts, *(one for one, *_ in others)])
-            self._copy(others)
+            self.verify_in_files(in_parts)
+            strided.fill(self._handle, others, self._ring)
             in_flight.hand_over()
         return future, functools.partial(self._finish, targets, whole)
-
-    def _copy(self, wanted: Iterable[tuple[PlannedItem, TensorRecord, torch.Tensor]]) -> None:
-        """Reads tensors that cannot be read into their targets, and copies the wanted parts."""
-        parts = [
-            (one.path, span)
-            for one, stored, target in wanted
-            for span in spans(stored, one.item.storage_offsets, one.item.lengths, target)
-            if span.nbytes
-        ]
-        held = self._ring.read(self._handle, (Place(path, span.start, span.nbytes) for path, span in parts))
-        for (_, span), found in zip(parts, held, strict=True):
-            span.target.copy_(found.view(span.dtype).view(span.shape)[span.part])
 
     def _finish(self, targets: Sequence[tuple[PlannedItem, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
         payloads = checksums_of([target for _, _, target, _ in whole], CHECKSUM)
@@ -321,6 +288,33 @@ class TensorRecord:
         """Bytes of data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
+    def part(self, offsets: Sequence[int]) -> tuple[int, tuple[int, ...]]:
+        """Returns where in the file a part begins that has these offsets in the tensor, and the part's strides."""
+        stride = contiguous_stride(self.shape)
+        return self.start + sum(map(operator.mul, offsets, stride)) * self.dtype.itemsize, stride
+
+
+def tensor_in(
+    path: str, name: str, info: Any, dtype: torch.dtype, shape: tuple[int, ...] | None, least: int = 0
+) -> TensorRecord | None:
+    """Returns the tensor in an item, which ``info`` places: this one if a note says where it begins, else as it is.
+
+    Returns None for one that is stored otherwise than as its bytes, or that has no note and less than ``least`` bytes.
+
+    Raises:
+        FormatError: it does not lie in its item, or is damaged.
+    """
+    place = getattr(info, ATTRIBUTE, {}).get("data")
+    if place is not None and shape is not None:
+        found: TensorRecord | None = TensorRecord(info.offset + place, dtype, shape)
+    elif getattr(info, "transform_descriptors", None) or info.length < least:
+        return None
+    else:
+        found = find(path, info.offset, info.length)
+    if found and not info.offset <= found.start <= found.start + found.nbytes <= info.offset + info.length:
+        raise FormatError(f"{path}: {name!r}: {found.nbytes} bytes of data do not fit an item of {info.length} bytes")
+    return found
+
 
 def find(path: str, offset: int, length: int) -> TensorRecord | None:
     """Finds the tensor that ``torch.save`` wrote to this part of the file; returns None if it is not a plain one.
@@ -349,59 +343,12 @@ def _find(archive: Archive) -> TensorRecord | None:
         return None
     root, _ = torch_pickle.read(archive.pickled(), archive.path)
     tensor = torch_pickle.tensor(root, "", archive.path)
-    if not isinstance(tensor, DenseTensor) or not tensor.contiguous or tensor.requires_grad or tensor.metadata:
+    if not isinstance(tensor, DenseTensor) or not tensor.contiguous:
         return None
-    if tensor.parameter:
+    if tensor.requires_grad or tensor.metadata or tensor.parameter:
         return None
     name, (begin, end) = tensor.storage.record, tensor.extent
     archive.locate([name])
     if end > archive.records[name].size:
         return None
     return TensorRecord(archive.starts[name] + begin, tensor.dtype, tensor.shape)
-
-
-#: Bytes read and copied at once where a tensor cannot be read in place: as many as fit into a buffer of a ring.
-SPAN = PIECE - PAGE
-_ROW = 64 << 10  # bytes of a row above which only the wanted part is read
-
-
-@dataclass(frozen=True)
-class Span(TensorRecord):
-    """Rows of a stored tensor; their ``part`` fills ``target``."""
-
-    part: tuple[slice, ...]
-    target: torch.Tensor
-
-
-def spans(stored: TensorRecord, offsets: Sequence[int], lengths: Sequence[int], target: torch.Tensor) -> Iterator[Span]:
-    """Cuts the wanted part of a tensor into spans of at most ``SPAN`` bytes."""
-    size, (length, *_), (offset, *_) = stored.dtype.itemsize, (*lengths, 1), (*offsets, 0)
-    inner = stored.shape[1:]
-    row = math.prod(inner) * size
-    rest = tuple(slice(start, start + count) for start, count in zip(offsets[1:], lengths[1:], strict=True))
-    partial = tuple(lengths[1:]) != inner
-    if inner and (row > SPAN or (partial and row > _ROW)):
-        for index in range(length):
-            one_row = TensorRecord(stored.start + (offset + index) * row, stored.dtype, inner)
-            yield from spans(one_row, offsets[1:], lengths[1:], target[index])
-        return
-    if not stored.shape:
-        yield Span(stored.start, stored.dtype, (), (), target)
-        return
-    count = max(1, SPAN // max(1, row))
-    for first in range(0, length, count):
-        rows = min(count, length - first)
-        start = stored.start + (offset + first) * row
-        yield Span(start, stored.dtype, (rows, *inner), (slice(None), *rest), target[first : first + rows])
-
-
-def in_one_piece(stored: TensorRecord, offsets: Sequence[int], lengths: Sequence[int]) -> int | None:
-    """Returns where the wanted part begins in the file if it is contiguous there, else None."""
-    start, block, whole = stored.start, stored.dtype.itemsize, True
-    for size, offset, length in zip(reversed(stored.shape), reversed(offsets), reversed(lengths), strict=True):
-        if not whole and length != 1:
-            return None
-        start += offset * block
-        whole = whole and length == size
-        block *= size
-    return start

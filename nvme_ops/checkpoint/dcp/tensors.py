@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -10,10 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
 
-from nvme_ops.base.errors import FormatError
-from nvme_ops.checkpoint.dcp.contents import items_of, metadata_of
-from nvme_ops.checkpoint.dcp.folder import ATTRIBUTE, METADATA, error_text
-from nvme_ops.checkpoint.dcp.reader import find
+from nvme_ops.checkpoint.dcp.contents import consistent, described
+from nvme_ops.checkpoint.dcp.folder import error_text
+from nvme_ops.checkpoint.dcp.reader import tensor_in
 from nvme_ops.checkpoint.request import listed
 from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.mistaken import refuse
@@ -40,8 +40,7 @@ def sources_of(
         FormatError: the checkpoint is damaged.
         ValueError: it has other things than tensors there, or nothing.
     """
-    metadata = metadata_of(folder, files)
-    list(items_of(folder, metadata))  # raises for what lies outside of the files
+    _, metadata = described(folder, files)
     prefix = f"{key}." if key else ""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     chosen = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
@@ -56,19 +55,9 @@ def sources_of(
     places: dict[str, dict[_Sizes, Any]] = {}
     for index, info in metadata.storage_data.items():
         places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
-    known: dict[str, WeightFile] = {}
-
-    def file(name: str) -> WeightFile:
-        if name not in known:
-            known[name] = open_data(os.path.join(folder, name))
-        return known[name]
-
-    try:
+    file = functools.cache(lambda name: open_data(os.path.join(folder, name)))
+    with consistent(folder):
         return {name: _tensor(folder, full, entries[full], places[full], file) for name, full in chosen.items()}
-    except FormatError:
-        raise
-    except (AttributeError, LookupError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise FormatError(f"{folder}: the parts of {METADATA} contradict each other: {error_text(error)}") from error
 
 
 def _tensor(
@@ -114,19 +103,12 @@ def _chunk(
     file: Callable[[str], WeightFile],
 ) -> Source | torch.Tensor:
     path, shape = os.path.join(folder, info.relative_path), tuple(chunk.sizes)
-    place = getattr(info, ATTRIBUTE, {}).get("data")
-    start = -1 if place is None else info.offset + place
-    if place is None and not getattr(info, "transform_descriptors", None):
-        found = find(path, info.offset, info.length)
-        if found is None:
-            return _loaded(path, name, info, dtype, shape)
-        start = found.start if (found.dtype, found.shape) == (dtype, shape) else -1
-    if start < 0:
+    stored = tensor_in(path, name, info, dtype, shape)
+    if stored is None:
+        return _loaded(path, name, info, dtype, shape)
+    if (stored.dtype, stored.shape) != (dtype, shape):
         refuse(path, f"{name!r} is not stored as a tensor of {dtype} {list(shape)}")
-    nbytes = torch.Size(shape).numel() * dtype.itemsize
-    if not info.offset <= start <= start + nbytes <= info.offset + info.length:
-        refuse(path, f"{name!r}: {nbytes} bytes of data do not fit an item of {info.length} bytes")
-    return Source([FileExtent(file(info.relative_path), start, nbytes)], dtype, shape)
+    return Source([FileExtent(file(info.relative_path), stored.start, stored.nbytes)], dtype, shape)
 
 
 def _loaded(path: str, name: str, info: Any, dtype: torch.dtype, shape: _Sizes) -> torch.Tensor:

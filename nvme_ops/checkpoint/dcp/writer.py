@@ -31,6 +31,7 @@ from nvme_ops.checkpoint.framed import FramedTensor
 from nvme_ops.checkpoint.torch_save import Pickler, Reference
 from nvme_ops.filesystem.files import make_folder
 from nvme_ops.filesystem.publication import replacing
+from nvme_ops.formats.torch_pickle import contiguous_stride
 from nvme_ops.formats.torch_zip import (
     AROUND,
     CENTRAL_CHECKSUM,
@@ -119,10 +120,10 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             raise
 
     def _require_replaceable(self) -> None:
-        path = os.fspath(self.path)
-        present = os.path.join(path, folder.METADATA if self._independent_rank() is None else f"__0{folder.METADATA}")
+        present = folder.metadata_of(self.path, None if self._independent_rank() is None else 0)
         if not self.overwrite and os.path.exists(present):
-            raise FileExistsError(errno.EEXIST, "the folder has a checkpoint, and overwrite is False", path)
+            what = "the folder has a checkpoint, and overwrite is False"
+            raise FileExistsError(errno.EEXIST, what, os.fspath(self.path))
 
     @collector_paused()
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -161,9 +162,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
             self._end()
 
     def _begin(self) -> folder.Saving:
-        rank = self._independent_rank()
-        name = folder.METADATA if rank is None else f"__{rank}{folder.METADATA}"
-        return folder.Saving(os.path.join(self.path, name), self.sync_files)
+        return folder.Saving(folder.metadata_of(self.path, self._independent_rank()), self.sync_files)
 
     def _end(self) -> None:
         if self._saving is not None:
@@ -207,11 +206,16 @@ class RankFile:
         nbytes, offset = payload.nbytes, self._end
         start, length = offset + head_length, head_length + nbytes + tail_length
         self._end += length
-        as_planned = given is not None and _is_as_planned(item, payload)
+        planned = item.tensor_data
+        is_as_planned = (  # the checkpoint's metadata record this shape and dtype
+            given is not None
+            and planned is not None
+            and (planned.chunk.sizes, planned.properties.dtype) == (payload.shape, payload.dtype)
+        )
 
         def around(crc: int) -> Iterator[tuple[int, bytes]]:
             head, tail = given.around(crc) if given else (b"", b"")
-            known = {"data": head_length} if as_planned else {}
+            known = {"data": head_length} if is_as_planned else {}
             if self._checksums:
                 known[CHECKSUM] = zlib.crc32(tail, joined_checksum(zlib.crc32(head), crc, nbytes, CHECKSUM))
             info = _StorageInfo(self._name, offset, length)
@@ -229,16 +233,6 @@ def _nominal_size(item: WriteItem) -> int:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         return 0
     return math.prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
-
-
-def _is_as_planned(item: WriteItem, tensor: torch.Tensor) -> bool:
-    """Returns whether the checkpoint's metadata record the tensor's own shape and dtype."""
-    planned = item.tensor_data
-    return (
-        planned is not None
-        and tuple(planned.chunk.sizes) == tuple(tensor.shape)
-        and planned.properties.dtype == tensor.dtype
-    )
 
 
 # What ``torch.save`` puts around the bytes of one tensor: a zip archive with a pickle and the bytes
@@ -292,7 +286,6 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     """Returns the pickle of a contiguous tensor without its data, as torch pickles this dtype."""
     function, arguments = torch.empty(0, dtype=dtype, device="cpu").__reduce_ex__(2)
     elements = math.prod(shape)
-    strides = [math.prod(max(1, size) for size in shape[place + 1 :]) for place in range(len(shape))]
     if isinstance(arguments[0], torch.UntypedStorage):
         kind, count = torch.UntypedStorage, elements * dtype.itemsize
     else:
@@ -301,6 +294,6 @@ def _description(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
     rest = arguments[6:]  # which some dtypes have
     stream = io.BytesIO()
     Pickler(stream, everywhere=True).dump(
-        _Reduction(function, (storage, 0, shape, tuple(strides), False, OrderedDict(), *rest))
+        _Reduction(function, (storage, 0, shape, contiguous_stride(shape), False, OrderedDict(), *rest))
     )
     return stream.getvalue()
