@@ -6,7 +6,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 from nvme_ops.base.lifetime import Owned
 from nvme_ops.io.future import IoFuture
@@ -94,23 +94,16 @@ class JoinedOperation(Owned):
 
     def add_callback(self, callable: Callable[[], object]) -> None:
         """Calls ``callable`` once when all have ended, on the thread for callbacks; at once if they already have."""
-        transfers = self._transfers.copy()
-        left = len(transfers) or 1
-        lock = threading.Lock()
+        waited_for = self._transfers.copy()
 
-        def one_ended(_: Any = None) -> None:
-            nonlocal left
-            with lock:
-                left -= 1
-                last = left == 0
-            if last:
+        def one_ended(_: object = None) -> None:
+            if waited_for:
+                waited_for.pop().add_done_callback(one_ended)
+            else:
                 self._end()
                 callable()
 
-        for transfer in transfers:
-            transfer.add_done_callback(one_ended)
-        if not transfers:
-            one_ended()
+        one_ended()
 
     def _end(self) -> None:
         with self._lock:
