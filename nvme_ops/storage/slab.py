@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from nvme_ops.base.errors import naming
 from nvme_ops.base.settings import PAGE, SLAB_STEP
 from nvme_ops.base.text import size_words
 from nvme_ops.filesystem.files import allocate, fallocate
@@ -49,22 +50,13 @@ class Slab:
     def __init__(self, fd: int, path: str, step: int = SLAB_STEP) -> None:
         self._fd, self._path, self._step = fd, path, max(PAGE, -(-step // PAGE) * PAGE)
         self._lock = threading.RLock()
-        self._size, self._in_use = os.fstat(fd).st_size // PAGE * PAGE, 0
+        self.size = os.fstat(fd).st_size // PAGE * PAGE  #: bytes of the file
+        self.bytes_in_use = 0  #: bytes allocated
         self._used: dict[int, int] = {}  # allocated extents: start -> bytes
         self._holes = Holes()
-        self._punched = self._size > 0  # some holes may have no blocks
-        if self._size:
-            self._holes.add(0, self._size)
-
-    @property
-    def size(self) -> int:
-        """Bytes of the file."""
-        return self._size
-
-    @property
-    def bytes_in_use(self) -> int:
-        """Bytes allocated."""
-        return self._in_use
+        self._punched = self.size > 0  # some holes may have no blocks
+        if self.size:
+            self._holes.add(0, self.size)
 
     def allocate(self, nbytes: int) -> Extent:
         """Returns an extent of at least ``nbytes`` bytes, whose blocks are allocated.
@@ -87,7 +79,7 @@ class Slab:
                         self._punch(start, nbytes)  # undoes a partial allocation
                         raise
                 taken = self._holes.take(start, size, nbytes)
-            self._in_use += nbytes
+            self.bytes_in_use += nbytes
             self._used[start] = nbytes
             return Extent(start, nbytes)
 
@@ -100,7 +92,7 @@ class Slab:
             if self._used.get(extent.start) != extent.nbytes:
                 raise ValueError(f"{extent} of {self._path} is not in use")
             del self._used[extent.start]
-            self._in_use -= extent.nbytes
+            self.bytes_in_use -= extent.nbytes
             self._holes.merge(*extent)
 
     def reserve(self, extents: Iterable[Extent]) -> None:
@@ -113,61 +105,59 @@ class Slab:
         with self._lock:
             if self._used:
                 raise ValueError(f"extents of {self._path} are in use")
-            end = 0
+            end, holes = 0, []
             for extent in ordered:
                 if extent.start % PAGE or extent.nbytes % PAGE or extent.nbytes <= 0:
                     raise ValueError(f"{extent} is not whole pages")
-                if not end <= extent.start <= extent.end <= self._size:
-                    raise ValueError(f"{extent} overlaps another one or lies beyond the {self._size} bytes of the file")
+                if not end <= extent.start <= extent.end <= self.size:
+                    raise ValueError(f"{extent} overlaps another one or lies beyond the {self.size} bytes of the file")
+                holes.append((end, extent.start - end))
                 end = extent.end
             self._holes.clear()
-            end = 0
-            for extent in [*ordered, Extent(self._size, 0)]:
-                if extent.start > end:
-                    self._holes.add(end, extent.start - end)
-                end = extent.end
+            for start, nbytes in [*holes, (end, self.size - end)]:
+                if nbytes:
+                    self._holes.add(start, nbytes)
             self._used = dict(ordered)
-            self._in_use = sum(self._used.values())
+            self.bytes_in_use = sum(self._used.values())
 
     def trim(self) -> None:
         """Returns the blocks of all holes to the file system, and truncates the file if it ends with one."""
         with self._lock:
-            last = self._holes.ending_at(self._size)
+            last = self._holes.ending_at(self.size)
             if last is not None:
-                try:
+                with naming("ftruncate", self._path):
                     os.ftruncate(self._fd, last)
-                except OSError as error:
-                    raise OSError(error.errno, f"ftruncate: {error.strerror}", self._path) from error
-                self._holes.remove(last, self._size - last)
-                self._size = last
+                self._holes.remove(last, self.size - last)
+                self.size = last
             for start, size in self._holes:
                 self._punched = True
                 try:
-                    fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
+                    with naming("fallocate", self._path):
+                        fallocate(self._fd, _PUNCH_HOLE | _KEEP_SIZE, start, size)
                 except OSError as error:
                     if error.errno not in _CANNOT:  # else only costs space
-                        raise OSError(error.errno, f"fallocate: {error.strerror}", self._path) from error
+                        raise
 
     def _grow(self, nbytes: int) -> tuple[int, int]:
         """Makes room for ``nbytes`` bytes at the end; returns start and size of the hole there."""
-        tail = self._holes.ending_at(self._size)
-        tail = self._size if tail is None else tail
-        missing = nbytes - (self._size - tail)
+        tail = self._holes.ending_at(self.size)
+        tail = self.size if tail is None else tail
+        missing = nbytes - (self.size - tail)
         for step in (max(missing, self._step), missing):
             try:
                 # includes the hole at the end: if its blocks cannot be allocated, the file must not grow
-                begin = tail if self._punched else self._size
-                self._fill(begin, self._size + step - begin)
+                begin = tail if self._punched else self.size
+                self._fill(begin, self.size + step - begin)
                 break
             except OSError as error:
                 with contextlib.suppress(OSError):
-                    os.ftruncate(self._fd, self._size)  # undoes a partial growth
-                self._punch(tail, self._size - tail)
+                    os.ftruncate(self._fd, self.size)  # undoes a partial growth
+                self._punch(tail, self.size - tail)
                 if error.errno not in NO_ROOM or step == missing:
                     raise
-        start, self._size = self._size, self._size + step
+        start, self.size = self.size, self.size + step
         self._holes.merge(start, step)
-        return tail, self._size - tail
+        return tail, self.size - tail
 
     def _punch(self, start: int, nbytes: int) -> None:
         """Frees the blocks of a hole, if holes may lack blocks anyway."""
@@ -184,7 +174,7 @@ class Slab:
 
     def __repr__(self) -> str:
         """Returns for example ``<Slab '/mnt/nvme/...': 4096 of 268435456 bytes in use>``."""
-        return f"<Slab {self._path!r}: {self._in_use} of {self._size} bytes in use>"
+        return f"<Slab {self._path!r}: {self.bytes_in_use} of {self.size} bytes in use>"
 
 
 _FICLONERANGE = 0x4020940D  # linux/fs.h: _IOW(0x94, 13, struct file_clone_range)
