@@ -68,11 +68,10 @@ class Journal:
         self._end = self._lines = 0
         self._boot = boot_id()
         self._boot_marked: str | None = None  # the start of the machine in the last mark
-        self._covered = 0  # where the last mark ends, if it covers all lines before it, else 0
         self._rewritten = 0  # how often
         self._doubtful = False  # a sync failed: the kernel does not try again
-        #: Whether there are lines that no mark covers, which count until the machine is restarted.
-        self.is_ahead = False
+        #: Whether the last mark covers all lines: others count until the machine is restarted.
+        self.is_covered = True
 
     def load(self) -> dict[str, Value]:
         """Returns the value in the last line of each key, and cuts off void lines.
@@ -81,19 +80,20 @@ class Journal:
             FormatError: a line that is not void is damaged.
             OSError: void lines could not be cut off.
         """
-        content = read_whole(self._fd, self._path)
+        content = read_whole(self._fd, self.path)
         lines = content.splitlines(keepends=True)
         if lines and not lines[-1].endswith(b"\n"):
             lines.pop()
         whole = sum(map(len, lines))
         marks = [mark for line in lines if (mark := _mark_in(line)) is not None]
         if later := next((mark[2] for mark in marks if mark[2] != VERSION), None):
-            raise FormatError(f"{self._path}: version {later} of the index; this program knows {VERSION}")
-        covers = bool(marks) and marks[-1][1] + len(lines[-1]) == whole  # the last line is a mark, of all before it
+            raise FormatError(f"{self.path}: version {later} of the index; this program knows {VERSION}")
+        # the last line is a mark, of all before it
+        self.is_covered = not lines or (bool(marks) and marks[-1][1] + len(lines[-1]) == whole)
         self._boot_marked = marks[-1][0] if marks else None
         restarted = self._boot_marked not in (None, self._boot)
         end = _durable_end(lines, marks) if restarted else whole
-        if covers and end == marks[-1][1]:
+        if self.is_covered and marks and end == marks[-1][1]:
             end = whole
         found: dict[str, Value] = {}
         for line in lines:
@@ -106,7 +106,7 @@ class Journal:
             try:
                 key, value = _read(line)
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
-                raise FormatError(f"{self._path}: line {self._lines} of the index is damaged: {error}") from error
+                raise FormatError(f"{self.path}: line {self._lines} of the index is damaged: {error}") from error
             found.pop(key, None)
             if value is not None:
                 found[key] = value
@@ -115,15 +115,10 @@ class Journal:
         elif restarted and self._end < len(content):
             self._rewrite(found, found)
         else:
-            with naming("ftruncate", self._path):
+            with naming("ftruncate", self.path):
                 os.ftruncate(self._fd, self._end)
-            self.is_ahead = not covers
-            self._covered = 0 if self.is_ahead else self._end
+            self.is_covered = True
         return found
-
-    def damaged(self, error: Exception) -> FormatError:
-        """Returns the error to raise when the index names impossible extents."""
-        return FormatError(f"{self._path}: the index names impossible extents: {error}")
 
     def record(self, key: str, value: Value | None) -> None:
         """Records a new value of the key, or with None that it has no value any more."""
@@ -141,7 +136,7 @@ class Journal:
         Raises OSError; the next ``mark`` then rewrites the journal.
         """
         try:
-            sync(fd, self._path)
+            sync(fd, self.path)
         except BaseException:  # an interrupted one may still fail
             self._doubtful = True
             raise
@@ -166,12 +161,10 @@ class Journal:
         if self._doubtful or rewritten != self._rewritten:
             self._rewrite(values, durable)
             self._doubtful = False
-        elif end != self._covered:
-            before = self._end
+        else:
             self._write(_mark_of(self._boot, end))
-            self._covered = self._end if end == before else 0
             self._boot_marked = self._boot
-        with naming("opening the journal to sync", self._path):
+        with naming("opening the journal to sync", self.path):
             return os.dup(self._fd)
 
     def compact(self, values: Mapping[str, Value], durable: Mapping[str, Value]) -> None:
@@ -181,19 +174,17 @@ class Journal:
         """
         lines = [_line(key, value) for key, value in durable.items()]
         lines.append(_mark_of(self._boot, sum(map(len, lines))))
-        covered = sum(map(len, lines))
         lines += [_line(key, None) for key in durable if key not in values]
         lines += [_line(key, value) for key, value in values.items() if durable.get(key) is not value]
         fd = -1
-        with contextlib.suppress(OSError), replacing(self._path) as file:
+        with contextlib.suppress(OSError), replacing(self.path) as file:
             fd = os.dup(file.fd)
-            with os.fdopen(os.dup(fd), "wb") as stream:
-                stream.writelines(lines)
+            write_whole(fd, b"".join(lines))
         with contextlib.suppress(OSError):
-            if fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(self._path)):
+            if fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(self.path)):
                 fd, self._fd = self._fd, fd
                 self._end, self._lines = sum(map(len, lines)), len(lines)
-                self._covered, self._boot_marked = covered, self._boot
+                self._boot_marked = self._boot
                 self._rewritten += 1
         if fd >= 0:
             os.close(fd)
@@ -202,7 +193,7 @@ class Journal:
         before = self._rewritten
         self.compact(values, durable)
         if self._rewritten == before:
-            raise OSError(errno.EIO, "the journal could neither be made durable nor rewritten", self._path)
+            raise OSError(errno.EIO, "the journal could neither be made durable nor rewritten", self.path)
 
     def close(self) -> None:
         """Closes the file. Further calls do nothing."""
@@ -212,7 +203,7 @@ class Journal:
 
     def _write(self, line: bytes) -> None:
         try:
-            with naming("write to the index", self._path):
+            with naming("write to the index", self.path):
                 write_whole(self._fd, line, self._end)
         except BaseException:
             with contextlib.suppress(OSError):
@@ -320,16 +311,16 @@ class UnsyncedChanges:
     def __init__(self, kept: bool) -> None:
         self._kept = kept
         self.durable: dict[str, Value] = {}  #: what would be left after a power failure
-        self._changed: set[str] = set()  # keys put or dropped since the last sync
-        self._doubtful: set[str] = set()  # keys put before a sync that failed
+        self.changed: set[str] = set()  #: keys put or dropped since the last sync
+        self.doubtful: set[str] = set()  #: keys put before a sync that failed: they may be lost
         self._held: list[Value] = []  # retired values whose extents must stay until the next sync
         self._syncing: dict[str, Value | None] | None = None  # the changes that the present sync makes durable
-        self._held_before: list[Value] = []  # those held when it began
+        self._releasable = 0  # how many of those held it makes free
 
     def put(self, key: str) -> None:
         """Records that the key has a new value, or none."""
-        self._changed.add(key)
-        self._doubtful.discard(key)
+        self.changed.add(key)
+        self.doubtful.discard(key)
 
     def holds(self, key: str, value: Value) -> bool:
         """Returns whether the extents of this value, which the key had, must stay until the next sync."""
@@ -340,9 +331,9 @@ class UnsyncedChanges:
 
     def begin(self, values: Mapping[str, Value]) -> None:
         """Begins a sync of ``values``, which ``failed`` or ``ended`` ends."""
-        self._syncing = {key: values.get(key) for key in self._changed}
-        self._changed = set()
-        self._held_before, self._held = self._held, []
+        self._syncing = {key: values.get(key) for key in self.changed}
+        self.changed = set()
+        self._releasable = len(self._held)
 
     def flushed(self) -> None:
         """Records that the values are on the device. Not to be called after a sync that failed."""
@@ -353,7 +344,7 @@ class UnsyncedChanges:
 
     def failed(self) -> None:
         """Ends a sync that failed: what was put before it may be lost."""
-        self._doubtful |= {key for key, value in (self._syncing or {}).items() if value is not None} - self._changed
+        self.doubtful |= {key for key, value in (self._syncing or {}).items() if value is not None} - self.changed
         self._undo()
 
     def ended(self, path: str) -> list[Value]:
@@ -361,28 +352,19 @@ class UnsyncedChanges:
 
         Raises OSError if an earlier sync failed and what was put before it was neither put again nor dropped.
         """
-        if self._doubtful:
+        if self.doubtful:
             self._undo()
-            shown = ", ".join(map(repr, sorted(self._doubtful)[:5]))
+            shown = ", ".join(map(repr, sorted(self.doubtful)[:5]))
             raise OSError(
                 errno.EIO,
-                f"a sync has failed: {len(self._doubtful)} tensors put before it may be lost, and must be put again or "
-                f"dropped: {shown}{' ...' if len(self._doubtful) > 5 else ''}",
+                f"a sync has failed: {len(self.doubtful)} tensors put before it may be lost, and must be put again or "
+                f"dropped: {shown}{' ...' if len(self.doubtful) > 5 else ''}",
                 path,
             )
-        released, self._held_before, self._syncing = self._held_before, [], None
+        released, self._held = self._held[: self._releasable], self._held[self._releasable :]
+        self._syncing = None
         return released
 
-    @property
-    def certain(self) -> bool:
-        """False if a sync has failed, so that what was put before it may be lost."""
-        return not self._doubtful
-
-    @property
-    def changed(self) -> bool:
-        """Whether anything has changed since the last sync."""
-        return bool(self._changed)
-
     def _undo(self) -> None:
-        self._changed |= set(self._syncing or ())
-        self._held[:0], self._held_before, self._syncing = self._held_before, [], None
+        self.changed |= set(self._syncing or ())
+        self._syncing = None

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nvme_ops.base.errors import FormatError
 from nvme_ops.base.lifetime import Closing, Owned
 from nvme_ops.base.text import counted, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
@@ -212,10 +213,10 @@ class TensorStore(Closing, Owned):
                 try:
                     self._slabs.reserve(piece for value in self._values.values() for piece in value.pieces)
                 except (ValueError, TypeError) as error:
-                    raise self._journal.damaged(error) from error
+                    raise FormatError(f"{self._journal.path}: the index names impossible extents: {error}") from error
             self._unsynced = UnsyncedChanges(kept=self._journal is not None)
             self._unsynced.durable = dict(self._values)
-            if self._journal and self._journal.is_ahead:  # of what would be left after a power failure
+            if self._journal and not self._journal.is_covered:  # it is ahead of what a power failure would leave
                 self._slabs.sync()
                 self._journal.sync(self._journal.mark(self._journal.place(), self._values, self._values))
             self._undo = undo.pop_all()
@@ -463,11 +464,12 @@ class TensorStore(Closing, Owned):
         self.wait()
         with self._claims.take(_SYNC):
             with self._lock:
+                changed = bool(self._unsynced.changed)
                 self._unsynced.begin(self._values)
                 place = self._journal.place() if self._journal else None
             try:
                 self._slabs.sync()
-                if self._journal and place and self._unsynced.certain:
+                if self._journal and place and changed and not self._unsynced.doubtful:
                     with self._lock:
                         self._unsynced.flushed()
                         journal = self._journal.mark(place, self._values, self._unsynced.durable)
@@ -508,7 +510,7 @@ class TensorStore(Closing, Owned):
                     if self._unsynced.changed:
                         self._slabs.sync()
                     with self._lock:
-                        known = self._values if self._unsynced.certain else self._unsynced.durable
+                        known = self._unsynced.durable if self._unsynced.doubtful else self._values
                         self._journal.compact(self._values, known)
                 # What its user keeps takes no more space than it needs. One that put nothing may have been refused.
                 if self._session.reuse and not self._journal and self._has_put:
