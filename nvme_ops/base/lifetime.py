@@ -65,7 +65,7 @@ class Usable(Owned):
     """Base of what can be used until it is closed, and only in the process that made it."""
 
     _closed = False
-    _closed_error: ClassVar[str]
+    _closed_error: ClassVar[str]  #: formatted with ``self``
 
     @property
     def closed(self) -> bool:
@@ -79,7 +79,7 @@ class Usable(Owned):
     def require_open(self) -> None:
         """Raises ValueError after ``close``, and RuntimeError in a forked child."""
         if self._closed:
-            raise ValueError(self._closed_error)
+            raise ValueError(self._closed_error.format(self=self))
         self._require_ours()
 
 

@@ -15,7 +15,7 @@ from io import FileIO
 from typing import Literal
 
 from nvme_ops.base.errors import named
-from nvme_ops.base.lifetime import Closing, Owned, Tracked, tell, track
+from nvme_ops.base.lifetime import Closing, Tracked, Usable, tell, track
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.data.log_file import Segment, blocks, is_owned_by, records_of, segments
 from nvme_ops.filesystem.files import make_last_folder, try_lock
@@ -27,7 +27,7 @@ _PARTS = 4  # flushes in a window: a record that just misses one waits for the n
 Full = Literal["block", "drop", "raise"]
 
 
-class AsyncLog(Closing, Owned, Tracked):
+class AsyncLog(Closing, Usable, Tracked):
     """Appends records, which are written in the background and are durable within ``window`` seconds.
 
     A process that is killed loses what it appended within the last window, and nothing older. Threads may share a log;
@@ -49,6 +49,8 @@ class AsyncLog(Closing, Owned, Tracked):
         OSError: the folder cannot be written.
     """
 
+    _closed = True  # until there is something to end
+    _closed_error = "{self.path}: the log is closed"
     _forked_error = "{self.path}: this log is the parent's: a forked child makes its own"
 
     def __init__(
@@ -84,9 +86,9 @@ class AsyncLog(Closing, Owned, Tracked):
         self._asked = self._durable = self._failed = 0  # the latest flush that was asked for, succeeded, failed
         self._written = 0, 0  # records and bytes that are not durable yet
         self._failure: Exception | None = None
-        self._closing, self._ended, self._dropped = False, True, False
+        self._closing = self._dropped = False
         self._segment: Segment | None = Segment.new(self.path)
-        self._ended = False
+        self._closed = False
         self._remove_oldest(self._segment)
         given = weakref.ref(self), self._changed, window / _PARTS
         self._thread = threading.Thread(target=_serve, args=given, name="nvme_ops.log", daemon=True)
@@ -121,7 +123,7 @@ class AsyncLog(Closing, Owned, Tracked):
         if len(record) > _MAX:
             raise ValueError(f"a record must have less than 4 GiB, not {size_words(len(record))}")
         with self._lock:
-            busy = self._closing or self._ended or self._failure is not None or self._bytes >= self._limit
+            busy = self._closing or self._closed or self._failure is not None or self._bytes >= self._limit
             if busy and not self._admit():
                 return False
             self._records.append(record)
@@ -136,7 +138,7 @@ class AsyncLog(Closing, Owned, Tracked):
         self._require_ours()
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
-            if self._ended:
+            if self._closed:
                 return
             self._asked += 1
             mine = self._asked
@@ -154,7 +156,7 @@ class AsyncLog(Closing, Owned, Tracked):
         if not self._is_ours():
             return
         with self._changed:
-            while not self._ended:
+            while not self._closed:
                 self._closing = True
                 self._changed.notify_all()
                 while self._closing:
@@ -165,10 +167,10 @@ class AsyncLog(Closing, Owned, Tracked):
 
     def _admit(self) -> bool:
         """Waits for room if ``on_full`` says so; returns whether a record may be added. Raises as ``append`` does."""
-        self._require_ours()
         while True:
-            if self._closing or self._ended:
-                raise ValueError(f"{self.path}: the log is closed")
+            self.require_open()
+            if self._closing:
+                raise ValueError(self._closed_error.format(self=self))
             if self._failure is not None:
                 raise self._failure.with_traceback(None)  # a traceback keeps the frames of all callers
             if self._bytes < self._limit:
@@ -205,14 +207,14 @@ class AsyncLog(Closing, Owned, Tracked):
         with self._changed:
             self._failure, self._closing = failure, False if closing else self._closing
             if failure is None:
-                self._durable, self._ended = asked, closing
+                self._durable, self._closed = asked, closing
             else:
                 self._failed = asked
                 self._records[:0] = records  # those that are not durable
             self._changed.notify_all()
             if failure is not None:
                 self._changed.wait(min(self.window, 0.2))
-            return not self._ended
+            return not self._closed
 
     def _write(self, records: list[bytes]) -> None:
         """Writes records durably; removes the durable ones from the list."""
@@ -292,7 +294,7 @@ class AsyncLog(Closing, Owned, Tracked):
     def __del__(self) -> None:
         """Writes what is left, since the thread can no longer reach the log."""
         self._dropped = True
-        if getattr(self, "_ended", True) or not self._is_ours():
+        if not self.is_usable():
             return
         self._closing = True
         lost = self._work()
@@ -306,7 +308,7 @@ class AsyncLog(Closing, Owned, Tracked):
     def __repr__(self) -> str:
         """Returns for example ``<AsyncLog '/mnt/nvme/requests': 12 KiB to be written>``."""
         waiting = f"{size_words(self._bytes) if self._bytes else 'nothing'} to be written"
-        return f"<AsyncLog {self.path!r}: {'closed' if self._ended else waiting}>"
+        return f"<AsyncLog {self.path!r}: {'closed' if self._closed else waiting}>"
 
 
 def _encoded(record: object) -> bytes:

@@ -18,15 +18,16 @@ from typing import Any
 import torch
 
 from nvme_ops.base.errors import FormatError, named, naming, paths_of
-from nvme_ops.base.lifetime import Closing, Owned, Tracked, tell, track, untrack
+from nvme_ops.base.lifetime import Closing, Tracked, Usable, tell, track, untrack
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, counted, never_raising, parse_json
 from nvme_ops.data.columns import Columns, Sample, Spec
 from nvme_ops.data.index import CLASS_NAMES, NAME, DataFile, SampleIndex, aligned, read_index, write_index
 from nvme_ops.data.store import trailer
 from nvme_ops.filesystem.files import (
+    HeldFile,
     abandoned,
-    hold,
+    held,
     locked,
     make_last_folder,
     require_room,
@@ -34,6 +35,7 @@ from nvme_ops.filesystem.files import (
     sync_folder,
     try_lock,
     unlink,
+    write_whole,
 )
 from nvme_ops.filesystem.publication import content_of
 from nvme_ops.io.arguments import require_switches
@@ -51,7 +53,7 @@ _MAX_CLAIM = 1 << 20  # bytes
 _CLAIM = re.compile(r"\.samples-([0-9a-f]{16})" + re.escape(_MARK))
 
 
-class SampleWriter(Closing, Owned, Tracked):
+class SampleWriter(Closing, Usable, Tracked):
     """Writes samples to data files of ``shard_bytes`` each and, at the end, an index. Use it in a ``with`` block.
 
     Threads may share it; their samples are added in the order of the calls.
@@ -80,6 +82,8 @@ class SampleWriter(Closing, Owned, Tracked):
         OSError: a folder cannot be written.
     """
 
+    _closed = True  # until there is something to remove
+    _closed_error = "the writer is closed"
     _forked_error = "this writer is the parent's: a forked child makes its own, in a folder of its own"
 
     def __init__(
@@ -93,7 +97,6 @@ class SampleWriter(Closing, Owned, Tracked):
         overwrite: bool = False,
         class_names: Sequence[str] = (),
     ) -> None:
-        self._state = "closed"
         require_switches(checksums=checksums, overwrite=overwrite)
         self.columns = Columns(columns)
         self._folders = [os.path.realpath(named(folder)) for folder in paths_of(folders, "folders")]
@@ -120,7 +123,7 @@ class SampleWriter(Closing, Owned, Tracked):
         self._lock = threading.RLock()
         settle_abandoned(self.path)
         self._claim = WriterClaim(self.path, self._id, self._folders)
-        self._state = "open"
+        self._failed = self._closed = False
         track(self)
 
     def __len__(self) -> int:
@@ -137,8 +140,8 @@ class SampleWriter(Closing, Owned, Tracked):
         parts = self.columns.packed(sample)
         checksum = 0 if self._sums is None else _checksum(parts)
         with self._lock:
-            self._require_open()
-            self._state = "failed"  # until the whole record is in the file
+            self._require_whole()
+            self._failed = True  # until the whole record is in the file
             if self._sums is not None:
                 self._sums.append(checksum)
             if self._alignment is not None:
@@ -148,7 +151,7 @@ class SampleWriter(Closing, Owned, Tracked):
                 self._first_bytes += max(_MIN, sum(map(len, parts)))
                 if self.columns.record_bytes is not None or self._first_bytes >= min(_FIRST_BYTES, self._shard_bytes):
                     self._settle_alignment()
-            self._state = "open"
+            self._failed = False
             return len(self) - 1
 
     def _settle_alignment(self) -> int:
@@ -181,48 +184,39 @@ class SampleWriter(Closing, Owned, Tracked):
         If it fails, nothing is kept, unless the store is visible already. Raises OSError; FileExistsError if there is a
         store by now.
         """
-        if self._state == "closed":
+        if self._closed:
             return
         self._require_ours()
         with self._lock:
-            self._require_open()
+            self._require_whole()
             try:
                 self._end_shard(self._settle_alignment())
                 self._publish()
-                self._state = "closed"
+                self._closed = True
             except BaseException:
                 self.abort()
                 raise
 
     def _publish(self) -> None:
-        before = None
         with locked(self.path):
-            try:
-                self._require_right_to_replace()
-                before = self._claim_what_is_replaced()
+            self._require_right_to_replace()
+            with held(self._claim_what_is_replaced):
                 for folder in self._folders:
                     sync_folder(folder)
                 write_index(self.path, self._index())
-                self._claim.settle()
-            finally:
-                if before is not None:
-                    try:
-                        before.settle()
-                    finally:
-                        before.settle()  # in case Ctrl-C ended the first call: the next writer would wait for it
+                self._claim.close()
 
     def abort(self) -> None:
         """Removes what was written. Further calls do nothing."""
-        if self._state == "closed" or not self._is_ours():
-            self._state = "closed"
+        if not self.is_usable():
             return
         with self._lock:
-            self._state = "closed"
+            self._closed = True
             file, self._file = self._file, None
             with contextlib.suppress(Exception):
                 if file is not None:
                     file.close()
-            self._claim.settle()
+            self._claim.close()
 
     def _require_right_to_replace(self) -> None:
         if os.path.lexists(self.path) and not self._overwrite:
@@ -239,14 +233,13 @@ class SampleWriter(Closing, Owned, Tracked):
         except FileNotFoundError:
             pass
         except (OSError, FormatError) as error:
-            warnings.warn(f"the data files of the store that is replaced stay: {error}", RuntimeWarning, stacklevel=4)
+            warnings.warn(f"the data files of the store that is replaced stay: {error}", RuntimeWarning, stacklevel=6)
         return None
 
-    def _require_open(self) -> None:
-        if self._state == "failed":
+    def _require_whole(self) -> None:
+        self.require_open()
+        if self._failed:
             raise ValueError("writing failed before: the store is incomplete and will not be kept")
-        if self._state == "closed":
-            raise ValueError("the writer is closed")
 
     def _begin_shard(self) -> File:
         require_room(self._folder())
@@ -290,7 +283,7 @@ class SampleWriter(Closing, Owned, Tracked):
         self.close() if error[0] is None else self.abort()
 
     def __del__(self) -> None:
-        if getattr(self, "_state", "closed") != "closed" and self._is_ours():
+        if self.is_usable():
             warnings.warn(self._loss("was dropped without close()"), RuntimeWarning, stacklevel=2)
             self.abort()
 
@@ -302,14 +295,14 @@ class SampleWriter(Closing, Owned, Tracked):
 
         Such a thread is a daemon; the next writer in the folder removes what it has written.
         """
-        if self._state == "closed" or not self._is_ours():
+        if not self.is_usable():
             return
         if not self._lock.acquire(timeout=_PATIENCE):
             tell(self._loss("was still at work in a thread when the program ended"))
             untrack(self)  # reported once
             return
         try:
-            if self._state != "closed":
+            if not self._closed:
                 tell(self._loss("was not closed when the program ended"))
                 self.abort()
         finally:
@@ -318,7 +311,7 @@ class SampleWriter(Closing, Owned, Tracked):
     @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<SampleWriter '/mnt/nvme/train/index.nvmedata': 1000 samples>``."""
-        return f"<SampleWriter {self.path!r}: {counted(len(self), 'sample')}{', closed' * (self._state == 'closed')}>"
+        return f"<SampleWriter {self.path!r}: {counted(len(self), 'sample')}{', closed' * self._closed}>"
 
 
 def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
@@ -346,8 +339,10 @@ def is_data_file(name: str) -> bool:
     return re.fullmatch(_PREFIX + r"[0-9a-f]{16}-\d{5,}", name) is not None
 
 
-class WriterClaim(Owned):
+class WriterClaim(HeldFile):
     """A hidden file beside the index, locked while its writer lives.
+
+    ``close`` removes it, and the data files unless the index names them.
 
     Args:
         index: the path of the index.
@@ -358,39 +353,34 @@ class WriterClaim(Owned):
         OSError: it cannot be written.
     """
 
-    _file: FileIO | None = None
-
     def __init__(self, index: str, store: str, folders: Sequence[str]) -> None:
-        super().__init__()
         self._index, self._store = index, store
-        self.path = os.path.join(os.path.dirname(index), f".{_PREFIX}{store}{_MARK}")
+        folder = os.path.dirname(index)
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        # patient: another process may hold the lock for a moment, to check whether the claim is abandoned. Where locks
-        # do not work, no claim counts as abandoned
-        lock = functools.partial(try_lock, patient=True)
-        file = self._file = hold(self.path, lambda path: FileIO(os.open(path, flags, 0o600), "r+"), lock)
+        super().__init__(
+            os.path.join(folder, f".{_PREFIX}{store}{_MARK}"),
+            lambda path: FileIO(os.open(path, flags, 0o600), "r+"),
+            # patient: another process may hold the lock for a moment, to check whether the claim is abandoned. Where
+            # locks do not work, no claim counts as abandoned
+            functools.partial(try_lock, patient=True),
+        )
         try:
-            text = json.dumps({"index": index, "folders": list(folders)}).encode()
             with naming("write", self.path):
-                os.ftruncate(file.fileno(), 0)
-                os.pwrite(file.fileno(), text, 0)
-            sync(file.fileno(), self.path, "fsync")
-            sync_folder(os.path.dirname(index))
+                os.ftruncate(self.fileno(), 0)
+                write_whole(self.fileno(), json.dumps({"index": index, "folders": list(folders)}).encode())
+            sync(self.fileno(), self.path, "fsync")
+            sync_folder(folder)
         except BaseException:
-            file.close()
-            os.unlink(self.path)
+            self._store = ""  # nothing is claimed, and a device that does not respond is not waited for
+            self.close()
             raise
 
-    def settle(self) -> None:
-        """Removes the claim, and the data files unless the index names them. Further calls do nothing."""
-        if self._file is not None and not self._file.closed:
+    def _finish(self, file: FileIO) -> None:  # noqa: ARG002
+        if self._store:
             _settle(self._index, self.path, self._store)
-            self._file.close()
-
-    def __del__(self) -> None:
-        left = self._file is not None and not self._file.closed  # Ctrl-C came before the caller had it
-        if left and self._is_ours():
-            self.settle()
+        else:
+            with contextlib.suppress(OSError):
+                os.unlink(self.path)
 
 
 def settle_abandoned(index: str) -> None:

@@ -19,15 +19,16 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from nvme_ops.base import lifetime
 from nvme_ops.base.errors import name_failure, naming
 
 Call = Literal["fsync", "fdatasync"]
+_Held = TypeVar("_Held", bound="HeldFile | None")
 LOCK_SUFFIX = ".nvme_ops-lock"
 _PATIENCE = 10.0  # seconds of waiting before a warning says for what
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -61,27 +62,25 @@ class Syncing:
             with suppress(OSError):  # no more descriptors
                 own = os.dup(fd)
         if own < 0:
-            self._work(fd, own=False)
+            self._work(fd, own)
             return
         try:
             # a daemon: a caller that waits keeps the program running, and nobody else needs the result
-            threading.Thread(target=self._work, args=[own], name=f"nvme_ops {call}", daemon=True).start()
+            threading.Thread(target=self._work, args=[own, own], name=f"nvme_ops {call}", daemon=True).start()
         except RuntimeError:  # no more threads
-            self._work(own)
+            self._work(own, own)
 
-    def _work(self, fd: int, own: bool = True) -> None:
-        failure: BaseException | None = None
+    def _work(self, fd: int, own: int) -> None:
         try:
-            getattr(os, self._name)(fd)
+            try:
+                getattr(os, self._name)(fd)
+            finally:
+                with suppress(OSError):  # there is none, or the sync has reported any write error
+                    os.close(own)
         except BaseException as error:
-            failure = error
-        if own:
-            with suppress(OSError):  # the sync has reported any write error
-                os.close(fd)
-        if failure is None:
-            self._ended.set_result(None)
+            self._ended.set_exception(error)
         else:
-            self._ended.set_exception(failure)
+            self._ended.set_result(None)
 
     def wait(self) -> None:
         """Waits until the call has returned. Raises OSError that names the operation and the file."""
@@ -251,31 +250,98 @@ def sync_above(folder: str) -> None:
 
 
 @contextmanager
-def locked(path: str) -> Iterator[Lock]:
-    """Lets one thread of one process at a time into the block for the ``path`` of a checkpoint."""
-    lock = Lock(path)
+def held(make: Callable[[], _Held]) -> Iterator[_Held]:
+    """Holds the file that ``make`` returns, perhaps none, until the end of the block.
+
+    Unlike a ``with`` statement with the file itself, it does so also if Ctrl-C comes as the block is entered.
+    """
+    file = None
     try:
-        yield lock
+        file = make()
+        yield file
     finally:
+        if file is not None:
+            try:
+                file.close()
+            finally:
+                file.close()  # again: an exception from a signal handler may have ended the first call
+
+
+def locked(path: str) -> AbstractContextManager[Lock]:
+    """Lets one thread of one process at a time into the block for the ``path`` of a checkpoint."""
+    return held(lambda: Lock(path))
+
+
+class HeldFile(lifetime.Closing, lifetime.Owned, lifetime.Tracked):
+    """A file that is locked from construction on, until ``close`` or until this object is freed.
+
+    A file that its previous holder has removed or replaced meanwhile is opened anew.
+
+    Args:
+        path: the file.
+        opening: opens it, as an object that is closed with its last reference.
+        lock: tries to lock the descriptor; returns whether it has, or raises.
+    """
+
+    _file: FileIO | None = None
+
+    def __init__(self, path: str, opening: Callable[[str], FileIO], lock: Callable[[int], object]) -> None:
+        super().__init__()
+        self.path = path
+        lifetime.track(self)
+        while True:
+            file = opening(path)
+            try:
+                if lock(file.fileno()) and is_at(path, file.fileno(), follow=True):
+                    self._file = file
+                    return
+            except BaseException:
+                file.close()
+                raise
+            file.close()
+
+    def fileno(self) -> int:
+        """Returns the descriptor."""
+        if self._file is None:
+            raise ValueError("the file is not open")
+        return self._file.fileno()
+
+    def close(self) -> None:
+        """Releases the lock. Further calls do nothing. In a forked child only closes its file: the parent holds it."""
+        file = self._file
+        if file is None or file.closed:
+            return
+        if self._is_ours():
+            self._finish(file)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked child has it open, too
+        file.close()
+
+    _after_fork = close  # a lock lasts until all descriptors of its file are closed
+
+    def _finish(self, file: FileIO) -> None:
+        """Does what is to be done before the lock is released; perhaps again, after Ctrl-C."""
+
+    def __exit__(self, *_: object) -> None:
         try:
-            lock.release()
+            self.close()
         finally:
-            lock.release()  # again: an exception from a signal handler may have ended the first call
+            self.close()  # again: an exception from a signal handler may have ended the first call
+
+    def __del__(self) -> None:
+        self.close()
 
 
-class Lock(lifetime.Owned):
+class Lock(HeldFile):
     """A lock for a path, held from construction on. Its file exists while it is held, and after its holder was killed.
 
     Raises OSError if the file can neither be created nor opened.
     """
 
-    _file: FileIO | None = None
-
     def __init__(self, path: str) -> None:
         folder, name = os.path.split(os.path.abspath(path))
-        self.path = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{LOCK_SUFFIX}")
-        super().__init__()
-        self._file = hold(self.path, _open, lambda fd: _wait_for(fd, self.path))
+        file = os.path.join(folder, f".{os.fsdecode(os.fsencode(name)[:200])}{LOCK_SUFFIX}")
+        super().__init__(file, _open, lambda fd: _wait_for(fd, file))
 
     def excludes(self) -> bool:
         """Returns whether nobody else can hold it: False where the file system has no locks."""
@@ -285,42 +351,10 @@ class Lock(lifetime.Owned):
         finally:
             os.close(fd)
 
-    def release(self) -> None:
-        """Releases the lock. Further calls do nothing. In a forked child only closes its file: the parent holds it."""
-        file = self._file
-        if file is None or file.closed:
-            return
-        if self._is_ours():
-            with suppress(OSError):
-                if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
-                    os.unlink(self.path)
-            with suppress(OSError):  # a file system without locks
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked child has it open, too
-        file.close()
-
-    def __del__(self) -> None:
-        self.release()
-
-
-def hold(path: str, opening: Callable[[str], FileIO], lock: Callable[[int], object]) -> FileIO:
-    """Opens and locks a file, repeatedly until the locked file is the one at ``path``.
-
-    A previous holder may have removed it, or put another one in its place.
-
-    Args:
-        path: the file.
-        opening: opens it, as an object that is closed with its last reference.
-        lock: tries to lock the descriptor; returns whether it has, or raises.
-    """
-    while True:
-        file = opening(path)
-        try:
-            if lock(file.fileno()) and is_at(path, file.fileno(), follow=True):
-                return file
-        except BaseException:
-            file.close()
-            raise
-        file.close()
+    def _finish(self, file: FileIO) -> None:
+        with suppress(OSError):
+            if is_at(self.path, file.fileno()):  # an interrupted earlier call may have removed it
+                os.unlink(self.path)
 
 
 def _open(path: str) -> FileIO:
@@ -394,15 +428,6 @@ def unlock_and_close(fd: int) -> None:
 def lock_files(folder: str) -> list[str]:
     """Returns the lock files in a folder, held or not."""
     return [os.path.join(folder, name) for name in os.listdir(folder) if name.endswith(LOCK_SUFFIX)]
-
-
-def is_abandoned(path: str) -> bool:
-    """Returns whether the writer of a temporary file is gone."""
-    try:
-        with abandoned(path):
-            return True
-    except OSError:
-        return False
 
 
 @contextmanager

@@ -22,12 +22,12 @@ from dataclasses import dataclass
 from io import FileIO
 
 from nvme_ops.base.errors import FormatError, naming
-from nvme_ops.base.lifetime import Owned, in_this_process
+from nvme_ops.base.lifetime import in_this_process
 from nvme_ops.filesystem.files import (
+    HeldFile,
     Lock,
     abandoned,
     freed_later,
-    hold,
     is_at,
     no_folder,
     read_whole,
@@ -161,10 +161,10 @@ def publish(path: str, content: bytes, durable: bool = True, mode: int | None = 
         write_whole(file.fd, content)
 
 
-class Publication:
+class Publication(Lock):
     """Publishes several files together, through a manifest that names them.
 
-    Publications of one manifest take turns, in all processes and threads, from construction to ``end``.
+    Publications of one manifest take turns, in all processes and threads, from construction to ``close``.
     Write new files beside those that the present manifest names, then ``publish`` a new one, then ``sweep``.
 
     Args:
@@ -175,7 +175,7 @@ class Publication:
     def __init__(self, manifest: str, durable: bool = True) -> None:
         self.manifest, self.durable = os.path.abspath(manifest), durable
         self.folder = os.path.dirname(self.manifest)
-        self._lock = Lock(os.path.realpath(manifest))
+        super().__init__(os.path.realpath(manifest))
 
     def publish(self, content: bytes, leases: bool = False) -> None:
         """Replaces the manifest; with ``leases``, keeps the old one under another name, for ``leased``."""
@@ -215,41 +215,12 @@ class Publication:
                 with suppress(OSError):
                     unlink(os.path.join(self.folder, name))
 
-    def end(self) -> None:
-        """Lets the next publication begin. Further calls do nothing."""
-        self._lock.release()
 
-    def __enter__(self) -> Publication:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        try:
-            self.end()
-        finally:
-            self.end()  # again: an exception from a signal handler may have ended the first call
-
-
-class ReadLease(Owned):
-    """A manifest that is being read, until ``end`` or until this object is freed; the files it names are kept."""
+class ReadLease(HeldFile):
+    """A manifest that is being read, until ``close`` or until this object is freed; the files it names are kept."""
 
     def __init__(self, path: str) -> None:
-        super().__init__()
-        self._file = hold(path, lambda name: FileIO(name, opener=lambda name, _: open_to_read(name)), _share)
-
-    def fileno(self) -> int:
-        """Returns the descriptor."""
-        return self._file.fileno()
-
-    def end(self) -> None:
-        """Ends the lease. Further calls do nothing."""
-        if not self._file.closed and self._is_ours():
-            with suppress(OSError):
-                fcntl.flock(self._file, fcntl.LOCK_UN)  # closing is not enough: forked children have it open, too
-        self._file.close()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            self.end()
+        super().__init__(path, lambda name: FileIO(name, opener=lambda name, _: open_to_read(name)), _share)
 
 
 def _share(fd: int) -> bool:
@@ -289,15 +260,13 @@ def open_leased(path: str) -> int:
     A file that is no longer the one at ``path`` once it is locked may be half written over, so it is opened anew.
     """
     for _ in range(_TRIES):
-        fd = open_to_read(path)
-        try:
+        with contextlib.ExitStack() as undo:
+            fd = open_to_read(path)
+            undo.callback(os.close, fd)
             try_lock(fd, fcntl.LOCK_SH, patient=True)  # a save releases it only a moment after the file got its name
             if is_at(path, fd, follow=True):
+                undo.pop_all()
                 return fd
-        except BaseException:
-            os.close(fd)
-            raise
-        os.close(fd)
     return open_to_read(path)  # on a mount where no file is recognised
 
 
@@ -390,27 +359,19 @@ def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tupl
 
 def _take(spare: str, path: str, mode: int) -> int:
     """Renames the spare file to ``path`` and returns its descriptor; -1 if others may have it open."""
-    try:
+    with suppress(OSError), contextlib.ExitStack() as undo:
         fd = os.open(spare, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return -1
-    taken = False
-    try:
+        undo.callback(os.close, fd)
         status = os.fstat(fd)
         # another user who may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
         if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
             set_mode(fd, mode)
             os.rename(spare, path)
-            taken = os.path.samestat(os.fstat(fd), os.lstat(path))
-            if taken:
+            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+                undo.pop_all()
                 return fd
             os.unlink(path)  # another process has just put its spare there: a second name of a checkpoint
-    except OSError:
-        pass
-    finally:
-        if not taken:
-            os.close(fd)
     return -1
 
 

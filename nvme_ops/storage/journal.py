@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.errors import FormatError, naming
+from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import parse_json
 from nvme_ops.filesystem.files import boot_id, read_whole, sync, write_whole
@@ -59,11 +60,13 @@ VERSION = 1
 _LINES = 4096  # lines, beyond two for each value, from which on the file is rewritten
 
 
-class Journal:
+class Journal(Tracked):
     """Reads and writes the journal of a store. An incomplete last line, whose writer was killed, is ignored."""
 
     def __init__(self, session: Session, name: str) -> None:
-        self._path = session.path(0, name)
+        self.path = session.path(0, name)
+        self._fd = -1
+        track(self)
         self._fd = session.open(0, name)
         self._end = self._lines = 0
         self._boot = boot_id()
@@ -114,10 +117,10 @@ class Journal:
             self.compact(found, found)
         elif restarted and self._end < len(content):
             self._rewrite(found, found)
+            self.is_covered = True
         else:
             with naming("ftruncate", self.path):
                 os.ftruncate(self._fd, self._end)
-            self.is_covered = True
         return found
 
     def record(self, key: str, value: Value | None) -> None:
@@ -200,6 +203,8 @@ class Journal:
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
+
+    _after_fork = close
 
     def _write(self, line: bytes) -> None:
         try:

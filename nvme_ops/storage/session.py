@@ -17,17 +17,18 @@ import re
 import stat
 import time
 from collections.abc import Iterator, Sequence
+from io import FileIO
 from typing import Protocol
 
 from nvme_ops.base.errors import naming, paths_of
-from nvme_ops.base.lifetime import Closing, Owned, Tracked, forkable_lock, track
+from nvme_ops.base.lifetime import Closing, Tracked, Usable, forkable_lock, track
 from nvme_ops.base.ranks import expanded
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import never_raising, parse_json
 from nvme_ops.filesystem.files import (
+    HeldFile,
     allocate,
     boot_id,
-    is_at,
     machine_id,
     make_last_folder,
     read_whole,
@@ -125,11 +126,8 @@ class _User(Protocol):
     def close(self) -> None:
         """Finishes its transfers and closes the files."""
 
-    def leave_to_parent(self) -> None:
-        """Closes the files in a forked child."""
 
-
-class Session(Closing, Owned, Tracked):
+class Session(Closing, Usable, Tracked):
     """A folder in each of ``folders``, removed when the session is closed or the program ends.
 
     Args:
@@ -149,6 +147,9 @@ class Session(Closing, Owned, Tracked):
         FileNotFoundError: a kept session with this fingerprint has parts elsewhere, perhaps on a disk that is not
             mounted. It is left as it is.
     """
+
+    _closed_error = "the session {self.name!r} is closed"
+    _forked_error = "the session {self.name!r} belongs to the parent process: a forked child must make its own"
 
     def __init__(
         self,
@@ -170,10 +171,10 @@ class Session(Closing, Owned, Tracked):
         given = list(map(expanded, paths_of(folders, "folder")))
         if not given:
             raise ValueError("a session needs at least one folder")
-        track(self)  # before it has a lock, which a forked child would inherit
+        track(self)
         try:
             for folder in given:
-                self._places.append(_Place.open(folder, name, reuse))
+                self._places.append(_Place(folder, name, reuse))
             #: Whether an earlier session left content with the same fingerprint.
             self.found = reuse and self._belong_together()
             if reuse and not self.found:
@@ -182,7 +183,7 @@ class Session(Closing, Owned, Tracked):
             if not self.found:
                 self._begin_anew()
             for number, place in enumerate(self._places):
-                write_owner(place.lock, self._owner(number), durable=reuse)
+                write_owner(place.fileno(), self._owner(number), durable=reuse)
             if reuse:  # also if found, since its program may have been killed before it did this
                 self.sync()
                 for folder in given:
@@ -205,24 +206,24 @@ class Session(Closing, Owned, Tracked):
             return
         for place in self._places:
             kept, mine = place.before.get("place"), place.before.get("fingerprint") == self.fingerprint
-            if isinstance(kept, list) and place.before.get("keep") is True and mine and any(_files(place.path)):
+            if isinstance(kept, list) and place.before.get("keep") is True and mine and any(_files(place.folder)):
                 known = len(kept) == 2 and all(type(each) is int for each in kept)
                 part = f"part {kept[0] + 1} of {kept[1]}" if known else "a part"
                 for each in self._places:
-                    each.close(remove=not each.before)
+                    each.removed = not each.before
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"has {part} of the kept session {self.name!r}, and the folders given are "
                     "not those of all its parts, in order: is a disk not mounted? A different fingerprint starts over",
-                    place.path,
+                    place.folder,
                 )
 
     def _begin_anew(self) -> None:
         """Empties the folders. If killed at any point, it leaves nothing that the next session takes for complete."""
         for number, place in enumerate(self._places):
-            write_owner(place.lock, {**self._owner(number), "place": None}, durable=self.reuse)
+            write_owner(place.fileno(), {**self._owner(number), "place": None}, durable=self.reuse)
         for place in self._places:
-            _remove_files(place.path)
+            _remove_files(place.folder)
 
     def _owner(self, number: int) -> dict[str, object]:
         return {
@@ -240,32 +241,24 @@ class Session(Closing, Owned, Tracked):
 
     @property
     def folders(self) -> list[str]:
-        """Paths of the session's own folders, in the order of the places given."""
-        return [place.path for place in self._places]
-
-    @property
-    def closed(self) -> bool:
-        """True after ``close``."""
-        return not self._places
+        """Paths of the session's own folders, in the order of the places given; none after ``close``."""
+        return [] if self.closed else [place.folder for place in self._places]
 
     def path(self, index: int, name: str) -> str:
-        """Returns the path of the file ``name`` (any text) in the folder with this index."""
-        if self.closed:
-            raise ValueError(f"the session {self.name!r} is closed")
-        return file_of(self._places[index].path, name)
+        """Returns the path of the file ``name`` (any text) in the folder with this index. Raises as ``open``."""
+        self.require_open()
+        return file_of(self._places[index].folder, name)
 
     def open(self, index: int, name: str) -> int:
         """Opens the file ``name`` for reading and writing, creating it if necessary; returns the descriptor.
 
         Raises:
             ValueError: the session is closed.
+            RuntimeError: in a forked child.
             OSError: for example, the name is a symbolic link or a folder, or the session's folder was removed.
-            PermissionError: in a forked child, or if the file has another owner or a second name elsewhere.
+            PermissionError: the file has another owner or a second name elsewhere.
         """
         path = self.path(index, name)
-        if not self._is_ours():
-            message = "the session belongs to the parent process: a forked child must make its own"
-            raise PermissionError(errno.EPERM, message, path)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         status = os.fstat(fd)
         if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
@@ -276,7 +269,7 @@ class Session(Closing, Owned, Tracked):
     def sync(self) -> None:
         """Makes the names of the files in all folders durable. Raises OSError."""
         for place in self._places:
-            sync_folder(place.path)
+            sync_folder(place.folder)
 
     def lend(self, name: str, user: _User) -> None:
         """Registers ``user`` as using the files of this name; ``close`` closes it first.
@@ -284,8 +277,7 @@ class Session(Closing, Owned, Tracked):
         Raises ValueError if they are open already, or the session is closed.
         """
         with self._lock:
-            if self.closed:
-                raise ValueError(f"the session {self.name!r} is closed")
+            self.require_open()
             if name in self._users:
                 raise ValueError(f"the session {self.name!r} has an open store{f' named {name!r}' * bool(name)}")
             self._users[name] = user
@@ -309,24 +301,14 @@ class Session(Closing, Owned, Tracked):
 
     _at_exit = close
 
-    def _after_fork(self) -> None:
-        for place in self._places:
-            place.leave_to_parent()
-        for user in list(self._users.values()):
-            user.leave_to_parent()
-
     def _close_places(self) -> None:
         with self._lock:
-            places, self._places = self._places, []
-        try:
-            for place in places:
-                place.close(remove=not self.reuse)
-        except BaseException:  # Ctrl-C: the next call continues
-            self._places = places
-            raise
+            for place in self._places:
+                place.close()
+            self._closed = True
 
     def __del__(self) -> None:
-        if getattr(self, "_places", None):  # a closed one does nothing: at Python's end its modules may be gone
+        if not self._closed and hasattr(self, "_users"):  # at Python's end its modules may be gone
             self.close()
 
     @never_raising
@@ -349,76 +331,66 @@ def unnamed_file(session: Session, nbytes: int) -> int:
     return fd
 
 
-class _Place(Owned):
-    """One folder of a session, and the lock on it."""
+class _Place(HeldFile):
+    """One folder of a session, whose owner file is locked; ``close`` removes it, or leaves it to the next session."""
 
-    def __init__(self, path: str, lock: int, before: dict[str, object]) -> None:
-        self.path, self.before = path, before
-        self.lock = lock
-        super().__init__()
+    _taken = False
 
-    @classmethod
-    def open(cls, parent: str, name: str, reuse: bool) -> _Place:
+    def __init__(self, parent: str, name: str, reuse: bool) -> None:
         make_last_folder(parent)
         parent = os.path.realpath(parent)
         _remove_abandoned(parent)
-        base = os.path.join(parent, _PREFIX + _hash(name, 8))
+        self.folder = os.path.join(parent, _PREFIX + _hash(name, 8) + (f"-{os.urandom(8).hex()}" if not reuse else ""))
+        self.removed = not reuse  #: whether ``close`` removes the folder
+
+        def lock(fd: int) -> bool:
+            if not try_lock(fd, patient=True):
+                raise _in_use(name, fd, self.folder)
+            return True
+
+        super().__init__(os.path.join(self.folder, OWNER), self._open, lock)
+        try:
+            self.before = self._owner_before(name, reuse)  #: what its owner file said
+            remove_litter(self.folder)
+        except BaseException:
+            self.close()
+            raise
+        self._taken = True
+
+    def _owner_before(self, name: str, reuse: bool) -> dict[str, object]:
+        before = read_owner(self.fileno())
+        if before is None and os.listdir(self.folder) == [OWNER]:
+            before = {}  # the power failed while it was being written
+        if before is None:
+            message = "is not the owner file of a session, is damaged, or is of a later version"
+            raise FileExistsError(errno.EEXIST, message, self.path)
+        if not before and reuse and any(_files(self.folder)):  # a session that is just starting has none
+            message = "is empty, although the files beside it may hold what was kept: remove these"
+            raise FileExistsError(errno.EEXIST, message, self.path)
+        if before and not is_dead(before, self.fileno()):
+            raise _in_use(name, self.fileno(), self.folder)
+        return before
+
+    def _open(self, owner: str) -> FileIO:
         while True:
-            path = base if reuse else f"{base}-{os.urandom(8).hex()}"
             with contextlib.suppress(FileExistsError):
-                os.mkdir(path, 0o700)
-            owner = os.path.join(path, OWNER)
+                os.mkdir(self.folder, 0o700)
             try:
-                _require_ours(path)
-                lock = open_owner(owner, create=True)
+                _require_ours(self.folder)
+                return FileIO(open_owner(owner, create=True), "r+")
             except FileNotFoundError:  # another process removed the empty folder as abandoned
                 continue
             except PermissionError:
                 with contextlib.suppress(OSError):  # there is something in it
-                    os.rmdir(path)
-                raise
-            try:
-                if not try_lock(lock, patient=True):
-                    raise _in_use(name, lock, path)
-                if not is_at(owner, lock):  # another process did so a moment later
-                    unlock_and_close(lock)
-                    continue
-                before = read_owner(lock)
-                if before is None and os.listdir(path) == [OWNER]:
-                    before = {}  # the power failed while it was being written
-                if before is None:
-                    message = "is not the owner file of a session, is damaged, or is of a later version"
-                    raise FileExistsError(errno.EEXIST, message, owner)
-                if not before and reuse and any(_files(path)):  # a session that is just starting has none
-                    message = "is empty, although the files beside it may hold what was kept: remove these"
-                    raise FileExistsError(errno.EEXIST, message, owner)
-                if before and not is_dead(before, lock):
-                    raise _in_use(name, lock, path)
-                remove_litter(path)
-                return cls(path, lock, before)
-            except BaseException:
-                with contextlib.suppress(OSError):
-                    unlock_and_close(lock)
+                    os.rmdir(self.folder)
                 raise
 
-    def close(self, remove: bool) -> None:
-        """Removes or keeps the folder and releases the lock. Further calls do nothing."""
-        if not self._is_ours() or self.lock < 0:
-            return
+    def _finish(self, file: FileIO) -> None:
         with contextlib.suppress(OSError):  # somebody removed it
-            if remove:
-                _remove(self.path)
-            elif owner := read_owner(self.lock):
-                write_owner(self.lock, {**owner, "pid": None})
-        lock, self.lock = self.lock, -1
-        unlock_and_close(lock)
-
-    def leave_to_parent(self) -> None:
-        """Closes the descriptor of the lock, in a forked child, since the lock must end with the parent."""
-        lock, self.lock = self.lock, -1
-        if lock >= 0:
-            with contextlib.suppress(OSError):
-                os.close(lock)
+            if self._taken and self.removed:
+                _remove(self.folder)
+            elif self._taken and (owner := read_owner(file.fileno())):
+                write_owner(file.fileno(), {**owner, "pid": None})
 
 
 def _in_use(name: str, lock: int, path: str) -> BlockingIOError:
@@ -454,21 +426,27 @@ def _remove_abandoned(parent: str) -> None:
                 _remove_if_abandoned(path)
 
 
-def _remove_if_abandoned(path: str) -> None:
+@contextlib.contextmanager
+def _looking(path: str) -> Iterator[tuple[dict[str, object] | None, bool]]:
+    """Locks the session at ``path`` if it is free; yields what its owner file says, and whether its owner is gone."""
     _require_ours(path)
+    lock = open_owner(os.path.join(path, OWNER))
     try:
-        lock = open_owner(os.path.join(path, OWNER))
-    except FileNotFoundError:
-        os.rmdir(path)  # a process that is about to create the owner file will notice
-        return
-    try:
-        if try_lock(lock):
-            owner = read_owner(lock)  # not before the lock: its process may have changed it until then
-            kept = _KEPT.fullmatch(os.path.basename(path)) and any(_files(path)) if not owner else owner.get("keep")
-            if owner is not None and not kept and is_dead(owner, lock):
-                _remove(path)
+        is_free = try_lock(lock)
+        owner = read_owner(lock)  # not before the lock: its process may have changed it until then
+        yield owner, is_free and is_dead(owner or {}, lock)
     finally:
         unlock_and_close(lock)
+
+
+def _remove_if_abandoned(path: str) -> None:
+    try:
+        with _looking(path) as (owner, is_abandoned):
+            kept = _KEPT.fullmatch(os.path.basename(path)) and any(_files(path)) if not owner else owner.get("keep")
+            if owner is not None and not kept and is_abandoned:
+                _remove(path)
+    except FileNotFoundError:
+        os.rmdir(path)  # a process that is about to create the owner file will notice
 
 
 def kept_sessions(parent: str | os.PathLike[str]) -> Iterator[tuple[str, str, bool]]:
@@ -476,15 +454,10 @@ def kept_sessions(parent: str | os.PathLike[str]) -> Iterator[tuple[str, str, bo
     with contextlib.suppress(OSError), os.scandir(expanded(parent)) as entries:
         for path in sorted(entry.path for entry in entries if _KEPT.fullmatch(entry.name)):
             with contextlib.suppress(OSError):
-                _require_ours(path)
-                lock = open_owner(os.path.join(path, OWNER))
-                try:
-                    is_free, owner = try_lock(lock), read_owner(lock) or {}
-                    in_use = not (is_free and is_dead(owner, lock))
-                finally:
-                    unlock_and_close(lock)
-                if owner.get("keep") is True:
-                    yield str(owner["name"]), path, in_use
+                with _looking(path) as (owner, is_abandoned):
+                    pass
+                if owner and owner.get("keep") is True:
+                    yield str(owner["name"]), path, not is_abandoned
 
 
 def file_of(path: str, name: str) -> str:

@@ -520,13 +520,6 @@ class TensorStore(Closing, Owned):
             finally:
                 self._undo.close()
 
-    def leave_to_parent(self) -> None:
-        """Closes, in a forked child, descriptors that would keep the space of removed files."""
-        if hasattr(self, "_slabs"):  # otherwise the fork came during __init__
-            self._slabs.close_descriptors()
-        if self._journal:
-            self._journal.close()
-
     @never_raising
     def __repr__(self) -> str:
         """Returns for example ``<TensorStore 'optimizer': 12 tensors, 64 MiB on storage>``."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 
 from nvme_ops.base.errors import ChecksumError
+from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE, STRIPE
 from nvme_ops.filesystem.files import sync
@@ -58,8 +59,6 @@ class Striping:
 
     def parts(self, nbytes: int) -> list[Part]:
         """Returns where the bytes of one tensor go, in order."""
-        if len(self.weights) == 1:
-            return [Part(0, 0, nbytes)]
         if nbytes < 2 * STRIPE:
             folder = min(range(len(self.weights)), key=lambda index: self._loads[index] + nbytes / self.weights[index])
             self._add_load(folder, nbytes)
@@ -138,7 +137,7 @@ class StoredBytes(Protocol):
     checksum: int | None
 
 
-class StripedSlabs:
+class StripedSlabs(Tracked):
     """Allocates extents for tensors in several files, and moves their bytes.
 
     Args:
@@ -153,12 +152,13 @@ class StripedSlabs:
         if weights is not None and len(weights) != count:
             raise ValueError(f"{len(weights)} weights for {count} folders")
         given = [1.0] if weights is None and count == 1 else weights
-        self._striping = None if given is None else Striping(given)
+        self._striping = Striping(given) if given is not None else None
         self.handles = [handle, *(copy(handle) for _ in range(count - 1))]
         self._engines = [engine_of(each) for each in self.handles]
         self.paths = [session.path(number, name) for number in range(count)]
         self._fds: list[int] = []
         self._files: list[OpenFile] = []
+        track(self)  # descriptors in a forked child would keep the space of removed files
         try:
             for number in range(count):
                 self._fds.append(session.open(number, name))
@@ -276,3 +276,5 @@ class StripedSlabs:
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+    _after_fork = close_descriptors

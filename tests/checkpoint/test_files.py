@@ -222,10 +222,10 @@ def test_a_long_wait_says_for_what_and_a_planted_lock_is_an_error(
 ) -> None:
     monkeypatch.setattr(files, "_PATIENCE", 0.05)
     held = Lock(str(tmp_path / "model"))
-    timer = threading.Timer(0.3, held.release)
+    timer = threading.Timer(0.3, held.close)
     timer.start()
     with pytest.warns(RuntimeWarning, match=r"waiting for another process.*model"):
-        Lock(str(tmp_path / "model")).release()
+        Lock(str(tmp_path / "model")).close()
     timer.join()
     plants: list[Any] = [lambda path: path.symlink_to("/etc/passwd"), os.mkfifo, Path.mkdir]
     for number, plant in enumerate(plants):
@@ -267,7 +267,7 @@ def test_a_save_that_lives_keeps_its_files(tmp_path: Path) -> None:
     held = Lock(str(tmp_path / "model"))
     assert main(["clean", str(tmp_path)]) == 0
     assert len(names(tmp_path)) == 2
-    held.release()
+    held.close()
     gate.open()
     future.result()
     assert names(tmp_path) == {"one.safetensors"}
@@ -339,9 +339,9 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
 
     def body() -> None:
         give_up_root()
-        Lock(path).release()
+        Lock(path).close()
 
-    timer = threading.Timer(0.3, held.release)
+    timer = threading.Timer(0.3, held.close)
     timer.start()
     in_child(body)
     timer.join()

@@ -204,7 +204,7 @@ def test_clean_removes_no_lock_that_somebody_has_taken(tmp_path: Path, monkeypat
     fd = os.open(files.lock_files(str(tmp_path))[0], os.O_RDWR)
     assert not files.try_lock(fd)  # whoever comes next waits for the one that has it
     os.close(fd)
-    taken[0].release()
+    taken[0].close()
     assert os.listdir(tmp_path) == []
 
 

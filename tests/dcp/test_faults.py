@@ -121,7 +121,7 @@ def test_a_save_leaves_the_files_that_are_being_read(tmp_path: Path) -> None:
     for seed in (2, 3):
         save(tmp_path, seed)
     assert {info.relative_path for info in reading.metadata.storage_data.values()} <= set(files(tmp_path))
-    reading.end()
+    reading.close()
     before = len(os.listdir("/proc/self/fd"))
     reader = NvmeStorageReader(tmp_path)
     for _ in range(2):

@@ -178,7 +178,7 @@ def test_ctrl_c_at_any_moment_leaves_no_lock(tmp_path: Path, monkeypatch: pytest
             with Interrupt(number) as moment:
                 hold()
         except KeyboardInterrupt:
-            Lock(path).release()
+            Lock(path).close()
         assert os.listdir(tmp_path) == [], moment.where
 
 
@@ -199,7 +199,22 @@ def test_who_is_patient_waits_for_one_that_only_looks(tmp_path: Path, monkeypatc
 
 def test_who_looks_whether_a_writer_is_gone_holds_nothing(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    assert [files.is_abandoned(str(tmp_path / "file")) for _ in range(2)] == [True, True]
+    for _ in range(2):
+        with files.abandoned(str(tmp_path / "file")):
+            pass
+
+
+def test_a_forked_child_has_no_lock_of_its_parents(tmp_path: Path) -> None:
+    held = Lock(str(tmp_path / "model"))
+
+    def child() -> None:
+        assert held.path not in [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
+        held.close()
+
+    in_child(child)
+    assert held.excludes()
+    held.close()
+    assert os.listdir(tmp_path) == []
 
 
 def test_a_manifest_stays_while_it_is_read_but_not_for_a_forked_child(folder: Path) -> None:
@@ -210,7 +225,7 @@ def test_a_manifest_stays_while_it_is_read_but_not_for_a_forked_child(folder: Pa
         publication.publish(b"new", leases=True)
         names_in = lambda _, fd: [os.pread(fd, 9, 0).decode()]  # noqa: E731
         assert publication.leased(names_in) == {"old"}
-        lease.end()
+        lease.close()
         assert publication.leased(names_in) == set()
     assert [each.name for each in folder.iterdir()] == ["manifest"]
     assert manifest.read_bytes() == b"new"

@@ -471,16 +471,20 @@ def test_a_closed_store(folder: Path) -> None:
 
 def test_a_forked_child_has_no_part_in_it(session: Session) -> None:
     handle = Faulty("write", "hold")
-    store = TensorStore(session, handle=handle)
+    store, slab = TensorStore(session, handle=handle), session.path(0, "slab")
     future = store.put("a", pattern(MIB))
 
     def child() -> None:
-        for call in (store.keys, store.wait, lambda: store.get("a"), lambda: store.put("b", pattern(1)), future.result):
+        calls: list[Callable[[], object]] = [
+            store.keys, store.wait, lambda: store.get("a"), lambda: store.put("b", pattern(1)), future.result,
+            lambda: session.open(0, "slab"), lambda: session.path(0, "slab"), lambda: TensorStore(session, name="own"),
+        ]  # fmt: skip
+        for call in calls:
             with pytest.raises(RuntimeError, match="the parent process"):
                 call()
         assert not future.done()
         names = [os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd")]
-        assert session.path(0, "slab") not in names
+        assert slab not in names
         store.close()
         session.close()
 

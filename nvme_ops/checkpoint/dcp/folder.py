@@ -79,7 +79,7 @@ def error_text(error: Exception) -> str:
 
 
 class Reading(ReadLease):
-    """A checkpoint that is being read: until ``end``, no save removes its files."""
+    """A checkpoint that is being read: until ``close``, no save removes its files."""
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
@@ -90,7 +90,7 @@ class Reading(ReadLease):
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
             self.metadata: Any = read_metadata(path, self.fileno())
         except BaseException:
-            self.end()
+            self.close()
             raise
 
 
@@ -98,14 +98,14 @@ _savings: weakref.WeakValueDictionary[str, Saving] = weakref.WeakValueDictionary
 
 
 class Saving(Publication):
-    """A save to the folder, until ``end``. DCP does not report that one failed, so the next one may have to end it."""
+    """A save to the folder, until ``close``. DCP does not report that one failed: the next one may have to end it."""
 
     def __init__(self, metadata: str, durable: bool) -> None:
         path = os.path.realpath(metadata)
         earlier = _savings.get(path)
         self._thread = threading.current_thread()
         if earlier is not None and (earlier._thread is self._thread or not earlier._thread.is_alive()):
-            earlier.end()  # it has failed: its thread has ended, or is already beginning another save
+            earlier.close()  # it has failed: its thread has ended, or is already beginning another save
         super().__init__(metadata, durable)
         _savings[path] = self
 

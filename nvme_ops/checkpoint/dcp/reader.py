@@ -81,7 +81,7 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
     def _end_reading(self) -> None:
         if self._reading is not None:
-            self._reading.end()
+            self._reading.close()
             self._reading = None
 
     @collector_paused()

@@ -166,7 +166,7 @@ class NvmeStorageWriter(filesystem.FileSystemWriter):
 
     def _end(self) -> None:
         if self._saving is not None:
-            self._saving.end()
+            self._saving.close()
             self._saving = None
 
     def _independent_rank(self) -> int | None:
