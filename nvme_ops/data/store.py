@@ -283,22 +283,14 @@ class Read(Owned):
         spans = aligned(self._lengths, index.alignment)  # with padding, so that neighbours touch and are read together
         self._rooms = _rooms(index, spans)
         self.memory = allocate(int(self._rooms.sum()))
+        self.nbytes = self.memory.nbytes
+        self.nbytes_of_records = int(self._lengths.sum())  #: without what is between them in memory
         self._rows = self.memory.view(len(numbers), index.stride) if index.stride else None
         try:
             self._submit(files, begins, spans, priority)
         except BaseException:
             self._settle()
             raise
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of memory that are read into."""
-        return self.memory.nbytes
-
-    @property
-    def nbytes_of_records(self) -> int:
-        """Bytes of the records, without what is between them in memory."""
-        return int(self._lengths.sum())
 
     def wait(self) -> None:
         """Waits for the bytes. Raises as ``SampleStore.read`` does."""
