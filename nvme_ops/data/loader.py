@@ -9,13 +9,13 @@ import time
 import weakref
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import default_collate
 
 from nvme_ops.base import ranks
@@ -188,7 +188,7 @@ class Loader:
                     return
                 batch = ahead[0]
                 made = [self._end(batch)]
-                decoded = _nbytes(made)
+                decoded = sum(int(getattr(part, "nbytes", 0)) for part in tree_leaves(made))
                 ahead.popleft()
                 in_flight -= batch.read.nbytes
                 state.position = batch.position
@@ -322,13 +322,6 @@ def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int,
             raise CancelledError
         made.append(decode(sample))
     return made
-
-
-def _nbytes(made: Any) -> int:
-    """Returns the bytes of the tensors and arrays in a batch."""
-    if isinstance(made, Mapping):
-        made = list(made.values())
-    return sum(map(_nbytes, made)) if isinstance(made, list | tuple) else int(getattr(made, "nbytes", 0))
 
 
 def _int(name: str, value: Any, least: int) -> int:
