@@ -39,7 +39,7 @@ class Section:
 
     command: str
     json: bool = True  # it writes JSON; otherwise its output is the result
-    folded: bool = False  # its tables are long: joined, and shown on request below its pictures
+    pictured: bool = False  # its tables are long: the page has their medians as pictures, and a link to all of the rest
 
 
 _EACH, _EFFORT = "nvme-bench --folder {place} {direction}", "--io-size {size} --loops {rounds} {plot}"
@@ -47,20 +47,19 @@ _PROGRAM = "python benchmarks {} {{folders}} --size {{size}} --rounds {{rounds}}
 _FIXED = "python benchmarks {} {{folders}} --rounds {{rounds}} {{plot}}"
 # A section is one line here, and two on a page, <!-- section NAME --> and its end; page_results.md formats results.
 SECTIONS = {
-    "raw_io": Section(_PROGRAM.format("raw_io"), folded=True),
-    "engines": Section(f"{_EACH} --engine all {_EFFORT}", folded=True),
-    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async"), folded=True),
+    "raw_io": Section(_PROGRAM.format("raw_io"), pictured=True),
+    "checkpoint": Section(_PROGRAM.format("checkpoint --only save load cached async"), pictured=True),
     "fresh": Section(_PROGRAM.format("checkpoint --only fresh")),
-    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}", folded=True),
+    "sweep": Section(f"{_EACH} --sweep block_size=64K,256K,1M,4M queue_depth=1,8,32,128 {_EFFORT}", pictured=True),
     "explain": Section("nvme-bench explain {place} --rounds 9", json=False),
     "inference": Section(
         _FIXED.format("inference --only memory nvme_ops accelerate mapped --size 600M --budget 200M --batch 1 4")
     ),
-    "experts": Section(_FIXED.format("inference --only experts"), folded=True),
+    "experts": Section(_FIXED.format("inference --only experts"), pictured=True),
     "training_engines": Section(_FIXED.format("training --only engines")),
     "activations": Section(_FIXED.format("activations --only convolutional transformer")),
     "data": Section(_FIXED.format("data --only random")),
-    "adaptive": Section(_PROGRAM.format("adaptive")),
+    "adaptive": Section(_PROGRAM.format("adaptive"), pictured=True),
 }
 
 
@@ -211,46 +210,19 @@ def by_size(tables: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
         one = [table for table in tables if table["group"] == group]
         title = re.split(", |: ", _SIZE.sub("each size", one[0]["title"]))[0]
         columns = [(_SIZE.findall(table["title"])[0], table) for table in one]
-        yield _side_by_side(title, columns, "how many times as fast {} is", -1)
+        yield _side_by_side(title, columns)
 
 
-def joined(runs: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
-    """Yields titles and rows of a folded section: tables of one kind side by side, or if they have many columns, below.
-
-    What their titles do not share is the column, or stands behind the row's name.
-    """
-    kinds: dict[str, list[tuple[list[str], Json]]] = {}
-    for document in [run["document"] for run in runs]:
-        for folder, each in document.get("folders", {"": {}}).items():
-            for table in each.get("tables") or document["tables"]:
-                kind = re.sub(r", \d+ of \d+$", "", table["group"]) if each.get("tables") else ""
-                kinds.setdefault(kind, []).append(([*re.split("[,;] ", table["title"]), folder], table))
-    for tables in kinds.values():
-        common = [part for part in tables[0][0] if all(part in parts for parts, _ in tables)]
-        labels = [", ".join(part for part in parts if part not in common) for parts, _ in tables]
-        named = [(label or each["unit"], each) for label, (_, each) in zip(labels, tables, strict=True)]
-        if not any(row["spread"] for _, table in named for row in table["rows"]):
-            continue
-        if len(tables[0][1]["rows"][0]["columns"]) < _MANY_COLUMNS:
-            yield _side_by_side(", ".join(filter(None, common)), named, "divided by {}", 1)
-        else:
-            rows = [{**row, "": f"{row['']}; {label}"} for label, one in named for row in cells(one)]
-            yield ", ".join(common), rows if len(named) > 1 else cells(named[0][1])
-
-
-_MANY_COLUMNS = 9  # beside which no other table has room
-
-
-def _side_by_side(title: str, tables: Sequence[tuple[str, Json]], words: str, power: int) -> tuple[str, list[Cells]]:
-    """Returns one table with a column for each: medians and, in brackets, a power of the ratio to the reference."""
+def _side_by_side(title: str, tables: Sequence[tuple[str, Json]]) -> tuple[str, list[Cells]]:
+    """Returns one table with a column for each: medians and, in brackets, how many times as fast the reference is."""
     made: dict[str, Cells] = {row["name"]: {"": row["name"]} for _, table in tables for row in table["rows"]}
     for label, table in tables:
         for row in filter(lambda row: row["spread"], table["rows"]):
             against = row["against_reference"] if row["name"] != table["reference"] else None
-            ratio = f" ({against['median'] ** power:.2g})" if against else ""
+            ratio = f" ({1 / against['median']:.2g})" if against else ""
             made[row["name"]][label] = f"{row['spread']['median']:.3g}{ratio}"
     unit, reference = tables[0][1]["unit"], tables[0][1]["reference"]
-    words = f"; in brackets: {words.format(reference)}" if reference else ""
+    words = f"; in brackets: how many times as fast {reference} is" if reference else ""
     return f"{title}, {unit}{words}", [row for row in made.values() if len(row) > 1]
 
 
@@ -271,7 +243,7 @@ def wrapped(text: str, joint: str = "\n    ", width: int = 112) -> str:
 
 
 _JINJA = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
-_FILTERS = (table, cells, by_size, joined, size_words, readme_rows, summary_rows, wrapped)
+_FILTERS = (table, cells, by_size, size_words, readme_rows, summary_rows, wrapped)
 _JINJA.filters |= {each.__name__: each for each in _FILTERS}
 _TEMPLATE: Any = _JINJA.from_string(Path(__file__).with_name("page_results.md").read_text(encoding="utf-8")).module
 

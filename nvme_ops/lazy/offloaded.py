@@ -75,7 +75,7 @@ class OffloadedTensor(torch.Tensor):
     Operations return ordinary tensors. Views are tensors of this class again: making one reads nothing, and writing to
     it changes what it is a view of.
 
-    docs/architecture.md has the ways to the values that bypass torch's dispatcher, and what happens on each.
+    docs/training.md has the ways to the values that bypass torch's dispatcher, and what happens on each.
     """
 
     _outline: torch.Tensor  # on the meta device: shape, strides, offset and dtype

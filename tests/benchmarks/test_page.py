@@ -85,7 +85,7 @@ def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, text in {"good": WRITE, "text": "print('looked at', place)", "bad": "sys.exit('no space')"}.items():
         (tmp_path / f"{name}.py").write_text(head + text)
     monkeypatch.setattr(page, "SECTIONS", {
-        "good": Section(f"python {tmp_path}/good.py {{place}} {{plot}}", folded=True),
+        "good": Section(f"python {tmp_path}/good.py {{place}} {{plot}}", pictured=True),
         "text": Section(f"python {tmp_path}/text.py {{place}}", json=False),
         "bad": Section(f"python {tmp_path}/bad.py {{place}} {{plot}}"),
     })  # fmt: skip
@@ -104,8 +104,10 @@ def test_sections_are_measured_and_one_that_fails_keeps_what_was(docs: Path) -> 
     (run,) = json.loads(good)["runs"]
     assert ("passes" in run["document"], run["plot"]) == (False, "good_disk.png")
     assert run["command"].endswith(" DISK --output good_disk.png")
-    parts = ["](benchmarks/good_disk.png)", "<details markdown", "| found DISK", "</details>"]
-    assert sorted(parts, key=text.index) == parts
+    assert "[good.json](benchmarks/good.json)" in text
+    assert "](benchmarks/good_disk.png)" in text
+    assert "found DISK" in good
+    assert "| found" not in text
     assert "```text\nlooked at DISK\n```" in text
     assert "old" not in text
     assert f"{docs}/a disk" not in text + good

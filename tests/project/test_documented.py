@@ -6,8 +6,6 @@ import importlib
 import re
 from pathlib import Path
 
-import pytest
-
 import nvme_ops
 from tests.conftest import REPOSITORY, run_python
 
@@ -26,14 +24,6 @@ def test_every_environment_variable_is_on_its_page() -> None:
     page = (REPOSITORY / "docs" / "environment.md").read_text()
     assert {name for name in read if f"`{name}`" not in page} == set()
     assert set(OURS.findall(page)) <= read | {"NVME_BUILD_OPS"}
-
-
-@pytest.mark.parametrize(("command", "page"), [("bench", "bench"), ("explain", "bench"), ("tune", "tune")])
-def test_every_flag_is_on_its_page(command: str, page: str) -> None:
-    parser = importlib.import_module(f"nvme_ops.measure.{command}").parser()
-    flags = {flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")}
-    text = (REPOSITORY / "docs" / f"{page}.md").read_text()
-    assert {flag for flag in flags - {"--help", "--version"} if f"`{flag}" not in text} == set()
 
 
 def test_the_changelog_begins_with_this_version() -> None:

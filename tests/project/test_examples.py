@@ -125,11 +125,6 @@ NEED = re.compile(r"\bneeds (.+):$")
 STAND_INS = {
     "a GPU": "from tests.doubles import private_device\nprivate_device()\n",
     "DeepSpeed": "import deepspeed\n",
-    "`torchrun`, which starts the ranks": """
-import os
-os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-""",
-    "the file of the last command above": """open("aio.json", "w").write('{"aio": {"queue_depth": 32}}')\n""",
 }
 OPTIONAL = re.compile(r"^(?:from|import) (transformers|peft|deepspeed)\b", re.MULTILINE)
 PROGRAM = """
