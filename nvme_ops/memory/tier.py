@@ -70,8 +70,9 @@ class Share:
         return self._tier.place(memory)
 
     def is_inside(self, memory: torch.Tensor) -> bool:
-        """Returns whether memory that was allocated does not lie in that of those who take theirs from the end."""
-        return self.at_end or self.place(memory) + memory.nbytes <= self._tier.boundary
+        """Returns whether memory that was allocated lies on this share's side of the boundary."""
+        place, boundary = self.place(memory), self._tier.boundary
+        return place >= boundary if self.at_end else place + memory.nbytes <= boundary
 
     def lend(self, nbytes: int) -> object | None:
         """Gives up ``nbytes`` for memory that others allocate; they are back with the last reference to the result.

@@ -245,8 +245,11 @@ class Pager(Policy[Entry]):
         return taken + max([*sizes.values(), self._asked]) + tails
 
     def allocate(self, entry: Entry) -> torch.Tensor | None:
-        """Returns memory; tails, which stay, lie side by side at its end."""
-        return self.share.allocate(entry.nbytes, at_end=isinstance(entry, _Tail))
+        """Returns memory; tails, which never leave, lie at its end, and nowhere among what others need."""
+        is_tail = isinstance(entry, _Tail)
+        memory = self.share.allocate(entry.nbytes, at_end=is_tail)
+        may_be_there = memory is None or not (is_tail and self.share.at_end) or self.share.is_inside(memory)
+        return memory if may_be_there else None
 
     def require_room(self, entry: Entry) -> None:
         """Raises MemoryError for a layer that is larger than the budget."""
