@@ -16,7 +16,7 @@ from tests.offload.training import KIB
 
 def take_few_in_flight(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Has small models wait for writes, as large ones do."""
-    set_attribute(activations, "_IN_FLIGHT", 128 * KIB)
+    set_attribute(activations, "IN_FLIGHT", 128 * KIB)
 
 
 @pytest.fixture(autouse=True)

@@ -28,6 +28,7 @@ from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, OnStorage, Ticket, TicketRef, Unit
+from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.joined import JoinedOperation, as_operation, joined
@@ -35,22 +36,15 @@ from nvme_ops.storage.session import Session
 from nvme_ops.storage.slab import NO_ROOM
 from nvme_ops.storage.striped import StripedSlabs
 
-_IN_FLIGHT = 32 << 20  # bytes of a budget for what is on its way to storage in forward, and back in backward
 _YOUNG = 2  # units that a thread saved last and that an operation may still write to
 _AT_WORK = 3  # times the largest unit: what a layer computes with meanwhile, and its gradients; the least in memory
 _NOT_READ = "saved for the backward pass, could not be read"
 
 
-class _Files(StripedSlabs):
-    """The session closes them, and in a forked child their descriptors alone."""
-
-    leave_to_parent = StripedSlabs.close_descriptors
-
-
 class _Saved:
     """What was saved, in the files."""
 
-    def __init__(self, files: _Files) -> None:
+    def __init__(self, files: StripedSlabs) -> None:
         self._files = files
 
     def read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
@@ -122,7 +116,7 @@ class Activations(Policy[Unit]):
         self._pooling = False  # torch takes memory for large tensors from the pool
         with contextlib.ExitStack() as undo:
             session = undo.enter_context(Session(folders, name="activations"))
-            self._files = _Files(session, "activations", handle_of(handle), None)
+            self._files = StripedSlabs(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
             share = Tier(budget, torch.device("cpu")).share()  # autograd's memory, and torch's
             self._residency = Residency()
@@ -317,7 +311,7 @@ class Activations(Policy[Unit]):
     def _set_limits(self) -> None:
         """Decides how much may be in memory, and how much of that need not be on its way."""
         budget = self.share.nbytes
-        moving = max(2 * self._largest, min(_IN_FLIGHT, budget // 4))
+        moving = max(2 * self._largest, min(IN_FLIGHT, budget // 4))
         fits = max(self._last_pass, self._this_pass) <= budget
         self._most, self._kept = max(budget, _AT_WORK * self._largest), budget if fits else budget - moving
 

@@ -225,10 +225,6 @@ class Pager(Policy[Entry]):
             if self._memory is not None:
                 self._memory.leave(self)
 
-    def leave_to_parent(self) -> None:
-        """Closes descriptors in a forked child, since they would keep the space of removed files."""
-        self._slabs.close_descriptors()
-
     # The policy
 
     name = "an NvmeCache"

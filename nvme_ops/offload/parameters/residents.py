@@ -26,13 +26,13 @@ from nvme_ops.memory.tier import in_pages, tier_on
 from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.entry import Entry, QueuedWork, tensors_over
 from nvme_ops.offload.residency.order import Order
+from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.session import Session, unnamed_file
 from nvme_ops.storage.store import TensorStore
 
 _CHANGING = 2  # tensors that may be changed alternately: a chunk of an optimizer can span two parameters
-_AHEAD = 64 << 20  # bytes to read ahead, unless a quarter of the budget is more
 _NEVER = 1 << 60  # the next use of a tensor for which none is predicted
 _numbers = itertools.count()
 
@@ -352,7 +352,7 @@ class Residents(Policy[Resident]):
         self._order.use(use)
         if len(self.present) == len(self._all):
             return
-        room = max(_AHEAD, self.share.nbytes // 4)
+        room = max(2 * IN_FLIGHT, self.share.nbytes // 4)
         for number, (place, _) in enumerate(self._order.ahead()):
             resident = self._at.get(place)
             if resident is None:

@@ -10,11 +10,10 @@ from nvme_ops.base.settings import PAGE
 
 Weight = TypeVar("Weight")  # anything hashable that identifies a weight
 
-_AHEAD = 32 << 20  # bytes left for reading ahead, beside the weight in use: enough to keep a device busy
+IN_FLIGHT = 32 << 20  #: bytes on their way that keep a device busy
 _RARE = 64  # weights used this many times less often than the most used one are not kept
 _LATENCY = 256 << 10  # bytes that a device could read in the time that one more request costs
 _SMALL = 1 << 20  # bytes up to which a weight can stay in memory from the start
-_IN_FLIGHT = 32 << 20  # bytes of experts that keep a device busy
 _GOLDEN = 0.6180339887498949
 
 
@@ -36,7 +35,7 @@ def placement(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[
     found: list[tuple[float, set[Weight]]] = []
     for limit in sorted({nbytes for _, _, nbytes in weights}, reverse=True):
         large = [weight for weight in weights if weight[2] > limit]
-        capacity = memory - 2 * limit - min(_AHEAD, memory // 8) - sum(nbytes for _, _, nbytes in large)
+        capacity = memory - 2 * limit - min(IN_FLIGHT, memory // 8) - sum(nbytes for _, _, nbytes in large)
         if capacity >= 0:
             small = [weight for weight in weights if weight[2] <= limit]
             kept = {weight for weight, _, _ in large} | worth_keeping(small, capacity)
@@ -107,7 +106,7 @@ def share_of_experts(least: int, certain: int, experts: Sequence[int], memory: i
         memory: bytes for experts and other weights.
     """
     most, largest = min(memory - least, sum(experts)), max(experts, default=1)
-    share = max(largest, min(most, max(2 * largest, _IN_FLIGHT, memory - certain)))
+    share = max(largest, min(most, max(2 * largest, IN_FLIGHT, memory - certain)))
     return share // PAGE * PAGE if most >= largest else 0
 
 
