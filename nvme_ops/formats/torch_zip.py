@@ -9,7 +9,6 @@ https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 import sys
@@ -230,8 +229,8 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
         with zipfile.ZipFile(part) as archive:
             infos, limit = archive.infolist(), begin + archive.start_dir
     except Exception as error:  # zipfile raises errors of many types
-        if isinstance(error, OSError) and error.errno:
-            raise
+        if part.failure is not None:
+            raise OSError(part.failure.errno, part.failure.strerror, path) from None
         refuse(path, f"no zip directory, or a damaged one: the file was cut short, or is not a zip file: {error}")
     entries = []
     for info in infos:
@@ -246,17 +245,13 @@ def open_archive(fd: int, path: str, handle: aio_handle, begin: int = 0, end: in
     return Archive(fd, path, handle, _checked(entries, begin, limit, path))
 
 
-class _Part(io.RawIOBase):
-    """A part of a file, for ``zipfile``."""
+class _Part:
+    """A part of a file as a file object with the methods that ``zipfile`` needs."""
+
+    failure: OSError | None = None  #: of a read, which ``zipfile`` takes for the end of what is no zip file
 
     def __init__(self, fd: int, begin: int, end: int) -> None:
         self._fd, self._begin, self._end, self._place = fd, begin, end, begin
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: self._begin, os.SEEK_CUR: self._place, os.SEEK_END: self._end}[whence]
@@ -265,11 +260,21 @@ class _Part(io.RawIOBase):
         self._place = base + offset
         return self._place - self._begin
 
-    def readinto(self, buffer: Any) -> int:
-        room = memoryview(buffer)[: max(0, self._end - self._place)]
-        count = os.preadv(self._fd, [room], self._place)
-        self._place += count
-        return count
+    def tell(self) -> int:
+        return self._place - self._begin
+
+    def read(self, size: int = -1) -> bytes:
+        remaining = max(0, self._end - self._place)
+        remaining = remaining if size < 0 else min(size, remaining)
+        parts = []
+        try:
+            while remaining and (part := os.pread(self._fd, remaining, self._place)):
+                parts.append(part)
+                self._place, remaining = self._place + len(part), remaining - len(part)
+        except OSError as error:
+            self.failure = error
+            raise
+        return b"".join(parts)
 
 
 def _checked(entries: Sequence[ZipEntry], begin: int, limit: int, path: str) -> dict[str, ZipEntry]:

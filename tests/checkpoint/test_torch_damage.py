@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import pickle
 import struct
 import tarfile
@@ -52,6 +54,21 @@ def saved(request: pytest.FixtureRequest, folder: Path) -> Path:
     model, optimizer = trained()
     obj = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "big": pattern(3 * MIB + 1)}
     return Path(request.param(folder / "a.pt", obj))
+
+
+def test_a_directory_that_cannot_be_read_is_not_called_damaged(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pread, reads = os.pread, list[int]()
+
+    def failing(fd: int, count: int, place: int) -> bytes:
+        reads.append(place)
+        if len(reads) > 1:  # the first looks which format it is
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, count, place)
+
+    monkeypatch.setattr(os, "pread", failing)
+    with pytest.raises(OSError, match="Input/output error") as caught:
+        nvme_ops.load(saved)
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, str(saved))
 
 
 @IN_A_FOLDER

@@ -291,6 +291,7 @@ class KeyValues(Capability):
 class OneMemory(Capability):
     """Swapped parameters that give way to a cache in the same ``Memory``, and come back."""
 
+    waits = ("write",)
     main = "swapped"
 
     def start(self) -> None:
