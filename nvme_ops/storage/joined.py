@@ -94,16 +94,23 @@ class JoinedOperation(Owned):
 
     def add_callback(self, callable: Callable[[], object]) -> None:
         """Calls ``callable`` once when all have ended, on the thread for callbacks; at once if they already have."""
-        waited_for = self._transfers.copy()
+        transfers = self._transfers.copy()
+        left = len(transfers) or 1
+        lock = threading.Lock()
 
         def one_ended(_: object = None) -> None:
-            if waited_for:
-                waited_for.pop().add_done_callback(one_ended)
-            else:
+            nonlocal left
+            with lock:
+                left -= 1
+                last = left == 0
+            if last:
                 self._end()
                 callable()
 
-        one_ended()
+        for transfer in transfers:  # not one after the other: each that has ended would call the next one's
+            transfer.add_done_callback(one_ended)
+        if not transfers:
+            one_ended()
 
     def _end(self) -> None:
         with self._lock:

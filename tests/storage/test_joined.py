@@ -86,6 +86,17 @@ def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
     assert calls == [False, False]
 
 
+def test_thousands_that_have_ended_call_back_once(folder: Path) -> None:
+    ended = [IoFuture(as_operation(JoinedOperation(writes(folder, 1), lambda _: None))) for _ in range(1500)]
+    for each in ended:
+        each.result()
+    called = list[IoFuture]()
+    future = IoFuture(as_operation(JoinedOperation(list(ended), lambda _: None)))
+    future.add_done_callback(called.append)
+    assert future.result() == sum(each.result() for each in ended)
+    assert called == [future]
+
+
 def test_a_timeout_leaves_it_to_go_on(folder: Path) -> None:
     handle = Faulty("write", "hold")
     operation = JoinedOperation([*writes(folder, 1), *writes(folder, 1, handle)], lambda failure: None)
