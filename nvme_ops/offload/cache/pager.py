@@ -244,8 +244,9 @@ class Pager(Policy[Entry]):
         """Returns memory; tails, which never leave, lie at its end, and nowhere among what others need."""
         is_tail = isinstance(entry, _Tail)
         memory = self.share.allocate(entry.nbytes, at_end=is_tail)
-        may_be_there = memory is None or not (is_tail and self.share.at_end) or self.share.is_inside(memory)
-        return memory if may_be_there else None
+        if memory is not None and is_tail and self.share.at_end and not self.share.is_inside(memory):
+            return None
+        return memory
 
     def require_room(self, entry: Entry) -> None:
         """Raises MemoryError for a layer that is larger than the budget."""

@@ -138,6 +138,7 @@ class Residents(Policy[Resident]):
     _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
     gives_way = True
+    name = "swapped parameters"
     counts: SwapStats
 
     def __init__(
@@ -174,11 +175,6 @@ class Residents(Policy[Resident]):
         self._residency.join(self)
         if self._memory is not None:
             self._memory.join(self)
-
-    @property
-    def name(self) -> str:
-        """Names it in messages."""
-        return "swapped parameters"
 
     def least(self) -> int:
         """Returns the bytes of the largest tensor."""

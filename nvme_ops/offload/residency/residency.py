@@ -170,8 +170,8 @@ class Residency:
             )
         for other in others:
             for each in _nearest(policy, other):
-                is_there = other.gives_way and not other.share.is_inside(each.memory)
-                if is_there or other.share.bytes_in_use > other.share.nbytes:
+                is_astray = other.gives_way and not other.share.is_inside(each.memory)
+                if is_astray or other.share.bytes_in_use > other.share.nbytes:
                     yield other, each
         first = [each for each in others if after < 0 and each.gives_way > policy.gives_way]
         for other in first:

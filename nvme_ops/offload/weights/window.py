@@ -77,6 +77,7 @@ class Window(Policy[_Weight]):
 
     patience = 60.0
     gives_way = drops_used = True
+    name = "streamed weights"
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
     counts: WindowStats
@@ -257,11 +258,6 @@ class Window(Policy[_Weight]):
         if not self._complete and not (as_planned and self._passed * _PLANS < self.share.nbytes):
             self._passed = 0
             self._read_ahead()
-
-    @property
-    def name(self) -> str:
-        """Names it in messages."""
-        return "streamed weights"
 
     def least(self) -> int:
         """Returns the bytes of memory for the largest weights as they are stored."""
