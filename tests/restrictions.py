@@ -66,12 +66,14 @@ def noexec(path: str) -> None:
 
 
 def become_nobody() -> None:
-    """Gives up root, and with it every capability. Ends the process where it is not root."""
+    """Gives up root, and with it every capability. Ends the process where it is not root, or the package is private."""
     if os.geteuid() != 0:
         sys.exit(NOT_HERE)
     os.setgroups([])
     os.setgid(NOBODY)
     os.setuid(NOBODY)
+    if not os.access(__file__, os.R_OK):  # as in a clone below a folder of mktemp
+        sys.exit(NOT_HERE)
 
 
 def descriptors(count: int) -> None:
