@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -19,13 +19,24 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import copy_bytes, empty
-from nvme_ops.memory.pool import Lease, Pool, can_pin
+from nvme_ops.memory.pool import can_pin
 
 if TYPE_CHECKING:
     from nvme_ops.io.arguments import FileName
 
 
 _Item = TypeVar("_Item")
+
+
+class Lender(Protocol):
+    """Supplies buffers, as a ``Pool`` does."""
+
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest one."""
+
+    def lease(self, nbytes: int, timeout: float | None = None) -> Any:
+        """Returns what has one as its ``tensor``, and waits for memory at most so many seconds."""
 
 
 class Place(NamedTuple):
@@ -57,21 +68,21 @@ class Ring:
 
     def __init__(
         self,
-        pool: Pool | None = None,
+        pool: Lender | None = None,
         *,
         buffer: int | None = None,
         depth: int = RING_DEPTH,
         pinned: bool = False,
         priority: Priority = Priority.DEMAND,
     ) -> None:
-        self._pool, self._depth, self._priority = pool, depth, priority
+        self._pool, self._most, self._depth, self._priority = pool, depth, depth, priority
         self._size = buffer or (PIECE + PAGE if pool is None else PIECE)
         if pool is not None:
             self._size = min(self._size, pool.largest)
         if self._size < 2 * PAGE:
             raise MemoryError(f"a ring needs buffers of {2 * PAGE} bytes, and the pool has at most {self._size}")
         self._pinned = pinned and can_pin()
-        self._leases: list[Lease] = []
+        self._leases: list[Any] = []
         self._buffers: list[torch.Tensor] = []
         self._uses: dict[int, IoFuture] = {}  # by buffer: its transfer
         self._next = 0
@@ -134,6 +145,10 @@ class Ring:
         if self._pinned:
             return torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=True)
         return empty(self._size, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Gives the buffers back to the pool, once no transfer uses them. The next use takes others."""
+        self._uses, self._leases, self._buffers, self._depth = {}, [], [], self._most
 
     def _prepare(self) -> None:
         """Waits for one buffer of the pool, then takes as many more as are free."""

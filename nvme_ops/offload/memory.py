@@ -1,32 +1,48 @@
-"""``Memory``: one budget for several users of memory."""
+"""``Memory``: one budget for several users of memory; ``Buffers`` that are leased from it."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from nvme_ops.base.lifetime import Usable
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, least_words, never_raising, size_words
-from nvme_ops.memory.tier import Share, Tier, tier_on
-from nvme_ops.offload.residency.policy import Policy
+from nvme_ops.memory.tier import Share, Tier, in_pages, tier_on
+from nvme_ops.offload.residency.entry import Entry
+from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
 
 _STEP = 64  # parts of the memory in which a share grows
 
 
+class _Outside(Policy[Entry]):
+    """Fills its memory by itself: none of it leaves for others."""
+
+    def __init__(self, residency: Residency, share: Share) -> None:
+        super().__init__(residency.lock, share, None, Stats())
+        share.at_end = True  # others do not lie beyond what gives way to it
+
+    def victims(self, after: int) -> Iterable[Entry]:
+        """Returns none."""
+        del after
+        return ()
+
+
 class Memory(Usable):
-    """A budget that streamed weights, swapped parameters, and caches of keys and values share.
+    """A budget that all of ``nvme_ops.offload`` can share.
 
         memory = nvme_ops.offload.Memory("20G")
         model = nvme_ops.offload.from_pretrained("Qwen/Qwen2.5-72B", memory=memory)
         cache = nvme_ops.offload.NvmeCache("/mnt/nvme", memory=memory)
         model.generate(**inputs, cache=cache)  # past_key_values= before transformers 5.24
 
-    Keys and values come first, as they would have to be written as well: others give way to them as the context grows,
-    and come back when it ends. It belongs to the device of its first user, and is freed with the last one.
+    Keys and values, and what autograd saves, come first, as they would have to be written as well: weights, parameters
+    and gradients give way to them while there are more of them, and come back. So they do for the buffers of an
+    optimizer's step. It belongs to the device of its first user, and is freed with the last one.
 
     Args:
         nbytes: bytes, or a size such as ``"20G"``.
@@ -45,7 +61,7 @@ class Memory(Usable):
             raise ValueError(f"nbytes must be at least {PAGE}, a page")
         self.residency = Residency()
         self._tier: Tier | None = None
-        self._lent: Share  # of what users take besides their shares
+        self._lender: _Outside  # has what users take besides their shares
         self._users: weakref.WeakSet[Policy[Any]] = weakref.WeakSet()
 
     def share(self, device: torch.device) -> Share:
@@ -59,8 +75,8 @@ class Memory(Usable):
         with self.residency.lock:
             if self._tier is None:
                 self._tier = tier_on(device, self.nbytes, two_ended=True)
-                self._lent = self._tier.share()
-                self._lent.at_end = True
+                self._lender = _Outside(self.residency, self._tier.share())
+                self.residency.join(self._lender)
             elif self._tier.device != device:
                 raise ValueError(
                     f"this Memory is memory of {self._tier.device}, and memory of {device} is needed: make one for each"
@@ -69,10 +85,12 @@ class Memory(Usable):
 
     def lend(self, nbytes: int) -> object:
         """Gives up memory that a user takes besides its share; it is back with the last reference to the result."""
-        lent = self._lent.lend(nbytes)
-        if lent is None:
-            raise ValueError(f"a Memory of {size_words(self.nbytes)} has no {size_words(nbytes)} in one piece left")
-        return lent
+        with self.residency.lock:
+            lent = self.residency.borrow(self._lender, nbytes)
+            if lent is None:
+                raise ValueError(f"a Memory of {size_words(self.nbytes)} has no {size_words(nbytes)} in one piece left")
+            self.balance()
+            return lent
 
     def join(self, user: Policy[Any]) -> None:
         """Adds a user. Raises ValueError, naming all users and what they need, if the memory is too small for them."""
@@ -115,11 +133,15 @@ class Memory(Usable):
                 self._tier.boundary = self._free() - sum(user.share.nbytes for user in users if user.share.at_end)
 
     def _free(self) -> int:
-        return self.nbytes - self._lent.bytes_in_use
+        return self.nbytes - self._lender.share.bytes_in_use
+
+    @property
+    def step(self) -> int:
+        """Bytes in which shares grow."""
+        return max(PAGE, self.nbytes // _STEP // PAGE * PAGE)
 
     def _rounded(self, nbytes: int) -> int:
-        step = max(PAGE, self.nbytes // _STEP // PAGE * PAGE)
-        return -(-nbytes // step) * step
+        return -(-nbytes // self.step) * self.step
 
     def close(self) -> None:
         """Has new users refused. Raises ValueError while it has users: close these first."""
@@ -134,10 +156,90 @@ class Memory(Usable):
         return f"<Memory of {size_words(self.nbytes)}: {', '.join(user.name for user in self._users)}>"
 
 
-def budget_of(memory_budget: int | str | None, memory: Memory | None) -> int | Memory:
-    """Returns the budget that a user was given, in bytes or shared. Raises TypeError unless it is one of both."""
-    if memory is None and memory_budget is not None:
-        return bytes_of("memory_budget", memory_budget)
+class Buffer(NamedTuple):
+    """Memory that ``Buffers`` have leased; it is back with the last tensor over it."""
+
+    tensor: torch.Tensor
+
+
+class Buffers(_Outside):
+    """Leases buffers like a ``Pool``, but of a ``Memory``: others give way to them.
+
+    Args:
+        memory: has them.
+        name: names their user in messages.
+        largest: the most bytes of one.
+
+    Raises:
+        ValueError: the memory is too small, another device's, or was closed.
+    """
+
+    _closed_error = "these buffers were given back"
+    _forked_error = "these buffers are the parent process's"
+
+    def __init__(self, memory: Memory, name: str, largest: int) -> None:
+        self._memory, self.name, self.largest = memory, name, largest
+        self._wanted = 0
+        super().__init__(memory.residency, memory.share(torch.device("cpu")))
+        memory.join(self)
+        memory.residency.join(self)
+
+    def least(self) -> int:
+        """Returns the bytes of one buffer."""
+        return in_pages(self.largest)
+
+    def wanted(self) -> int:
+        """Returns the bytes of those that are leased or asked for."""
+        return self._wanted
+
+    @property
+    def peak(self) -> int:
+        """The most bytes that were leased at once."""
+        return self.share.peak
+
+    def lease(self, nbytes: int, timeout: float | None = None) -> Buffer:
+        """Leases a buffer; without a ``timeout``, which is 0, it waits for memory that others use.
+
+        Raises:
+            MemoryError: others use all of it.
+            ValueError: it was closed.
+        """
+        entry = Entry(nbytes)
+        with self.lock:
+            self.require_open()
+            self._wanted = self.share.bytes_in_use + in_pages(nbytes)
+            self._memory.balance()
+            memory = self._memory.residency.memory_for(self, entry, -1)
+        if memory is None and timeout is not None:
+            raise self.out_of_memory(entry)
+        return Buffer(self._memory.residency.room(self, entry, -1) if memory is None else memory)
+
+    def end(self) -> None:
+        """Gives others what is no longer leased."""
+        with self.lock:
+            self._wanted = 0
+            self._memory.balance()
+
+    def out_of_memory(self, entry: Entry) -> MemoryError:
+        """Returns the error to raise when others use all memory."""
+        return MemoryError(f"{self._memory!r} has no {size_words(entry.nbytes)} in one piece left for {self.name}")
+
+    def close(self) -> None:
+        """Leaves the memory to others. Further calls do nothing."""
+        super().close()
+        if self._is_ours():
+            self._memory.leave(self)
+
+
+def budget_of(
+    memory_budget: int | str | None, memory: Memory | None, default: str | None = None, least: int = 1
+) -> int | Memory:
+    """Returns the budget that a user was given, in bytes or shared.
+
+    Raises TypeError unless it is one of both, or neither and there is a ``default``.
+    """
+    if memory is None and (given := default if memory_budget is None else memory_budget) is not None:
+        return bytes_of("memory_budget", given, least=least)
     if memory is None or memory_budget is not None:
         raise TypeError("either memory_budget= or memory= says how much memory there is")
     if not isinstance(memory, Memory):

@@ -268,6 +268,49 @@ class KeptOptimizer(Optimizer):
     keep = True
 
 
+class Training(Capability):
+    """Parameters, gradients, what autograd saves, and an optimizer in one ``Memory``. A step that fails is repeated."""
+
+    waits = "read", "write"
+    verified = True
+    main = "optimizer"
+
+    def start(self) -> None:
+        self.module, self.usual, memory = model(), model(), Memory("4M")
+        options: Any = {"memory": memory, "checksums": True, "handle": self.handle}
+        swapped = swap_params(self.module, self.folder, min_bytes="100K", **options)
+        grads = swap_gradients(self.module.parameters(), self.folder, min_bytes="100K", **options)
+        self.saving = save_on_nvme(self.folder, min_bytes="50K", **options)
+        self.others = grads, self.saving, swapped
+        parameters = list(self.module.parameters())
+        self.optimizer = NvmeOptimizer(parameters, torch.optim.AdamW, self.folder, **options)
+        self.reference = torch.optim.AdamW(self.usual.parameters())
+        self.computed = self.stepped = 0
+
+    def do(self, version: int) -> None:
+        if self.computed < version:
+            self.module.zero_grad()
+            with self.saving:
+                loss = self.module(batch(version)).tanh().square().sum()
+            loss.backward()
+            self.computed = version
+        if self.stepped < version:
+            self.usual.zero_grad()
+            self.usual(batch(version)).tanh().square().sum().backward()
+            self.reference.step()
+            self.stepped = version
+        if self.optimizer.steps < version:
+            self.optimizer.step()
+        self.optimizer._states.settle()
+        with torch.no_grad():
+            require(torch.equal(self.module(batch(0)), self.usual(batch(0))), "other parameters")
+
+    def close(self) -> None:
+        super().close()
+        for one in self.others:
+            one.close()
+
+
 def keys_and_values(cache: NvmeCache, version: int) -> None:
     made = torch.Generator().manual_seed(version)
     parts = [torch.rand(1, 4, 200, 64, generator=made, device="cpu") for _ in range(8)]

@@ -25,7 +25,7 @@ ANEW = {
     "KeptOptimizer": "its states go on with the parameters of the program before",
 }
 #: What a handler may run in the midst of where autograd is off, and cannot be switched on.
-BELOW = dict.fromkeys(("Gradients", "Swapped", "SwappedAnew"), "below autograd nothing is differentiated")
+BELOW = dict.fromkeys(("Gradients", "Swapped", "SwappedAnew", "Training"), "below autograd nothing is differentiated")
 
 
 def interrupted(work: Callable[[], object], number: int) -> str:

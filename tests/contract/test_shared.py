@@ -23,7 +23,7 @@ Make = Callable[..., Capability]
 PARENTS = {
     **dict.fromkeys(("Log", "Store", "StreamedOn", "Experts", "Activations"), "fork|parent"),
     **dict.fromkeys(("Swapped", "Gradients", "OneMemory"), "swapped by the parent process"),
-    **dict.fromkeys(("Optimizer", "KeptOptimizer"), "fork|parent"),
+    **dict.fromkeys(("Optimizer", "KeptOptimizer", "Training"), "fork|parent"),
 }
 
 

@@ -13,7 +13,16 @@ import torch
 from torch import nn
 
 from nvme_ops.memory.tier import tier_on
-from nvme_ops.offload import Memory, NvmeCache, from_pretrained, stream_weights, swap_params
+from nvme_ops.offload import (
+    Memory,
+    NvmeCache,
+    NvmeOptimizer,
+    from_pretrained,
+    save_on_nvme,
+    stream_weights,
+    swap_gradients,
+    swap_params,
+)
 from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.offload.llama import saved_llama
 from tests.offload.models import layers
@@ -121,6 +130,46 @@ def test_parameters_are_trained_beside_weights_and_get_what_these_leave(folder: 
     assert not memory._users
     for one, other in zip(plain.parameters(), trained.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+def test_all_of_training_shares_one_memory(folder: Path) -> None:
+    memory, inputs = Memory("12M"), torch.rand(2048, 256, generator=torch.Generator().manual_seed(1))
+    plain = layers(8)
+    module = copy.deepcopy(plain)
+    options: dict[str, Any] = {"memory": memory}
+    swapped = swap_params(module, folder, min_bytes=1, **options)
+    gradients = swap_gradients(module.parameters(), folder, min_bytes=1, **options)
+    saving = save_on_nvme(folder, min_bytes=1, **options)
+    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, **options)
+    reference = torch.optim.AdamW(plain.parameters())
+    users = {user.name: user for user in memory._users}
+    most = 0
+    for _ in range(3):
+        with saving:
+            loss = module(inputs).square().sum()
+        users = {user.name: user for user in memory._users}
+        most = max(most, users["saved tensors"].share.bytes_in_use)
+        assert sum(user.share.bytes_in_use for user in users.values()) <= memory.nbytes
+        loss.backward()
+        expected = plain(inputs).square().sum()
+        expected.backward()
+        assert torch.equal(loss, expected)
+        optimizer.step()
+        reference.step()
+        for model in (module, plain):
+            model.zero_grad()
+        assert users["saved tensors"].share.bytes_in_use == 0
+        assert users["swapped parameters"].share.nbytes >= 2 * MIB, "they have again what they want"
+    assert most > memory.nbytes / 2, "saved tensors come first"
+    assert 0 < saving.stats().bytes_written < saving.stats().bytes_saved
+    with swapped.gathered(module.parameters()) as values:
+        assert all(map(torch.equal, values, plain.parameters()))
+    assert {name: user.share.peak > 0 for name, user in users.items()} == dict.fromkeys(
+        ("swapped parameters", "swapped gradients", "saved tensors", "an optimizer"), True
+    )
+    for one in (optimizer, gradients, saving, swapped):
+        one.close()
+    memory.close()
 
 
 def test_what_is_wrong_is_said(llama: Path, folder: Path) -> None:

@@ -28,6 +28,7 @@ from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
 from nvme_ops.offload.activations.units import ActivationStats, OnStorage, Ticket, TicketRef, Unit
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
@@ -81,24 +82,28 @@ class Activations(Policy[Unit]):
 
     Args:
         folders: of the session.
-        budget: bytes of memory.
+        given: bytes of memory, or memory that is shared.
         checksums: keep a checksum of each unit.
         handle: moves the bytes.
     """
 
     _closed_error = "what keeps these tensors on storage was closed"
     _forked_error = "save_on_nvme is the parent process's: make one in this process"
+    name = "saved tensors"
     counts: ActivationStats
 
     def __init__(
         self,
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
-        budget: int,
+        given: int | Memory,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
         self._checksums, self._native = checksums, native()
+        self._memory = given if isinstance(given, Memory) else None
+        self._has_joined, self._wanted, self._least = False, 0, 0
+        self._borrowed: list[object] = []  # of memory that is shared: steps of it, for what is in memory
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
@@ -118,8 +123,9 @@ class Activations(Policy[Unit]):
             session = undo.enter_context(Session(folders, name="activations"))
             self._files = StripedSlabs(session, "activations", handle_of(handle), None)
             session.lend("", self._files)
-            share = Tier(budget, torch.device("cpu")).share()  # autograd's memory, and torch's
-            self._residency = Residency()
+            # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
+            share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
+            self._residency = Residency() if self._memory is None else self._memory.residency
             super().__init__(self._residency.lock, share, _Saved(self._files), ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()
@@ -249,6 +255,9 @@ class Activations(Policy[Unit]):
             transfer.exception()
         self._undo.close()
         self._native.trim_pool(0)
+        self._borrowed.clear()
+        if self._memory is not None and self._has_joined and self._is_ours():
+            self._memory.leave(self)
 
     def __del__(self) -> None:
         """Removes the files once the last graph is gone; at Python's end the session has removed them."""
@@ -272,6 +281,8 @@ class Activations(Policy[Unit]):
         self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
         if not self._pooling:
             self._pooling = self._native.allocate_from_pool(True)
+        if self._memory is not None:
+            self._take_part(self._memory, unit)
         if not self._this_pass:
             self._began, self._before = time.perf_counter(), ActivationStats(**vars(self.counts))
         self._this_pass += unit.nbytes
@@ -305,6 +316,12 @@ class Activations(Policy[Unit]):
             self._bytes = self._held_bytes = self._writing_bytes = 0  # Ctrl-C may have left others
             if self._this_pass:
                 self._end_pass()
+        if (memory := self._memory) is not None:
+            # others get what they have lent beyond what units take, and one step
+            del self._borrowed[1 + -(-self._bytes // memory.step) if self._units else 0 :]
+            if not self._units and self._wanted:
+                self._wanted = 0
+                memory.balance()
         # kept for reuse: what the budget has room for, or else what the layer at work needs
         self._native.trim_pool(max(_AT_WORK * self._largest, self.share.nbytes - self._bytes))
 
@@ -314,6 +331,51 @@ class Activations(Policy[Unit]):
         moving = max(2 * self._largest, min(IN_FLIGHT, budget // 4))
         fits = max(self._last_pass, self._this_pass) <= budget
         self._most, self._kept = max(budget, _AT_WORK * self._largest), budget if fits else budget - moving
+
+    def _take_part(self, memory: Memory, unit: Unit) -> None:
+        """Has memory that is shared lend what units take, and others give way once it is known how much is saved."""
+        if not self._has_joined:
+            self.share = memory.share(unit.device)
+            self.share.at_end = True
+            memory.join(self)
+            self._has_joined = True
+        at_work = _AT_WORK * unit.nbytes
+        if at_work > self._least and memory.has_room(self, at_work):
+            self._least = at_work
+        wanted = max(self._least, self._last_pass, self._this_pass + unit.nbytes)
+        if wanted > self._wanted:
+            self._wanted = wanted
+            memory.balance()
+        self._borrow(memory, self._bytes)
+
+    def _borrow(self, memory: Memory, nbytes: int) -> None:
+        while nbytes > len(self._borrowed) * memory.step:
+            if (part := self._residency.borrow(self, memory.step)) is None:
+                return  # the budget is spent
+            self._borrowed.append(part)
+
+    def give_back(self) -> None:
+        """Returns the memory of what the program has dropped."""
+        if self.is_usable():
+            self._collect()
+
+    def least(self) -> int:
+        """Returns the bytes that the layer at work needs, during a pass, if others leave them."""
+        return self._least if self._wanted else 0
+
+    def wanted(self) -> int:
+        """Returns the bytes that this pass is expected to save."""
+        return self._wanted
+
+    def resize(self, nbytes: int) -> None:
+        """Sets how much memory it has."""
+        super().resize(nbytes)
+        self._set_limits()
+
+    def victims(self, after: int) -> Sequence[Unit]:
+        """Returns none: what leaves memory for others was written before."""
+        del after
+        return ()
 
     def _end_pass(self) -> None:
         before, now = self._before, self.counts
@@ -476,11 +538,12 @@ class Activations(Policy[Unit]):
             self._collect()
             failure = self._write(unit)
         if _is_full(failure):
+            budget = "memory_budget" if self._memory is None else "share of a Memory"
             raise OSError(
                 failure.errno,
                 f"{os.strerror(failure.errno or errno.ENOSPC)}: {unit.describe()}, is to be saved for the backward "
                 f"pass; there is no room for its {size_words(unit.nbytes)}, and {size_words(self._held_bytes)} in "
-                f"memory spend the memory_budget of {size_words(self.share.nbytes)}",
+                f"memory spend the {budget} of {size_words(self.share.nbytes)}",
                 failure.filename,
             ) from None
         if failure is not None:
@@ -506,6 +569,8 @@ class Activations(Policy[Unit]):
     def allocate(self, entry: Unit) -> torch.Tensor:
         """Returns memory of torch's."""
         self.counts.peak_bytes = max(self.counts.peak_bytes, self._bytes + entry.nbytes)
+        if self._memory is not None:
+            self._borrow(self._memory, self._bytes + entry.nbytes)
         return torch.empty(entry.nbytes, dtype=torch.uint8, device=entry.device)  # from the pool, see ``_add``
 
     def note_arrival(self, entry: Unit) -> None:

@@ -19,6 +19,7 @@ from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.activations.units import ActivationStats
+from nvme_ops.offload.memory import Memory, budget_of
 
 Path = str | os.PathLike[str]
 
@@ -41,7 +42,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     Args:
         folder: where they go; several, one per device, share the tensors by their measured rates.
         min_bytes: smaller tensors stay in memory.
-        memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; on the device where they are.
+        memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; 256 MiB when None. On the device
+            where they are.
+        memory: in place of a budget of its own, one that is shared with others.
         policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
             they are computed from is saved anyway and storage would take longer. That is measured, from the first step
             on, and applies to eager pointwise operations, softmax, layer norm and casts.
@@ -60,7 +63,8 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         folder: Path | Sequence[Path],
         *,
         min_bytes: int | str = "1M",
-        memory_budget: int | str = "256M",
+        memory_budget: int | str | None = None,
+        memory: Memory | None = None,
         policy: Literal["nvme", "auto"] = "nvme",
         checksums: bool = False,
         handle: aio_handle | None = None,
@@ -70,7 +74,7 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         require_switches(checksums=checksums)
         least = max(1, bytes_of("min_bytes", min_bytes, least=0))
         self._activations = Activations(
-            folder, budget=bytes_of("memory_budget", memory_budget, least=0), checksums=checksums, handle=handle
+            folder, given=budget_of(memory_budget, memory, "256M", least=0), checksums=checksums, handle=handle
         )
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)

@@ -20,11 +20,12 @@ from torch.utils.weak import WeakIdRef
 
 from nvme_ops.base.errors import note
 from nvme_ops.base.lifetime import Closing
-from nvme_ops.base.text import MIB, bytes_of, never_raising, size_words
+from nvme_ops.base.text import MIB, never_raising, size_words
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
+from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.optimizer import saved
 from nvme_ops.offload.optimizer.backward import BackwardPass
 from nvme_ops.offload.optimizer.chunks import (
@@ -109,7 +110,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         params: parameters or groups of them, as for any optimizer.
         optimizer_class: a class of ``torch.optim`` that updates each element by itself, such as ``AdamW``.
         folder: where the states go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes, or a size such as ``"256M"``, for the states that are in memory at once.
+        memory_budget: bytes, or a size such as ``"1G"``, for the states that are in memory at once; 256 MiB when None.
+        memory: in place of a budget of its own, one that is shared with others; a step takes at most a quarter of it.
         master_weights: keep a float32 copy of each bfloat16 and float16 parameter among the states, and update that.
             Elements of the parameter that the program has changed since are taken from the parameter.
         reuse: leave the states to the next program that makes the same optimizer in this folder. It continues with the
@@ -120,7 +122,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             complete; ``step`` ends it. Gradients then cannot be clipped or scaled between the two, and several
             backward passes for one step need ``accumulate``.
         free_gradients: set each gradient to None when its parameter is updated. With ``overlap`` they are then never
-            all in memory: the backward pass waits while more than ``memory_budget`` of them await their update.
+            all in memory: the backward pass waits while more than the budget, or a quarter of ``memory``, of them await
+            their update.
         checksums: keep a CRC-32C of each chunk and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
         defaults: keywords for ``optimizer_class``.
@@ -140,7 +143,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         optimizer_class: type[torch.optim.Optimizer],
         folder: Path | Sequence[Path],
         *,
-        memory_budget: int | str = "256M",
+        memory_budget: int | str | None = None,
+        memory: Memory | None = None,
         master_weights: bool = True,
         reuse: bool = False,
         name: str = "optimizer",
@@ -157,9 +161,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._class, self._options, self._master = require_elementwise(optimizer_class), defaults, master_weights
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
-        budget = bytes_of("memory_budget", memory_budget)
-        if budget < MIN_BUDGET:
-            raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
+        given = budget_of(memory_budget, memory, "256M")
+        if isinstance(given, int) and given < MIN_BUDGET:
+            raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(given)}")
         self._failed_with: list[Any] = []  # identities of the gradients of a failed step
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
@@ -174,14 +178,14 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         with contextlib.ExitStack() as undo:
             pinned = any(each.device.type != "cpu" for each in self._parameters())
             self._states = States(
-                folder, session_name(folder, name, reuse), reuse=reuse, budget=budget, pinned=pinned,
+                folder, session_name(folder, name, reuse), reuse=reuse, given=given, pinned=pinned,
                 checksums=checksums, handle=self._handle,
             )  # fmt: skip
             undo.callback(self._states.close)
             self._updates = Updates(self._class, defaults, self._states)
             if free_gradients:
                 self._states.when_done = self._free_gradients
-                self._most_gradients = budget
+                self._most_gradients = self._states.budget
             record = self._states.committed()
             if reuse and record is None:
                 warn_of_others(folder, name)
@@ -189,8 +193,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._arrange()
             else:
                 if record["buffer"] > self._states.buffer:
-                    needed = size_words(4 * record["buffer"])
-                    raise ValueError(f"{name!r} was kept with larger chunks: memory_budget must be {needed}")
+                    needed = "memory_budget" if memory is None else "a quarter of memory"
+                    needed = f"{needed} must be {size_words(4 * record['buffer'])}"
+                    raise ValueError(f"{name!r} was kept with larger chunks: {needed}")
                 self._states.buffer = record["buffer"]
                 if (division := self._division_for(record["made"])) is None:
                     raise ValueError(

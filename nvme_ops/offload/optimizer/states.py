@@ -28,6 +28,7 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
+from nvme_ops.offload.memory import Buffers, Memory
 from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
 from nvme_ops.offload.residency.policy import Stats
@@ -61,7 +62,7 @@ class States(Usable):
         folders: those of the session.
         name: that of the session.
         reuse: leave the states to the next session of this name.
-        budget: bytes of memory for buffers.
+        given: bytes of memory for buffers, or memory that is shared: of that at most a quarter, during passes.
         pinned: whether buffers are page-locked, for copies from and to an accelerator.
         checksums: keep a checksum of each chunk, and compare it when the chunk is read.
         handle: moves the bytes.
@@ -76,7 +77,7 @@ class States(Usable):
         name: str,
         *,
         reuse: bool,
-        budget: int,
+        given: int | Memory,
         pinned: bool,
         checksums: bool,
         handle: aio_handle | None,
@@ -95,13 +96,21 @@ class States(Usable):
         super().__init__()
         self._in_pass = False  # a pass over chunks is under way, or was interrupted
         self._has_third_places = False  # some chunks have a third place
-        self._pool = Pool(budget, pinned=pinned)
+        self.budget = given if isinstance(given, int) else given.nbytes // _BUFFERS
         #: The most bytes of a chunk with its backup.
-        self.buffer = min(_BUFFER, budget // _BUFFERS, self._pool.largest)
-        depth = max(_BUFFERS, budget // _BUFFER)
+        self.buffer = min(_BUFFER, self.budget // _BUFFERS)
+        self._shared: Buffers | None = None
+        if isinstance(given, int):
+            self._pool: Pool | Buffers = Pool(self.budget, pinned=pinned)
+            self.buffer = min(self.buffer, self._pool.largest)
+        else:
+            self._pool = self._shared = Buffers(given, "an optimizer", self.buffer)
+        depth = max(_BUFFERS, self.budget // _BUFFER)
         self._ring = Ring(self._pool, buffer=self.buffer, depth=depth)
         self._other_transfers: deque[IoFuture] = deque(maxlen=2 * depth)  # those that the store does not know of
         with contextlib.ExitStack() as undo:
+            if self._shared is not None:
+                undo.callback(self._shared.close)
             self.session = undo.enter_context(Session(folders, name=name, reuse=reuse))
             self._records = Records(self.session) if reuse else None
             if self._records is not None:
@@ -188,9 +197,14 @@ class States(Usable):
     ) -> Generator[tuple[Chunk, torch.Tensor], None, None]:
         self._recover()
         self._in_pass = True
-        yield from self._ring.update(chunks, read, write, ended)
-        self._in_pass = False
-        self._other_transfers.clear()
+        try:
+            yield from self._ring.update(chunks, read, write, ended)
+            self._in_pass = False
+            self._other_transfers.clear()
+        finally:
+            if self._shared is not None:
+                self._ring.release()
+                self._shared.end()
 
     def _pass_all(self, *given: Any) -> None:
         with contextlib.closing(self._pass(*given)) as passing:

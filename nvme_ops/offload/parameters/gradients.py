@@ -21,14 +21,17 @@ from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped
 from nvme_ops.offload.parameters.swapped import SwappedTensor
 from nvme_ops.offload.residency.entry import tensors_over
+from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.weights.stream_weights import device_of_all
 
 aten = torch.ops.aten
 
 _LEAVING = 4  # budget / _LEAVING bytes are for gradients that are being written
+_SHARED = 16  # and of memory that is shared this part, at most what keeps a device busy
 
 Path = str | os.PathLike[str]
 
@@ -238,7 +241,8 @@ def swap_gradients(
     params: Iterable[torch.Tensor],
     folder: Path | Sequence[Path],
     *,
-    memory_budget: int | str = "256M",
+    memory_budget: int | str | None = None,
+    memory: Memory | None = None,
     min_bytes: int | str = "1M",
     checksums: bool = False,
     handle: aio_handle | None = None,
@@ -260,19 +264,20 @@ def swap_gradients(
     Args:
         params: parameters of a module; those that ``swap_params`` has made, if it is used.
         folder: where the gradients go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes for gradients that are being moved or used, or a size such as ``"256M"``.
+        memory_budget: bytes for gradients that are being moved or used, or a size such as ``"1G"``; 256 MiB when None.
+        memory: in place of a budget of its own, one that is shared with others.
         min_bytes: gradients of smaller parameters stay in memory.
         checksums: keep a CRC-32C of each gradient and compare it when it comes back.
         handle: moves the bytes; one for the whole process when None.
 
     Raises:
-        MemoryError: a gradient is larger than three quarters of the budget.
+        MemoryError: a gradient is larger than three quarters of the budget, or than what others leave of ``memory``.
         ValueError: no parameter is large enough, gradients are swapped already, or there are several ranks, which
             reduce gradients after they are complete.
         TypeError: a parameter is a ``DTensor``.
         OSError: the folder cannot be used. A backward pass raises ENOSPC when the disk is full.
     """
-    budget, least = bytes_of("memory_budget", memory_budget), bytes_of("min_bytes", min_bytes)
+    given, least = budget_of(memory_budget, memory, "256M"), bytes_of("min_bytes", min_bytes)
     require_switches(checksums=checksums)
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
@@ -290,15 +295,18 @@ def swap_gradients(
     device = device_of_all(large, "the parameters are")
     if several_ranks():
         raise ValueError("gradients of several ranks are reduced after they are complete: they cannot be swapped")
-    leaving = budget // _LEAVING
-    residents = Residents(
-        folder, "gradients", given=budget - leaving, device=device, checksums=checksums, handle=handle
-    )
-    try:
-        return SwappedGradients(residents, every, large, leaving)
-    except BaseException:
-        residents.close()
-        raise
+    leaving = given // _LEAVING if isinstance(given, int) else min(IN_FLIGHT, given.nbytes // _SHARED)
+    with contextlib.ExitStack() as undo:
+        residents = Residents(
+            folder, "gradients", given=given - leaving if isinstance(given, int) else given, device=device,
+            checksums=checksums, handle=handle,
+        )  # fmt: skip
+        undo.callback(residents.close)
+        if isinstance(given, Memory):
+            residents.borrowed.append(given.lend(leaving))
+        made = SwappedGradients(residents, every, large, leaving)
+        undo.pop_all()
+    return made
 
 
 def several_ranks() -> bool:

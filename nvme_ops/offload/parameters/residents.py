@@ -138,7 +138,6 @@ class Residents(Policy[Resident]):
     _closed_error = "these tensors on storage were closed"
     _forked_error = "these tensors are swapped by the parent process: swap them in this one"
     gives_way = True
-    name = "swapped parameters"
     counts: SwapStats
 
     def __init__(
@@ -154,6 +153,8 @@ class Residents(Policy[Resident]):
         self._memory = given if isinstance(given, Memory) else None
         self.budget = given if isinstance(given, int) else given.nbytes
         self.device, self._handle = device, handle_of(handle)
+        self.name = f"swapped {name}"
+        self.borrowed: list[object] = []  #: memory that its user has besides, of memory that is shared
         self._largest = 0  # bytes of a tensor, in whole pages
         self._order: Order[Use] = Order(together=True)
         self._all: weakref.WeakValueDictionary[str, Resident] = weakref.WeakValueDictionary()
@@ -177,8 +178,8 @@ class Residents(Policy[Resident]):
             self._memory.join(self)
 
     def least(self) -> int:
-        """Returns the bytes of the largest tensor."""
-        return self._largest
+        """Returns the bytes of two of the largest tensors: an operation may use several, or read another ahead."""
+        return min(2 * self._largest, self._nbytes)
 
     def wanted(self) -> int:
         """Returns the bytes of all tensors."""
@@ -337,6 +338,7 @@ class Residents(Policy[Resident]):
         """Waits for transfers and removes the files. Further calls do nothing."""
         super().close()
         if self._memory is not None and self._process == os.getpid():
+            self.borrowed.clear()
             self._memory.leave(self)
         with contextlib.suppress(OSError):  # the write's result is no longer needed
             self._undo.close()

@@ -54,25 +54,22 @@ class Policy(Usable, Generic[E]):
     Args:
         lock: of the residency that moves its entries, and that it joins when it is complete.
         share: the memory for entries.
-        backing: where their bytes are.
+        backing: where their bytes are; None for a policy without entries.
         stats: counts what is moved.
     """
 
+    name = "entries"  #: in messages
     patience: ClassVar[float] = 30.0  #: seconds to wait for memory that others hold
     gives_way: ClassVar[bool] = False  #: others that share its memory may take it, on demand
     drops_used: ClassVar[bool] = False  #: entries may leave while others use their values, which stay until then
 
-    def __init__(self, lock: Any, share: Share, backing: Backing[E], stats: Stats) -> None:
+    def __init__(self, lock: Any, share: Share, backing: Backing[E] | None, stats: Stats) -> None:
         super().__init__()
         self.lock = lock
-        self.share, self.backing, self.counts = share, backing, stats
+        self.share, self.counts = share, stats
+        self.backing: Any = backing
         self.present: MutableMapping[E, None] = {}  #: in the order of arrival
         self.to_write: MutableMapping[E, None] = {}  #: changed entries, in the order of their changes
-
-    @property
-    def name(self) -> str:
-        """Names it in messages."""
-        return type(self).__name__
 
     def least(self) -> int:
         """Returns the bytes of memory without which it cannot work."""
@@ -108,6 +105,9 @@ class Policy(Usable, Generic[E]):
 
     def note_eviction(self, entry: E) -> None:
         """Records that an entry is leaving memory for others."""
+
+    def give_back(self) -> None:
+        """Returns memory for which it has no more use; called when others lack some."""
 
     def victims(self, after: int) -> Iterable[E]:
         """Returns entries that may leave memory, best first: those not used within the next ``after`` + 1 uses."""

@@ -12,7 +12,7 @@ import contextlib
 import logging
 import time
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -104,7 +104,7 @@ class Residency:
         """
         # inference tensors could not be changed outside of that mode
         with torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext():
-            memory = self._memory_for(policy, entry, after, spared)
+            memory = self.memory_for(policy, entry, after, spared)
             if memory is None:
                 return False
             try:
@@ -130,7 +130,7 @@ class Residency:
             seen = native().endings()
             with self.lock:
                 policy.require_open()
-                memory = self._memory_for(policy, entry, after)
+                memory = self.memory_for(policy, entry, after)
             if memory is not None:
                 return memory
             self._wait_for_memory(policy, entry, patience, seen)
@@ -145,18 +145,45 @@ class Residency:
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s: has waited %.6f s for memory for %s", _name(policy), waited, entry)
 
-    def _memory_for(self, policy: Policy[E], entry: E, after: int, spared: Collection[E] = ()) -> torch.Tensor | None:
-        """Evicts entries until there is memory in one piece; returns None if there is none now."""
-        memory = policy.allocate(entry)
+    def memory_for(
+        self,
+        policy: Policy[E],
+        entry: E,
+        after: int,
+        spared: Collection[E] = (),
+        take: Callable[[E], torch.Tensor | None] | None = None,
+    ) -> torch.Tensor | None:
+        """Evicts entries until there is memory in one piece; returns None if there is none now. Call it with the lock.
+
+        Args:
+            policy: has the entry.
+            entry: needs memory.
+            after: see ``begin``.
+            spared: entries that stay.
+            take: returns the memory; ``policy.allocate`` when None.
+        """
+        take = take or policy.allocate
+        memory = take(entry)
         if memory is not None:
             return memory
         native().wait_for_ending(native().endings(), 0)  # releases the memory of transfers that have ended
+        if len(self._policies) > 1:
+            for other in list(self._policies):
+                if other is not policy:
+                    other.give_back()
+            if (memory := take(entry)) is not None:
+                return memory
         for owner, each in self._leavers(policy, entry, after):
             if each not in spared and self._evict(owner, each):
-                memory = policy.allocate(entry)
+                memory = take(entry)
                 if memory is not None:
                     return memory
         return None
+
+    def borrow(self, policy: Policy[Any], nbytes: int) -> object | None:
+        """Gives up memory of a policy's share for what others allocate; see ``Share.lend``. Call it with the lock."""
+        lend: Any = policy.share.lend  # returns what stands for memory
+        return self.memory_for(policy, Entry(nbytes), -1, take=lambda entry: lend(entry.nbytes))
 
     def _leavers(self, policy: Policy[E], entry: E, after: int) -> Iterator[tuple[Policy[Any], Any]]:
         """Yields what may leave for an entry, and whose it is: what others have beyond their shares, then its own.
