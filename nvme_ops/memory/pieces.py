@@ -24,8 +24,8 @@ def checksums_anywhere(tensors: Sequence[torch.Tensor], kind: str = CHECKSUM) ->
     Tensors that are not contiguous in host memory are copied there piece by piece.
     """
     plain = [index for index, tensor in enumerate(tensors) if is_plain_on_host(tensor)]
-    found = dict(zip(plain, checksums_of([tensors[index] for index in plain], kind), strict=True))
-    return [found[index] if index in found else _checksum_by_pieces(each, kind) for index, each in enumerate(tensors)]
+    sums = dict(zip(plain, checksums_of([tensors[index] for index in plain], kind), strict=True))
+    return [sums[index] if index in sums else _checksum_by_pieces(tensor, kind) for index, tensor in enumerate(tensors)]
 
 
 def _checksum_by_pieces(tensor: torch.Tensor, kind: str) -> int:
@@ -98,32 +98,32 @@ def write(
         borrowed: tensors that are read first.
     """
     first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.holds(tensor)]
-    found = [0] * len(places)
+    checksums = [0] * len(places)
     for chosen in (first, sorted(set(range(len(places))) - set(first))):
         if not chosen:
             continue
         values = _write([places[index] for index in chosen], handle, fd, kind)
         for index, value in zip(chosen, values, strict=False):
-            found[index] = value
+            checksums[index] = value
         if borrowed is not None and chosen is first:
             borrowed.release(places[index][1] for index in first)
-    return found if kind else []
+    return checksums if kind else []
 
 
 def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: int, kind: str | None) -> list[int]:
     direct = [index for index, (_, tensor) in enumerate(places) if is_plain_on_host(tensor)]
     others = sorted(set(range(len(places))) - set(direct))
-    found: dict[int, int] = {}
+    checksums: dict[int, int] = {}
     with InFlight(abandon=True) as in_flight:  # when interrupted: the file is then removed
         sources = [places[index][1] for index in direct]
         if direct:
             starts = [places[index][0] for index in direct]
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
         if others:
-            found |= _write_copies(handle, fd, places, others, kind)
+            checksums |= _write_copies(handle, fd, places, others, kind)
         if kind:  # while the writes are in flight
-            found |= zip(direct, checksums_of(sources, kind), strict=True)
-    return [found.get(index, 0) for index in range(len(places))]
+            checksums |= zip(direct, checksums_of(sources, kind), strict=True)
+    return [checksums.get(index, 0) for index in range(len(places))]
 
 
 def _write_copies(
@@ -158,5 +158,5 @@ def read_into(handle: aio_handle, fd: int, targets: Sequence[tuple[int, torch.Te
         others = [(start, tensor) for start, tensor in targets if tensor.nbytes and not is_plain(tensor)]
         parts = [part for start, tensor in others for part in _parts(start, tensor, ring.piece)]
         held = ring.read(handle, (Place(fd, start, part.nbytes) for start, part in parts))
-        for (_, part), found in zip(parts, held, strict=True):
-            part.copy_(found.view(part.dtype).view(part.shape))
+        for (_, part), memory in zip(parts, held, strict=True):
+            part.copy_(memory.view(part.dtype).view(part.shape))

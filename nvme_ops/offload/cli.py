@@ -122,7 +122,7 @@ def _plan(args: argparse.Namespace) -> int:
             step("computing")
             with _timing(about):
                 trained = Layers(model, memory, device, memory).training(prompt, parameters)
-            found = training_plan(about, trained, memory, rate, noise, free, args.batch, prompt)
+            plan = training_plan(about, trained, memory, rate, noise, free, args.batch, prompt)
         else:
             measured = rates(files, args.folder, device)
             with _timing(about):
@@ -136,11 +136,11 @@ def _plan(args: argparse.Namespace) -> int:
             watts = args.watts
             if watts is None and (spent := joules()) is not None:
                 watts = spent / (time.perf_counter() - begin)
-            found = inference_plan(about, sizes, measured, estimates, left_out, memory, args.price_per_hour, watts)
+            plan = inference_plan(about, sizes, measured, estimates, left_out, memory, args.price_per_hour, watts)
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(plan, indent=2))
     else:
-        show(training_text(found) if args.train else inference_text(found))
+        show(training_text(plan) if args.train else inference_text(plan))
     return 0
 
 
@@ -183,18 +183,18 @@ def _generate(args: argparse.Namespace) -> int:
 
             reached = generate(model, prompt, args.batch, args.new_tokens, sample=args.sample, on_token=on_token)
             joules = energy()
-        found = reached.document(read_rate(files, cached=True), joules)
+        document = reached.document(read_rate(files, cached=True), joules)
     text.end()
-    texts = None if tokenizer is None else [_decoded(tokenizer, each) for each in reached.tokens]
+    texts = None if tokenizer is None else [_decoded(tokenizer, tokens) for tokens in reached.tokens]
     if args.json:
-        print(json.dumps({**found, "texts": texts}, indent=2))
+        print(json.dumps({**document, "texts": texts}, indent=2))
         return 0
     if args.sample:
-        for each in (texts or [",".join(map(str, tokens)) for tokens in reached.tokens])[1:]:
-            show(each)
+        for sample in (texts or [",".join(map(str, tokens)) for tokens in reached.tokens])[1:]:
+            show(sample)
     if tokenizer is None:
         say("no tokenizer in the folder: these are ids of tokens")
-    say(fitted(reached_text(found)))
+    say(fitted(reached_text(document)))
     return 0
 
 
@@ -310,7 +310,7 @@ def _require_context(config: Any, tokens: int) -> None:
 
 def _ids(text: str) -> list[int]:
     try:
-        return [int(each) for each in text.split(",")]
+        return [int(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no list of ids; example: 1,2,3") from None
 

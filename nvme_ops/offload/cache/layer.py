@@ -123,11 +123,11 @@ class PagedLayer(Entry):
 
     def require_like(self, *given: torch.Tensor) -> None:
         """Raises ValueError unless keys and values have the shape of the tokens before."""
-        for half, each in zip(self._halves, given, strict=True):
-            if (self.batch, half.heads, half.width) != (each.shape[0], each.shape[1], each.shape[3]):
+        for half, states in zip(self._halves, given, strict=True):
+            if (self.batch, half.heads, half.width) != (states.shape[0], states.shape[1], states.shape[3]):
                 raise ValueError(
                     f"layer {self.number} has keys or values of a batch of {self.batch}, {half.heads} heads of "
-                    f"{half.width}, and was given {tuple(each.shape)}"
+                    f"{half.width}, and was given {tuple(states.shape)}"
                 )
 
     # In memory
@@ -138,11 +138,11 @@ class PagedLayer(Entry):
         for which, states in enumerate((keys, values)):
             self._typed(which)[:, :, before - self._base : self.tokens - self._base].copy_(states.detach())
         seen = 0 if self._window is None else max(0, before - self._window + 1)
-        found = self._from(0, seen), self._from(1, seen)
+        visible = self._from(0, seen), self._from(1, seen)
         if not self.recording:
             self._leave_window()
         self._note_changes()
-        return found
+        return visible
 
     def half(self, half: int) -> torch.Tensor:
         """Returns the keys (0) or the values (1) that are kept, ``[batch, heads, tokens, width]``, in its memory."""
@@ -239,19 +239,19 @@ class PagedLayer(Entry):
 
     def reorder(self, rows: torch.Tensor) -> None:
         """Makes row ``rows[i]`` of the batch its row i; ``rows``, of the batch's size, is on the CPU."""
-        found: list[_Reordered] = []
+        reordered: list[_Reordered] = []
         at = 0
         for first, last, before in [*self._reordered, _Reordered(self._written, self._written, rows)]:
             parts = [_Reordered(at, first, rows), _Reordered(first, last, before[rows])]
-            for each in parts:
-                if each.first == each.last:
+            for part in parts:
+                if part.first == part.last:
                     continue
-                if found and found[-1].last == each.first and torch.equal(found[-1].rows, each.rows):
-                    found[-1] = _Reordered(found[-1].first, each.last, each.rows)
+                if reordered and reordered[-1].last == part.first and torch.equal(reordered[-1].rows, part.rows):
+                    reordered[-1] = _Reordered(reordered[-1].first, part.last, part.rows)
                 else:
-                    found.append(each)
+                    reordered.append(part)
             at = last
-        self._reordered = found
+        self._reordered = reordered
         if self.memory is not None:
             self._reorder_tokens(self._base, self.tokens, rows)
         elif self.tail is not None:
@@ -334,7 +334,7 @@ class PagedLayer(Entry):
             return
         self._first = max(self._first, self.tokens - self._window + 1)
         gone = self._page_floor(self._first)
-        self._reordered = [each for each in self._reordered if each.last > gone]
+        self._reordered = [part for part in self._reordered if part.last > gone]
         self.files.drop(gone)
 
     def _cut(self, tokens: int) -> None:

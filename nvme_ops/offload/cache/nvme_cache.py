@@ -242,18 +242,18 @@ class NvmeCache(Closing, DynamicCache):
 
 def _layers_of(config: Any) -> list[tuple[Any, dict[str, Any]]]:
     """Returns each layer's class and arguments. Raises ValueError for an unsupported one, TypeError for no config."""
-    found: list[tuple[Any, dict[str, Any]]] = []
+    layers: list[tuple[Any, dict[str, Any]]] = []
     if not hasattr(config, "get_text_config"):
         raise TypeError(f"config must be a model's configuration (model.config), not {type(config).__name__}")
     kinds, arguments = get_layer_types_and_kwargs(config.get_text_config(decoder=True))
     for number, (kind, given) in enumerate(zip(kinds, arguments, strict=True)):
         made = DYNAMIC_LAYER_TYPE_MAPPING[kind]
         if made in (DynamicLayer, DynamicSlidingWindowLayer):
-            found.append((NvmeLayer, {"number": number, "sliding_window": given.get("sliding_window")}))
+            layers.append((NvmeLayer, {"number": number, "sliding_window": given.get("sliding_window")}))
         elif made in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
-            found.append((NvmeHybridLayer, {"number": number, **given}))
+            layers.append((NvmeHybridLayer, {"number": number, **given}))
         elif kind == "dummy" or made is LinearAttentionLayer:
-            found.append((made, given))
+            layers.append((made, given))
         else:
             raise ValueError(f"NvmeCache does not support layer {number} of this model, of type {kind!r}")
-    return found
+    return layers

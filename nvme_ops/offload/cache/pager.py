@@ -134,7 +134,7 @@ class Pager(Policy[Entry]):
         self._use(layer)
         layer.device = keys.device
         try:
-            layer.shape(keys.shape[0], [(each.shape[1], each.shape[3], each.dtype) for each in (keys, values)])
+            layer.shape(keys.shape[0], [(states.shape[1], states.shape[3], states.dtype) for states in (keys, values)])
             layer.files = Segments(self._slabs, layer.number, layer.rows)
             layer.tail = self._room(_Tail(layer, layer.tail_bytes))
         except BaseException:
@@ -154,19 +154,19 @@ class Pager(Policy[Entry]):
             self.start(layer, keys, values)
         layer.require_like(keys, values)
         self._bring(layer, keys.shape[2])
-        found = layer.append(keys, values)
+        visible = layer.append(keys, values)
         self._using = False
         self._ahead(keys.shape[2])
-        return found[0].to(layer.device), found[1].to(layer.device)
+        return visible[0].to(layer.device), visible[1].to(layer.device)
 
     def half(self, layer: PagedLayer, half: int) -> torch.Tensor:
         """Returns the keys (0) or the values (1) that are kept. Raises as ``append``."""
         self._use(layer)
         self._bring(layer, 0)
-        found = layer.half(half).to(layer.device)
+        states = layer.half(half).to(layer.device)
         self._using = False
         self._ahead(0)
-        return found
+        return states
 
     def crop(self, layer: PagedLayer, tokens: int) -> None:
         """Forgets all but the first ``tokens`` tokens; see ``PagedLayer.crop``."""
@@ -237,7 +237,7 @@ class Pager(Policy[Entry]):
     def wanted(self) -> int:
         """Returns the bytes of memory for all layers, and for one that grows."""
         sizes, tails = self._sizes()
-        taken = sum(max(size, 0 if each.memory is None else each.memory.nbytes) for each, size in sizes.items())
+        taken = sum(max(size, 0 if layer.memory is None else layer.memory.nbytes) for layer, size in sizes.items())
         return taken + max([*sizes.values(), self._asked]) + tails
 
     def allocate(self, entry: Entry) -> torch.Tensor | None:
@@ -278,7 +278,7 @@ class Pager(Policy[Entry]):
     def out_of_memory(self, entry: Entry) -> MemoryError:
         """Returns an error that says what is needed, or what others have."""
         layer, nbytes = _layer(entry), in_pages(entry.nbytes)
-        tails = sum(in_pages(each.tail_bytes) for each in {*self._layers, layer})
+        tails = sum(in_pages(paged.tail_bytes) for paged in {*self._layers, layer})
         if nbytes + tails > self.share.nbytes:
             return MemoryError(
                 f"a memory_budget of {size_words(self.budget)} is too small: layer {layer.number}, with "

@@ -110,7 +110,7 @@ class Segments:
 
     def has_failed(self) -> bool:
         """Returns whether one of the latest writes has failed. They must have ended."""
-        return any(each.exception() is not None for each in self.writes)
+        return any(write.exception() is not None for write in self.writes)
 
     def _allocate(self, first: int, tokens: int) -> _Segment:
         """Allocates room for ``tokens`` tokens, and for later ones if there is more room."""

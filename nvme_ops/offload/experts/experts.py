@@ -146,7 +146,7 @@ class Experts(Policy[Expert]):
 
     def __contains__(self, source: Source) -> bool:
         """Returns whether these are bytes of an expert's weight."""
-        return any(each in self._of for each, _ in source.holders())
+        return any(holder in self._of for holder, _ in source.holders())
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed. Raises what ``Window.fetch`` does."""
@@ -154,13 +154,13 @@ class Experts(Policy[Expert]):
 
     def fetch_together(self, sources: Sequence[Source]) -> list[torch.Tensor]:
         """Returns several weights of one expert, or parts of these."""
-        placed = [next(each for each in source.holders() if each[0] in self._of) for source in sources]
+        placed = [next(place for place in source.holders() if place[0] in self._of) for source in sources]
         expert = self._of[placed[0][0]]
         memory = self._residency.fetch(self, expert, expert)
         starts = [expert.places[holder] + begin for holder, begin in placed]
         return [
-            memory[start : start + each.nbytes].view(each.dtype).view(each.shape)
-            for start, each in zip(starts, sources, strict=True)
+            memory[start : start + source.nbytes].view(source.dtype).view(source.shape)
+            for start, source in zip(starts, sources, strict=True)
         ]
 
     def expect(self, group: int, tokens: Mapping[int, int], among: int) -> None:
@@ -198,7 +198,7 @@ class Experts(Policy[Expert]):
             self.guessing
             and self._trial.guessing
             and layer.guesses.is_due(layer.now)
-            and any(each.values is None for each in self.groups[group])
+            and any(expert.values is None for expert in self.groups[group])
         )
 
     def guess(self, group: int, indices: Collection[int]) -> None:
@@ -214,27 +214,29 @@ class Experts(Policy[Expert]):
             if not self.is_usable():
                 return
             layer, uses = self._layers[group], self._uses()
-            found = {
+            likely = {
                 self.groups[group][index]: LayerGuesses.quarter(place, len(indices))
                 for place, index in enumerate(indices)
             }
-            missing = {expert: quarter for expert, quarter in found.items() if expert.values is None}
-            layer.tried = {each: quarter for each, quarter in missing.items() if not layer.guesses.is_worth_it(quarter)}
+            missing = {expert: quarter for expert, quarter in likely.items() if expert.values is None}
+            layer.tried = {
+                expert: quarter for expert, quarter in missing.items() if not layer.guesses.is_worth_it(quarter)
+            }
             self._offer(uses.likely)
-            uses.likely = found
+            uses.likely = likely
             uses.unread = [expert for expert in missing if expert not in layer.tried][::-1]
             self._read_expected(uses)
 
     def following(self, group: int, indices: Collection[int]) -> list[int]:
         """Returns the experts of a layer that most often followed these of the layer before, as many as these."""
-        found = Counter[int]()
+        followers = Counter[int]()
         with self.lock:
             layer = self._layers[group]
             if layer.after is None:
                 layer.after = defaultdict(Counter)
-            for each in indices:
-                found.update(layer.after[each])
-        return [index for index, _ in found.most_common(len(indices))]
+            for index in indices:
+                followers.update(layer.after[index])
+        return [index for index, _ in followers.most_common(len(indices))]
 
     def begin_pass(self, group: int, tokens: int) -> int:
         """Records that a layer's router has computed; returns how many experts a token uses, 0 if that is not known."""
@@ -243,7 +245,7 @@ class Experts(Policy[Expert]):
             if layer.tokens == 1:
                 layer.per_token = layer.used
             layer.full = layer.full + 1 if layer.used == len(self.groups[group]) else 0
-            self.all_used = all(each.full >= _ALL_USED for each in self._layers)
+            self.all_used = all(usage.full >= _ALL_USED for usage in self._layers)
             layer.tokens, layer.used = tokens, 0
             self._note_pass(self._uses(), group, tokens)
             self._settle(group)
@@ -351,7 +353,7 @@ class Experts(Policy[Expert]):
         """Returns the uses of the calling thread, and forgets those of threads that have ended."""
         thread = threading.get_ident()
         if thread not in self._threads:
-            alive = {each.ident for each in threading.enumerate()}
+            alive = {running.ident for running in threading.enumerate()}
             for ended in self._threads.keys() - alive:
                 self._offer(self._release(self._threads.pop(ended)))
             self._threads[thread] = _Uses()
@@ -367,11 +369,11 @@ class Experts(Policy[Expert]):
 
     def _offer(self, experts: Iterable[Expert]) -> None:
         """Lets experts leave memory when another needs it."""
-        for each in experts:
-            if each.values is not None:
+        for expert in experts:
+            if expert.values is not None:
                 self._offers += 1
-                each.offered = self._offers
-                heapq.heappush(self._offered, (each.worth, each.offered, each))
+                expert.offered = self._offers
+                heapq.heappush(self._offered, (expert.worth, expert.offered, expert))
         if len(self._offered) > 4 * len(self.present) + 64:
             self._offered = [
                 item for item in self._offered if item[2].values is not None and item[1] == item[2].offered
@@ -396,11 +398,11 @@ class Experts(Policy[Expert]):
                 if item[2].values is not None:
                     heapq.heappush(self._offered, item)
         if after < 0:
-            guessed = [each for each in self.present if each.guessed is not None]
-            expected = [each for uses in self._threads.values() for each in [*uses.expected, *uses.likely]]
+            guessed = [expert for expert in self.present if expert.guessed is not None]
+            expected = [expert for uses in self._threads.values() for expert in [*uses.expected, *uses.likely]]
             # all in memory at last: Ctrl-C may have come before something was offered
             last = dict.fromkeys([*guessed, *reversed(expected), *self.present])
-            yield from [each for each in last if each.values is not None]
+            yield from [expert for expert in last if expert.values is not None]
 
     def note_eviction(self, entry: Expert) -> None:
         """Counts a guess that was in vain."""
@@ -443,13 +445,13 @@ def _layout(
             nbytes += -(-run[0].nbytes // PAGE) * PAGE
             continue
         skipped = first.start % PAGE
-        length = skipped + sum(each.nbytes for each in run)
+        length = skipped + sum(source.nbytes for source in run)
         start, room = first.start - skipped, -(-length // PAGE) * PAGE
         reads.append((FileExtent(first.file, start, min(first.file.size - start, room)), nbytes))
         at = nbytes + skipped
-        for each in run:
-            places[each] = at
-            at += each.nbytes
+        for source in run:
+            places[source] = at
+            at += source.nbytes
         nbytes += room
     return reads, places, nbytes
 
@@ -457,7 +459,7 @@ def _layout(
 def _runs(sources: Sequence[Source], device: torch.device) -> Iterable[list[Source]]:
     """Yields sources that follow each other in a file together, and the others alone."""
     run: list[Source] = []
-    for source in sorted(sources, key=lambda each: (each.extents[0].file.path, each.extents[0].start)):
+    for source in sorted(sources, key=lambda source: (source.extents[0].file.path, source.extents[0].start)):
         if run and _follows(run[-1], source) and _is_aligned(source, device) and _is_aligned(run[-1], device):
             run.append(source)
             continue

@@ -50,8 +50,8 @@ def regions_of(
     inner = optimizer([{**options_of(options), "params": [sample]}])
     inner.step()
     states = ((name, state) for name, state in inner.state[sample].items() if isinstance(state, torch.Tensor))
-    found = (Region(name, state.dtype) for name, state in states if state.shape == sample.shape)
-    return (Region(MASTER, torch.float32), *found) if master else tuple(found)
+    regions = (Region(name, state.dtype) for name, state in states if state.shape == sample.shape)
+    return (Region(MASTER, torch.float32), *regions) if master else tuple(regions)
 
 
 def options_of(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -153,9 +153,9 @@ def sharded(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return part
     from torch.distributed.tensor import DTensor  # importing it takes a while
 
-    each: Any = like
+    dtensor: Any = like
     return DTensor.from_local(
-        part, each.device_mesh, each.placements, run_check=False, shape=each.shape, stride=each.stride()
+        part, dtensor.device_mesh, dtensor.placements, run_check=False, shape=dtensor.shape, stride=dtensor.stride()
     )
 
 
@@ -220,34 +220,34 @@ class Chunk:
         """
         lent: list[Slice] = []
         in_memory: list[Slice] = []
-        for each in self.slices if slices is None else slices:
-            on_storage = isinstance(each.parameter, SwappedTensor) or isinstance(each.parameter.grad, SwappedTensor)
-            (lent if on_storage else in_memory).append(each)
+        for part in self.slices if slices is None else slices:
+            on_storage = isinstance(part.parameter, SwappedTensor) or isinstance(part.parameter.grad, SwappedTensor)
+            (lent if on_storage else in_memory).append(part)
         if in_memory:
             yield in_memory
-        for each in lent:
-            with _loan_of(each.parameter) as each.loan:
+        for part in lent:
+            with _loan_of(part.parameter) as part.loan:
                 try:
-                    yield [each]
+                    yield [part]
                 finally:
-                    each.loan = None
+                    part.loan = None
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """Returns the elements of each state, by name, as views of the chunk's bytes in ``memory``."""
-        found, begin = {}, 0
+        views, begin = {}, 0
         for name, dtype in self.regions:
             end = begin + self.elements * dtype.itemsize
-            found[name] = memory[begin:end].view(dtype)
+            views[name] = memory[begin:end].view(dtype)
             begin = end
-        return found
+        return views
 
     def scalars_in(self, described: Sequence[dict[str, Any] | None]) -> dict[Slice, dict[str, Any]]:
         """Returns the scalar states of each slice in a record. Raises ValueError if they are of other slices."""
         slices = self.slices
         if len(described) < len(slices):  # earlier versions left out parameters without elements
-            slices = [each for each in slices if each.begin < each.end]
-        found = {each: scalars_from_json(one, self.device) for each, one in zip(slices, described, strict=True)}
-        return {each: one for each, one in found.items() if one is not None}
+            slices = [part for part in slices if part.begin < part.end]
+        scalars = {part: scalars_from_json(one, self.device) for part, one in zip(slices, described, strict=True)}
+        return {part: one for part, one in scalars.items() if one is not None}
 
     def state_names(self, scalars: Mapping[str, Any]) -> list[str]:
         """Returns the names of a slice's states, in the order of a state dict, given those in ``Version.scalars``."""
@@ -274,11 +274,11 @@ class Division:
     @functools.cached_property
     def parts(self) -> dict[torch.Tensor, list[tuple[Chunk, Slice]]]:
         """The slices of each parameter, with their chunks."""
-        found: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
+        parts: dict[torch.Tensor, list[tuple[Chunk, Slice]]] = {}
         for chunk in self.chunks:
-            for each in chunk.slices:
-                found.setdefault(each.parameter, []).append((chunk, each))
-        return found
+            for part in chunk.slices:
+                parts.setdefault(part.parameter, []).append((chunk, part))
+        return parts
 
 
 def key_of(number: int, slot: int) -> str:
@@ -301,10 +301,10 @@ def divide(
                 f"a parameter of shape {tuple(parameter.shape)} has gaps in its memory: give it its data.contiguous()"
             )
         kind = (regions, values.dtype, parameter.device)
-        each = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
+        per_element = sum(region.dtype.itemsize for region in regions) + values.dtype.itemsize
         if regions and regions[0].name == MASTER:
-            each += _MASTER_BYTES
-        most = (buffer - PAGE) // each // _GRAIN * _GRAIN
+            per_element += _MASTER_BYTES
+        most = (buffer - PAGE) // per_element // _GRAIN * _GRAIN
         begin, is_divided = 0, False
         while not is_divided:  # one without elements, such as an empty shard, has states, too
             slices = unfinished.setdefault(kind, [])

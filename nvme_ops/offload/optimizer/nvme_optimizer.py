@@ -74,7 +74,7 @@ def _switches(options: Mapping[str, Any]) -> dict[str, bool]:
 
 def _identities_of(parameters: Iterable[torch.Tensor]) -> list[Any]:
     """Returns what tells whether parameters are the same objects, with the same layout, as before."""
-    return [(id(each), each.dtype, each.device, each.shape, each.stride()) for each in parameters]
+    return [(id(tensor), tensor.dtype, tensor.device, tensor.shape, tensor.stride()) for tensor in parameters]
 
 
 def _layout_of(parameter: torch.Tensor) -> MemoryLayout:
@@ -89,8 +89,8 @@ def _without_strides(made: Any) -> Any:
 
 def _identities(parameters: Iterable[torch.Tensor]) -> list[Any]:
     """Returns, for each parameter, a reference to its gradient and the gradient's version; None if it has none."""
-    gradients = [each.grad for each in parameters]
-    return [None if each is None else (WeakIdRef(each), each._version) for each in gradients]
+    gradients = [parameter.grad for parameter in parameters]
+    return [None if gradient is None else (WeakIdRef(gradient), gradient._version) for gradient in gradients]
 
 
 class NvmeOptimizer(Closing, torch.optim.Optimizer):
@@ -176,7 +176,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         self._handle = handle_of(handle)
         super().__init__(params, optimizer_class([torch.zeros(1, device="cpu")], **defaults).defaults)
         with contextlib.ExitStack() as undo:
-            pinned = any(each.device.type != "cpu" for each in self._parameters())
+            pinned = any(parameter.device.type != "cpu" for parameter in self._parameters())
             self._states = States(
                 folder, session_name(folder, name, reuse), reuse=reuse, given=given, pinned=pinned,
                 checksums=checksums, handle=self._handle,
@@ -219,13 +219,13 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         """
         try:
             strides = {
-                each: tuple(map(int, described[2]))
+                parameter: tuple(map(int, described[2]))
                 for group, those in zip(self.param_groups, made[2], strict=True)
-                for each, described in zip(group["params"], those, strict=True)
+                for parameter, described in zip(group["params"], those, strict=True)
                 if len(described) > 2
             }
             wanted = _without_strides(made)
-            laid_out = [torch.empty_strided(outline(each).shape, strides[each], device="meta") for each in strides]
+            laid_out = [torch.empty_strided(outline(key).shape, strides[key], device="meta") for key in strides]
         except (ValueError, TypeError, LookupError, OverflowError, RuntimeError):  # torch's, for strides that are none
             return None
         if not all(map(is_dense, laid_out)):
@@ -276,7 +276,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             with_gradient = [
                 chunk
                 for chunk in states.division.chunks
-                if any(each.parameter.grad is not None for each in chunk.slices)
+                if any(part.parameter.grad is not None for part in chunk.slices)
             ]
             if backward is not None:
                 self._order = backward.order()
@@ -386,7 +386,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             RuntimeError: with ``overlap``, between the backward pass and ``step``.
         """
         self._require_idle()
-        found, before = state_dict["state"], self.param_groups
+        state, before = state_dict["state"], self.param_groups
         versions: dict[Chunk, Version] | None = None
         try:
             super().load_state_dict({**state_dict, "state": self.state})  # whose keys are no numbers: it stays
@@ -396,9 +396,9 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             states: dict[torch.Tensor, dict[str, Any]] = {}
             for theirs, group in zip(state_dict["param_groups"], self.param_groups, strict=True):
                 for number, parameter in zip(theirs["params"], group["params"], strict=True):
-                    if number in found:
+                    if number in state:
                         given = {  # torch.distributed.checkpoint has looked for those that are {} in vain
-                            name: value for name, value in found[number].items() if not isinstance(value, dict) or value
+                            name: value for name, value in state[number].items() if not isinstance(value, dict) or value
                         }
                         states[parameter] = self._as_of_now(group, given, parameter.device)[1]
             versions = saved.write_states(self._states, states, self._needed, groups=self.param_groups)
@@ -482,7 +482,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._arrange()
                 self._states.attempt += 1
                 chunks = self._states.division.chunks[::-1]
-                order = list(dict.fromkeys([*(each for each in self._order if each in chunks), *chunks]))
+                order = list(dict.fromkeys([*(chunk for chunk in self._order if chunk in chunks), *chunks]))
                 self._pass = BackwardPass(self._states, order, self._update_early, self._most_gradients)
                 self._pass.start()
             self._pass.arrived(parameter)
@@ -506,7 +506,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         states, require_readable = self._states, weakref.WeakMethod(self._require_readable)
         for entry in list(self._shown.values()):
             entry.renew(anew)
-        with_states = {each.parameter for version in states.current.values() for each in version.scalars}
+        with_states = {part.parameter for version in states.current.values() for part in version.scalars}
         for parameter in states.division.parts:
             if parameter not in with_states:
                 self._has_shown.discard(parameter)
@@ -525,15 +525,15 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
     def _free_gradients(self, chunk: Chunk) -> None:
         """Frees the gradients in a chunk of parameters whose chunks are all updated."""
         parts = self._states.division.parts
-        for each in chunk.slices:
-            gradient = each.parameter.grad
-            if gradient is not None and all(self._states.is_done(other) for other, _ in parts[each.parameter]):
-                each.parameter.grad = None
+        for part in chunk.slices:
+            gradient = part.parameter.grad
+            if gradient is not None and all(self._states.is_done(other) for other, _ in parts[part.parameter]):
+                part.parameter.grad = None
                 if self._pass is not None:
                     self._pass.freed(gradient.nbytes)
 
     def _parameters(self) -> list[torch.Tensor]:
-        return [each for group in self.param_groups for each in group["params"]]
+        return [parameter for group in self.param_groups for parameter in group["params"]]
 
     def _arrange(self) -> None:
         """Takes over what the program has changed in ``param_groups``, in layouts of parameters and in ``state``.
@@ -571,7 +571,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
         States of parameters that are in no group any more stay in ``state``, as in torch, but in memory.
         """
-        states, wanted = self._states, {parameter: dict(each) for parameter, each in changed.items()}
+        states, wanted = self._states, {parameter: dict(entry) for parameter, entry in changed.items()}
         stored: dict[torch.Tensor, dict[str, Any]] = {}
         division = None
         if is_other:
@@ -579,7 +579,7 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             stored = saved.to_state_dict(states, self._handle)
             division = self._divided(0)
             new = division.parts.keys() - states.division.parts.keys()
-            wanted = {**stored, **wanted, **{each: dict(self.state.get(each) or {}) for each in new}}
+            wanted = {**stored, **wanted, **{parameter: dict(self.state.get(parameter) or {}) for parameter in new}}
         versions = saved.write_states(states, wanted, self._needed, division=division, keep=not is_other)
         every = (division or states.division).parts
         for parameter, entry in list(self._shown.items()):
@@ -594,18 +594,18 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
 
     def _changed_states(self) -> dict[torch.Tensor, Mapping[str, Any]]:
         """Returns the entries of ``state`` that may have other states than those on storage, or had before the pass."""
-        found: dict[torch.Tensor, Mapping[str, Any]] = {}
+        changed: dict[torch.Tensor, Mapping[str, Any]] = {}
         states = self._states
         for parameter, parts in states.division.parts.items():
             entry = self.state.get(parameter)
             if isinstance(entry, ParameterStates) and entry.parameter is parameter and entry.states is states:
                 if entry.may_differ() if self._pass is None else entry.differs():
-                    found[parameter] = entry
+                    changed[parameter] = entry
             elif entry or (
-                parameter in self._has_shown and any(each in states.current[chunk].scalars for chunk, each in parts)
+                parameter in self._has_shown and any(part in states.current[chunk].scalars for chunk, part in parts)
             ):
-                found[parameter] = entry or {}
-        return found
+                changed[parameter] = entry or {}
+        return changed
 
     def _divided(self, first: int, strides: Mapping[torch.Tensor, tuple[int, ...]] | None = None) -> Division:
         """Divides the groups from number ``first`` on into chunks; those before keep the chunks that they have.
@@ -628,16 +628,16 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
             new: dict[torch.Tensor, tuple[MemoryLayout, tuple[Region, ...]]] = {}
             identities.append(_identities_of(group["params"]))
             described.append([])
-            for place, each in enumerate(group["params"]):
-                kind, layout = (each.dtype, each.device), _layout_of(each)
-                if strides is not None and (stride := strides.get(each, layout.stride)) != layout.stride:
+            for place, parameter in enumerate(group["params"]):
+                kind, layout = (parameter.dtype, parameter.device), _layout_of(parameter)
+                if strides is not None and (stride := strides.get(parameter, layout.stride)) != layout.stride:
                     layout = MemoryLayout(layout.shape, stride)
                     identities[-1][place] = None  # none that a parameter can have
-                described[-1].append([str(each.dtype), *map(list, layout)])
+                described[-1].append([str(parameter.dtype), *map(list, layout)])
                 if number >= first:
                     if kind not in regions:
-                        regions[kind] = self._regions(group, each)
-                    new[each] = layout, regions[kind]
+                        regions[kind] = self._regions(group, parameter)
+                    new[parameter] = layout, regions[kind]
             chunks += divide(new, number, self._states.buffer)
             if self._overlap:
                 require_one_rank(group["params"])
@@ -656,11 +656,11 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 if (method := arrived()) is not None:
                     method(parameter)
 
-            wanted = {each for each in self._parameters() if each.requires_grad}
-            for each in wanted - self._hooks.keys():
-                self._hooks[each] = each.register_post_accumulate_grad_hook(hook)
-            for each in self._hooks.keys() - set(self._parameters()):
-                self._hooks.pop(each).remove()
+            wanted = {parameter for parameter in self._parameters() if parameter.requires_grad}
+            for parameter in wanted - self._hooks.keys():
+                self._hooks[parameter] = parameter.register_post_accumulate_grad_hook(hook)
+            for parameter in self._hooks.keys() - set(self._parameters()):
+                self._hooks.pop(parameter).remove()
 
     def _regions(self, group: Mapping[str, Any], parameter: torch.Tensor) -> tuple[Region, ...]:
         """Returns the elementwise states that the optimizer keeps of a parameter with the group's current options."""

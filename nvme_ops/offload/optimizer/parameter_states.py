@@ -93,8 +93,8 @@ class ParameterStates(MutableMapping[str, Any]):
         """Becomes a dict in memory: of ``states``, or those on storage, with what the program has changed."""
         if self.states is not None:
             names = list(self._names())
-            found = {name: self[name] if states is None else self._values.get(name, states[name]) for name in names}
-            self._values, self._deleted, self.states = found, set(), None
+            values = {name: self[name] if states is None else self._values.get(name, states[name]) for name in names}
+            self._values, self._deleted, self.states = values, set(), None
 
     @torch.no_grad()
     def renew(self, anew: bool = False) -> None:
@@ -121,9 +121,9 @@ class ParameterStates(MutableMapping[str, Any]):
 
     def _stored(self) -> list[str]:
         """Returns the names of the states on storage."""
-        for chunk, each in self._parts():
-            if self.states is not None and each in (scalars := self.states.current[chunk].scalars):
-                return chunk.state_names(scalars[each])
+        for chunk, part in self._parts():
+            if self.states is not None and part in (scalars := self.states.current[chunk].scalars):
+                return chunk.state_names(scalars[part])
         return []
 
     def _names(self) -> list[str]:
@@ -140,22 +140,22 @@ class ParameterStates(MutableMapping[str, Any]):
         """Reads a state; an elementwise one into a new tensor in host memory, with the parameter's layout."""
         if (require_idle := self._require_idle()) is not None:
             require_idle()
-        with_states = [(chunk, each) for chunk, each in self._parts() if each in states.current[chunk].scalars]
-        chunk, each = with_states[0]  # a failed first step has made only some of them
-        scalars = states.current[chunk].scalars[each]
+        with_states = [(chunk, part) for chunk, part in self._parts() if part in states.current[chunk].scalars]
+        chunk, first = with_states[0]  # a failed first step has made only some of them
+        scalars = states.current[chunk].scalars[first]
         if name in scalars:
             return cloned(scalars[name])
         slices: dict[Chunk, list[Slice]] = {}
         for one, part in with_states:
             slices.setdefault(one, []).append(part)
         dtype = next(region.dtype for region in chunk.regions if region.name == name)
-        whole = torch.empty_strided(*each.layout, dtype=dtype).zero_()  # no view: see _is_shared
+        whole = torch.empty_strided(*first.layout, dtype=dtype).zero_()  # no view: see _is_shared
         elements = flat(whole)
 
         def take(chunk: Chunk, buffer: torch.Tensor) -> None:
             view = chunk.views(buffer)[name]
-            for each in slices[chunk]:
-                elements[each.begin : each.end].copy_(view[each.place])
+            for part in slices[chunk]:
+                elements[part.begin : part.end].copy_(view[part.place])
 
         states.copy_out(slices, take)
         return sharded(whole, self.parameter)
@@ -167,7 +167,7 @@ def _version_of(value: Any) -> int:
 
 def _is_shared(tensor: torch.Tensor) -> bool:
     """Returns whether there are other references to a tensor, or to its memory, than the caller's only one."""
-    return any(found > alone for found, alone in zip(_uses(tensor), _UNSHARED, strict=True))
+    return any(uses > alone for uses, alone in zip(_uses(tensor), _UNSHARED, strict=True))
 
 
 def _uses(tensor: torch.Tensor) -> tuple[int, int]:

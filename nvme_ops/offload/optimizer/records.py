@@ -102,17 +102,17 @@ class Records:
 
     def _load(self) -> tuple[Record, Record]:
         """Returns the newest valid record and the newest durable one. Raises FormatError."""
-        found: list[Record] = []
+        records: list[Record] = []
         damaged: list[FormatError] = []
         for path in self._paths:
             try:
-                found.append(_read(path))
+                records.append(_read(path))
             except FormatError as error:
                 damaged.append(error)
             except FileNotFoundError:
                 damaged.append(_missing(path))
-        usable = sorted((each for each in found if each.is_valid), key=lambda each: each.number)
-        durable = [each for each in usable if each.mark == _DURABLE]
+        usable = sorted((record for record in records if record.is_valid), key=lambda record: record.number)
+        durable = [record for record in usable if record.mark == _DURABLE]
         if not durable:  # places that a record of another kind names may have been written to
             raise (damaged or [FormatError(f"{self._paths[0]}: no record of an optimizer's step is valid any more")])[0]
         newest, before = usable[-1], durable[-1]
@@ -258,8 +258,8 @@ def _read(path: str) -> Record:
         text = whole[_SECTOR : _SECTOR + nbytes]
         if len(text) != nbytes or _checksum(text) != checksum:
             raise ValueError("its checksum does not match")
-        found = parse_json(text)
-        content = {} if found == {} else required(found, "places")
+        parsed = parse_json(text)
+        content = {} if parsed == {} else required(parsed, "places")
         return Record(path, number, mark, content, nbytes, checksum)
     except (ValueError, IndexError) as error:
         raise FormatError(f"{path}: the record of an optimizer's step is damaged: {error}") from error
@@ -326,23 +326,23 @@ def session_name(folders: Folders, name: str, reuse: bool) -> str:
     me = ranks.distributed()
     if me is not None and me.world_size > 1:
         return f"{name} of rank {me.rank} of {me.world_size}"
-    found = [each for each, *_ in kept_sessions(_first(folders))] if reuse else []
-    return name + _ALONE if name + _ALONE in found and name not in found else name
+    sessions = [session for session, *_ in kept_sessions(_first(folders))] if reuse else []
+    return name + _ALONE if name + _ALONE in sessions and name not in sessions else name
 
 
 def warn_of_others(folders: Folders, name: str) -> None:
     """Warns that states begin anew although others have kept some under this name in the first folder."""
     pattern = re.compile(re.escape(name) + r"(?: of rank \d+ of \d+)?")
-    found: dict[str, tuple[int, str]] = {}  # steps and path, by session
-    for each, path, in_use in kept_sessions(_first(folders)):
-        if not in_use and pattern.fullmatch(each) and (steps := _steps_in(path)) is not None:
-            found[each] = steps, path
-    if not found:
+    others: dict[str, tuple[int, str]] = {}  # steps and path, by session
+    for session, path, in_use in kept_sessions(_first(folders)):
+        if not in_use and pattern.fullmatch(session) and (steps := _steps_in(path)) is not None:
+            others[session] = steps, path
+    if not others:
         return
     me = ranks.distributed() or ranks.Rank(0, 1)
-    those = ", ".join(f"step {steps} of {each!r} in {path}" for each, (steps, path) in found.items())
+    those = ", ".join(f"step {steps} of {session!r} in {path}" for session, (steps, path) in others.items())
     if me.world_size == 1:
-        take = f"If each of those ranks had all parameters, name={next(iter(found))!r} continues with its states"
+        take = f"If each of those ranks had all parameters, name={next(iter(others))!r} continues with its states"
     else:
         take = "If each rank has all parameters, save_states there and load_states here are enough"
     warnings.warn(
@@ -361,11 +361,11 @@ def _first(folders: Folders) -> str | os.PathLike[str]:
 
 def _steps_in(path: str) -> int | None:
     """Returns the steps that the session at ``path`` has recorded, or None if it has none that can be read."""
-    found: list[Record] = []
+    records: list[Record] = []
     for number in range(2):
         with contextlib.suppress(OSError, FormatError):
-            found.append(_read(file_of(path, f"record {number}")))
-    content = max((each for each in found if each.is_valid), key=lambda each: each.number, default=None)
+            records.append(_read(file_of(path, f"record {number}")))
+    content = max((record for record in records if record.is_valid), key=lambda record: record.number, default=None)
     return content.content.get("steps") if content is not None else None
 
 
@@ -385,9 +385,9 @@ def scalars_from_json(described: dict[str, Any] | None, device: torch.device) ->
     """Undoes ``scalars_to_json``; tensors that are not in host memory are put on ``device``."""
     if described is None:
         return None
-    found = dict(described)
-    for name, value in found.items():
+    scalars = dict(described)
+    for name, value in scalars.items():
         if isinstance(value, list):
             dtype, number, on_host = value
-            found[name] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
-    return found
+            scalars[name] = torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_host else device)
+    return scalars

@@ -47,34 +47,34 @@ _METADATA = "nvme_ops.optimizer"
 def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict[str, Any]]:
     """Returns the states of each parameter; the tensors are mapped from a file without a name."""
     size, places = 0, dict[tuple[torch.Tensor, str], tuple[int, MemoryLayout, torch.dtype]]()
-    found: dict[torch.Tensor, dict[str, Any]] = {}
+    entries: dict[torch.Tensor, dict[str, Any]] = {}
     for chunk in states.division.chunks:
-        for each, scalars in states.current[chunk].scalars.items():
+        for part, scalars in states.current[chunk].scalars.items():
             names = chunk.state_names(scalars)
-            if each.parameter in found or not names:
+            if part.parameter in entries or not names:
                 continue
-            found[each.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
+            entries[part.parameter] = {name: cloned(scalars[name]) for name in names if name in scalars}
             for name, dtype in chunk.regions:
                 if name not in names:
                     continue
-                if elements := each.layout.shape.numel():
-                    places[each.parameter, name] = size, each.layout, dtype
+                if elements := part.layout.shape.numel():
+                    places[part.parameter, name] = size, part.layout, dtype
                     size += -(-elements * dtype.itemsize // PAGE) * PAGE
                 else:  # nothing can be mapped
-                    empty = torch.empty_strided(*each.layout, dtype=dtype)
-                    found[each.parameter][name] = sharded(empty, each.parameter)
+                    empty = torch.empty_strided(*part.layout, dtype=dtype)
+                    entries[part.parameter][name] = sharded(empty, part.parameter)
     if not size:
-        return found
+        return entries
     fd = unnamed_file(states.session, size)
     try:
 
         def write(chunk: Chunk, buffer: torch.Tensor) -> IoFuture | None:
             views, tensors, offsets = chunk.views(buffer), [], []
-            for each in states.current[chunk].scalars:
+            for part in states.current[chunk].scalars:
                 for name, view in views.items():
-                    if (each.parameter, name) in places:
-                        tensors.append(view[each.place])
-                        offsets.append(places[each.parameter, name][0] + each.begin * view.itemsize)
+                    if (part.parameter, name) in places:
+                        tensors.append(view[part.place])
+                        offsets.append(places[part.parameter, name][0] + part.begin * view.itemsize)
             return handle.submit_pwritev(tensors, fd, offsets) if tensors else None
 
         states.copy_out(states.division.chunks, write)
@@ -83,8 +83,8 @@ def to_state_dict(states: States, handle: aio_handle) -> dict[torch.Tensor, dict
         os.close(fd)
     for (parameter, name), (place, layout, dtype) in places.items():
         mapped = torch.frombuffer(memory, dtype=dtype, count=layout.shape.numel(), offset=place)
-        found[parameter][name] = sharded(mapped.as_strided(*layout), parameter)
-    return found
+        entries[parameter][name] = sharded(mapped.as_strided(*layout), parameter)
+    return entries
 
 
 def write_states(
@@ -116,20 +116,20 @@ def write_states(
     parts, chunks = states.division.parts, (division or states.division).chunks
     if keep:
         chunks = list(dict.fromkeys(chunk for parameter in wanted for chunk, _ in parts[parameter]))
-    changing = {chunk: [each for each in chunk.slices if not keep or each.parameter in wanted] for chunk in chunks}
+    changing = {chunk: [part for part in chunk.slices if not keep or part.parameter in wanted] for chunk in chunks}
     for chunk, slices in changing.items():
         names = needed(chunk)
-        for each in slices:
-            _require(wanted.get(each.parameter) or {}, chunk, each, names, strict=groups is None)
+        for part in slices:
+            _require(wanted.get(part.parameter) or {}, chunk, part, names, strict=groups is None)
     versions = {chunk: states.current[chunk] if keep else NOTHING for chunk in changing}
     with contextlib.closing(states.fill(versions, None if keep else lambda *_: None)) as updates:
         for chunk, buffer in updates:
             before, scalars = buffer[: chunk.nbytes].clone() if keep else None, dict(versions[chunk].scalars)
-            for each in changing[chunk]:
-                scalars.pop(each, None)
-                if saved := wanted.get(each.parameter):
+            for part in changing[chunk]:
+                scalars.pop(part, None)
+                if saved := wanted.get(part.parameter):
                     options = None if groups is None else groups[chunk.group]
-                    scalars[each] = _fill(saved, chunk, each, buffer, options)
+                    scalars[part] = _fill(saved, chunk, part, buffer, options)
             is_same = before is not None and torch.equal(before, buffer[: chunk.nbytes])
             if not (is_same and _in_json(scalars) == _in_json(versions[chunk].scalars)):
                 versions[chunk], chunk.scalars = NOTHING, scalars
@@ -141,15 +141,15 @@ def write_states(
 
 
 def _in_json(scalars: Mapping[Slice, dict[str, Any]]) -> dict[Slice, Any]:
-    return {each: scalars_to_json(found) for each, found in scalars.items()}
+    return {part: scalars_to_json(values) for part, values in scalars.items()}
 
 
-def _require(saved: Mapping[str, Any], chunk: Chunk, each: Slice, needed: Collection[str], strict: bool) -> None:
+def _require(saved: Mapping[str, Any], chunk: Chunk, part: Slice, needed: Collection[str], strict: bool) -> None:
     """Raises ValueError unless ``saved`` is empty or has states that fit the parameter.
 
     With ``strict`` they have to be of the dtypes in which they are kept: others would be rounded.
     """
-    shape = tuple(each.parameter.shape)
+    shape = tuple(part.parameter.shape)
     if saved:
         for name in needed:
             if saved.get(name) is None:
@@ -165,7 +165,7 @@ def _require(saved: Mapping[str, Any], chunk: Chunk, each: Slice, needed: Collec
         if not isinstance(value, torch.Tensor):
             continue
         if name in (MASTER, *chunk.names):
-            if local(value).shape != each.layout.shape:
+            if local(value).shape != part.layout.shape:
                 raise ValueError(f"{name!r} of shape {tuple(value.shape)} is for a parameter of shape {shape}")
         elif value.dim():
             raise ValueError(
@@ -175,7 +175,7 @@ def _require(saved: Mapping[str, Any], chunk: Chunk, each: Slice, needed: Collec
 
 
 def _fill(
-    saved: Mapping[str, Any], chunk: Chunk, each: Slice, buffer: torch.Tensor, options: Mapping[str, Any] | None
+    saved: Mapping[str, Any], chunk: Chunk, part: Slice, buffer: torch.Tensor, options: Mapping[str, Any] | None
 ) -> dict[str, Any]:
     """Copies the saved states of a slice into the buffer, and returns the scalar ones."""
     scalars = {
@@ -186,13 +186,13 @@ def _fill(
     for name, view in chunk.views(buffer).items():
         if saved.get(name) is None:
             if name == MASTER:
-                with contextlib.closing(chunk.borrowed([each])) as parts:
+                with contextlib.closing(chunk.borrowed([part])) as parts:
                     for _ in parts:
-                        view[each.place].copy_(each.values())
+                        view[part.place].copy_(part.values())
             else:
                 scalars[name] = None
             continue
-        view[each.place].copy_(each.part_of(saved[name]))
+        view[part.place].copy_(part.part_of(saved[name]))
     return scalars
 
 

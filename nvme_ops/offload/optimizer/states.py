@@ -285,8 +285,8 @@ class States(Usable):
         if self.current[chunk] is not chunk.pending:
             backup = chunk.backup(buffer)
             with contextlib.closing(chunk.borrowed(chunk.updated)) as parts:
-                for each in (each for slices in parts for each in slices):
-                    each.values().copy_(backup[each.place])
+                for part in (part for slices in parts for part in slices):
+                    part.values().copy_(backup[part.place])
         self.changed.pop(chunk, None)
 
     def share(self, chunk: Chunk, target: int, place: int) -> bool:
@@ -297,7 +297,7 @@ class States(Usable):
     def record(self, steps: int, versions: Mapping[Chunk, Version], division: Division) -> dict[str, Any]:
         """Returns what another program needs to know of some versions, beside their bytes, in JSON."""
         chunks = [
-            [version.slot, [scalars_to_json(version.scalars.get(each)) for each in chunk.slices]]
+            [version.slot, [scalars_to_json(version.scalars.get(part)) for part in chunk.slices]]
             for chunk, version in versions.items()
         ]
         return {"steps": steps, "buffer": self.buffer, "made": division.made, "chunks": chunks}
@@ -373,7 +373,7 @@ class States(Usable):
                 self._free_third_places()
             else:
                 durable, now = self._durable, self.current.items()
-                self._failed = {chunk.number: each for chunk, each in now if each.slot != durable.get(chunk.number)}
+                self._failed = {chunk.number: new for chunk, new in now if new.slot != durable.get(chunk.number)}
                 self._flush = None
                 note(
                     flush.failure,
@@ -412,7 +412,7 @@ class States(Usable):
         if not self._has_third_places:
             return
         now = self.current.items()
-        slots = {chunk: (each.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, each in now}
+        slots = {chunk: (new.slot, self._durable.get(chunk.number), self._free_slot(chunk)) for chunk, new in now}
         wanted = {key_of(chunk.number, slot) for chunk, those in slots.items() for slot in those if slot is not None}
         with contextlib.suppress(OSError):
             for key in self._store.keys():  # noqa: SIM118  # the store is no mapping

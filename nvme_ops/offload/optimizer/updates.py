@@ -75,28 +75,28 @@ class Updates:
         # These change gradients in place, but gradients must stay as they are in case the step fails.
         changes_gradients = (nesterov or self._class is torch.optim.Adamax) and options.get("foreach") is not False
         given: list[tuple[Slice, torch.Tensor, torch.Tensor]] = []
-        for each in slices:
-            parameter, gradient = each.loan or (each.parameter, each.parameter.grad)
+        for part in slices:
+            parameter, gradient = part.loan or (part.parameter, part.parameter.grad)
             if gradient is None:
                 continue
             if gradient.layout != torch.strided:
                 raise RuntimeError("NvmeOptimizer does not support sparse gradients")
-            gradient, values = each.part_of(gradient), each.part_of(parameter, copies=False)
+            gradient, values = part.part_of(gradient), part.part_of(parameter, copies=False)
             target = values
             if MASTER in views:
-                target = views[MASTER][each.place]
-                if each not in before:
+                target = views[MASTER][part.place]
+                if part not in before:
                     target.copy_(values)
-                _follow(target, values, backup[each.place])
-                gradient = chunk.gradients(buffer)[each.place].copy_(gradient) if on_host else gradient.to(target.dtype)
+                _follow(target, values, backup[part.place])
+                gradient = chunk.gradients(buffer)[part.place].copy_(gradient) if on_host else gradient.to(target.dtype)
             else:
-                backup[each.place].copy_(values)
+                backup[part.place].copy_(values)
                 if changes_gradients:
                     gradient = gradient.clone()
-            chunk.updated.append(each)
+            chunk.updated.append(part)
             self._states.changed[chunk] = buffer
             target.grad = gradient
-            given.append((each, values, target))
+            given.append((part, values, target))
         if not given:
             return
         targets = [target for _, _, target in given]
@@ -105,26 +105,26 @@ class Updates:
             targets.append(torch.zeros_like(targets[0][:1]))
             targets[-1].grad = torch.zeros_like(targets[-1])
         inner = self._class([{**options, "params": targets}], **self._options)
-        for each, _, target in given:
-            if each in before:
+        for part, _, target in given:
+            if part in before:
                 state = inner.state[target] = dict[str, Any]()
                 for name in chunk.names:
-                    if name not in before[each]:
-                        state[name] = views[name][each.place]
-                for name, value in before[each].items():
+                    if name not in before[part]:
+                        state[name] = views[name][part.place]
+                for name, value in before[part].items():
                     if value is not None:  # None stands for an elementwise state that the slice does not have yet
                         state[name] = cloned(value)
         inner.step()
-        for each, values, target in given:
+        for part, values, target in given:
             scalars: dict[str, Any] = dict.fromkeys(chunk.names)
             for name, value in inner.state[target].items():
                 if name not in views:
                     scalars[name] = value
                 elif value is not None:
                     del scalars[name]
-                    if value.data_ptr() != (view := views[name][each.place]).data_ptr():
+                    if value.data_ptr() != (view := views[name][part.place]).data_ptr():
                         view.copy_(value)
-            chunk.scalars[each] = scalars
+            chunk.scalars[part] = scalars
             if target is not values:
                 values.copy_(target)
             target.grad = None
@@ -137,9 +137,9 @@ class Updates:
         ``SGD(momentum, foreach=True)`` updates momentum buffers one by one until all parameters with a gradient have
         one, which rounds differently in bfloat16 and float16. With ``early``, any parameter may still get a gradient.
         """
-        found: set[_Kind] = set()
+        kinds: set[_Kind] = set()
         if self._class is not torch.optim.SGD:
-            return found
+            return kinds
         for chunk in self._states.division.chunks:
             options = groups[chunk.group]
             foreach = options["foreach"] or (
@@ -149,12 +149,12 @@ class Updates:
                 continue
             scalars = self._states.current[chunk].scalars
             if any(
-                (early or each.parameter.grad is not None)
-                and (each not in scalars or "momentum_buffer" in scalars[each])  # it is None
-                for each in chunk.slices
+                (early or part.parameter.grad is not None)
+                and (part not in scalars or "momentum_buffer" in scalars[part])  # it is None
+                for part in chunk.slices
             ):
-                found.add(chunk.kind)
-        return found
+                kinds.add(chunk.kind)
+        return kinds
 
 
 def _follow(master: torch.Tensor, values: torch.Tensor, backup: torch.Tensor) -> None:

@@ -183,7 +183,7 @@ def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
     Online is the largest whose step is, noise included, about as short as the shortest; offline is the smallest that
     gives as many tokens per second as any, as far as the noise tells.
     """
-    tokens = {each.batch: each.nvme.tokens_per_second for each in estimates if each.nvme.fits}
+    tokens = {entry.batch: entry.nvme.tokens_per_second for entry in estimates if entry.nvme.fits}
     step = {batch: batch / rate for batch, rate in tokens.items()}
     error = 1 + noise_of(estimates)
     online = [batch for batch in step if step[batch] * error <= _AS_FAST * min(step.values())]
@@ -193,7 +193,7 @@ def best(estimates: Sequence[Estimate]) -> tuple[int | None, int | None]:
 
 def noise_of(estimates: Sequence[Estimate]) -> float:
     """Returns by how much the step of any batch that fits may be off, as a share of it."""
-    return max((each.noise for each in estimates if each.nvme.fits), default=0.0)
+    return max((entry.noise for entry in estimates if entry.nvme.fits), default=0.0)
 
 
 def inference_plan(
@@ -224,13 +224,13 @@ def inference_plan(
     hits, read = sizes.experts.hits_and_read(1)
     experts = {**asdict(sizes.experts), "share_of_hits": hits, "bytes_per_token": read}
 
-    def shown(each: Estimate) -> dict[str, Any]:
-        found = {name: value for name, value in asdict(each).items() if value is not None}
+    def shown(entry: Estimate) -> dict[str, Any]:
+        figures = {name: value for name, value in asdict(entry).items() if value is not None}
         for name in ("nvme", "cpu_memory", "no_offload"):
-            if name in found:
-                per_token = 1000 / found[name]["tokens_per_second"]
-                found[name] |= {key: rate * per_token for key, rate in spent.items() if rate is not None}
-        return found
+            if name in figures:
+                per_token = 1000 / figures[name]["tokens_per_second"]
+                figures[name] |= {key: rate * per_token for key, rate in spent.items() if rate is not None}
+        return figures
 
     return {
         **about,
@@ -243,7 +243,7 @@ def inference_plan(
         "online_batch": online,
         "offline_batch": offline,
         "batches_that_do_not_fit": left_out,
-        "batches": [shown(each) for each in estimates],
+        "batches": [shown(entry) for entry in estimates],
     }
 
 
@@ -255,7 +255,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         f"storage {rate_words(plan['rates']['storage'])} (noise {share_words(plan['rates']['noise'])}); "
         f"memory for weights {size_words(plan['memory'])}, in which {size_words(plan['bytes_kept'])} stay",
     ]
-    if cached := [each["batch"] for each in plan["batches"] if each["in_page_cache"]]:
+    if cached := [entry["batch"] for entry in plan["batches"] if entry["in_page_cache"]]:
         beside = "" if len(cached) == len(plan["batches"]) else f" beside batch {', '.join(map(str, cached))}"
         lines.append(
             f"free memory holds all of it{beside}: after the first pass weights come from the page cache, "
@@ -273,7 +273,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if plan["batches_that_do_not_fit"]:
         left_out = ", ".join(map(str, plan["batches_that_do_not_fit"]))
         lines.append(f"batch {left_out}: the cache does not fit into the memory that is free")
-    if not any(each["nvme"]["fits"] for each in batches):
+    if not any(entry["nvme"]["fits"] for entry in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
     lines.append(_NOISE.format(share_words(plan["noise"])))
@@ -289,22 +289,22 @@ def inference_text(plan: Mapping[str, Any]) -> str:
 
 
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
-    places = [each["nvme"] for each in batches]
+    places = [entry["nvme"] for entry in batches]
     columns = {
-        "batch": [str(each["batch"]) for each in batches],
-        "reads": [size_words(each["bytes_per_step"]) for each in places],
-        "reading": [seconds_words(each["reading"]) for each in places],
-        "computing": [seconds_words(each["computing"]) for each in places],
-        "bound by": [each["bound"] for each in places],
-        "tokens/s": [_tokens(each) + ("" if each["fits"] else " (does not fit)") for each in places],
-        "first token": [seconds_words(each["first_token"]) for each in places],
-        "cold": [seconds_words(each["first_token_cold"]) for each in places],
-        "beside weights": [size_words(each["beside_bytes"]) for each in batches],
+        "batch": [str(entry["batch"]) for entry in batches],
+        "reads": [size_words(place["bytes_per_step"]) for place in places],
+        "reading": [seconds_words(place["reading"]) for place in places],
+        "computing": [seconds_words(place["computing"]) for place in places],
+        "bound by": [place["bound"] for place in places],
+        "tokens/s": [_tokens(place) + ("" if place["fits"] else " (does not fit)") for place in places],
+        "first token": [seconds_words(place["first_token"]) for place in places],
+        "cold": [seconds_words(place["first_token_cold"]) for place in places],
+        "beside weights": [size_words(entry["beside_bytes"]) for entry in batches],
     }
     if "joules_per_1000_tokens" in places[0]:
-        columns["energy/1000"] = [f"{rounded(each['joules_per_1000_tokens'], 3)} J" for each in places]
+        columns["energy/1000"] = [f"{rounded(place['joules_per_1000_tokens'], 3)} J" for place in places]
     if "cost_per_1000_tokens" in places[0]:
-        columns["cost/1000"] = [f"{each['cost_per_1000_tokens']:.3g}" for each in places]
+        columns["cost/1000"] = [f"{place['cost_per_1000_tokens']:.3g}" for place in places]
     return _table(columns)
 
 
@@ -314,11 +314,11 @@ def _places(plan: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> st
         rows += [("CPU memory", plan["bytes"], "cpu_memory"), ("no offload", plan["bytes"], "no_offload")]
     else:
         rows.append(("CPU memory, no offload", plan["bytes"], "no_offload"))
-    found = [["", "memory", *(f"batch {each['batch']}" for each in batches)]]
+    table = [["", "memory", *(f"batch {entry['batch']}" for entry in batches)]]
     for name, memory, key in rows:
-        tokens = [_tokens(each[key]) if each[key]["fits"] else "does not fit" for each in batches]
-        found.append([name, size_words(memory), *tokens])
-    return columns_text(found)
+        tokens = [_tokens(entry[key]) if entry[key]["fits"] else "does not fit" for entry in batches]
+        table.append([name, size_words(memory), *tokens])
+    return columns_text(table)
 
 
 def _tokens(placement: Mapping[str, Any]) -> str:
@@ -458,19 +458,19 @@ def training_text(plan: Mapping[str, Any]) -> str:
         f"storage {rate_words(plan['rate'])} read and written at once (noise {share_words(plan['rate_noise'])}), "
         f"{size_words(plan['free'])} free; memory {size_words(plan['memory'])}",
     ]
-    for each in plan["batches"]:
-        found, tokens = each["ways"], each["batch"] * length
+    for entry in plan["batches"]:
+        rows, tokens = entry["ways"], entry["batch"] * length
         columns = {
-            "": [way["name"] for way in found],
-            "memory": [size_words(way["memory"]) for way in found],
-            "read": [size_words(way["read"]) for way in found],
-            "written": [size_words(way["written"]) for way in found],
-            "step": [f"{rounded(way['seconds'], 3)} s" for way in found],
-            "tokens/s": [rounded(tokens / way["seconds"], 3) if way["fits"] else "does not fit" for way in found],
+            "": [way["name"] for way in rows],
+            "memory": [size_words(way["memory"]) for way in rows],
+            "read": [size_words(way["read"]) for way in rows],
+            "written": [size_words(way["written"]) for way in rows],
+            "step": [f"{rounded(way['seconds'], 3)} s" for way in rows],
+            "tokens/s": [rounded(tokens / way["seconds"], 3) if way["fits"] else "does not fit" for way in rows],
             "written per day": [
-                f"{rounded(way['written_per_day'] / _TERABYTE, 3)} TB" if way["written"] else "-" for way in found
+                f"{rounded(way['written_per_day'] / _TERABYTE, 3)} TB" if way["written"] else "-" for way in rows
             ],
-            "largest batch": [str(way["largest_batch"]) for way in found],
+            "largest batch": [str(way["largest_batch"]) for way in rows],
         }
-        lines += ["", f"batch {each['batch']}", _table(columns)]
+        lines += ["", f"batch {entry['batch']}", _table(columns)]
     return "\n".join([*lines, "", _NOISE.format(share_words(plan["noise"]))])

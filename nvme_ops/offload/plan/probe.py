@@ -50,10 +50,10 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
     """Returns the sizes of a model that ``from_pretrained`` has made, and a description of it."""
     text = decoder_config(model)
     stored, sliced = places_of(model)
-    others = {id(each): each for each in [*model.parameters(), *model.buffers()] if stored_in(each) is None}
-    resident = sum(each.nbytes for each in others.values())
+    others = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()] if stored_in(tensor) is None}
+    resident = sum(tensor.nbytes for tensor in others.values())
     tables = [
-        source for source, users in stored.items() if all(isinstance(each[0], torch.nn.Embedding) for each in users)
+        source for source, users in stored.items() if all(isinstance(user[0], torch.nn.Embedding) for user in users)
     ]
     window = model._nvme_window
     routed = experts_of([group.experts for group in groups_of(model)], window.share.device)
@@ -238,7 +238,7 @@ def computing_of(
         for batch in again:
             steps[batch].append(layers.step(batch, context))
         again = [
-            batch for batch in batches if any(min(steps[each]) < min(steps[batch]) for each in batches if each > batch)
+            batch for batch in batches if any(min(steps[size]) < min(steps[batch]) for size in batches if size > batch)
         ]
 
     def computing(batch: int) -> Computing:
@@ -265,7 +265,7 @@ class Layers:
         self._device = device
         text = decoder_config(model)
         self._all, self._vocabulary = text.num_hidden_layers, text.vocab_size
-        layer = sum(each.nbytes for each in _layers(model, self._all)[0].parameters())
+        layer = sum(parameter.nbytes for parameter in _layers(model, self._all)[0].parameters())
         row = 2 * text.hidden_size * model.dtype.itemsize
         most = max(memory, free // 2)
         if layer + row > most:
@@ -299,7 +299,7 @@ class Layers:
         one = self._forward(batch, 1)
         cache = self._new_cache()
         for number, layer in enumerate(one.layers):
-            keys, values = (each.expand(-1, -1, context, -1).contiguous() for each in (layer.keys, layer.values))
+            keys, values = (states.expand(-1, -1, context, -1).contiguous() for states in (layer.keys, layer.values))
             cache.update(keys, values, number)
         return _shortest(lambda: self._seconds(batch, 1, cache))
 
@@ -314,7 +314,7 @@ class Layers:
         """Times training steps on sequences of ``length`` tokens, to describe a model with all of ``parameters``."""
         length = min(length, _TOKENS)
         saved = {True: 0, False: 0}  # bytes saved inside the layers, and after them
-        weights = {each.untyped_storage().data_ptr() for each in self._model.parameters()}
+        weights = {parameter.untyped_storage().data_ptr() for parameter in self._model.parameters()}
         seen = set(weights)
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -344,9 +344,9 @@ class Layers:
         layer_factor, after_factor = self._all / self._count, self._vocabulary / self._rows  # of the model
         after = saved[False] * after_factor
         return TrainedModel(
-            parameters=sum(each.numel() for each in parameters),
+            parameters=sum(parameter.numel() for parameter in parameters),
             itemsize=self._model.dtype.itemsize,
-            largest=max(each.nbytes for each in parameters),
+            largest=max(parameter.nbytes for parameter in parameters),
             activations=round((saved[True] * layer_factor + after) / length),
             of_layer=round(max(saved[True] / self._count, after) / length),
             seconds=seconds * (share * layer_factor + (1 - share) * after_factor) / length,
@@ -396,12 +396,12 @@ def _layers(model: torch.nn.Module, count: int) -> torch.nn.ModuleList:
 def _shortened(config: Any, layers: int, count: int, vocabulary: int) -> Any:
     """Returns a copy of the configuration with ``count`` layers and ``vocabulary`` tokens."""
     made = copy.deepcopy(config)
-    for each in {id(part): part for part in (made, made.get_text_config(decoder=True))}.values():
-        for name, value in vars(each).items():
+    for part in {id(part): part for part in (made, made.get_text_config(decoder=True))}.values():
+        for name, value in vars(part).items():
             if isinstance(value, list) and len(value) == layers:  # one entry for each layer
-                setattr(each, name, value[:count])
-        each.num_hidden_layers, each.vocab_size = count, vocabulary
-        each.pad_token_id = None
+                setattr(part, name, value[:count])
+        part.num_hidden_layers, part.vocab_size = count, vocabulary
+        part.pad_token_id = None
     return made
 
 
@@ -421,7 +421,7 @@ def _synchronize(device: torch.device) -> None:
 def _shortest(seconds: Callable[[], float]) -> float:
     """Returns the shortest of several times: other programs on the machine make times longer, never shorter."""
     seconds()
-    begin, found = time.perf_counter(), [seconds()]
-    while len(found) < _MAX_STEPS and time.perf_counter() - begin < _SECONDS:
-        found.append(seconds())
-    return min(found)
+    begin, times = time.perf_counter(), [seconds()]
+    while len(times) < _MAX_STEPS and time.perf_counter() - begin < _SECONDS:
+        times.append(seconds())
+    return min(times)

@@ -59,10 +59,10 @@ class Derived(torch.nn.Module):
 
 def plain_class(derived: type) -> type[torch.nn.Module]:
     """Returns the class that a module had before; one that the user, or torch, has derived since is its own."""
-    found: Any = derived
-    while "_nvme_plain" in vars(found):
-        found = found._nvme_plain
-    plain: type[torch.nn.Module] = found
+    current: Any = derived
+    while "_nvme_plain" in vars(current):
+        current = current._nvme_plain
+    plain: type[torch.nn.Module] = current
     return plain
 
 
@@ -72,9 +72,9 @@ _classes: weakref.WeakValueDictionary[tuple[type, type], type] = weakref.WeakVal
 def derive(module: torch.nn.Module, base: type[Derived], **attributes: object) -> None:
     """Gives a module a class derived from ``base`` and its own, always the same one, which ``torch.func`` relies on."""
     plain = type(module)
-    found = _classes.get((base, plain))
-    if found is None:
+    derived = _classes.get((base, plain))
+    if derived is None:
         names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__, "_nvme_plain": plain}
-        _classes[base, plain] = found = type(plain.__name__, (base, plain), names)
-    module.__class__ = found
+        _classes[base, plain] = derived = type(plain.__name__, (base, plain), names)
+    module.__class__ = derived
     module.__dict__.update(attributes)

@@ -111,7 +111,7 @@ def generate(
     streamer = _Streamer(model, on_token)
     end = model.generation_config.eos_token_id
     begin = time.perf_counter()
-    found = model.generate(
+    sequences = model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         max_new_tokens=new_tokens,
@@ -122,7 +122,7 @@ def generate(
     )
     (first, before), (last, after) = streamer.seen[0], streamer.seen[-1]
     return GenerationStats(
-        tokens=found[:, len(prompt) :].tolist(),
+        tokens=sequences[:, len(prompt) :].tolist(),
         first_token=first - begin,
         steps=len(streamer.seen) - 1,
         seconds=last - first,

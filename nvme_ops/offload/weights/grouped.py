@@ -143,7 +143,7 @@ def _are_plain(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights:
         and chosen.dim() == 2
         and weights.shape == chosen.shape
         and not (
-            torch.is_grad_enabled() and any(each.requires_grad for each in (hidden, weights, *module.parameters()))
+            torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (hidden, weights, *module.parameters()))
         )
         and not torch.is_autocast_enabled(hidden.device.type)
     )
@@ -196,9 +196,9 @@ def _compute_grouped(
         part = slice(begins[number], ends[number])
         outputs[part] = _one(module, form, number, inputs[part])
     outputs = outputs * weights.reshape(-1)[order].unsqueeze(-1)
-    found = torch.empty_like(outputs)
-    found[order] = outputs
-    return found.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
+    by_token = torch.empty_like(outputs)
+    by_token[order] = outputs
+    return by_token.view(*chosen.shape, -1).sum(dim=1).to(hidden.dtype)
 
 
 def _as_they_arrive(experts: Experts, group: int, numbers: Sequence[int]) -> Iterator[int]:
@@ -240,8 +240,8 @@ def _parts(module: Any, form: _Form, number: int) -> list[StoredTensor]:
     """Returns the weights of one expert."""
     weights = getattr(module, form.up), module.down_proj
     parts: dict[Any, list[StoredTensor]] = module.__dict__.setdefault("_nvme_parts", {})
-    key = number, *((each._source, each._converted) for each in weights)  # which change where others are assigned
+    key = number, *((weight._source, weight._converted) for weight in weights)  # which change where others are assigned
     if key not in parts:
         with torch.inference_mode(False):
-            parts[key] = [select(each, 0, number) for each in weights]
+            parts[key] = [select(weight, 0, number) for weight in weights]
     return parts[key]

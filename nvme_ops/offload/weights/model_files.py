@@ -30,7 +30,7 @@ def weight_files(
         ValueError: the folder has an adapter of peft.
     """
     if not isinstance(path, str | os.PathLike):
-        return [os.path.abspath(named(each)) for each in path]
+        return [os.path.abspath(named(entry)) for entry in path]
     if is_hub_name(path):
         folder = _local_folder(str(path), subfolder, variant, **options)
     else:
@@ -45,11 +45,11 @@ def weight_files(
         )
     names = _names(folder, variant)
     for name in names:
-        found = os.path.join(folder, name)
-        if os.path.isfile(found):
+        candidate = os.path.join(folder, name)
+        if os.path.isfile(candidate):
             if not name.endswith(".json"):
-                return [found]
-            index = read_index(found)
+                return [candidate]
+            index = read_index(candidate)
             return sorted(index.shards(index.places))
     raise FileNotFoundError(
         f"{folder} has no {' or '.join(names)}; nvme-checkpoint convert {folder} {folder} makes them of .bin files"
@@ -76,7 +76,7 @@ def _names(folder: str, variant: str | None) -> list[str]:
             return [given]
     if variant is None:
         return list(_FILES)
-    return [f"{stem}.{variant}.{end}" for stem, end in (each.rsplit(".", 1) for each in _FILES)]
+    return [f"{stem}.{variant}.{end}" for stem, end in (name.rsplit(".", 1) for name in _FILES)]
 
 
 def _local_folder(name: str, subfolder: str = "", variant: str | None = None, **options: Any) -> str:
@@ -98,8 +98,8 @@ def _local_folder(name: str, subfolder: str = "", variant: str | None = None, **
     options["subfolder"] = subfolder
 
     def find(file: str, **more: Any) -> str | None:
-        found: str | None = cached_file(name, file, **more, **options)
-        return found
+        cached: str | None = cached_file(name, file, **more, **options)
+        return cached
 
     optional = {"_raise_exceptions_for_missing_entries": False}
     config = find("config.json")

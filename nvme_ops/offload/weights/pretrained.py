@@ -143,8 +143,8 @@ def from_pretrained(
     with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
-        for each in origin.paths:
-            files.append(WeightFile(open_leased(each), each, handle_of(handle)))
+        for shard in origin.paths:
+            files.append(WeightFile(open_leased(shard), shard, handle_of(handle)))
             undo.callback(files[-1].close)
             header = safetensors_format.read(files[-1].file.fileno(), files[-1].path)
             state.update(stored_tensors(files[-1], header, weights, target))
@@ -179,7 +179,7 @@ def from_pretrained(
         for parameter in model.parameters():
             if stored_in(parameter) is None:
                 parameter.data = parameter.data.to(target)
-        kept = {id(each) for key, each in model.named_parameters(remove_duplicate=False) if key in new}
+        kept = {id(weight) for key, weight in model.named_parameters(remove_duplicate=False) if key in new}
         stream(model, weights, files, given, target, kept)
         undo.pop_all()
     return cast("Streamed", (model, info) if wants_info else model)
@@ -228,18 +228,18 @@ def _configure_generation(model: Any, origin: _Origin, fields: dict[str, Any]) -
 
 def _dtype_of(dtype: Any) -> Any:
     """Returns a dtype that was given as such or as text, or None for "auto". Raises ValueError for anything else."""
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    resolved = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if dtype in (None, "auto"):
         return None
-    if not isinstance(found, torch.dtype | dict):
+    if not isinstance(resolved, torch.dtype | dict):
         raise ValueError(f"dtype must be a torch.dtype, its name or 'auto', not {dtype!r}")
-    return found
+    return resolved
 
 
 def _dtype_in(state: Mapping[str, StoredTensor]) -> torch.dtype:
     """Returns the first dtype of files that a model can have, as transformers does."""
-    found = (each.dtype for name, each in state.items() if not part_of(name)[0])
-    return next((each for each in found if each.is_floating_point and each.itemsize > 1), torch.bfloat16)
+    dtypes = (tensor.dtype for name, tensor in state.items() if not part_of(name)[0])
+    return next((dtype for dtype in dtypes if dtype.is_floating_point and dtype.itemsize > 1), torch.bfloat16)
 
 
 class _Tying(TorchFunctionMode):
@@ -283,7 +283,7 @@ def _equal(one: StoredTensor, other: StoredTensor) -> bool:
     rows = max(1, _COMPARED * one.shape[0] // max(1, one.nbytes))
     ranges = [(start, min(start + rows, one.shape[0])) for start in range(0, one.shape[0], rows)]
     return all(
-        torch.equal(*(each.like(each.source.rows(*part)).to_memory() for each in (one, other))) for part in ranges
+        torch.equal(*(side.like(side.source.rows(*part)).to_memory() for side in (one, other))) for part in ranges
     )
 
 
@@ -317,27 +317,27 @@ def _class_of(transformers: Any, config: Any, given: Any, origin: _Origin, code:
     auto: Any = factory
     names, custom = config.architectures or (), getattr(config, "auto_map", None) or {}
     mapping = (given or transformers.AutoModelForCausalLM)._model_mapping
-    found = None
+    chosen = None
     if given is None:
-        found = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+        chosen = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
         # in custom code, the entry that has a class of this name
-        ends = {str(each).rpartition(".")[2]: key for key, each in custom.items() if key.startswith("AutoModel")}
+        ends = {str(entry).rpartition(".")[2]: key for key, entry in custom.items() if key.startswith("AutoModel")}
         key = next((ends[name] for name in names if name in ends), "AutoModelForCausalLM")
     else:
         key = given.__name__
-    if found is None and type(config) in mapping:
-        found = auto._get_model_class(config, mapping)
-    if key in custom and (found is None or found.__module__.startswith("transformers.")):
+    if chosen is None and type(config) in mapping:
+        chosen = auto._get_model_class(config, mapping)
+    if key in custom and (chosen is None or chosen.__module__.startswith("transformers.")):
         trusted: Any = resolve_trust_remote_code
-        if trusted(code.get("trust_remote_code"), origin.repository, found is not None, True):
+        if trusted(code.get("trust_remote_code"), origin.repository, chosen is not None, True):
             load: Any = get_class_from_dynamic_module
-            found = load(custom[key], origin.repository, code_revision=code.get("code_revision"), **origin.options)
-            found = auto.add_generation_mixin_to_remote_model(found)
-    if found is None:
+            chosen = load(custom[key], origin.repository, code_revision=code.get("code_revision"), **origin.options)
+            chosen = auto.add_generation_mixin_to_remote_model(chosen)
+    if chosen is None:
         raise ValueError(
             f"the configuration, a {type(config).__name__}, names no class that transformers has: give model_class="
         )
-    return found
+    return chosen
 
 
 def _require_complete(
@@ -348,7 +348,7 @@ def _require_complete(
     These are layers of a model of another class than the files are of, as ``named`` in their configuration: a head that
     is to be trained. With ``mismatch`` also weights of another shape. Raises ValueError for others that are missing.
     """
-    missing, mismatched = sorted(info["missing_keys"]), sorted(str(each[0]) for each in info["mismatched_keys"])
+    missing, mismatched = sorted(info["missing_keys"]), sorted(str(entry[0]) for entry in info["mismatched_keys"])
     new = set(mismatched if mismatch else ())
     if named and type(model).__name__ not in named:
         loaded = model.state_dict().keys() - set(missing)
@@ -367,10 +367,10 @@ def _require_complete(
 
 def _is_new(model: Any, name: str, loaded: Iterable[str]) -> bool:
     """Returns whether the files have nothing of the child of the model, or of its base model, that has this weight."""
-    base = next((f"{key}." for key, each in model.named_children() if each is model.base_model), "")
+    base = next((f"{key}." for key, module in model.named_children() if module is model.base_model), "")
     if not name.startswith(base):
         base = ""
     elif re.search(r"\.\d+\.", name):
         return False  # one of its layers
     child = base + name[len(base) :].partition(".")[0]
-    return not any(each.startswith(f"{child}.") for each in loaded)
+    return not any(key.startswith(f"{child}.") for key in loaded)

@@ -26,7 +26,7 @@ class ExpertGroup(NamedTuple):
 
 def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
     """Returns the groups of a model whose parameters are stored tensors, in the order of its modules."""
-    found: list[ExpertGroup] = []
+    groups: list[ExpertGroup] = []
     parents: dict[torch.nn.Module, list[torch.nn.Module]] = {}
     for module in model.modules():
         for child in dict.fromkeys(module.children()):
@@ -41,8 +41,8 @@ def groups_of(model: torch.nn.Module) -> list[ExpertGroup]:
             router = _router_in(parent, len(experts))
             if is_list and router is not None and len(parents[router]) > 1:
                 router = None  # nobody knows for which layer it computes
-            found.append(ExpertGroup(module, experts, router))
-    return found
+            groups.append(ExpertGroup(module, experts, router))
+    return groups
 
 
 def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
@@ -53,11 +53,11 @@ def is_packed(module: torch.nn.Module, tensor: StoredTensor) -> bool:
 
 def _packed_in(module: torch.nn.Module) -> list[list[Source]]:
     """Returns the experts that are packed in a module's own parameters; an index may be in some of these alone."""
-    own = [stored_in(each) for each in [*module._parameters.values(), *module._buffers.values()]]
-    packed = dict.fromkeys(each.source for each in own if each is not None and is_packed(module, each))
-    count = max((each.shape[0] for each in packed), default=0)
+    own = [stored_in(tensor) for tensor in [*module._parameters.values(), *module._buffers.values()]]
+    packed = dict.fromkeys(tensor.source for tensor in own if tensor is not None and is_packed(module, tensor))
+    count = max((pack.shape[0] for pack in packed), default=0)
     return [
-        [each.rows(row, row + 1).view(each.shape[1:]) for each in packed if row < each.shape[0]] for row in range(count)
+        [pack.rows(row, row + 1).view(pack.shape[1:]) for pack in packed if row < pack.shape[0]] for row in range(count)
     ]
 
 
@@ -67,26 +67,26 @@ def _list_in(module: torch.nn.Module, parent: torch.nn.Module | None) -> list[li
         return []
     children = list(module.children())
     names = [[name for name, _ in child.named_parameters()] for child in children]
-    if any(each != names[0] for each in names) or not _chooses(parent, len(children)):
+    if any(of_child != names[0] for of_child in names) or not _chooses(parent, len(children)):
         return []
-    stored = [[stored_in(each) for each in child.parameters()] for child in children]
-    if any(each is None or is_packed(child, each) for child, own in zip(children, stored, strict=True) for each in own):
+    stored = [[stored_in(parameter) for parameter in child.parameters()] for child in children]
+    if any(part is None or is_packed(child, part) for child, own in zip(children, stored, strict=True) for part in own):
         return []
-    found = [[each.source for each in own if each is not None and each.numel()] for own in stored]
-    return found if all(found) else []
+    experts = [[part.source for part in own if part is not None and part.numel()] for own in stored]
+    return experts if all(experts) else []
 
 
 def _chooses(parent: torch.nn.Module, count: int) -> bool:
     """Returns whether something beside a list of modules may choose among them: a matrix with a row for each."""
-    own = [each for each in parent._parameters.values() if each is not None]
-    return _router_in(parent, count) is not None or any(each.dim() == 2 and count in each.shape for each in own)
+    own = [tensor for tensor in parent._parameters.values() if tensor is not None]
+    return _router_in(parent, count) is not None or any(tensor.dim() == 2 and count in tensor.shape for tensor in own)
 
 
 def _router_in(parent: torch.nn.Module | None, count: int) -> torch.nn.Module | None:
     """Returns the child of a module that chooses among ``count`` experts, if there is one."""
     for child in parent.children() if parent is not None else ():
-        own = [each for each in child._parameters.values() if each is not None]
-        if any(each.dim() == 2 and each.shape[0] == count for each in own) and not isinstance(
+        own = [tensor for tensor in child._parameters.values() if tensor is not None]
+        if any(tensor.dim() == 2 and tensor.shape[0] == count for tensor in own) and not isinstance(
             child, torch.nn.Embedding
         ):
             return child
@@ -107,9 +107,9 @@ class RoutedExperts(Derived):
             chosen = _indices([*args, *kwargs.values()], len(self._nvme_experts.groups[self._nvme_group]))
             if chosen is not None:
                 self._expect(chosen, args[0] if args else None)
-                found = compute(self, before, chosen, args, kwargs)
-                if found is not None:
-                    return found
+                result = compute(self, before, chosen, args, kwargs)
+                if result is not None:
+                    return result
         return before(*args, **kwargs)
 
     def _expect(self, chosen: torch.Tensor, hidden: Any) -> None:
@@ -161,9 +161,9 @@ def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token
 
     The router itself is the user's, who may count its calls, or have it change its input: it is not called.
     """
-    own = [each for each in router._parameters.values() if each is not None]
-    matrices = [each for each in own if each.shape == (count, *hidden.shape[-1:])]
-    bias = next((each for each in own if each.shape == (count,)), None)
+    own = [tensor for tensor in router._parameters.values() if tensor is not None]
+    matrices = [tensor for tensor in own if tensor.shape == (count, *hidden.shape[-1:])]
+    bias = next((tensor for tensor in own if tensor.shape == (count,)), None)
     if len(matrices) != 1 or len(own) - len(matrices) != (bias is not None):
         return None
     try:
@@ -175,20 +175,20 @@ def _choice(router: torch.nn.Module, hidden: torch.Tensor, count: int, per_token
 
 def _most_likely_first(chosen: torch.Tensor) -> list[int]:
     """Returns the experts of all tokens: the first choices of tokens, by number, then their second ones."""
-    found: dict[int, None] = {}
+    experts: dict[int, None] = {}
     for choices in zip(*chosen.reshape(-1, chosen.shape[-1]).tolist(), strict=True):
-        found.update(dict.fromkeys(sorted(set(choices))))
-    return list(found)
+        experts.update(dict.fromkeys(sorted(set(choices))))
+    return list(experts)
 
 
 def _chosen(result: Any, count: int, per_token: int) -> torch.Tensor | None:
     """Returns the experts that each token uses, by what a router has returned: these, or a score for each."""
     values = result if isinstance(result, tuple | list) else [result]
-    found = _indices(values, count)
-    if found is None and per_token:
-        scores = [each for each in values if _are_scores(each, count)]
-        found = torch.topk(scores[0], min(per_token, count), dim=-1).indices if scores else None
-    return found
+    indices = _indices(values, count)
+    if indices is None and per_token:
+        scores = [value for value in values if _are_scores(value, count)]
+        indices = torch.topk(scores[0], min(per_token, count), dim=-1).indices if scores else None
+    return indices
 
 
 def _are_scores(value: Any, count: int) -> bool:
@@ -199,19 +199,19 @@ def _are_scores(value: Any, count: int) -> bool:
 
 def _tokens(result: Any, count: int) -> int:
     """Returns for how many tokens a router has computed."""
-    for each in result if isinstance(result, tuple | list) else [result]:
-        if _are_scores(each, count):
-            return int(each.numel() // count)
+    for value in result if isinstance(result, tuple | list) else [result]:
+        if _are_scores(value, count):
+            return int(value.numel() // count)
     return 0
 
 
 def _indices(values: Iterable[Any], count: int) -> torch.Tensor | None:
     """Returns the tensor that says which of ``count`` experts each token uses, if there is one."""
-    for each in values:
-        if type(each) is torch.Tensor and each.dtype in (torch.int32, torch.int64) and each.dim() and each.numel():
-            low, high = torch.stack(torch.aminmax(each)).tolist()
+    for value in values:
+        if type(value) is torch.Tensor and value.dtype in (torch.int32, torch.int64) and value.dim() and value.numel():
+            low, high = torch.stack(torch.aminmax(value)).tolist()
             if low >= 0 and high < count:
-                return each
+                return value
     return None
 
 

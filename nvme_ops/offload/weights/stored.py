@@ -195,12 +195,12 @@ class StoredTensor(OffloadedTensor):
 
     @classmethod
     def _lend_together(cls, lent: Mapping[int, StoredTensor], values: dict[int, torch.Tensor]) -> None:
-        for weights in {each._weights for each in lent.values() if each._weights.window is not None}:
-            of_model = {key: each for key, each in lent.items() if each._weights is weights}
-            stored = weights.open().fetch_all(dict.fromkeys(each._source for each in of_model.values()))
+        for weights in {tensor._weights for tensor in lent.values() if tensor._weights.window is not None}:
+            of_model = {key: tensor for key, tensor in lent.items() if tensor._weights is weights}
+            stored = weights.open().fetch_all(dict.fromkeys(tensor._source for tensor in of_model.values()))
             try:
-                for key, each in of_model.items():
-                    values[key] = each.in_window(stored[each._source])
+                for key, tensor in of_model.items():
+                    values[key] = tensor.in_window(stored[tensor._source])
             finally:
                 stored.clear()  # a traceback would keep them alive
 
@@ -263,8 +263,8 @@ def _in_batches(func: Any, args: Sequence[Any]) -> bool:
     """Returns whether a product may be computed batch by batch."""
     if func is _attention:
         return True
-    batches = [each for each in args if isinstance(each, torch.Tensor) and each.dim() > 2]
-    return any(isinstance(args[0], StoredTensor) or not _is_foldable(each) for each in batches)
+    batches = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.dim() > 2]
+    return any(isinstance(args[0], StoredTensor) or not _is_foldable(batch) for batch in batches)
 
 
 def _is_foldable(value: torch.Tensor) -> bool:
@@ -284,9 +284,9 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
     others = [inputs] if bias is None else [inputs, bias]
     return (
         isinstance(weight, StoredTensor)
-        and all(type(each) in (torch.Tensor, torch.nn.Parameter) for each in others)
+        and all(type(value) in (torch.Tensor, torch.nn.Parameter) for value in others)
         and _is_foldable(inputs)
-        and not (torch.is_grad_enabled() and any(each.requires_grad for each in [weight, *others]))
+        and not (torch.is_grad_enabled() and any(value.requires_grad for value in [weight, *others]))
         and not torch.compiler.is_compiling()
         and not torch._C._are_functorch_transforms_active()  # what reads would be transformed, too
     )
@@ -294,15 +294,15 @@ def _is_simple(inputs: Any, weight: Any, bias: Any = None) -> bool:
 
 def in_window_together(tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
     """Yields the values of tensors of one model that are used one after the other, in memory of the budget."""
-    if any(each._format is not None or each._steps for each in tensors):
-        return (each.in_window() for each in tensors)  # expanded one after the other, too
-    return tensors[0]._weights.open().fetch_together([each._source for each in tensors])
+    if any(tensor._format is not None or tensor._steps for tensor in tensors):
+        return (tensor.in_window() for tensor in tensors)  # expanded one after the other, too
+    return tensors[0]._weights.open().fetch_together([tensor._source for tensor in tensors])
 
 
 def stored_in(tensor: Any) -> StoredTensor | None:
     """Returns this tensor, or the local shard of a ``DTensor``, if it is a stored one; else None."""
-    found = offloaded_in(tensor)
-    return found if isinstance(found, StoredTensor) else None
+    offloaded = offloaded_in(tensor)
+    return offloaded if isinstance(offloaded, StoredTensor) else None
 
 
 # Operations that read nothing, or a part alone. Each returns NotImplemented for arguments that it cannot handle.
@@ -314,7 +314,7 @@ def _lazily(*operators: Any) -> Callable[[Callable[..., Any]], Callable[..., Any
     def add(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
         def of_plain(*args: Any, **kwargs: Any) -> Any:
-            is_other = any(isinstance(each, StoredTensor) and not each.is_plain() for each in tree_leaves(args))
+            is_other = any(isinstance(leaf, StoredTensor) and not leaf.is_plain() for leaf in tree_leaves(args))
             return NotImplemented if is_other else function(*args, **kwargs)
 
         StoredTensor.lazy.update(dict.fromkeys(operators, of_plain))
@@ -344,7 +344,7 @@ StoredTensor.lazy[aten._to_copy.default] = _to_copy
 
 def select(tensor: StoredTensor, dim: int, index: int) -> Any:
     """Selects an index of the first dimension, such as one of packed experts, with its part of a scale."""
-    if [each.function for each in tensor._steps] == [aten.baddbmm.default]:
+    if [step.function for step in tensor._steps] == [aten.baddbmm.default]:
         ((_, (left, right), scales, _),) = tensor._steps
         part = select(tensor._whole(), dim, index)
         if part is NotImplemented:
@@ -391,10 +391,10 @@ def _indexed(tensor: Any, indices: Sequence[Any]) -> Any:
     parts = [select(tensor, 0, number) for number in numbers.tolist()]
     if any(part is NotImplemented for part in parts):
         return NotImplemented
-    found = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+    gathered = torch.empty((len(index), *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
     for number, part in enumerate(parts):
-        found[inverse == number] = part.in_window()
-    return found
+        gathered[inverse == number] = part.in_window()
+    return gathered
 
 
 StoredTensor.lazy[aten.index.Tensor] = _indexed
@@ -458,23 +458,23 @@ def _reshaped(tensor: StoredTensor, outline: torch.Tensor) -> StoredTensor:
 
 
 def _stack(tensors: Sequence[Any], dim: int = 0) -> Any:
-    if not all(isinstance(each, StoredTensor) and each.shape == tensors[0].shape for each in tensors):
+    if not all(isinstance(tensor, StoredTensor) and tensor.shape == tensors[0].shape for tensor in tensors):
         return NotImplemented
-    return _cat([torch.unsqueeze(each, dim) for each in tensors], dim)
+    return _cat([torch.unsqueeze(tensor, dim) for tensor in tensors], dim)
 
 
 StoredTensor.lazy[aten.stack.default] = _stack
 
 
 def _cat(tensors: Sequence[Any], dim: int = 0) -> Any:
-    found = stored_as = None
-    if all(isinstance(each, StoredTensor) and not each._steps and each.dtype == tensors[0].dtype for each in tensors):
-        formats = [each._stored_as for each in tensors if isinstance(each._stored_as, Scaled)]
+    source = stored_as = None
+    if all(isinstance(part, StoredTensor) and not part._steps and part.dtype == tensors[0].dtype for part in tensors):
+        formats = [part._stored_as for part in tensors if isinstance(part._stored_as, Scaled)]
         if len(formats) == len(tensors):
-            stored_as = Scaled.concatenated(formats, [each.shape for each in tensors], dim % tensors[0].dim())
-        if stored_as is not None or all(each._stored_as is None for each in tensors):
-            found = concatenated([each.source for each in tensors], dim)
-    return cat_one_by_one(tensors, dim) if found is None else tensors[0].like(found, None, stored_as)
+            stored_as = Scaled.concatenated(formats, [part.shape for part in tensors], dim % tensors[0].dim())
+        if stored_as is not None or all(part._stored_as is None for part in tensors):
+            source = concatenated([part.source for part in tensors], dim)
+    return cat_one_by_one(tensors, dim) if source is None else tensors[0].like(source, None, stored_as)
 
 
 StoredTensor.lazy[aten.cat.default] = _cat

@@ -22,18 +22,18 @@ def quantization_of(config: Any) -> tuple[Any, dict[str, Any]]:
 
     Raises ValueError if they are no settings.
     """
-    if all(getattr(each, _SETTINGS, None) is None for each in _with_parts(config)):
+    if all(getattr(part, _SETTINGS, None) is None for part in _with_parts(config)):
         return config, {}
     config = copy.deepcopy(config)
-    found: Any = None
-    for each in _with_parts(config):
-        if (settings := getattr(each, _SETTINGS, None)) is not None:
-            found = settings if found is None else found
-            delattr(each, _SETTINGS)
-    found = found.to_dict() if hasattr(found, "to_dict") else found
-    if not isinstance(found, dict):
-        raise ValueError(f"{_SETTINGS} must be an object, not {found!r}")
-    return config, found
+    quantization: Any = None
+    for part in _with_parts(config):
+        if (settings := getattr(part, _SETTINGS, None)) is not None:
+            quantization = settings if quantization is None else quantization
+            delattr(part, _SETTINGS)
+    quantization = quantization.to_dict() if hasattr(quantization, "to_dict") else quantization
+    if not isinstance(quantization, dict):
+        raise ValueError(f"{_SETTINGS} must be an object, not {quantization!r}")
+    return config, quantization
 
 
 def _with_parts(config: Any) -> Iterator[Any]:
@@ -48,23 +48,23 @@ def blocks_of(settings: Mapping[str, Any]) -> Sequence[int]:
 
     Raises ValueError if they are no sizes.
     """
-    found = settings.get("weight_block_size")
+    blocks = settings.get("weight_block_size")
     groups = settings.get("config_groups")  # of compressed-tensors
     for group in groups.values() if isinstance(groups, dict) else ():
         weights = group.get("weights") if isinstance(group, dict) else None
-        if found is None and isinstance(weights, dict):
-            found, size = weights.get("block_structure"), weights.get("group_size")
-            if found is None and size not in (None, -1):
-                found = [1, size]
-    if found is None:
+        if blocks is None and isinstance(weights, dict):
+            blocks, size = weights.get("block_structure"), weights.get("group_size")
+            if blocks is None and size not in (None, -1):
+                blocks = [1, size]
+    if blocks is None:
         return ()
     if (
-        not isinstance(found, list | tuple)
-        or len(found) != 2
-        or any(type(each) is not int or each < 1 for each in found)
+        not isinstance(blocks, list | tuple)
+        or len(blocks) != 2
+        or any(type(size) is not int or size < 1 for size in blocks)
     ):
-        raise ValueError(f"{_SETTINGS}: the size of blocks must be two positive numbers, not {found!r}")
-    return found
+        raise ValueError(f"{_SETTINGS}: the size of blocks must be two positive numbers, not {blocks!r}")
+    return blocks
 
 
 def with_scales(
@@ -88,9 +88,9 @@ def with_scales(
             if first != name:
                 raise ValueError(f"{weight} has two scales, {first} and {name}")
     parts = {weight: names for weight, names in parts.items() if "scale" in names}
-    names = [name for each in parts.values() for name in each.values()]
+    names = [name for of_weight in parts.values() for name in of_weight.values()]
     values = dict(zip(names, read_now([state[name].source for name in names]), strict=True))
-    found = {name: each for name, each in state.items() if name not in values}
+    joined = {name: tensor for name, tensor in state.items() if name not in values}
     blocks = blocks_of(settings)
     for weight, of_weight in parts.items():
         stored, scale, zero = state[weight], of_weight["scale"], None
@@ -100,8 +100,8 @@ def with_scales(
         if "zero" in of_weight:
             zero = read_scale(of_weight["zero"], values[of_weight["zero"]].float(), stored.shape, blocks)
             zero = zero.expand_as(factor)
-        found[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, Scaled(factor, zero))
-    return found
+        joined[weight] = StoredTensor(stored._weights, stored.source, dtype, stored.device, Scaled(factor, zero))
+    return joined
 
 
 def with_exponents(state: Mapping[str, StoredTensor], dtype: torch.dtype) -> dict[str, StoredTensor]:
@@ -109,8 +109,8 @@ def with_exponents(state: Mapping[str, StoredTensor], dtype: torch.dtype) -> dic
 
     Raises ValueError for numbers whose shape, or that of their exponents, is another.
     """
-    found = dict(state)
-    for name in [each.removesuffix("_blocks") for each in state if each.endswith("_blocks")]:
+    joined = dict(state)
+    for name in [key.removesuffix("_blocks") for key in state if key.endswith("_blocks")]:
         numbers, exponents = state[f"{name}_blocks"], state.get(f"{name}_scales")
         if numbers.dtype != torch.uint8:
             continue
@@ -120,11 +120,11 @@ def with_exponents(state: Mapping[str, StoredTensor], dtype: torch.dtype) -> dic
         if len(shape) != 3 or size != 16 or not numbers.numel():
             raise ValueError(f"{name}_blocks: MXFP4 has experts, rows, groups and 16 bytes, not {tuple(numbers.shape)}")
         count, rows, groups = shape
-        source = concatenated([each.source.view((count, each.numel() // count)) for each in (numbers, exponents)], 1)
+        source = concatenated([part.source.view((count, part.numel() // count)) for part in (numbers, exponents)], 1)
         if source is not None:
-            del found[f"{name}_blocks"], found[f"{name}_scales"]
-            found[name] = StoredTensor(numbers._weights, source, dtype, numbers.device, Mxfp4(rows, 32 * groups))
-    return found
+            del joined[f"{name}_blocks"], joined[f"{name}_scales"]
+            joined[name] = StoredTensor(numbers._weights, source, dtype, numbers.device, Mxfp4(rows, 32 * groups))
+    return joined
 
 
 def require_understood(
@@ -138,12 +138,12 @@ def require_understood(
         settings: of quantization; if there are any, integers in place of a weight are refused, too, before all missing
             weights are initialized, which takes as much memory as the model.
     """
-    narrow = {name for name, each in state.items() if each.dtype.itemsize == 1 and each.dtype != torch.bool}
+    narrow = {name for name, tensor in state.items() if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool}
     for name, tensor in joined.items():
         owner, _, last = name.rpartition(".")
         ends = [len(name) - len(last) + at for at, sign in enumerate(last) if sign == "_"]
         weights = [f"{owner}.weight", owner, *(name[:end] for end in ends)]
-        weight = next((each for each in weights if each in narrow and each != name), None)
+        weight = next((key for key in weights if key in narrow and key != name), None)
         if weight is not None and last not in (*OF_ACTIVATIONS, "weight") and not last.endswith("bias"):
             words = f"{name} is not understood, and {weight}, stored as {_dtype(state[weight])}, may need it"
             raise ValueError(words + format_words(settings))
@@ -170,6 +170,6 @@ def _dtype(tensor: StoredTensor) -> str:
 
 def format_words(settings: Mapping[str, Any]) -> str:
     """Returns what a configuration says about the format of the weights, to be added to an error."""
-    names = [settings.get(each) for each in ("quant_method", "format", "quant_algo")]
-    named = " ".join(str(each) for each in names if each)
+    names = [settings.get(key) for key in ("quant_method", "format", "quant_algo")]
+    named = " ".join(str(name) for name in names if name)
     return f"; the files are in the format {named}, known are int8 and float8 with scales, and MXFP4" if named else ""

@@ -87,14 +87,14 @@ def stream_weights(
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
-    tensors = {id(each): each for each in [*model.parameters(), *model.buffers()]}
+    tensors = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     if not tensors:
         raise ValueError("the model has no weights")
     own = device_of_all(tensors.values(), "the model is")
     if own.type == "meta":
         raise ValueError("the model has no weights: it is on the meta device")
     target = own if device is None else device_of(device)
-    tensors = {key: each for key, each in tensors.items() if key not in kept}
+    tensors = {key: tensor for key, tensor in tensors.items() if key not in kept}
     if not tensors:
         raise ValueError("exclude= leaves nothing to stream")
     with contextlib.ExitStack() as undo:
@@ -128,21 +128,21 @@ def stream_weights(
 
 def _move(tensors: dict[int, torch.Tensor], device: torch.device) -> None:
     """Moves tensors in place: an optimizer may refer to these objects already."""
-    for each in tensors.values():
-        if each.device != device:
-            gradient, each.grad = each.grad, None
-            moved = each.detach().to(device)
-            if torch._has_compatible_shallow_copy_type(each, moved):
-                each.data = moved
+    for old in tensors.values():
+        if old.device != device:
+            gradient, old.grad = old.grad, None
+            moved = old.detach().to(device)
+            if torch._has_compatible_shallow_copy_type(old, moved):
+                old.data = moved
             else:  # devices that are not part of torch
-                is_parameter = isinstance(each, torch.nn.Parameter)
-                torch.utils.swap_tensors(each, torch.nn.Parameter(moved, each.requires_grad) if is_parameter else moved)
-            each.grad = None if gradient is None else gradient.to(device)
+                is_parameter = isinstance(old, torch.nn.Parameter)
+                torch.utils.swap_tensors(old, torch.nn.Parameter(moved, old.requires_grad) if is_parameter else moved)
+            old.grad = None if gradient is None else gradient.to(device)
 
 
 def device_of_all(tensors: Iterable[torch.Tensor], they_are: str) -> torch.device:
     """Returns the device of tensors, by default the CPU. Raises ValueError, begun by ``they_are``, for several."""
-    devices = {each.device for each in tensors}
+    devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         raise ValueError(f"{they_are} on {len(devices)} devices, not on one: {', '.join(sorted(map(str, devices)))}")
     return next(iter(devices), torch.device("cpu"))
@@ -167,10 +167,10 @@ def _kept(model: torch.nn.Module, exclude: Sequence[str]) -> tuple[dict[int, tor
             f"torch's quantization has packed the weights of this model ({left[0]}), which cannot be streamed then: "
             "stream the model that it was made of, with quantize='int8', or exclude= them"
         )
-    kept = {id(each): each for name, each in named if _matches(name, exclude)}
-    trained = {id(each): each for each in model.parameters() if each.requires_grad and id(each) not in kept}
-    frozen = [each for each in model.parameters() if not each.requires_grad]
-    training = 0 < sum(each.nbytes for each in trained.values()) < sum(each.nbytes for each in frozen)
+    kept = {id(tensor): tensor for name, tensor in named if _matches(name, exclude)}
+    trained = {id(tensor): tensor for tensor in model.parameters() if tensor.requires_grad and id(tensor) not in kept}
+    frozen = [tensor for tensor in model.parameters() if not tensor.requires_grad]
+    training = 0 < sum(tensor.nbytes for tensor in trained.values()) < sum(tensor.nbytes for tensor in frozen)
     if training:
         kept |= trained
     elif trained and frozen:
@@ -180,8 +180,8 @@ def _kept(model: torch.nn.Module, exclude: Sequence[str]) -> tuple[dict[int, tor
             stacklevel=3,
         )
     if kept:  # and tensors in the same memory, which change with them
-        memory = {each.untyped_storage()._cdata for each in kept.values()}
-        kept |= {id(each): each for _, each in named if each.untyped_storage()._cdata in memory}
+        memory = {tensor.untyped_storage()._cdata for tensor in kept.values()}
+        kept |= {id(tensor): tensor for _, tensor in named if tensor.untyped_storage()._cdata in memory}
     return kept, training
 
 
@@ -202,15 +202,15 @@ def _packed(model: torch.nn.Module) -> list[str]:
 def _matrices(model: torch.nn.Module) -> set[int]:
     """Returns the ids of the parameters that may be quantized."""
     embeddings = {
-        id(each)
+        id(tensor)
         for module in model.modules()
         if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)
-        for each in module.parameters(recurse=False)
+        for tensor in module.parameters(recurse=False)
     }
     return {
-        id(each)
-        for each in model.parameters()
-        if each.dim() > 1 and each.is_floating_point() and each.numel() >= _MIN and id(each) not in embeddings
+        id(tensor)
+        for tensor in model.parameters()
+        if tensor.dim() > 1 and tensor.is_floating_point() and tensor.numel() >= _MIN and id(tensor) not in embeddings
     }
 
 
@@ -276,7 +276,7 @@ def _restored(model: torch.nn.Module) -> contextlib.ExitStack:
         for places in own:
             undo.callback(places.update, dict(places))
         config = getattr(module, "config", None)
-        for each in (config, *getattr(config, "__dict__", {}).values()):
-            if name in getattr(each, "__dict__", ()):
-                undo.callback(setattr, each, name, getattr(each, name))
+        for part in (config, *getattr(config, "__dict__", {}).values()):
+            if name in getattr(part, "__dict__", ()):
+                undo.callback(setattr, part, name, getattr(part, name))
     return undo

@@ -70,15 +70,15 @@ class StreamedModel(Closing, Derived):
         If the model is trained, or is a part of another, each weight comes into memory when its values are first used:
         saving an adapter picks a few tensors out of the whole state dict.
         """
-        found = super().state_dict(*args, **kwargs)
-        lazily = args or kwargs.get("destination") is not None or any(each.requires_grad for each in self.parameters())
+        state = super().state_dict(*args, **kwargs)
+        lazily = args or kwargs.get("destination") is not None or any(leaf.requires_grad for leaf in self.parameters())
         made: dict[Any, torch.Tensor] = {}  # tied weights stay tied
-        for name, value in found.items():
+        for name, value in state.items():
             if isinstance(value, StoredTensor) and not isinstance(value, _Entry):
                 if (place := value.place) not in made:
                     made[place] = _Entry.of(value) if lazily else value.to_memory()
-                found[name] = made[place]
-        return found
+                state[name] = made[place]
+        return state
 
     def _load_from_state_dict(
         self, state_dict: Mapping[str, Any], prefix: str, local_metadata: Mapping[str, Any], *args: Any
@@ -95,8 +95,8 @@ class StreamedModel(Closing, Derived):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
         """Names, here and in a model of peft, that ``DistributedDataParallel`` must not broadcast at its start."""
-        found = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in self._stored_names()]
-        return [*found, *self.__dict__.get("_nvme_ignored", ())]
+        names = [prefix + name for prefix in ("", "base_model.", "base_model.model.") for name in self._stored_names()]
+        return [*names, *self.__dict__.get("_nvme_ignored", ())]
 
     @_ddp_params_and_buffers_to_ignore.setter
     def _ddp_params_and_buffers_to_ignore(self, names: Sequence[str]) -> None:
@@ -190,10 +190,10 @@ def places_of(
     stored: dict[Source, list[tuple[torch.nn.Module, str, StoredTensor]]] = {}
     for module in model.modules():
         for name, value in [*module._parameters.items(), *module._buffers.items()]:
-            if (found := stored_in(value)) is not None:
-                stored.setdefault(found.source, []).append((module, name, found))
-                if is_packed(module, found):
-                    sliced[found.source] = found.shape[0]
+            if (tensor := stored_in(value)) is not None:
+                stored.setdefault(tensor.source, []).append((module, name, tensor))
+                if is_packed(module, tensor):
+                    sliced[tensor.source] = tensor.shape[0]
     return stored, sliced
 
 
@@ -215,8 +215,8 @@ def stream(
     memory = None if isinstance(given, int) else given
     total = given if isinstance(given, int) else given.nbytes
     stored, sliced = places_of(model)
-    in_memory = [each for each in model.parameters() if id(each) not in kept and stored_in(each) is None]
-    beside = sum(each.nbytes for each in in_memory)
+    in_memory = [tensor for tensor in model.parameters() if id(tensor) not in kept and stored_in(tensor) is None]
+    beside = sum(tensor.nbytes for tensor in in_memory)
     budget = total - beside
     groups = groups_of(model)
     routed = experts_of([group.experts for group in groups], device)
@@ -310,13 +310,13 @@ def _recurrent(
     stored: Mapping[Source, Sequence[tuple[torch.nn.Module, str, StoredTensor]]], device: torch.device
 ) -> list[list[Source]]:
     """Returns the weights that one operation of a recurrent network uses: those of a layer; on accelerators, all."""
-    found: dict[tuple[torch.nn.Module, str], list[Source]] = {}
+    layers: dict[tuple[torch.nn.Module, str], list[Source]] = {}
     for source, places in stored.items():
         for module, name, _ in places:
             if isinstance(module, torch.nn.RNNBase | torch.nn.modules.rnn.RNNCellBase):
                 layer = name.partition("_l")[2] if device.type == "cpu" else ""  # weight_ih_l0_reverse
-                found.setdefault((module, layer), []).append(source)
-    return list(found.values())
+                layers.setdefault((module, layer), []).append(source)
+    return list(layers.values())
 
 
 def _is_table(module: torch.nn.Module) -> bool:
@@ -363,8 +363,8 @@ def _checking(original: Any) -> Callable[..., torch.nn.Module]:
     def apply(self: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
         if not isinstance(fn, _Checked):
             with torch.no_grad():
-                found = [_beside_stored(module) for module in (self.modules() if recurse else [self])]
-                if any(_changes(fn, each) for tensors in found for each in tensors):
+                beside = [_beside_stored(module) for module in (self.modules() if recurse else [self])]
+                if any(_changes(fn, tensor) for tensors in beside for tensor in tensors):
                     raise RuntimeError(
                         "a model whose weights are streamed cannot be moved, converted or shared: give device= and "
                         "dtype= when it is made"
@@ -393,6 +393,6 @@ def _changes(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Ten
 
 def _beside_stored(module: torch.nn.Module) -> list[torch.Tensor]:
     """Returns the own tensors of a module that has stored ones, these first; else an empty list."""
-    own = [each for each in [*module._parameters.values(), *module._buffers.values()] if each is not None]
-    stored = [each for each in own if stored_in(each) is not None]
-    return [*stored, *(each for each in own if stored_in(each) is None)] if stored else []
+    own = [tensor for tensor in [*module._parameters.values(), *module._buffers.values()] if tensor is not None]
+    stored = [tensor for tensor in own if stored_in(tensor) is not None]
+    return [*stored, *(tensor for tensor in own if stored_in(tensor) is None)] if stored else []

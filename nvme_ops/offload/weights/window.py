@@ -133,23 +133,23 @@ class Window(Policy[_Weight]):
                 except ValueError:
                     if self.experts is experts:
                         raise
-            elif any(each in self._packed for each, _ in sources[0].holders()):
+            elif any(holder in self._packed for holder, _ in sources[0].holders()):
                 self._note_whole(sources[0])
         return (self._residency.fetch(self, weight, weight) for weight in map(self._weight, sources))
 
     def fetch_all(self, sources: Collection[Source]) -> dict[Source, torch.Tensor]:
         """Returns weights that one operation uses at once. Raises what ``fetch`` does."""
         experts = self.experts
-        apart = [each for each in sources if experts is not None and (each in experts or each in self._packed)]
-        found = {each: self.fetch(each) for each in apart}
-        rest = [each for each in sources if each not in found]
-        if (size := sum(each.room for each in rest)) > self.share.nbytes and len(rest) > 1:
+        apart = [source for source in sources if experts is not None and (source in experts or source in self._packed)]
+        fetched = {source: self.fetch(source) for source in apart}
+        rest = [source for source in sources if source not in fetched]
+        if (size := sum(source.room for source in rest)) > self.share.nbytes and len(rest) > 1:
             raise MemoryError(
                 f"one operation uses {len(rest)} weights, {size_words(size)} together, but the memory_budget leaves "
                 f"only {size_words(self.share.nbytes)} for them"
             )
         weights = {weight: weight for weight in map(self._weight, rest)}
-        return found | dict(zip(rest, self._residency.fetch_together(self, weights) if weights else (), strict=True))
+        return fetched | dict(zip(rest, self._residency.fetch_together(self, weights) if weights else (), strict=True))
 
     def room(self, source: Source, nbytes: int) -> torch.Tensor:
         """Returns memory to expand a weight into, a uint8 tensor; it is freed with the last tensor over it.
@@ -211,12 +211,12 @@ class Window(Policy[_Weight]):
     def stats(self) -> WindowStats:
         """Returns what was read so far."""
         with self.lock:
-            kept = sum(each.source.nbytes for each in self.present if each in self._keep)
+            kept = sum(weight.source.nbytes for weight in self.present if weight in self._keep)
             peak = self.share.peak + (0 if self._expanding is None else self._expanding.peak)
-            found = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
+            stats = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
         if self.experts is not None:
-            _add(found, self.experts.stats())
-        return found
+            _add(stats, self.experts.stats())
+        return stats
 
     def note_error(self, error: float) -> None:
         """Sets ``quantization_error`` of ``stats``."""
@@ -278,7 +278,7 @@ class Window(Policy[_Weight]):
             nbytes -= self.experts.share.nbytes
         if nbytes != self.share.nbytes:
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
-            inside = {each for each in self._keep if each.memory is None or self.share.is_inside(each.memory)}
+            inside = {weight for weight in self._keep if weight.memory is None or self.share.is_inside(weight.memory)}
             self._place(inside)
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
@@ -308,8 +308,8 @@ class Window(Policy[_Weight]):
                     break
             wanted.append(weight)
         used = always.union(wanted)
-        for each in [each for each in self.present if each not in used]:
-            self.discard(each)
+        for unused in [weight for weight in self.present if weight not in used]:
+            self.discard(unused)
         for number, weight in enumerate(wanted):
             if weight.values is None and not self._residency.begin(self, weight, Priority.PREFETCH, number):
                 break
@@ -319,10 +319,10 @@ class Window(Policy[_Weight]):
         if after >= 0:  # a prefetch evicts nothing: unwanted weights have left already
             return []
         current = self._order.current()
-        ahead = {each: number for number, each in enumerate(self._order.ahead())}
+        ahead = {weight: number for number, weight in enumerate(self._order.ahead())}
 
-        def worth(each: _Weight) -> tuple[bool, bool, int]:
-            return each in current, each in self._keep, -ahead.get(each, len(ahead))
+        def worth(weight: _Weight) -> tuple[bool, bool, int]:
+            return weight in current, weight in self._keep, -ahead.get(weight, len(ahead))
 
         return sorted(self.present, key=worth)
 
@@ -338,8 +338,8 @@ class Window(Policy[_Weight]):
 
 
 def _add(stats: WindowStats, others: ExpertStats) -> None:
-    for each in fields(others):
-        setattr(stats, each.name, getattr(stats, each.name) + getattr(others, each.name))
+    for field in fields(others):
+        setattr(stats, field.name, getattr(stats, field.name) + getattr(others, field.name))
 
 
 def memory_for(budget: int, sources: Iterable[Source]) -> int:
