@@ -6,9 +6,8 @@ import contextlib
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -59,8 +58,6 @@ class Striping:
 
     def parts(self, nbytes: int) -> list[Part]:
         """Returns where the bytes of one tensor go, in order."""
-        if len(self.weights) == 1:  # asked for each tensor that is saved
-            return [Part(0, 0, nbytes)]
         if nbytes < 2 * STRIPE:
             folder = min(range(len(self.weights)), key=lambda index: self._loads[index] + nbytes / self.weights[index])
             self._add_load(folder, nbytes)
@@ -112,15 +109,10 @@ def _rate(handle: aio_handle, slab: Slab, fd: int, block: torch.Tensor) -> float
         slab.free(extent)
 
 
-def _add(transfers: list[IoFuture], submit: Callable[[set[Operation]], Operation]) -> None:
-    """Adds a transfer that ``submit`` begins, also if Ctrl-C comes between the two."""
-    begun: set[Operation] = set()  # the native code adds it before it begins
-    try:
-        transfers.append(IoFuture(submit(begun)))
-    except BaseException:
-        known = {id(each._operation) for each in transfers}
-        transfers += [IoFuture(each) for each in begun if id(each) not in known]
-        raise
+def _add_missing(transfers: list[IoFuture], begun: set[Operation]) -> None:
+    """Adds transfers that have begun, and that Ctrl-C has kept from being added."""
+    known = {id(transfer._operation) for transfer in transfers}
+    transfers += [IoFuture(operation) for operation in begun if id(operation) not in known]
 
 
 class Piece(NamedTuple):
@@ -183,7 +175,8 @@ class StripedSlabs(Tracked):
         """Allocates extents for a tensor. Raises OSError, having allocated none. Not thread-safe."""
         pieces: list[Piece] = []
         try:
-            for folder, begin, size in self._striping.parts(nbytes) if self._striping and nbytes else ():
+            single = [Part(0, 0, nbytes)] if len(self._slabs) == 1 else None  # asked for each tensor that is saved
+            for folder, begin, size in (single or self._striping.parts(nbytes)) if self._striping and nbytes else ():
                 pieces.append(Piece(folder, begin, size, self._slabs[folder].allocate(size)))
         except BaseException:
             self.free(pieces)
@@ -210,10 +203,15 @@ class StripedSlabs(Tracked):
     ) -> None:
         """Submits the transfers of a contiguous tensor's bytes one by one, adding each to ``transfers``."""
         whole, op = memory if len(pieces) < 2 else dense_bytes(memory), Op.WRITE if write else Op.READ
-        for folder, begin, nbytes, extent in pieces:
-            engine, file = self._engines[folder], self._files[folder]
-            part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
-            _add(transfers, partial(engine.submit, op, part, file, extent.start, False, True, priority))
+        begun: set[Operation] = set()  # the native code adds each before it begins
+        try:
+            for folder, begin, nbytes, extent in pieces:
+                submit, file = self._engines[folder].submit, self._files[folder]
+                part = whole if len(pieces) < 2 else whole[begin : begin + nbytes]
+                transfers.append(IoFuture(submit(op, part, file, extent.start, False, True, priority, begun)))
+        except BaseException:
+            _add_missing(transfers, begun)
+            raise
 
     def write(
         self, stored: StoredBytes, memory: torch.Tensor, transfers: list[IoFuture], priority: Priority, checksum: bool
@@ -240,9 +238,14 @@ class StripedSlabs(Tracked):
             tensors.append(tensor)
             starts.append(extent.start)
         op = Op.WRITE if write else Op.READ
-        for folder, (tensors, starts) in found.items():
-            engine = self._engines[folder]
-            _add(transfers, partial(engine.submit_many, op, tensors, self._files[folder], starts, priority))
+        begun: set[Operation] = set()
+        try:
+            for folder, (tensors, starts) in found.items():
+                submit = self._engines[folder].submit_many
+                transfers.append(IoFuture(submit(op, tensors, self._files[folder], starts, priority, begun)))
+        except BaseException:
+            _add_missing(transfers, begun)
+            raise
 
     def share(self, pieces: Iterable[Piece], target: int, place: int) -> bool:
         """Makes an open file share a tensor's bytes from byte ``place`` on; returns False if that is impossible."""

@@ -43,7 +43,7 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, saving: Any = None) -> li
 def settled(saving: save_on_nvme) -> ActivationStats:
     """Once nothing is on its way to storage or back."""
     inside = saving._activations
-    while inside._writing or inside._leaving or any(each.is_arriving() for each in inside.present):
+    while inside._writing or inside._stored.leaving or any(each.is_arriving() for each in inside.present):
         saving.stats()
         time.sleep(0.001)
     return saving.stats()

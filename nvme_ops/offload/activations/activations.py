@@ -24,6 +24,7 @@ from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.memory.pieces import checksums_anywhere
 from nvme_ops.memory.tier import Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
@@ -45,8 +46,15 @@ _NOT_READ = "saved for the backward pass, could not be read"
 class _Saved:
     """What was saved, in the files."""
 
-    def __init__(self, files: StripedSlabs) -> None:
-        self._files = files
+    def __init__(self, files: StripedSlabs, checksums: bool) -> None:
+        self._files, self._checksums = files, checksums
+        self.leaving: list[OnStorage] = []  #: is to be freed once no transfer uses it any more
+
+    def leave(self, unit: Unit) -> None:
+        """Frees what a unit has on storage, once no transfer uses it any more."""
+        if unit.stored is not None:
+            self.leaving.append(unit.stored)
+            unit.stored = None
 
     def read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
         """Starts to fill a unit's memory; see ``Backing``."""
@@ -66,8 +74,22 @@ class _Saved:
         return memory, IoFuture(as_operation(compared)), entry.nbytes
 
     def write(self, entry: Unit) -> tuple[IoFuture, int]:
-        """Is never called: units are written by groups."""
-        raise NotImplementedError
+        """Starts to write a unit; see ``Backing``."""
+        if entry.stored is not None:
+            self.leave(entry)  # where it could not be written
+        memory: Any = entry.memory
+        transfers: list[IoFuture] = []
+        try:
+            stored = entry.stored = OnStorage(self._files.allocate(entry.nbytes), transfers)
+            self._files.move(stored.pieces, memory, transfers, True, Priority.WRITEBACK)
+            if self._checksums:
+                stored.checksum = checksums_anywhere([memory])[0]
+        except BaseException:
+            for transfer in transfers:
+                transfer.request_cancel()  # nobody will ask how it ended
+            self.leave(entry)
+            raise
+        return transfers[0] if len(transfers) == 1 else joined(transfers), entry.nbytes
 
 
 class Activations(Policy[Unit]):
@@ -88,6 +110,7 @@ class Activations(Policy[Unit]):
     """
 
     _closed_error = "what keeps these tensors on storage was closed"
+    drops_used = True  # autograd and the program use them, and keep their memory as long
     _forked_error = "save_on_nvme is the parent process's: make one in this process"
     name = "saved tensors"
     counts: ActivationStats
@@ -100,19 +123,18 @@ class Activations(Policy[Unit]):
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
-        self._checksums, self._native = checksums, native()
+        self._native = native()
         self._memory = given if isinstance(given, Memory) else None
         self._has_joined, self._wanted, self._least = False, 0, 0
         self._borrowed: list[object] = []  # of memory that is shared: steps of it, for what is in memory
         self._units: dict[int, Unit] = {}
         self._by_place: dict[StoragePart, Unit] = {}
         self._away: list[int] = []  # numbers of units that are not in memory, in order, and of some others
-        self._held: dict[Unit, None] = {}  # in memory as they were saved; those that were read back are ``present``
+        # In memory as they were saved: ``to_write``, and those that are being written; ``present`` were read back.
         self._writing: dict[Unit, None] = {}
         self._bytes = self._held_bytes = self._writing_bytes = 0  # in memory, and how many of them are of these two
         self._young: dict[int, deque[int]] = {}  # the units that each thread has saved last, see ``_writable``
         self._gone: deque[TicketRef] = deque()  # tickets that were freed; ``_collect`` drops their units
-        self._leaving: list[OnStorage] = []  # is freed once no transfer uses it any more
         self._saved = self._largest = 0
         self._this_pass = self._last_pass = 0  # bytes saved
         self._began = self._asked = 0.0  # when the first one of this pass was saved, and when one was last asked for
@@ -126,7 +148,8 @@ class Activations(Policy[Unit]):
             # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
             share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
             self._residency = Residency() if self._memory is None else self._memory.residency
-            super().__init__(self._residency.lock, share, _Saved(self._files), ActivationStats())
+            self._stored = _Saved(self._files, checksums)
+            super().__init__(self._residency.lock, share, self._stored, ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()
             self._undo = undo.pop_all()
@@ -159,10 +182,14 @@ class Activations(Policy[Unit]):
         begin = time.perf_counter()
         while True:
             with self.lock:
-                write = self._write_some(unit)
-            if write is None:
+                oldest = self._write_some(unit)
+            if oldest is None:
                 break
-            write.exception()
+            try:
+                self._residency.wait_until_written(self, oldest)
+            except OSError as error:
+                with self.lock:
+                    self._hold(oldest, error)
             with self.lock:
                 self._collect()
         self.counts.seconds_waited += time.perf_counter() - begin
@@ -249,8 +276,8 @@ class Activations(Policy[Unit]):
             if self._process == os.getpid():
                 for unit in list(self._writing):
                     self._cancel(unit)
-                stored = [*self._leaving, *(unit.stored for unit in self._units.values() if unit.stored is not None)]
-                transfers += itertools.chain.from_iterable(each.transfers for each in stored)
+                stored = (unit.stored for unit in self._units.values() if unit.stored is not None)
+                transfers = [transfer for one in (*self._stored.leaving, *stored) for transfer in one.transfers]
         for transfer in transfers:
             transfer.exception()
         self._undo.close()
@@ -275,7 +302,8 @@ class Activations(Policy[Unit]):
         self._saved += 1
         self._units[unit.number] = unit
         self._by_place[place] = unit
-        self._held[unit] = None
+        unit.changed = True
+        self.to_write[unit] = None
         self._bytes += unit.nbytes
         self._held_bytes += unit.nbytes
         self._young.setdefault(threading.get_ident(), deque(maxlen=_YOUNG)).append(unit.number)
@@ -305,12 +333,16 @@ class Activations(Policy[Unit]):
                 self._drop(freed)
             self._gone.popleft()  # not before: Ctrl-C may come in between
         while (unit := next(iter(self._writing), None)) and (unit.leaving is None or unit.leaving.done()):
-            self._end_write(unit)
-        for stored in self._leaving.copy():
+            try:
+                if not self._residency.evict(self, unit):
+                    break
+            except OSError as error:
+                self._hold(unit, error)
+        for stored in self._stored.leaving.copy():
             if all(map(IoFuture.done, stored.transfers)):
                 pieces, stored.pieces = stored.pieces, []  # first: they must not be freed twice
                 self._files.free(pieces)
-                self._leaving.remove(stored)
+                self._stored.leaving.remove(stored)
         if not self._units:
             self._away.clear()
             self._bytes = self._held_bytes = self._writing_bytes = 0  # Ctrl-C may have left others
@@ -406,61 +438,47 @@ class Activations(Policy[Unit]):
         unit.seen.clear()
         if self._by_place.get(unit.place) is unit:
             del self._by_place[unit.place]
-        if unit.leaving is not None:
+        if unit in self._writing or unit.leaving is not None:
             self._cancel(unit)
-        if unit in self._held:
-            del self._held[unit]
+        if unit in self.to_write:
+            del self.to_write[unit]
             self._held_bytes -= unit.nbytes
             self._bytes -= unit.nbytes
         elif unit in self.present:
             del self.present[unit]
             self._bytes -= unit.nbytes
         if unit.stored is not None:
-            self._leaving.append(unit.stored)
+            self._stored.leaving.append(unit.stored)
             unit.stored = None
         del self._units[unit.number]  # last: until then this can be repeated
-
-    def _leave(self, unit: Unit) -> None:
-        """Frees what a unit has on storage, once no transfer uses it any more."""
-        if unit.stored is not None:
-            self._leaving.append(unit.stored)
-            unit.stored = None
 
     def _cancel(self, unit: Unit) -> None:
         """Cancels the write of a unit, which is then held."""
         self._hold(unit)  # first, as the write is not complete: Ctrl-C may come at any point
         if unit.leaving is not None:
             unit.leaving.request_cancel()
-            self._leave(unit)
+            self._stored.leave(unit)
             unit.leaving = None
             self.counts.bytes_cancelled += unit.nbytes
+            self.counts.bytes_written -= unit.nbytes
 
-    def _hold(self, unit: Unit) -> None:
-        """Has a unit held that was to be written."""
+    def _hold(self, unit: Unit, failure: OSError | None = None) -> None:
+        """Has a unit held that was to be written; the ``failure`` is raised when the budget needs its memory."""
+        unit.changed = True
+        unit.trouble = None if failure is None else _without_frames(failure)
         if unit in self._writing:
-            self._held[unit] = None
+            self.to_write[unit] = None
             del self._writing[unit]
             self._held_bytes += unit.nbytes
             self._writing_bytes -= unit.nbytes
-
-    def _end_write(self, unit: Unit) -> None:
-        failure = unit.leaving.exception() if unit.leaving is not None else None
-        if failure is not None:
-            self._leave(unit)
-            unit.trouble = failure  # raised later, when the budget needs its memory
-            self._hold(unit)
-        else:
-            if unit.stored is not None:
-                unit.stored.transfers.clear()
-            self.discard(unit)
-            self.counts.bytes_written += unit.nbytes
-        unit.leaving = None  # last: until then this can be repeated
 
     def discard(self, entry: Unit) -> None:
         """Frees the memory of a unit that is on storage."""
         entry.is_modified()
         entry.original = False
         if entry in self._writing:
+            if entry.stored is not None:
+                entry.stored.transfers.clear()
             del self._writing[entry]
             self._writing_bytes -= entry.nbytes
             self._bytes -= entry.nbytes
@@ -474,69 +492,57 @@ class Activations(Policy[Unit]):
         if self._away[place : place + 1] != [entry.number]:
             self._away.insert(place, entry.number)
 
-    def _write(self, unit: Unit) -> OSError | None:
-        """Starts to write a unit, and returns the error if that fails.
-
-        Returned, not raised: a traceback would keep alive the frames it passes through, and the graphs in them.
-        """
-        memory = unit.memory
-        if memory is None or memory.untyped_storage().nbytes() < unit.nbytes:
-            del self._held[unit]  # its ticket was freed just now, or it was resized and needs no room
-            self._held_bytes -= unit.nbytes
-            self._bytes -= unit.nbytes
-            return None
-        transfers: list[IoFuture] = []
-        try:
-            unit.stored = OnStorage(self._files.allocate(unit.nbytes), transfers)
-            self._files.write(unit.stored, memory, transfers, Priority.WRITEBACK, self._checksums)
-            unit.leaving = transfers[0] if len(transfers) == 1 else joined(transfers)
-        except BaseException as error:
-            for each in transfers:
-                each.request_cancel()  # nobody will ask how it ended
-            unit.leaving = None
-            self._leave(unit)
-            if not isinstance(error, OSError):
-                raise
-            return _without_frames(error)
-        del self._held[unit]
-        self._writing[unit] = None  # last, or Ctrl-C could make it look written
+    def _write(self, unit: Unit) -> None:
+        """Starts to write a unit; if that fails, it is held with the error."""
+        self._writing[unit] = None  # first: if Ctrl-C comes, ``_collect`` begins the write again
+        self.to_write.pop(unit, None)
         self._held_bytes -= unit.nbytes
         self._writing_bytes += unit.nbytes
-        return None
+        try:
+            self._residency.write_back(self, unit)
+        except OSError as error:
+            self._hold(unit, error)
 
-    def _write_some(self, unit: Unit) -> IoFuture | None:
+    def _write_some(self, unit: Unit) -> Unit | None:
         """Writes what the budget has no room for, and what it will have no room for in this pass.
 
         Autograd saves an operation's arguments before it runs, and ``rrelu`` fills one of them only then: what each
-        thread has saved last is not written yet. Returns a write to wait for, while too much is in flight beside
-        ``unit``.
+        thread has saved last is not written yet. Returns a unit whose write is to be waited for, while too much is in
+        flight beside ``unit``.
         """
         if self.present and self._bytes > self._kept:
             self._shrink(self._kept, used=False)
         young = set(itertools.chain.from_iterable(self._young.values()))
-        for each in list(self._held):
+        for each in list(self.to_write):
             over = self._bytes - self._writing_bytes > self._kept
             surplus = self._last_pass - self._kept - (self._this_pass - self._held_bytes)
             if not over and (surplus <= 0 or self._writing_bytes > self._most // 2):
                 break
             if each.number in young:
                 continue
-            failure, each.trouble = each.trouble or self._write(each), None
-            if failure is not None and over:
-                self._write_or_raise(each, failure)
-            elif failure is not None:  # raised when the budget needs its memory
-                each.trouble = failure
+            if each.memory is None or each.memory.untyped_storage().nbytes() < each.nbytes:
+                del self.to_write[each]  # its ticket was freed just now, or it was resized and needs no room
+                self._held_bytes -= each.nbytes
+                self._bytes -= each.nbytes
+                continue
+            if each.trouble is None:
+                self._write(each)
+            if each.trouble is not None and over:
+                self._write_or_raise(each)
+            elif each.trouble is not None:  # raised when the budget needs its memory
                 break
         much = self._bytes - unit.nbytes > self._most
         oldest = next(iter(self._writing), None) if much else None
-        return None if oldest is None or oldest is unit else oldest.leaving
+        return None if oldest is unit else oldest
 
-    def _write_or_raise(self, unit: Unit, failure: BaseException | None) -> None:
-        if _is_full(failure) and self._leaving:
-            for each in itertools.chain.from_iterable(stored.transfers for stored in self._leaving):
+    def _write_or_raise(self, unit: Unit) -> None:
+        """Tries once more to write a unit if there was no room, and raises why it fails."""
+        if _is_full(unit.trouble) and self._stored.leaving:
+            for each in itertools.chain.from_iterable(stored.transfers for stored in self._stored.leaving):
                 each.exception()  # then its space is free
             self._collect()
-            failure = self._write(unit)
+            self._write(unit)
+        failure, unit.trouble = unit.trouble, None
         if _is_full(failure):
             budget = "memory_budget" if self._memory is None else "share of a Memory"
             raise OSError(

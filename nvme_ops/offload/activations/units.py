@@ -70,6 +70,7 @@ class Unit(Entry):
         self.version = tensor._version
         self.memory = torch.empty(0, dtype=torch.uint8, device=tensor.device)
         self.memory.set_(storage if place.part is None else copy_of(tensor), 0, (place.nbytes,), (1,))
+        self.values = self.memory
         #: the version of its memory, unless a backward that was given it has changed it
         self.handed_out = self.memory._version
         self.seen: list[tuple[torch.Tensor, int]] = []  #: saved tensors, while they are in memory, and their versions

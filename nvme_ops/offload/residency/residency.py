@@ -91,7 +91,7 @@ class Residency:
             if not self.begin(policy, entry, Priority.DEMAND, spared=together):
                 if len(together) > 1:
                     for each in together:
-                        self._evict(policy, each)
+                        self.evict(policy, each)
                 return False
         return True
 
@@ -174,7 +174,7 @@ class Residency:
             if (memory := take(entry)) is not None:
                 return memory
         for owner, each in self._leavers(policy, entry, after):
-            if each not in spared and self._evict(owner, each):
+            if each not in spared and self.evict(owner, each):
                 memory = take(entry)
                 if memory is not None:
                     return memory
@@ -242,17 +242,17 @@ class Residency:
 
     # From memory
 
-    def _evict(self, policy: Policy[E], entry: E) -> bool:
+    def evict(self, policy: Policy[E], entry: E) -> bool:
         """Takes an entry out of memory, once it is written if it was changed; returns False if it cannot leave now."""
-        if not policy.drops_used:
-            if entry.is_used():
-                return False
-            if entry.arrival is None:
+        if not policy.drops_used and entry.is_used():
+            return False
+        if entry.arrival is None and (entry.changed or entry.leaving is not None):
+            if entry.changed:
                 self.write_back(policy, entry)
-                if entry.leaving is not None and not (entry.leaving.done() and self._end_write(policy, entry)):
-                    return False
-                if entry.changed or entry.is_used():  # changed since that write began
-                    return False
+            if entry.leaving is not None and not (entry.leaving.done() and self._end_write(policy, entry)):
+                return False
+            if entry.changed or (not policy.drops_used and entry.is_used()):  # changed since that write began
+                return False
         if _log.isEnabledFor(logging.DEBUG):
             _log.debug("%s: evicts %s", _name(policy), entry)
         policy.note_eviction(entry)
@@ -267,13 +267,13 @@ class Residency:
                 return
             if each.memory is not None and (each.leaving is None or each.leaving.done()):
                 room += each.memory.nbytes
-                self._evict(policy, each)
+                self.evict(policy, each)
 
     def put_away(self, policy: Policy[E], entry: E) -> None:
         """Takes an entry out of memory now, and waits until it is written. Raises MemoryError if it is in use."""
         self.settle(policy, [entry])
         with self.lock:
-            is_away = self._evict(policy, entry)
+            is_away = self.evict(policy, entry)
         if not is_away:
             raise policy.out_of_memory(entry)
 
@@ -299,7 +299,7 @@ class Residency:
         if entry.leaving is not None and not entry.leaving.done():
             return  # it is retried later
         try:
-            entry.changed = entry.is_used()
+            entry.changed = not policy.drops_used and entry.is_used()
             policy.to_write.pop(entry, None)
             transfer, nbytes = policy.backing.write(entry)
             entry.leaving = transfer
