@@ -336,8 +336,7 @@ def test_the_bound_is_the_longer_of_computing_and_moving() -> None:
     bound = Row("fio", lambda: Sample(1.0, 100))
     table = Table("", "", "tokens/s", [memory, reads, computes])
     assert command.bounded(run, table, bound, 1, "read per step").rows[-1] is bound
-    shares = [row.samples[0].figures["of the bound"] for row in (reads, computes) if row.samples[0]]
-    assert shares == [0.75, 0.25]
+    assert [row.samples[0].figures["of the bound"] for row in (reads, computes) if row.samples[0]] == [0.75, 0.25]
 
 
 def test_the_choice_is_divided_by_the_fixed_tool_of_the_highest_median() -> None:

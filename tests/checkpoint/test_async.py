@@ -332,8 +332,7 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
     result = run_python(program, folder, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "")
     for strategy in background.STRATEGIES:
-        loaded = nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)
-        assert loaded["a"].tolist() == list(range(20_000))
+        assert nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)["a"].tolist() == list(range(20_000))
     assert len(list(folder.iterdir())) == 2
 
 

@@ -151,8 +151,7 @@ def test_numbers_of_shards_stay_numbers_when_they_are_converted(folder: Path) ->
 def test_tars(folder: Path, form: int, prefix: str) -> None:
     for number in range(2):
         write_tar(folder / f"{number}.tar", range(number * 10, number * 10 + 10), prefix, form)
-    samples = SampleStore(folder).read(range(20))
-    assert all(same_tar(sample, number, prefix) for number, sample in enumerate(samples))
+    assert all(same_tar(sample, number, prefix) for number, sample in enumerate(SampleStore(folder).read(range(20))))
 
 
 def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
@@ -170,8 +169,7 @@ def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
     assert len(SampleStore(folder)) == 3
     (folder / "index.json").unlink()
     (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}')  # of the package wids
-    samples = SampleStore(folder).read(range(3))
-    assert all(same_tar(sample, number, "d/") for number, sample in enumerate(samples))
+    assert all(same_tar(sample, number, "d/") for number, sample in enumerate(SampleStore(folder).read(range(3))))
     for text in ("", "[]", "not json"):
         (folder / "alone").mkdir(exist_ok=True)
         (folder / "alone" / "index.json").write_text(text)

@@ -155,8 +155,7 @@ def test_a_store_is_replaced_only_when_asked(folder: Path) -> None:
             do()
     before = SampleStore(folder)
     third.close()
-    samples = SampleStore(folder, verify=True).read(range(5))
-    assert [bytes(sample.tolist()) for sample in samples] == [b"third"] * 5
+    assert [bytes(sample.tolist()) for sample in SampleStore(folder, verify=True).read(range(5))] == [b"third"] * 5
     assert len(names(folder)) == 2
     assert bytes(before[0].tolist()) == b"one"
 

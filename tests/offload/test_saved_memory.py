@@ -333,8 +333,7 @@ def differences(folder: Path, run: Callable[[], Any]) -> list[str]:
 
 @alone
 def test_tensors_of_any_kind_come_back_whatever_the_way(folder: Path) -> None:
-    results = apart(list(WAYS), lambda way: differences(folder, WAYS[way]))
-    assert results == {way: [] for way in WAYS}
+    assert apart(list(WAYS), lambda way: differences(folder, WAYS[way])) == {way: [] for way in WAYS}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
