@@ -174,15 +174,15 @@ def handle(make_handle: HandleFactory) -> aio_handle:
 
 def watched(patch: pytest.MonkeyPatch, owner: Any, name: str, note: Callable[..., Any]) -> list[Any]:
     """Returns a list, to which each call of a function from now on adds what ``note`` makes of its arguments."""
-    found: list[Any] = []
+    noted: list[Any] = []
     real = getattr(owner, name)
 
     def call(*given: Any, **options: Any) -> Any:
-        found.append(note(*given, **options))
+        noted.append(note(*given, **options))
         return real(*given, **options)
 
     patch.setattr(owner, name, call)
-    return found
+    return noted
 
 
 def run_python(

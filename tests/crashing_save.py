@@ -107,9 +107,9 @@ def save_under_strace(save: Callable[[], object], folder: Path, *injections: str
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
         told = json.loads(report.read() or "{}")
-    found = (re.match(r"(\d+)\s+(\w+)\(", line) for line in log.read_text(errors="replace").splitlines())
+    matches = (re.match(r"(\d+)\s+(\w+)\(", line) for line in log.read_text(errors="replace").splitlines())
     log.unlink()
-    return Outcome(status, calls=[(int(match[1]), match[2]) for match in found if match], **told)
+    return Outcome(status, calls=[(int(match[1]), match[2]) for match in matches if match], **told)
 
 
 def _save_when_told(save: Callable[[], object], report: int) -> NoReturn:
@@ -186,16 +186,16 @@ def content(path: Path) -> str | None:
     """``"old"`` or ``"new"``; None where there is no file. Fails for anything else."""
     if not path.exists():
         return None
-    found = nvme_ops.load(path, verify=True)
+    loaded = nvme_ops.load(path, verify=True)
     for name, tensors in (("old", OLD), ("new", NEW)):
-        if found.keys() == tensors.keys() and all(torch.equal(found[each], tensors[each]) for each in tensors):
+        if loaded.keys() == tensors.keys() and all(torch.equal(loaded[key], tensors[key]) for key in tensors):
             return name
-    raise AssertionError(f"neither the old tensors nor the new ones: {found}")
+    raise AssertionError(f"neither the old tensors nor the new ones: {loaded}")
 
 
 def beside(path: Path) -> list[str]:
     """What else is in the folder."""
-    return sorted(each.name for each in path.parent.iterdir() if each != path)
+    return sorted(entry.name for entry in path.parent.iterdir() if entry != path)
 
 
 def assert_untouched(path: Path) -> None:
@@ -250,9 +250,9 @@ def numbered(number: int) -> dict[str, torch.Tensor]:
 
 def number_in(path: Path) -> int:
     """Of ``numbered``'s, if they are whole."""
-    found = nvme_ops.load(path, verify=True)
-    number = int(found["a"][0])
-    assert all((tensor == number).all() for tensor in found.values())
+    loaded = nvme_ops.load(path, verify=True)
+    number = int(loaded["a"][0])
+    assert all((tensor == number).all() for tensor in loaded.values())
     return number
 
 

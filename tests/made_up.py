@@ -62,10 +62,10 @@ def executable(path: Path, script: str = "exit 0") -> Path:
 
 def library(path: Path, source: str, *flags: str) -> Path:
     """Compiles a shared object."""
-    found = machine.find_compiler()
-    assert found is not None
+    compiler = machine.find_compiler()
+    assert compiler is not None
     put(path.parent, {f"{path.name}.cpp": source})
-    done = found.run("-std=c++17", "-shared", "-fPIC", *flags, f"{path}.cpp", "-o", str(path))
+    done = compiler.run("-std=c++17", "-shared", "-fPIC", *flags, f"{path}.cpp", "-o", str(path))
     assert done.returncode == 0, done.stdout
     return path
 

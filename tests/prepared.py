@@ -56,7 +56,7 @@ def run(
             with contextlib.suppress(ProcessLookupError):  # it has just ended
                 os.kill(process, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(int(server.recv(MAX_MESSAGE)))
-    done = subprocess.CompletedProcess([sys.executable, *command], status, *(each.result() for each in said))
+    done = subprocess.CompletedProcess([sys.executable, *command], status, *(future.result() for future in said))
     if late:
         raise subprocess.TimeoutExpired(done.args, timeout, done.stdout, done.stderr)
     return done

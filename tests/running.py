@@ -129,10 +129,10 @@ def in_checkout(root: Path) -> set[str]:
     """What lies in the checkout and is not in git, ignored or not; nothing where git cannot tell."""
     command = ["git", "-C", str(root), "status", "--porcelain", "--untracked-files=all", "--ignored=matching"]
     try:
-        found = subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        output = subprocess.run(command, capture_output=True, text=True, check=False).stdout
     except OSError:
         return set()
-    lines = (line[3:] for line in found.splitlines() if line.startswith(("??", "!!")))
+    lines = (line[3:] for line in output.splitlines() if line.startswith(("??", "!!")))
     return {line for line in lines if not line.endswith(CACHES)}
 
 

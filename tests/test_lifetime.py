@@ -54,7 +54,7 @@ def test_what_is_owned_is_refused_to_a_forked_child() -> None:
 def test_all_that_is_tracked_hears_of_a_fork_although_one_fails() -> None:
     tracked = [Kept(str(number), OSError(number) if number % 2 else None) for number in range(6)]
     lifetime.untrack(tracked[-1])
-    assert in_child(lambda: [each.forked for each in tracked] == [True] * 5 + [False])
+    assert in_child(lambda: [item.forked for item in tracked] == [True] * 5 + [False])
 
 
 def test_forks_are_counted_on_both_sides() -> None:

@@ -51,5 +51,5 @@ def test_torch_distributed_knows_better_than_the_environment(monkeypatch: pytest
 def test_the_folders_of_a_session_are_those_of_its_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     with Session([tmp_path / "{local_rank}", f"{tmp_path}/also-{{hostname}}"], name="") as session:
-        places = [os.path.basename(os.path.dirname(each)) for each in session.folders]
+        places = [os.path.basename(os.path.dirname(path)) for path in session.folders]
         assert places == ["3", f"also-{HOST}"]

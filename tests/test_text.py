@@ -73,9 +73,9 @@ def test_sizes_in_words_are_sizes(size: int) -> None:
 @example(1404937)
 @example((1 << 30) + 1)
 def test_the_least_size_in_words_suffices(size: int) -> None:
-    found = parse_size(least_words(size), zero=True)
-    assert found >= size
-    assert math.isclose(found, size, rel_tol=2e-3)
+    parsed = parse_size(least_words(size), zero=True)
+    assert parsed >= size
+    assert math.isclose(parsed, size, rel_tol=2e-3)
 
 
 def test_numbers_read_well() -> None:

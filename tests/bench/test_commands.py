@@ -78,17 +78,17 @@ def test_flags_change_the_defaults_which_are_ds_io_s() -> None:
         "warmup_loops": 2, "validate": True, "cached": True, "files": 6,
     }  # fmt: skip
     for words, values in (("", expected), (flags, changed)):
-        found = vars(parse(*words.split()))
-        assert {name: found[name] for name in values} == values
+        parsed = vars(parse(*words.split()))
+        assert {name: parsed[name] for name in values} == values
 
 
 def test_processes_take_the_gpus_in_turn_and_folders_those_they_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two_gpus(monkeypatch)
-    found = parse("--multi_process", "3", "--gpu", "--use_gds", "--engine", "aio_handle", "torch")
-    assert [place.device for place in found.places] == [0, 1, 0]
-    assert (found.gpu, found.engines) == (True, ["gds_handle", "torch"])
+    parsed = parse("--multi_process", "3", "--gpu", "--use_gds", "--engine", "aio_handle", "torch")
+    assert [place.device for place in parsed.places] == [0, 1, 0]
+    assert (parsed.gpu, parsed.engines) == (True, ["gds_handle", "torch"])
     folder = tmp_path / "b:c"  # only the last colon separates
     folder.mkdir()
     words = ["--folder_to_device_mapping", f"{tmp_path}:0", "--folder_to_device_mapping", f"{folder}:15"]
@@ -97,10 +97,10 @@ def test_processes_take_the_gpus_in_turn_and_folders_those_they_name(
 
 def test_rows_of_a_sweep_are_those_that_differ_for_their_engine() -> None:
     axes = "queue_depth=32,1,32 io_parallel=2 single_submit=0,1 sequential_requests=TRUE,False"
-    found = parse("--block_size", "8K", "--engine", "aio_handle", "python", "--sweep", *axes.split())
+    parsed = parse("--block_size", "8K", "--engine", "aio_handle", "python", "--sweep", *axes.split())
     every = itertools.product([8 * KIB], [32, 1], [False, True], [False, True], [2])
-    assert found.settings == [Settings(*each) for each in every]
-    names = [each.name for each in contenders(found)]
+    assert parsed.settings == [Settings(*values) for values in every]
+    names = [contender.name for contender in contenders(parsed)]
     assert names[0] == "aio_handle, queue_depth 32, intra_op_parallelism 2, single_submit False, overlap_events False"
     assert (len(set(names)), names[-1]) == (9, "python")
 
@@ -130,16 +130,16 @@ def test_the_text_and_the_document_of_a_run() -> None:
     rows = [best, Row("aio_handle", samples=[mine, mine], note="io_uring")]
     rows += [Row("python", samples=[Sample(2.0, 10**9), None], note="failed")]
     table = Table("read", "read, 1 GiB", "GB/s", rows, "torch", run_module.COLUMNS, ALONE)
-    found = BenchResult(parse("--read"), {"cpu": "2 x Fast", "kernel": "6.1"}, {HERE: {"file system": "ext4"}}, table)
-    found.energy, found.interrupted = "not available: no counters", True
-    text = "\n".join(re.sub("  +", "  ", line.rstrip()) for line in run_module.text(found).splitlines())
+    result = BenchResult(parse("--read"), {"cpu": "2 x Fast", "kernel": "6.1"}, {HERE: {"file system": "ext4"}}, table)
+    result.energy, result.interrupted = "not available: no counters", True
+    text = "\n".join(re.sub("  +", "  ", line.rstrip()) for line in run_module.text(result).splitlines())
     assert text == SNAPSHOT.replace("FOLDER", HERE)
-    document = json.loads(json.dumps(run_module.as_document(found), allow_nan=False))
+    document = json.loads(json.dumps(run_module.as_document(result), allow_nan=False))
     assert {field.name for field in fields(Sample)} | {"row"} == set(document["passes"][2])
     assert document["passes"][5] == {"row": "python", "failed": True}
     assert document["from_page_cache"] == {"torch": None, "aio_handle": 1.0, "python": None}
     table.rows = [Row("a", samples=[Sample(1.0, GIB, end_to_end=2.0), None, Sample(3.0, GIB)])]
-    assert run_module.ds_io_lines(found).splitlines() == [
+    assert run_module.ds_io_lines(result).splitlines() == [
         "Task Read Latency = 4.0 sec", "Task Read Speed = 0.5 GB/sec", "E2E Read Latency = 5.0 sec",
         "E2E Read Speed = 0.4 GB/sec",
     ]  # fmt: skip
@@ -153,9 +153,9 @@ def test_scaling_is_divided_by_the_sum_of_each_alone(tmp_path: Path) -> None:
     words = ["--folder_to_device_mapping", *mapping, "--io_size", "4M", "--read", "--scaling", "--json"]
     done = prepared.run("-m", "nvme_ops.bench", *words, "--output", str(tmp_path / "out.json"))
     assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
-    assert found == json.loads((tmp_path / "out.json").read_text())
-    rows = {row["name"]: row for row in found["tables"][0]["rows"]}
+    document = json.loads(done.stdout)
+    assert document == json.loads((tmp_path / "out.json").read_text())
+    rows = {row["name"]: row for row in document["tables"][0]["rows"]}
     alone, added = [f"aio_handle, {folder} alone" for folder in folders], "aio_handle, the sum of 2 alone"
     assert list(rows) == [*alone, "aio_handle", added]
     for one, other, both in zip(*(rows[name]["values"] for name in (*alone, added)), strict=True):

@@ -55,7 +55,7 @@ def test_a_handle_is_made_and_asked_as_the_flags_say(
     made = watched(monkeypatch, nvme_ops, "aio_handle", lambda **given: given)
     for validate in (False, True):
         row_of("aio_handle", make_task(validate=validate), settings).run()
-    assert [each for each in made if each] == [settings.as_json()] * 2  # without the task's own handles
+    assert [options for options in made if options] == [settings.as_json()] * 2  # without the task's own handles
     assert asked == [(False, True), (True, True)]
     refused = row_of("aio_handle", make_task(), Settings(intra_op_parallelism=100_000))
     interleave([refused], 1)

@@ -35,12 +35,12 @@ def judged(
         turn = number % len(wobble)
         seconds = [1 / gigabytes.get(name, 2.0) / factor for factor in wobble[turn:] + wobble[:turn]]
         share = busy if name in (reached, LOCKED) else 0.1
-        rows.append(Row(name, samples=[Sample(each, 10**9, share * each) for each in seconds]))
+        rows.append(Row(name, samples=[Sample(elapsed, 10**9, share * elapsed) for elapsed in seconds]))
     return Case(more.get("write", False), reached, rows)
 
 
 @pytest.mark.parametrize(
-    ("gigabytes", "more", "found"),
+    ("gigabytes", "more", "names"),
     [
         ({}, {}, []),
         ({NEW: 0.8, NEW_2: 0.8}, {}, ["page faults"]),
@@ -58,11 +58,11 @@ def judged(
         ({KEPT: 1, NEW: 0.5}, {"reached": KEPT, "write": True}, ["memory copies"]),  # writes know no page faults
     ],
 )
-def test_what_is_lost_to_what(gigabytes: dict[str, float], more: dict[str, Any], found: list[str]) -> None:
+def test_what_is_lost_to_what(gigabytes: dict[str, float], more: dict[str, Any], names: list[str]) -> None:
     case = judged(gigabytes, **more)
-    assert [finding.name for finding in case.findings] == found
+    assert [finding.name for finding in case.findings] == names
     assert all(0 <= finding.share <= 1 for finding in case.findings)
-    assert ("the device is the limit" in case.lines()[0]) == (not found)
+    assert ("the device is the limit" in case.lines()[0]) == (not names)
 
 
 def test_the_verdict_has_the_rates_and_what_was_faster_is_advised() -> None:
@@ -77,7 +77,7 @@ def test_the_verdict_has_the_rates_and_what_was_faster_is_advised() -> None:
 
 def test_rounds_that_disagree_or_failed_are_minded() -> None:
     rows = [Row(name, samples=[Sample(0.5, 10**9)] * 3) for name in (LOCKED, KEPT, NEW)]
-    rows.append(Row(LOCKED_2, samples=[Sample(each, 10**9) for each in (0.25, 0.55, 0.25)]))
+    rows.append(Row(LOCKED_2, samples=[Sample(elapsed, 10**9) for elapsed in (0.25, 0.55, 0.25)]))
     assert Case(False, NEW, rows).findings == [], "one of three rounds is against a difference"
     rows[2].samples, rows[3].samples = [Sample(1.25, 10**9), None, Sample(1.25, 10**9)], []
     assert [finding.name for finding in Case(False, NEW, rows).findings] == ["page faults"]

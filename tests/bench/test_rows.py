@@ -74,8 +74,8 @@ def failing(error: BaseException, number: int = 0) -> Row:
     return Row(str(error), run)
 
 
-def amounts(each: Row) -> list[int | None]:
-    return [None if sample is None else sample.amount for sample in each.samples]
+def amounts(row: Row) -> list[int | None]:
+    return [None if sample is None else sample.amount for sample in row.samples]
 
 
 def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:
@@ -87,9 +87,9 @@ def test_a_row_that_cannot_go_on_says_why_and_the_others_do() -> None:
     interleave(rows, 3)
     notes = ["pip install it", "failed: OSError: [Errno 5] Input/output error", "failed: OSError: ",
              "WRONG DATA: tensor and file differ", ""]  # fmt: skip
-    assert [each.note for each in rows] == notes
-    assert [each.wrong for each in rows] == [False, False, False, True, False]
-    assert [amounts(each) for each in rows] == [[], [], [1, None, 3], [], [1, 1, 1]]
+    assert [row.note for row in rows] == notes
+    assert [row.wrong for row in rows] == [False, False, False, True, False]
+    assert [amounts(row) for row in rows] == [[], [], [1, None, 3], [], [1, 1, 1]]
 
 
 @pytest.mark.parametrize("end", [KeyboardInterrupt, SystemExit])
@@ -97,7 +97,7 @@ def test_the_end_of_the_program_ends_the_rounds_and_keeps_results(end: type[Base
     rows = [failing(end(), 2), Row("later", lambda: Sample(1, 1))]
     with pytest.raises(end):
         interleave(rows, 3)
-    assert [amounts(each) for each in rows] == [[1, None], [1, 1]]
+    assert [amounts(row) for row in rows] == [[1, None], [1, 1]]
 
     def run() -> Sample:  # as torch's error for each worker that the same signal has ended
         try:
@@ -131,7 +131,7 @@ def test_reads_say_how_much_came_from_the_page_cache(folder: Path, monkeypatch: 
         monkeypatch.setenv("NVME_OPS_CACHE", mode)
         task = Task(file, 4 * MIB, False)
         rows = [make_row(Contender(name, Settings(), name), task) for name in ("aio_handle", "python")]
-        for each in rows:
-            each.before = lambda: warm(file, MIB)
+        for row in rows:
+            row.before = lambda: warm(file, MIB)
         interleave(rows, 2)
-        assert [cached_share_of(each.samples) for each in rows] == [share, 0.25]
+        assert [cached_share_of(row.samples) for row in rows] == [share, 0.25]

@@ -30,13 +30,13 @@ sys.exit(main())
 
 def living(session: int) -> list[str]:
     """The processes of a session that are more than an entry that nobody has waited for."""
-    found = []
+    names = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             name, _, rest = entry.read_text(errors="replace").rpartition(")")
             state, _, _, its_session = rest.split()[:4]
-            found += [name] if int(its_session) == session and state not in "ZX" else []
-    return found
+            names += [name] if int(its_session) == session and state not in "ZX" else []
+    return names
 
 
 def within(seconds: float, there: Callable[[], object]) -> None:

@@ -35,17 +35,17 @@ def test_accelerators_are_as_busy_as_they_are_fed(
             time.sleep(reads)
             yield torch.zeros(10, 100, dtype=torch.uint8)
 
-    found = feed(Reader("scripted", DataSet(tmp_path, [100], 10), [], batches), count, compute, 0.3)
-    assert least <= found.utilization <= most
-    assert found.samples / found.seconds <= count * 10 / compute * 1.001, "no more than can be computed on"
+    fed = feed(Reader("scripted", DataSet(tmp_path, [100], 10), [], batches), count, compute, 0.3)
+    assert least <= fed.utilization <= most
+    assert fed.samples / fed.seconds <= count * 10 / compute * 1.001, "no more than can be computed on"
     with pytest.raises(WrongData, match="other bytes than were written"):
         list(checked(Reader("scripted", DataSet(tmp_path, [100] * 10, 10), [], batches)))
 
 
 def test_the_search_finds_how_many_are_fed() -> None:
     for capacity in (0, 1, 7, 30):
-        found = search(lambda count: Fed(count, 1.0 if count <= capacity else 0.5, 1, 1, 1.0, []))  # noqa: B023
-        assert capacity * 0.85 <= found <= capacity
+        busy = search(lambda count: Fed(count, 1.0 if count <= capacity else 0.5, 1, 1, 1.0, []))  # noqa: B023
+        assert capacity * 0.85 <= busy <= capacity
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -53,7 +53,7 @@ def test_each_reader_reads_what_it_wrote(name: str, folder: Path, monkeypatch: p
     monkeypatch.setattr(readers, "_MAX_FILES", 45)
     sizes = [100 + 37 * number for number in range(93)]
     reader = made(READERS[name], DataSet(folder, sizes, 10, workers=1))
-    seen = [int.from_bytes(bytes(each[:8].tolist()), "little") for batch in checked(reader) for each in batch]
+    seen = [int.from_bytes(bytes(sample[:8].tolist()), "little") for batch in checked(reader) for sample in batch]
     assert sorted(seen) == list(range(80 if name == "plain" else len(sizes))) != seen
     with pytest.raises(Unavailable, match=r"in /dev/shm and .* free: docker run --shm-size=\d+m, or"):
         made(READERS["plain"], DataSet(folder, [1 << 50] * 10, 10))  # they would be waited for without end
@@ -75,12 +75,12 @@ def test_jobs_are_measured_and_wrong_bytes_are_told(
     read = readers._content
     monkeypatch.setattr(readers, "_content", lambda path: read(path)[:-1] + b"?")
     words = ["cosmoflow", "llm-checkpoint", "--reader", "plain", OURS, "--accelerators", "1", "--slower", "0.01"]
-    status, found = run(folder, *words)
+    status, document = run(folder, *words)
     out, errors = capsys.readouterr()
-    assert (status, found["interrupted"]) == (1, False)
+    assert (status, document["interrupted"]) == (1, False)
     assert "nvme-bench: wrong data: plain" in errors
     assert re.search(r"^plain +.*WRONG DATA: plain: a sample has other bytes than were written$", out, re.MULTILINE)
-    reads, writes = found["jobs"]["cosmoflow"], found["jobs"]["llm-checkpoint"]
+    reads, writes = document["jobs"]["cosmoflow"], document["jobs"]["llm-checkpoint"]
     assert (reads["wrong"], set(reads["curves"])) == (["plain"], {OURS})
     assert list(writes["curves"]) == ["nvme_ops.save_async", "nvme_ops.save", "torch.save + fsync"]
     for job in (reads, writes):
@@ -101,7 +101,7 @@ def test_what_was_measured_until_it_is_interrupted_is_kept(folder: Path, monkeyp
 
     monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
     monkeypatch.setattr(cli, "feed", measure)
-    status, found = run(folder, "cosmoflow", "--reader", "all")
-    assert (status, counts, found["interrupted"]) == (130, [1, 2, 4, 8, 6], True)
-    assert [each["accelerators"] for each in found["jobs"]["cosmoflow"]["curves"][OURS]] == [1, 2, 4, 8]
-    assert found["jobs"]["cosmoflow"]["fed"] == {OURS: 4}
+    status, document = run(folder, "cosmoflow", "--reader", "all")
+    assert (status, counts, document["interrupted"]) == (130, [1, 2, 4, 8, 6], True)
+    assert [point["accelerators"] for point in document["jobs"]["cosmoflow"]["curves"][OURS]] == [1, 2, 4, 8]
+    assert document["jobs"]["cosmoflow"]["fed"] == {OURS: 4}

@@ -133,7 +133,7 @@ def test_aims_are_ratios_to_the_best_of_the_others_in_each_round() -> None:
         gpu_io.CUFILE: (4, 4), gpu_io.GDS_PINNED: (1,),
     }  # fmt: skip
     rows = [
-        Row(name, samples=[None if each is None else Sample(each, 12) for each in taken])
+        Row(name, samples=[None if elapsed is None else Sample(elapsed, 12) for elapsed in taken])
         for name, taken in seconds.items()
     ]
     bounce, gds, pinned = gpu_io.aims(Table("read", "", "GB/s", rows, gpu_io.HOST))
@@ -158,9 +158,9 @@ def test_a_small_run_with_cpu_memory_in_place_of_a_gpus(folder: Path) -> None:
         PYTHONWARNINGS="ignore::RuntimeWarning",  # memory that may not be locked
     )
     assert os.listdir(folder) == []
-    found = json.loads(done.stdout)
-    assert (found["block_size"], found["threads"], found["about"]["device"]) == (MIB, 2, "cpu")
-    (there,) = found["folders"].values()
+    document = json.loads(done.stdout)
+    assert (document["block_size"], document["threads"], document["about"]["device"]) == (MIB, 2, "cpu")
+    (there,) = document["folders"].values()
     for table, torch_s in zip(there["tables"], ("torch.load(map_location)", "torch.save + fsync"), strict=True):
         rows = {row["name"]: row for row in table["rows"]}
         for name in (gpu_io.HOST, gpu_io.BOUNCE, f"{gpu_io.GDS}, NVME_OPS_GDS=off", torch_s):

@@ -38,7 +38,7 @@ def test_pages_are_what_the_stored_results_say_and_no_figure_is_by_hand(file: Pa
     by_hand = emptied(text).replace("of 10^9 bytes", "")
     if file.name not in ("README.md", page.PAGE):
         by_hand = by_hand.partition("\n## Figures\n")[2].partition("\n## ")[0]
-    assert [found for found in FIGURE.findall(by_hand) if found != "times as fast"] == []
+    assert [figure for figure in FIGURE.findall(by_hand) if figure != "times as fast"] == []
 
 
 RATE = re.compile(r"\d (?:GB/s|kIOPS|samples/s|tokens/s|tokens a second)(?![\w/])|times as fast")
@@ -56,7 +56,7 @@ def test_a_rate_that_is_not_from_stored_results_has_a_date(file: Path) -> None:
 def test_every_section_is_on_one_page_and_every_result_is_of_a_section() -> None:
     assert sorted(name for file in DOCS.glob("*.md") for name in SECTION.findall(file.read_text())) == sorted(SECTIONS)
     assert {file.stem for file in (DOCS / "benchmarks").glob("*.json")} == set(SECTIONS)
-    pictures = {run["plot"] for found in page.results().values() for run in found["runs"]} - {""}
+    pictures = {run["plot"] for result in page.results().values() for run in result["runs"]} - {""}
     assert {file.name for file in (DOCS / "benchmarks").glob("*.png")} == pictures
     sizes = {name: struct.unpack(">II", (DOCS / "benchmarks" / name).read_bytes()[16:24]) for name in pictures}
     assert {name: size for name, size in sizes.items() if size[0] > 1000 or size[1] > 2000} == {}

@@ -67,7 +67,7 @@ def _in_prepared_process(program: str, *words: str, folder: str = ".", **variabl
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-FILES = [each for each in checkpoint.GROUPS if each != "fresh"]
+FILES = [group for group in checkpoint.GROUPS if group != "fresh"]
 FEEDS = {"chosen by Zipf(1.0)": (4, 6), "prompts": (16, 0)}
 SMALL: dict[str, tuple[str, list[str]]] = {  # words, groups of the tables
     "raw_io": ("--size 16M", list(raw_io.GROUPS)),
@@ -111,18 +111,18 @@ def test_a_small_run(
     flags = ["--rounds", "1", "--folder", str(folder), "--no-deepspeed", *words.split(), "--output", str(file)]
     assert command.main([program, *flags]) == 0
     out = capfd.readouterr().out
-    found = json.loads(file.read_text())
-    assert {"machine", "size", "rounds", "folders", "about"} <= set(found)
-    (there,) = found["folders"].values()
+    document = json.loads(file.read_text())
+    assert {"machine", "size", "rounds", "folders", "about"} <= set(document)
+    (there,) = document["folders"].values()
     assert {"place", "tables", "notes"} <= set(there)
     assert [table["group"] for table in there["tables"]] == groups
     for table in there["tables"]:
         assert set(table) == {"group", "title", "unit", "reference", "peers", "rows"}
         assert table["title"] in out
-        for each in table["rows"]:
-            assert not each["wrong"]
-            lacks = any(words in each["note"] for words in _ABSENT) or each["name"].startswith("fio")
-            assert each["values"] or lacks, (each["name"], each["note"])
+        for row in table["rows"]:
+            assert not row["wrong"]
+            lacks = any(words in row["note"] for words in _ABSENT) or row["name"].startswith("fio")
+            assert row["values"] or lacks, (row["name"], row["note"])
     assert {left.name for left in folder.iterdir()} <= {"found.json", "cache"}
 
 
@@ -269,11 +269,11 @@ def test_deepspeed_cannot_take_this_checkouts_op_builder_for_its_own() -> None:
 def test_each_reader_reads_what_it_wrote(name: str, folder: Path) -> None:
     try:
         reader = readers.made(
-            data.READERS[name], readers.DataSet(folder, [100 + 37 * each for each in range(45)], 10, 1)
+            data.READERS[name], readers.DataSet(folder, [100 + 37 * number for number in range(45)], 10, 1)
         )
     except Unavailable as reason:
         pytest.skip(str(reason))
-    seen = [int.from_bytes(bytes(each[:8].tolist()), "little") for batch in readers.checked(reader) for each in batch]
+    seen = [int.from_bytes(bytes(entry[:8].tolist()), "little") for batch in readers.checked(reader) for entry in batch]
     assert sorted(seen) == list(range(45))
     assert all(path.exists() for path in reader.files)
 
@@ -288,11 +288,9 @@ def test_what_a_new_process_says_is_its_last_line_and_its_failure_a_reason() -> 
 def test_a_load_of_other_bytes_is_told(folder: Path) -> None:
     work = checkpoint.Work(str(folder / "x"), {"a": torch.ones(1000)}, deepspeed=False)
     nvme_ops.save({"a": torch.zeros(1000)}, work.path + ".safetensors")
-    rows = {
-        each.name: each for each in checkpoint.load_rows(work, files.make_warm) if each.name.startswith("nvme_ops .")
-    }
+    rows = {row.name: row for row in checkpoint.load_rows(work, files.make_warm) if row.name.startswith("nvme_ops .")}
     interleave(list(rows.values()), 1)
-    assert {name: each.wrong for name, each in rows.items()} == {"nvme_ops .safetensors": True, "nvme_ops .pt": False}
+    assert {name: row.wrong for name, row in rows.items()} == {"nvme_ops .safetensors": True, "nvme_ops .pt": False}
 
 
 def made(name: str, *words: str) -> command.Run:
@@ -303,7 +301,7 @@ def made(name: str, *words: str) -> command.Run:
 
 def _training(folder: Path) -> list[Row]:
     rows = training.engine_table(str(folder), made("training", "--steps", "1").args, None).rows  # type: ignore[arg-type]
-    return [rows[0], next(each for each in rows if each.name.startswith("nvme_ops"))]
+    return [rows[0], next(row for row in rows if row.name.startswith("nvme_ops"))]
 
 
 def _inference(folder: Path) -> list[Row]:
@@ -338,13 +336,12 @@ def test_the_bound_is_the_longer_of_computing_and_moving() -> None:
     bound = Row("fio", lambda: Sample(1.0, 100))
     table = Table("", "", "tokens/s", [memory, reads, computes])
     assert command.bounded(run, table, bound, 1, "read per step").rows[-1] is bound
-    found = [each.samples[0].figures["of the bound"] for each in (reads, computes) if each.samples[0]]
-    assert found == [0.75, 0.25]
+    assert [row.samples[0].figures["of the bound"] for row in (reads, computes) if row.samples[0]] == [0.75, 0.25]
 
 
 def test_the_choice_is_divided_by_the_fixed_tool_of_the_highest_median() -> None:
     rates = {"nvme_ops a": (9, 1, 1), "nvme_ops b": (2, 4, 5), adaptive.ADAPTIVE: (1, 2, 10), "torch": (99, 99, 99)}
-    rows = [Row(name, samples=[Sample(1, rate) for rate in each]) for name, each in rates.items()]
+    rows = [Row(name, samples=[Sample(1, rate) for rate in values]) for name, values in rates.items()]
     said = adaptive.summary(Table("read", "", "GB/s", rows))
     assert said == "of the best fixed tool (nvme_ops b): 0.50 (after 20)"
 

@@ -86,9 +86,9 @@ def test_tensors_can_be_changed_once_they_are_safe(path: Path, options: Any) -> 
             future.wait_until_safe()
         change(tensors)
         future.result()
-        found, expected = nvme_ops.load(path, verify=True), make()
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        loaded, expected = nvme_ops.load(path, verify=True), make()
+        assert loaded.keys() == expected.keys()
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
         assert beside(path) == []
 
 
@@ -103,15 +103,15 @@ def test_tensors_are_safe_before_the_file_is_complete(path: Path, gate: Gated) -
     copied.wait_until_safe(0)
     unlimited = nvme_ops.save_async(tensors, path.with_name("none.safetensors"), memory=0, handle=gate)
     change(tensors)
-    for each in (future, copied, unlimited):
-        for wait in (each.result, each.exception):
+    for pending in (future, copied, unlimited):
+        for wait in (pending.result, pending.exception):
             with pytest.raises(concurrent.futures.TimeoutError):
                 wait(0.01)
-        assert not each.cancel()
-        assert not each.done()
+        assert not pending.cancel()
+        assert not pending.done()
     assert content(path) == "old"
     gate.open()
-    assert [each.exception() for each in (future, copied, unlimited)] == [None] * 3
+    assert [pending.exception() for pending in (future, copied, unlimited)] == [None] * 3
     assert number_in(path) == number_in(path.with_name("none.safetensors")) == 1
     assert number_in(path.with_name("copied.safetensors")) == 3
 
@@ -332,8 +332,7 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
     result = run_python(program, folder, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "")
     for strategy in background.STRATEGIES:
-        found = nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)
-        assert found["a"].tolist() == list(range(20_000))
+        assert nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)["a"].tolist() == list(range(20_000))
     assert len(list(folder.iterdir())) == 2
 
 

@@ -63,13 +63,13 @@ class Tied(torch.nn.Module):
 
 
 def assert_loads(path: Path, saved: Tied, verify: bool = True) -> None:
-    found = Tied(2)
-    weight = found.head.weight
-    nvme_ops.load(path, into=found, verify=verify)
-    assert found.head.weight is weight
+    model = Tied(2)
+    weight = model.head.weight
+    nvme_ops.load(path, into=model, verify=verify)
+    assert model.head.weight is weight
     assert weight.requires_grad
-    assert all(torch.equal(found.state_dict()[name], each) for name, each in saved.state_dict().items())
-    assert found.head.weight is found.embedding.weight
+    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
+    assert model.head.weight is model.embedding.weight
 
 
 @NAMES
@@ -78,14 +78,14 @@ def test_tied_weights_come_back_tied(tmp_path: Path, name: str) -> None:
     assert_loads(tmp_path / name, Tied(1))
     nvme_ops.save_async(Tied(3), tmp_path / name).result()
     assert_loads(tmp_path / name, Tied(3))
-    state = {name: each for name, each in Tied(1).state_dict().items() if "weight" not in name or "middle" in name}
+    state = {name: tensor for name, tensor in Tied(1).state_dict().items() if "weight" not in name or "middle" in name}
     nvme_ops.save(state, tmp_path / name)
     with pytest.raises(KeyError, match=r"embedding\.weight"):
         nvme_ops.load(tmp_path / name, into=Tied(2))
 
 
 def test_tied_weights_are_left_out_as_by_safetensors(tmp_path: Path) -> None:
-    saved, found = Tied(1), Tied(2)
+    saved, loaded = Tied(1), Tied(2)
     nvme_ops.save(saved, tmp_path / "ours.safetensors")
     safetensors.torch.save_model(saved, str(tmp_path / "theirs.safetensors"))
     ours = safetensors.safe_open(tmp_path / "ours.safetensors", "pt")
@@ -93,9 +93,9 @@ def test_tied_weights_are_left_out_as_by_safetensors(tmp_path: Path) -> None:
     with ours, theirs:
         assert set(ours.keys()) == set(theirs.keys())
         assert theirs.metadata().items() <= ours.metadata().items()
-    assert not any(safetensors.torch.load_model(found, str(tmp_path / "ours.safetensors")))  # missing, unexpected
+    assert not any(safetensors.torch.load_model(loaded, str(tmp_path / "ours.safetensors")))  # missing, unexpected
     assert_loads(tmp_path / "theirs.safetensors", saved, verify=False)
-    state = {name: each for name, each in saved.state_dict().items() if name != "head.weight"}  # as transformers does
+    state = {name: value for name, value in saved.state_dict().items() if name != "head.weight"}  # as transformers does
     nvme_ops.save(state, tmp_path / "ours.safetensors")
     assert_loads(tmp_path / "ours.safetensors", saved)
 
@@ -139,9 +139,9 @@ def test_a_mapping_follows_the_file_without_a_descriptor_a_copy_does_not(tmp_pat
         used = len(os.listdir("/proc/self/fd"))
         resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, used + 20))
         copied, *mapped = nvme_ops.load(path)["a"], *(nvme_ops.load(path, mmap=True)["a"] for _ in range(50))
-        assert all(bool((each == 1).all()) for each in mapped)
+        assert all(bool((tensor == 1).all()) for tensor in mapped)
         path.open("r+b").write(bytes(path.stat().st_size))
-        assert all(bool((each == 0).all()) for each in mapped)
+        assert all(bool((tensor == 0).all()) for tensor in mapped)
         os.truncate(path, 0)
         assert bool((copied == 1).all())
 
@@ -158,9 +158,9 @@ def test_what_is_loaded_is_freed_with_its_last_reference(tmp_path: Path, name: s
     options: Any
     for options in ({"verify": True}, {"mmap": True}):
         loaded = nvme_ops.load(tmp_path / name, **options)
-        still_there = [weakref.ref(each) for each in loaded.values()]
+        still_there = [weakref.ref(tensor) for tensor in loaded.values()]
         del loaded
-        assert [each() for each in still_there] == [None, None]
+        assert [ref() for ref in still_there] == [None, None]
 
 
 def test_what_replaces_a_file_has_its_permissions_from_the_first_moment(
@@ -214,7 +214,7 @@ def test_the_error_says_what_it_is(name: str, make: Any, words: str, folder: Pat
 
 
 def names(folder: Path) -> set[str]:
-    return {each.name for each in folder.iterdir()}
+    return {entry.name for entry in folder.iterdir()}
 
 
 def test_a_long_wait_says_for_what_and_a_planted_lock_is_an_error(
@@ -306,14 +306,14 @@ def test_devices_and_pipes_are_written_to(tmp_path: Path, format: Any) -> None:
     assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
     with pytest.raises(OSError, match="No space left"):
         nvme_ops.save(numbered(1), "/dev/full", format=format)
-    pipe, found = tmp_path / "pipe", []
+    pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: found.append(pipe.read_bytes()))
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()))
     reader.start()
     nvme_ops.save(numbered(1), pipe, format=format)
     reader.join()
     assert stat.S_ISFIFO(pipe.stat().st_mode)
-    (tmp_path / "copy").write_bytes(found[0])
+    (tmp_path / "copy").write_bytes(received[0])
     assert nvme_ops.load(tmp_path / "copy", format=format, verify=True)["a"][0] == 1
 
 
@@ -352,9 +352,9 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
 
 
 def dcp_load(path: Path) -> dict[str, torch.Tensor]:
-    found = {f"t{number}": torch.zeros(1000) for number in range(2)}
-    nvme_ops.dcp.load(found, path, verify=True)
-    return found
+    state = {f"t{number}": torch.zeros(1000) for number in range(2)}
+    nvme_ops.dcp.load(state, path, verify=True)
+    return state
 
 
 verified: Any = functools.partial(nvme_ops.load, verify=True)
@@ -404,8 +404,8 @@ def saver(quick_folder: Path, name: str) -> Saver:
 @EACH_FORKED
 def test_processes_that_save_one_path_do_not_mix(saver: Saver) -> None:
     def body(number: int) -> None:
-        for each in range(4):
-            saver.save(float(number * 4 + each))
+        for step in range(4):
+            saver.save(float(number * 4 + step))
 
     with forked(3, body) as running:
         while running():
@@ -417,8 +417,8 @@ def test_processes_that_save_one_path_do_not_mix(saver: Saver) -> None:
 @EACH
 def test_threads_that_save_one_path_do_not_mix(saver: Saver) -> None:
     def work(number: int) -> None:
-        for each in range(3):
-            saver.save(10.0 * number + each) if number else saver.value()
+        for step in range(3):
+            saver.save(10.0 * number + step) if number else saver.value()
 
     in_threads(work, 3)
     assert saver.value() in {12.0, 22.0}

@@ -30,7 +30,7 @@ def by_safetensors(content: bytes) -> Found | None:
         tensors = safetensors.deserialize(content)
     except safetensors.SafetensorError:
         return None
-    return {name: (each["dtype"], tuple(each["shape"]), bytes(each["data"])) for name, each in tensors}
+    return {name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for name, entry in tensors}
 
 
 def by_us(content: bytes) -> Found | None:
@@ -43,7 +43,7 @@ def by_us(content: bytes) -> Found | None:
         return None
     finally:
         os.close(fd)
-    return {name: (each.dtype, each.shape, content[each.start : each.end]) for name, each in header.entries.items()}
+    return {name: (item.dtype, item.shape, content[item.start : item.end]) for name, item in header.entries.items()}
 
 
 def is_wanted_deviation(content: bytes) -> bool:

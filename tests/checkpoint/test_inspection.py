@@ -82,7 +82,7 @@ SOURCES: dict[str, tuple[Callable[[dict[str, torch.Tensor], Path], object], list
 def test_to_every_format(kind: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make, words = SOURCES[kind]
     make(state(), folder / "source.pt")
-    untied = {name: each.detach() for name, each in state().items() if name != "head"}
+    untied = {name: tensor.detach() for name, tensor in state().items() if name != "head"}
     target = folder / "target.safetensors"
     assert main(["convert", str(folder / "source.pt"), str(target), *words]) == 0
     tied, okay = capsys.readouterr().out.splitlines()
@@ -98,9 +98,9 @@ def test_to_every_format(kind: str, folder: Path, capsys: pytest.CaptureFixture[
     assert (said["path"], said["tensors"], said["tied"]) == (str(target), 12, {"head": "embedding"})
     assert main(["verify", str(target)]) == 1  # there is nothing to compare with
     assert main(["convert", str(folder / "source.pt"), str(folder / "target.bin"), *words]) == 0
-    found = torch.load(folder / "target.bin")
-    assert equal(found, state())
-    assert found["head"].data_ptr() == found["embedding"].data_ptr()
+    loaded = torch.load(folder / "target.bin")
+    assert equal(loaded, state())
+    assert loaded["head"].data_ptr() == loaded["embedding"].data_ptr()
     assert main(["convert", str(folder / "source.pt"), str(folder / "model"), "--max-shard-size", "1MB", *words]) == 0
     assert len(list((folder / "model").glob("*.safetensors"))) > 1
     for source in (folder / "model", target):
@@ -163,8 +163,8 @@ def test_an_expanded_tensor_is_not_written_one_by_one_without_end(folder: Path) 
     with pytest.raises(ValueError, match=r"would become 64 TiB: 'mask' is expanded"):
         convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
     convert(str(folder / "source.pt"), str(folder / "target.pt"))
-    found = torch.load(folder / "target.pt")["mask"]
-    assert (found.shape, found.stride()) == ((1 << 22, 1 << 22), (0, 0))
+    mask = torch.load(folder / "target.pt")["mask"]
+    assert (mask.shape, mask.stride()) == ((1 << 22, 1 << 22), (0, 0))
 
 
 def test_many_small_tensors_take_no_look_at_all_of_them_for_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,8 +173,8 @@ def test_many_small_tensors_take_no_look_at_all_of_them_for_each(folder: Path, m
         looks = watched(patch, Order, "ahead", lambda *_: None)
         convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
     assert 0 < len(looks) < 200
-    found = nvme_ops.load(folder / "target.safetensors")
-    assert all((found[f"{number}"] == number).all() for number in range(1000))
+    loaded = nvme_ops.load(folder / "target.safetensors")
+    assert all((loaded[f"{number}"] == number).all() for number in range(1000))
 
 
 # What it refuses
@@ -203,10 +203,10 @@ def test_what_the_target_cannot_hold(folder: Path, tensor: torch.Tensor) -> None
     with pytest.raises(ValueError, match="'a'"):
         convert(str(folder / "a.pt"), str(folder / "a.safetensors"))
     convert(str(folder / "a.pt"), str(folder / "b.pt"))
-    found = torch.load(folder / "b.pt")["a"]
+    loaded = torch.load(folder / "b.pt")["a"]
     if tensor.is_nested:
-        found, tensor = found.to_padded_tensor(5.0), tensor.to_padded_tensor(5.0)
-    assert torch.equal(found.to_dense(), tensor.to_dense())
+        loaded, tensor = loaded.to_padded_tensor(5.0), tensor.to_padded_tensor(5.0)
+    assert torch.equal(loaded.to_dense(), tensor.to_dense())
 
 
 def test_what_the_target_would_replace_is_no_source(folder: Path) -> None:
@@ -248,8 +248,8 @@ def test_damaged_bytes_get_no_new_checksums(tmp_path: Path, name: str, capsys: p
 
 def made(value: float, count: int = 6) -> dict[str, torch.Tensor]:
     """Some tensors of 256 KiB, some transposed."""
-    found = {f"weight{number}": torch.full((256, 256), value + number) for number in range(count)}
-    return {name: each.t() if name.endswith("1") else each for name, each in found.items()}
+    tensors = {f"weight{number}": torch.full((256, 256), value + number) for number in range(count)}
+    return {name: tensor.t() if name.endswith("1") else tensor for name, tensor in tensors.items()}
 
 
 OLD, NEW = made(-100.0, 4), made(0.0)
@@ -393,11 +393,11 @@ def test_files_from_before_torch_1_6(name: str, tmp_path: Path, capsys: pytest.C
     torch.manual_seed(0)
     obj = torch.load(old) if name != "nested" else OBJECTS[name]()  # torch itself cannot load that one
     torch.save(obj, new)
-    found = contents(old)
-    about = [(item.name, item.dtype, item.shape, item.bytes) for item in found.tensors]
+    listing = contents(old)
+    about = [(item.name, item.dtype, item.shape, item.bytes) for item in listing.tensors]
     assert about == [(item.name, item.dtype, item.shape, item.bytes) for item in contents(new).tensors]
-    assert main(["verify", str(old)]) == (1 if found.items else 0)
-    assert ("[NO CHECKSUMS]" if found.items else "[OKAY]") in capsys.readouterr().out
+    assert main(["verify", str(old)]) == (1 if listing.items else 0)
+    assert ("[NO CHECKSUMS]" if listing.items else "[OKAY]") in capsys.readouterr().out
     assert main(["diff", str(old), str(new)]) == 0 or name == "nested"
     size = old.stat().st_size
     for length in range(0, size, max(1, size // 40)):
@@ -414,7 +414,7 @@ def test_a_file_from_before_torch_1_6_that_differs(tmp_path: Path, capsys: pytes
     assert main(["diff", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 1
     assert capsys.readouterr().out == "values differ: b\n"
     for hostile in (["no list of keys"], [[1], {}], ["0", "0"]):
-        head = b"".join(pickle.dumps(each, 2) for each in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}))
+        head = b"".join(pickle.dumps(value, 2) for value in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}, {}))
         (tmp_path / "c.pt").write_bytes(head + pickle.dumps(hostile, 2))
         with pytest.raises(FormatError, match="lists other storages"):
             contents(tmp_path / "c.pt")
@@ -430,7 +430,7 @@ def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     assert any(line.split()[:2] == ["b", "bfloat16"] for line in lines)
     assert [main(["verify", str(path)]) for path in (one, bare)] == [0, 1]
     assert main(["diff", str(one), str(other)]) == 0
-    item = next(each for each in contents(one).items if each.name == "a")
+    item = next(item for item in contents(one).items if item.name == "a")
     flip(Path(item.path), item.end - 1)
     assert main(["verify", str(one)]) == 1
     assert "DAMAGED a" in capsys.readouterr().out
@@ -443,12 +443,12 @@ def test_a_dcp_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize("writer", [NvmeStorageWriter, dcp.FileSystemWriter])
 @pytest.mark.filterwarnings("ignore")
 def test_a_dcp_folder_becomes_a_file(writer: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = {name: each.detach() for name, each in state().items()}
+    kept = {name: tensor.detach() for name, tensor in state().items()}
     saved = {"model": kept, "optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1}, "step": 3}
     dcp.save(saved, storage_writer=writer(tmp_path / "dcp"))
     convert(str(tmp_path / "dcp"), str(tmp_path / "a.safetensors"), key="model")
-    found = nvme_ops.load(tmp_path / "a.safetensors", verify=True)
-    assert equal(dict(sorted(found.items())), dict(sorted(kept.items())))
+    loaded = nvme_ops.load(tmp_path / "a.safetensors", verify=True)
+    assert equal(dict(sorted(loaded.items())), dict(sorted(kept.items())))
     convert(str(tmp_path / "dcp"), str(tmp_path / "a.pt"), key="optimizer.state")
     assert equal(torch.load(tmp_path / "a.pt"), {"0": torch.ones(3)})
     for words, said in (
@@ -461,7 +461,7 @@ def test_a_dcp_folder_becomes_a_file(writer: Any, tmp_path: Path, capsys: pytest
     ):
         assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), *words]) == 2
         assert said in capsys.readouterr().err
-    item = next(each for each in contents(tmp_path / "dcp").items if each.name == "model.large")
+    item = next(item for item in contents(tmp_path / "dcp").items if item.name == "model.large")
     flip(Path(item.path), (item.start + item.end) // 2)
     assert main(["convert", str(tmp_path / "dcp"), str(tmp_path / "b.pt"), "--key", "model"]) == (
         2 if writer is NvmeStorageWriter else 0  # torch's has no checksums

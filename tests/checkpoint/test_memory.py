@@ -132,7 +132,7 @@ def test_memory_beside_the_tensors(files: Path, what: str) -> None:
             forget_peak()
             before = figure("VmRSS")
             do(tensors, files)
-            found = figure("VmHWM") - before - own
-        assert found <= ALLOWED, f"{found / MIB:.0f} MiB"
+            grown = figure("VmHWM") - before - own
+        assert grown <= ALLOWED, f"{grown / MIB:.0f} MiB"
 
     in_child(body)

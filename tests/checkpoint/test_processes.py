@@ -299,9 +299,9 @@ class Program:
             self.values = saved  # one of these was the last
         else:
             self.values |= saved
-        found = number_in(self.path)
-        assert found in self.values, (found, self.values)
-        self.values = {found}
+        last = number_in(self.path)
+        assert last in self.values, (last, self.values)
+        self.values = {last}
 
     def _in_child(self, step: Callable[[], object]) -> None:
         try:

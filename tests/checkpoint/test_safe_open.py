@@ -61,9 +61,9 @@ INDICES: list[Any] = [
 def test_parts_are_those_of_the_tensor(path: Path) -> None:
     with safe_open(path) as file:
         for index in INDICES:
-            found = file.get_slice("matrix")[index]
-            assert torch.equal(found, STATE["matrix"][index]), index
-            assert found.is_contiguous()
+            part = file.get_slice("matrix")[index]
+            assert torch.equal(part, STATE["matrix"][index]), index
+            assert part.is_contiguous()
 
 
 def test_what_is_not_there(path: Path, tmp_path: Path) -> None:
@@ -125,9 +125,9 @@ def test_transformers_loads_and_saves_through_it(
     model = installed.GPT2LMHeadModel(config)
     for size in ("50GB", "40KB"):
         model.save_pretrained(tmp_path / size, max_shard_size=size)
-        found = installed.GPT2LMHeadModel.from_pretrained(tmp_path / size)
-        assert all(torch.equal(found.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
-        shards = sorted(each.name for each in (tmp_path / size).glob("*.safetensors"))
+        loaded = installed.GPT2LMHeadModel.from_pretrained(tmp_path / size)
+        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        shards = sorted(shard.name for shard in (tmp_path / size).glob("*.safetensors"))
         assert sorted(set(opened)) == shards
         assert all(b"nvme_ops.crc32c" in (tmp_path / size / name).read_bytes()[:8192] for name in shards)
         nvme_ops.load(tmp_path / size, verify=True)

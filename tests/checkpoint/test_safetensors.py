@@ -46,18 +46,18 @@ def raw(tensor: torch.Tensor) -> torch.Tensor:
     return plain.view(-1).view(torch.uint8) if tensor.nbytes else torch.empty(0, dtype=torch.uint8)
 
 
-def assert_same(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
-        assert torch.equal(raw(found[name]), raw(tensor)), name
+        assert (actual[name].dtype, actual[name].shape) == (tensor.dtype, tensor.shape), name
+        assert torch.equal(raw(actual[name]), raw(tensor)), name
 
 
 def round_trip(path: Path, tensors: Mapping[str, torch.Tensor], **options: Any) -> Tensors:
     """Saved by us, read by their library, and loaded by us."""
     nvme_ops.save(tensors, path, **options)
     assert_same(their.load_file(path), tensors)
-    stored = {name: bytes(each["data"]) for name, each in safetensors.deserialize(path.read_bytes())}
+    stored = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(path.read_bytes())}
     assert stored == {name: raw(tensor).numpy().tobytes() for name, tensor in tensors.items()}
     return loaded(path, tensors, verify=True)
 
@@ -65,9 +65,9 @@ def round_trip(path: Path, tensors: Mapping[str, torch.Tensor], **options: Any) 
 def loaded(path: Path, expected: Mapping[str, torch.Tensor], **options: Any) -> Tensors:
     """The file's tensors, by a mapping of the file and without, if they are as expected."""
     for mmap in (True, False):
-        found: Tensors = nvme_ops.load(path, mmap=mmap, **options)
-        assert_same(found, expected)
-    return found
+        tensors: Tensors = nvme_ops.load(path, mmap=mmap, **options)
+        assert_same(tensors, expected)
+    return tensors
 
 
 @pytest.fixture
@@ -98,7 +98,7 @@ def test_every_dtype_and_layout(path: Path) -> None:
     whole = filled(torch.float32, 6, 10)
     tensors |= {"1": whole[:2], "2": whole[3:], "none": whole[1:1], "3": whole[2, :4], "4": whole[2, 4:]}
     round_trip(path, tensors)
-    their.save_file({name: each.contiguous().clone() for name, each in tensors.items()}, path)
+    their.save_file({name: tensor.contiguous().clone() for name, tensor in tensors.items()}, path)
     loaded(path, tensors)
 
 
@@ -145,14 +145,14 @@ def test_new_tensors_can_be_changed_alone_and_outlive_the_file(path: Path, mmap:
     nvme_ops.save(tensors, path)
     conftest.store(path, conftest.contents(path))  # not in the page cache: data are read while the header is parsed
     nvme_ops.save({name: tensor * 0 for name, tensor in tensors.items()}, path.with_name("other.safetensors"))
-    found = nvme_ops.load(path, mmap=mmap)
+    result = nvme_ops.load(path, mmap=mmap)
     nvme_ops.save({"a": torch.zeros(1)}, path)
     path.unlink()
-    assert_same(found, tensors)
-    version = found["b"]._version
-    found["a"].zero_()
-    assert_same({"b": found["b"]}, {"b": tensors["b"]})
-    assert found["b"]._version == version
+    assert_same(result, tensors)
+    version = result["b"]._version
+    result["a"].zero_()
+    assert_same({"b": result["b"]}, {"b": tensors["b"]})
+    assert result["b"]._version == version
 
 
 def test_data_begin_on_a_page(path: Path) -> None:
@@ -238,7 +238,7 @@ def test_unaligned_headers(path: Path, blanks: int) -> None:
         (lambda: {"a": torch.zeros((), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}, ValueError, "'a'"),
         *(
             (lambda view=view: {"a": WHOLE, "b": view(WHOLE), "c": torch.zeros(1)}, ValueError, "'[ab]' .*share memory")
-            for view in (torch.detach, lambda each: each[3:], lambda each: each[::2], lambda each: each.expand(3, 10))
+            for view in (torch.detach, lambda base: base[3:], lambda base: base[::2], lambda base: base.expand(3, 10))
         ),
     ],
 )
@@ -252,7 +252,7 @@ def test_what_the_format_has_no_place_for(path: Path, make: Any, kind: type[Exce
     with pytest.raises(kind, match=words):
         nvme_ops.save(wrong, path)
     assert nvme_ops.load(path).keys() == {"old"}
-    assert [each.name for each in path.parent.iterdir()] == [path.name]
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 # Loading parts, and into what exists
@@ -286,10 +286,10 @@ def test_into_a_tensor_of_any_kind(path: Path) -> None:
     for kind, make in INTO.items():
         target = make()
         targets = {"a": target, "b": torch.zeros(33, dtype=torch.int8), "epoch": 3}
-        found = nvme_ops.load(path, into=targets, verify=True)
-        assert_same(found, tensors)
+        result = nvme_ops.load(path, into=targets, verify=True)
+        assert_same(result, tensors)
         assert torch.equal(raw(target), raw(tensors["a"])), kind
-        assert found["a"].data_ptr() == target.data_ptr()
+        assert result["a"].data_ptr() == target.data_ptr()
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
@@ -309,8 +309,8 @@ def test_nothing_is_filled_before_all_is_known_to_fit(folder: Path, name: str) -
         assert b.tolist() == [0, 0]
     nvme_ops.load(path, into={**into, "b": b}, keys=["b"])
     assert b.tolist() == [1, 1]
-    found = nvme_ops.load(path, map_location="meta", verify=True)
-    assert {name: (each.device.type, each.dtype, tuple(each.shape)) for name, each in found.items()} == {
+    result = nvme_ops.load(path, map_location="meta", verify=True)
+    assert {name: (tensor.device.type, tensor.dtype, tuple(tensor.shape)) for name, tensor in result.items()} == {
         "a": ("meta", torch.float32, (4, 5)),
         "b": ("meta", torch.float16, (2,)),
     }

@@ -46,11 +46,11 @@ def saved(folder: Path) -> Path:
     return folder
 
 
-def assert_same(found: Tensors, expected: Tensors) -> None:
-    assert found.keys() == expected.keys()
+def assert_same(actual: Tensors, expected: Tensors) -> None:
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert found[name].dtype == tensor.dtype, name
-        assert torch.equal(found[name], tensor), name
+        assert actual[name].dtype == tensor.dtype, name
+        assert torch.equal(actual[name], tensor), name
 
 
 def changed(by: int = 1) -> Tensors:
@@ -99,10 +99,10 @@ def test_shards_and_an_index_as_transformers_writes_them(saved: Path) -> None:
     places = {"embedding": shards[0], "norm": shards[0], "large": shards[1], "none": shards[2], "head": shards[2]}
     total = sum(tensor.nbytes for tensor in STATE.values())
     assert document == {"metadata": {"total_size": total}, "weight_map": places}
-    found: Tensors = {}
+    merged: Tensors = {}
     for shard in shards:
-        found.update(their.load_file(saved / shard))
-    assert_same(found, STATE)
+        merged.update(their.load_file(saved / shard))
+    assert_same(merged, STATE)
 
 
 def test_other_names_sizes_and_files(folder: Path) -> None:
@@ -228,10 +228,10 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
     with pytest.raises(ValueError, match=r"'head' is .* of shape"):
         load(index, into={**into, "head": torch.zeros(5)})
     assert all((tensor == 7).all() for tensor in into.values())  # though it is the last
-    found = load(index, into=into)
+    loaded = load(index, into=into)
     assert_same(into, STATE)
-    assert all(found[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
-    item = next(each for each in contents(folder).items if each.name == "head")
+    assert all(loaded[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
+    item = next(item for item in contents(folder).items if item.name == "head")
     flip(Path(item.path), item.end - 1)
     assert damaged(contents(folder)) == ["head"]
     for wanted in ({}, {"keys": ["head"]}, {"keys": ["head"], "into": {"head": torch.zeros_like(STATE["head"])}}):
@@ -240,8 +240,8 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
     for shard in set(places.values()) - {places["norm"]}:
         (folder / shard).unlink()  # not opened
     part = {"norm": torch.zeros(100)}
-    for found in (load(folder, keys="norm", verify=True), load(folder, keys=["norm"], into=part)):
-        assert_same(found, {"norm": STATE["norm"]})
+    for loaded in (load(folder, keys="norm", verify=True), load(folder, keys=["norm"], into=part)):
+        assert_same(loaded, {"norm": STATE["norm"]})
 
 
 def test_a_folder_is_read_as_transformers_reads_it(folder: Path) -> None:
@@ -301,16 +301,16 @@ def rewrite(index: Path, change: Callable[[Any], object]) -> None:
 @pytest.mark.parametrize("write", [by_torch, by_us])
 def test_names_that_are_in_another_shard_or_in_none(write: Callable[[Path], Path], folder: Path) -> None:
     index = write(folder)
-    rewrite(index, lambda found: found["weight_map"].update(ghost=found["weight_map"]["norm"]))
+    rewrite(index, lambda document: document["weight_map"].update(ghost=document["weight_map"]["norm"]))
     for options in ({}, {"keys": ["ghost"]}):
         with pytest.raises(FormatError, match=r"index\.json: weight_map does not match its shard: .*'ghost'"):
             load(folder, **options)
-    rewrite(index, lambda found: found["weight_map"].pop("ghost"))
-    rewrite(index, lambda found: found["weight_map"].update(norm=found["weight_map"]["head"]))
+    rewrite(index, lambda document: document["weight_map"].pop("ghost"))
+    rewrite(index, lambda document: document["weight_map"].update(norm=document["weight_map"]["head"]))
     for read in (load, contents) if write is by_us else (load,):
         with pytest.raises(FormatError, match="'norm'"):
             read(folder)
-    rewrite(index, lambda found: found["weight_map"].pop("norm"))
+    rewrite(index, lambda document: document["weight_map"].pop("norm"))
     assert "norm" not in load(folder)
 
 
@@ -329,7 +329,7 @@ def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
     assert_same(load(saved), STATE)
     for gone in (["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]):
         index.write_bytes(content)
-        rewrite(index, lambda found: [found["metadata"].pop(name) for name in gone])  # noqa: B023
+        rewrite(index, lambda document: [document["metadata"].pop(name) for name in gone])  # noqa: B023
         with pytest.raises(ChecksumError, match="index"):
             load(saved, verify=True)
         assert contents(saved).damaged == ["index"]

@@ -72,8 +72,8 @@ def test_pickles_of_later_protocols(name: str, protocol: int, tmp_path: Path) ->
     torch.save(obj, path, pickle_protocol=protocol)
     for options in ({}, {"verify": True}, {"map_location": lambda storage, _: storage}):
         assert essence(load(path, **options)) == essence(obj)
-    assert [each.name for each in contents(path).items] == [
-        each.name for each in contents(saved_by_torch(tmp_path / "b.pt", obj)).items
+    assert [item.name for item in contents(path).items] == [
+        item.name for item in contents(saved_by_torch(tmp_path / "b.pt", obj)).items
     ]
 
 
@@ -96,9 +96,9 @@ def test_every_dtype_of_torch(folder: Path) -> None:
     obj = {str(kind): pattern(320).view(kind) for kind in kinds}
     obj |= {f"no {kind}": torch.empty(0, dtype=torch.uint8).view(kind) for kind in kinds}
     for path in (saved_here(folder / "a.pt", obj), saved_by_torch(folder / "b.pt", obj)):
-        for found in (load(path, verify=True), torch.load(path, weights_only=True)):
-            assert {name: (each.dtype, raw(each.untyped_storage())) for name, each in found.items()} == {
-                name: (each.dtype, raw(each.untyped_storage())) for name, each in obj.items()
+        for loaded in (load(path, verify=True), torch.load(path, weights_only=True)):
+            assert {name: (tensor.dtype, raw(tensor.untyped_storage())) for name, tensor in loaded.items()} == {
+                name: (tensor.dtype, raw(tensor.untyped_storage())) for name, tensor in obj.items()
             }
 
 
@@ -108,25 +108,25 @@ def test_what_is_one_object_stays_one_and_each_storage_has_its_own_size(folder: 
     obj: dict[str, Any] = {"t": tensor, "u": [tensor, tensor[2:4]], "pair": pair, "again": pair, "list": []}
     obj["list"].append(obj["list"])
     path = saved_here(folder / "a.pt", {**obj, "self": obj})
-    for found in (load(path), torch.load(path, weights_only=True), torch.load(path, mmap=True)):
-        assert found["t"] is found["u"][0]
-        assert found["pair"] is found["again"]
-        assert found["list"][0] is found["list"] is found["self"]["list"]
-        found["t"][2] = 7
-        assert found["u"][1][0] == 7
-    found = load(saved_here(folder / "a.pt", [torch.zeros(4), torch.ones(5)]))
-    assert [each.untyped_storage().nbytes() for each in found] == [16, 20]
+    for loaded in (load(path), torch.load(path, weights_only=True), torch.load(path, mmap=True)):
+        assert loaded["t"] is loaded["u"][0]
+        assert loaded["pair"] is loaded["again"]
+        assert loaded["list"][0] is loaded["list"] is loaded["self"]["list"]
+        loaded["t"][2] = 7
+        assert loaded["u"][1][0] == 7
+    loaded = load(saved_here(folder / "a.pt", [torch.zeros(4), torch.ones(5)]))
+    assert [part.untyped_storage().nbytes() for part in loaded] == [16, 20]
     with pytest.raises(RuntimeError, match="resizable"):
-        found[0].resize_(8)  # into its neighbour
+        loaded[0].resize_(8)  # into its neighbour
 
 
 def test_a_storage_by_itself(folder: Path) -> None:
     typed = torch.arange(6.0)._typed_storage()
     for storage, dtype in ((typed, torch.float32), (typed._untyped_storage, torch.uint8)):
         nvme_ops.save({"it": storage, "view": torch.empty(0, dtype=dtype).set_(storage)[1:]}, folder / "a.pt")
-        for found in (torch.load(folder / "a.pt", weights_only=True), load(folder / "a.pt")):
-            assert isinstance(found["it"], torch.storage.TypedStorage)
-            assert found["it"]._untyped_storage._cdata == found["view"].untyped_storage()._cdata
+        for loaded in (torch.load(folder / "a.pt", weights_only=True), load(folder / "a.pt")):
+            assert isinstance(loaded["it"], torch.storage.TypedStorage)
+            assert loaded["it"]._untyped_storage._cdata == loaded["view"].untyped_storage()._cdata
 
 
 def test_many_tensors_take_no_detour(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,24 +155,24 @@ def test_the_container(folder: Path) -> None:
     items = contents(path).items
     assert {item.bytes >= 64 * 1024 for item in items} == {True, False}
     assert all(item.start % (4096 if item.bytes >= 64 * 1024 else 64) == 0 for item in items)
-    assert path.stat().st_size < sum(each.nbytes for each in all_of_them.values()) + big.nbytes + MIB // 2
+    assert path.stat().st_size < sum(tensor.nbytes for tensor in all_of_them.values()) + big.nbytes + MIB // 2
     assert saved_here(folder / "other.pt", obj).read_bytes() == path.read_bytes()
     nvme_ops.save(obj, path, checksums=False)
     with zipfile.ZipFile(path) as opened:
-        assert {each.CRC for each in opened.infolist()} == {0}  # as torch writes it without
+        assert {info.CRC for info in opened.infolist()} == {0}  # as torch writes it without
     assert essence(torch.load(path, weights_only=True)) == essence(obj)
 
 
 def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
     records = [torch_zip.ZipRecord(b"archive/data/%d" % number, 0) for number in range(66_000)]
     end = torch_zip.lay_out(records)
-    (folder / "a.pt").write_bytes(b"".join(each.local() for each in records) + torch_zip.directory(records, end))
+    (folder / "a.pt").write_bytes(b"".join(record.local() for record in records) + torch_zip.directory(records, end))
     with zipfile.ZipFile(folder / "a.pt") as opened:
-        assert opened.namelist() == [each.name.decode() for each in records]
+        assert opened.namelist() == [record.name.decode() for record in records]
     with opened_for_reading(str(folder / "a.pt")) as fd:
-        found = torch_zip.open_archive(fd, "a.pt", nvme_ops.aio_handle())
-        assert len(found.records) == len(records)
-        assert found.content("data/65999") == b""
+        archive = torch_zip.open_archive(fd, "a.pt", nvme_ops.aio_handle())
+        assert len(archive.records) == len(records)
+        assert archive.content("data/65999") == b""
 
 
 def test_storages_beyond_four_gibibytes(folder: Path) -> None:
@@ -186,29 +186,29 @@ def test_storages_beyond_four_gibibytes(folder: Path) -> None:
             file.seek(place)
             file.write(content)
     with zipfile.ZipFile(folder / "a.pt") as opened:
-        found = [(each.file_size, each.extract_version) for each in opened.infolist() if "data/" in each.filename]
-        assert found == [(5 * GIB, 45), (MIB, 45)]
+        sizes = [(info.file_size, info.extract_version) for info in opened.infolist() if "data/" in info.filename]
+        assert sizes == [(5 * GIB, 45), (MIB, 45)]
     theirs = torch.load(folder / "a.pt", mmap=True, weights_only=True)
     assert theirs["huge"].numel() == 5 * GIB
-    for found in (theirs, load(folder / "a.pt", keys=["after"], verify=True), load(folder / "a.pt", mmap=True)):
-        assert torch.equal(found["after"], obj["after"])
+    for loaded in (theirs, load(folder / "a.pt", keys=["after"], verify=True), load(folder / "a.pt", mmap=True)):
+        assert torch.equal(loaded["after"], obj["after"])
 
 
 def test_contents_are_named_by_the_tensors_in_each_storage(folder: Path) -> None:
     obj = {"model": trained()[0].state_dict(), "half": torch.ones(8)[:4], "s": torch.eye(3).to_sparse()}
     nvme_ops.save(obj, folder / "a.pt", metadata={"step": "3", "name": "ü"})
     assert list(torch.load(folder / "a.pt", weights_only=True)) == list(obj)
-    found = contents(folder / "a.pt")
-    items = {item.name: item for item in found.items}
-    assert len(items) == len(found.items)
+    listing = contents(folder / "a.pt")
+    items = {item.name: item for item in listing.items}
+    assert len(items) == len(listing.items)
     assert {"data.pkl", "s", "s (2)"} <= items.keys()
     tied = items["model.0.weight = model.2.weight"]
     assert (tied.dtype, tied.shape, tied.bytes) == ("float32", (6, 6), 144)
     assert (items["half"].dtype, items["half"].shape) == ("float32", (8,))
     assert items["data.pkl"].checksum is not None
-    assert found.metadata == {"step": "3", "name": "ü"}
-    assert damaged(found) == []
-    assert not compare(found, found)
+    assert listing.metadata == {"step": "3", "name": "ü"}
+    assert damaged(listing) == []
+    assert not compare(listing, listing)
 
 
 def test_an_object_in_the_background(folder: Path) -> None:
@@ -237,7 +237,7 @@ def test_what_cannot_be_saved_leaves_the_old_file(
     with pytest.raises(error, match=words):
         nvme_ops.save(make(), path, **options)
     assert load(path) == [1]
-    assert [each.name for each in folder.iterdir()] == ["a.pt"]
+    assert [entry.name for entry in folder.iterdir()] == ["a.pt"]
 
 
 # Where it goes
@@ -264,9 +264,9 @@ def test_files_from_before_zip(folder: Path) -> None:
     obj: dict[str, Any] = {"model": trained()[0].state_dict(), "views": views(), "big": pattern(3 * MIB)}
     torch.save(obj, folder / "a.pt", _use_new_zipfile_serialization=False)
     assert essence(load(folder / "a.pt")) == essence(obj)
-    found = load(folder / "a.pt", keys=["big", "views.row"])
-    assert list(found) == ["views.row", "big"]
-    assert torch.equal(found["views.row"], views()["row"])
+    loaded = load(folder / "a.pt", keys=["big", "views.row"])
+    assert list(loaded) == ["views.row", "big"]
+    assert torch.equal(loaded["views.row"], views()["row"])
     into = {"big": torch.zeros(3 * MIB, dtype=torch.uint8)}
     load(folder / "a.pt", into=into, keys=["big"])
     assert torch.equal(into["big"], obj["big"])
@@ -282,7 +282,7 @@ def test_containers_of_other_zippers_and_of_the_other_byte_order(folder: Path, k
     path = write_zip(folder / "a.pt", content, storages, compression=kind)
     assert essence(load(path, verify=True)) == essence(obj)
     assert essence(load(path, mmap=True)) == essence(obj)
-    assert all(each.data_ptr() % 8 == 0 for each in load(path, mmap=True).values())
+    assert all(tensor.data_ptr() % 8 == 0 for tensor in load(path, mmap=True).values())
     turned = obj["b"].view(torch.uint8).view(-1, 8).flip(1).numpy().tobytes()
     path = write_zip(path, content, {**storages, "byteorder": b"big", "data/1": turned}, compression=kind)
     assert torch.equal(load(path)["b"], obj["b"])
@@ -321,8 +321,8 @@ def test_the_scan_refuses_what_costs_more_than_it_is() -> None:
 
 def test_a_pickle_cannot_change_what_stands_for_a_storage_or_a_function() -> None:
     described = b"\x80\x02(U\x07storagectorch\nFloatStorage\nU\x010U\x03cpuK\x04tQ"
-    found, storages = torch_pickle.read(described + b".", "file")
-    assert [found] == storages == [torch_pickle.Storage("0", torch.float32, "cpu", 16)]
+    value, storages = torch_pickle.read(described + b".", "file")
+    assert [value] == storages == [torch_pickle.Storage("0", torch.float32, "cpu", 16)]
     with pytest.raises(FormatError, match=r"data\.pkl"):
         torch_pickle.read(described + b"}U\x04sizeK\xffsb.", "file")
     with pytest.raises(torch_pickle.NotReadError, match="function"):
@@ -381,12 +381,12 @@ def test_keys_are_places_in_the_object(checkpoint: Checkpoint) -> None:
         "sizes.9": obj["sizes"]["9"],
     }
     for location in (None, "cpu", {"cpu": "cpu"}, lambda storage, _: storage.clone(), lambda *_: None):
-        found = load(path, keys=list(wanted), map_location=location, verify=True)
-        assert found.keys() == wanted.keys()
-        for name, each in wanted.items():
-            assert type(found[name]) is type(each)
-            assert (found[name].stride(), found[name].is_conj()) == (each.stride(), each.is_conj())
-            assert torch.equal(found[name], each)
+        loaded = load(path, keys=list(wanted), map_location=location, verify=True)
+        assert loaded.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            assert type(loaded[name]) is type(tensor)
+            assert (loaded[name].stride(), loaded[name].is_conj()) == (tensor.stride(), tensor.is_conj())
+            assert torch.equal(loaded[name], tensor)
     assert list(load(path, keys="views.row")) == ["views.row"]
     assert essence(load(path, keys=["odd.0", "views.row"])["odd.0"]) == essence(obj["odd"][0])
     with pytest.raises(KeyError, match=r"has no tensor 'model\.3'"):
@@ -398,14 +398,13 @@ def test_keys_read_no_more_than_their_tensors_which_share_memory_still(
 ) -> None:
     path, obj = checkpoint
     sizes = bytes_read(monkeypatch)
-    found = load(path, keys=["sizes.9", "views.row"])
-    assert torch.equal(found["views.row"], obj["views"]["row"])
+    assert torch.equal(load(path, keys=["sizes.9", "views.row"])["views.row"], obj["views"]["row"])
     assert sum(sizes) <= MIB + 20 * 4 + 64  # the row and what aligns it, not all that it is a view of
-    found = load(path, keys=["model.0.weight", "model.2.weight", "views.row", "views.columns"])
-    found["model.0.weight"][:] = 7
-    assert found["model.2.weight"].eq(7).all()
-    found["views.row"][0] = -1
-    assert found["views.columns"][1, 0] == -1
+    loaded = load(path, keys=["model.0.weight", "model.2.weight", "views.row", "views.columns"])
+    loaded["model.0.weight"][:] = 7
+    assert loaded["model.2.weight"].eq(7).all()
+    loaded["views.row"][0] = -1
+    assert loaded["views.columns"][1, 0] == -1
 
 
 def test_places_that_have_the_same_name(folder: Path) -> None:
@@ -420,20 +419,20 @@ def test_into_nested_containers_however_the_tensors_lie(checkpoint: Checkpoint, 
     into: dict[str, Any] = {
         "views": {"base": torch.zeros(20, 3).t(), "columns": torch.zeros(3, 10), "turned": torch.zeros(40, 3)[::2]},
         "odd": [None, torch.zeros(3, dtype=torch.complex64)],
-        "sizes": {name: torch.zeros_like(each) for name, each in obj["sizes"].items()},
+        "sizes": {name: torch.zeros_like(tensor) for name, tensor in obj["sizes"].items()},
     }
     names = ["views.base", "views.columns", "views.turned", "odd.1", *(f"sizes.{name}" for name in obj["sizes"])]
-    found = load(path, into=into, keys=names, verify=True)
-    assert found.keys() == set(names)
+    loaded = load(path, into=into, keys=names, verify=True)
+    assert loaded.keys() == set(names)
     for name in ("base", "columns", "turned"):
         assert torch.equal(into["views"][name], obj["views"][name])
     assert torch.equal(into["odd"][1], obj["odd"][1])
     assert essence(into["sizes"]) == essence(obj["sizes"])
     tall = torch.randn(3000, 1500)
     large = {"turned": tall.t(), "sparse": tall[:, ::700], "cube": tall.view(30, 100, 1500).permute(2, 0, 1)[1:]}
-    into = {name: torch.zeros(each.shape) for name, each in large.items()}
+    into = {name: torch.zeros(tensor.shape) for name, tensor in large.items()}
     load(saved_here(folder / "large.pt", large), into=into)
-    assert all(torch.equal(into[name], each) for name, each in large.items())
+    assert all(torch.equal(into[name], tensor) for name, tensor in large.items())
 
 
 def test_rows_that_lie_apart_are_read_one_by_one() -> None:
@@ -443,9 +442,9 @@ def test_rows_that_lie_apart_are_read_one_by_one() -> None:
         ((400, 100, 1), [(8, (5 * 400 + 100 + 50) * size)]),
         ((1, 40_000, 6), [(8, 300 * size), (8 + 40_000 * size, 300 * size)]),
     ):
-        found = list(StridedTensor("file", 8, torch.float32, stride, rows).blocks(1 << 20))
-        assert [(place.start, place.nbytes) for _, place in found] == places
-        assert sum(part.target.numel() for part, _ in found) == rows.numel()
+        blocks = list(StridedTensor("file", 8, torch.float32, stride, rows).blocks(1 << 20))
+        assert [(place.start, place.nbytes) for _, place in blocks] == places
+        assert sum(part.target.numel() for part, _ in blocks) == rows.numel()
     limited = StridedTensor("file", 8, torch.float32, (100, 50, 1), rows).blocks(1300)
     assert [place.start for _, place in limited] == [8, 8 + 300 * size]
 
@@ -472,8 +471,8 @@ def on_host(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor):
         return str(obj.device), obj.cpu().tolist() if obj.numel() < MIB else obj.cpu()[-9:].tolist()
     if isinstance(obj, dict):
-        return {key: on_host(each) for key, each in obj.items()}
-    return [on_host(each) for each in obj]
+        return {key: on_host(value) for key, value in obj.items()}
+    return [on_host(value) for value in obj]
 
 
 @pytest.mark.parametrize(
@@ -490,8 +489,8 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
 ) -> None:
     device = private_device()
 
-    def current(each: torch.device) -> Any:
-        return device.on(device.current()[1][each.index], index=each.index)
+    def current(wanted: torch.device) -> Any:
+        return device.on(device.current()[1][wanted.index], index=wanted.index)
 
     monkeypatch.setattr(torch.get_device_module("privateuseone"), "device", current, raising=False)  # torch.load's need
     big = device.tensor(pattern(9 * MIB + 3))
@@ -520,10 +519,10 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
         "host": device.empty(7, dtype=torch.int64),
     }
     load(path, into=into, verify=True)
-    assert [each[1] for each in on_host(list(into.values())[:2])] == [each[1] for each in on_host([big, big[5:9]])]
+    assert [pair[1] for pair in on_host(list(into.values())[:2])] == [pair[1] for pair in on_host([big, big[5:9]])]
     assert torch.equal(into["second"], torch.arange(300))
     assert torch.equal(into["host"].cpu(), torch.arange(7))
-    assert all(torch.equal(each.cpu(), torch.arange(9.0)) for each in into["small"])
+    assert all(torch.equal(tensor.cpu(), torch.arange(9.0)) for tensor in into["small"])
 
 
 def test_names_and_formats_that_mean_torch_s(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ METHOD, CRC, STORED, SIZE, HEADER = (10, "<H"), (16, "<I"), (20, "<I"), (24, "<I
 
 def storable() -> list[torch.dtype]:
     """The dtypes that torch itself saves and loads."""
-    found = []
-    for dtype in sorted({each for each in vars(torch).values() if isinstance(each, torch.dtype)}, key=str):
+    dtypes = []
+    for dtype in sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str):
         stream = io.BytesIO()
         try:
             with warnings.catch_warnings():
@@ -35,8 +35,8 @@ def storable() -> list[torch.dtype]:
                 torch.load(stream, weights_only=True)
         except (KeyError, RuntimeError):
             continue
-        found.append(dtype)
-    return found
+        dtypes.append(dtype)
+    return dtypes
 
 
 def trained() -> tuple[torch.nn.Sequential, torch.optim.Optimizer]:
@@ -114,7 +114,7 @@ def _memory(tensor: torch.Tensor, storages: dict[int, int]) -> Any:
     if tensor.layout == torch.sparse_csr:
         return essence([tensor.crow_indices(), tensor.col_indices(), tensor.values()], storages)
     if tensor.is_nested:
-        return essence([each.clone() for each in tensor.unbind()])
+        return essence([part.clone() for part in tensor.unbind()])
     if tensor.is_meta:
         return tensor.stride()
     storage = tensor.untyped_storage()
@@ -135,7 +135,7 @@ def torch_save_content(obj: Any) -> tuple[bytes, dict[str, bytes]]:
     with zipfile.ZipFile(stream) as archive:
         records = {name.partition("/")[2]: archive.read(name) for name in archive.namelist()}
     content = records.pop("data.pkl")
-    return content, {name: each for name, each in records.items() if name.startswith("data/")}
+    return content, {name: record for name, record in records.items() if name.startswith("data/")}
 
 
 def write_zip(path: Path, content: bytes, storages: Mapping[str, bytes], **options: Any) -> Path:
@@ -143,8 +143,8 @@ def write_zip(path: Path, content: bytes, storages: Mapping[str, bytes], **optio
     with zipfile.ZipFile(path, "w", **options) as archive:
         archive.writestr("archive/data.pkl", content)
         archive.writestr("archive/version", b"3\n")
-        for name, each in storages.items():
-            archive.writestr(f"archive/{name}", each)
+        for name, storage in storages.items():
+            archive.writestr(f"archive/{name}", storage)
     return path
 
 

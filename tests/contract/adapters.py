@@ -35,7 +35,7 @@ def tensors(version: int, count: int = 3) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(each, other[name]) for name, each in one.items())
+    return one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
 
 
 class Capability:
@@ -131,8 +131,8 @@ class Save(Capability):
         nvme_ops.save(tensors(version), self.path, handle=self.handle, **self.options)
 
     def check(self) -> None:
-        found = nvme_ops.load(self.path, verify=True, handle=self.handle)
-        require(any(same(found, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
+        loaded = nvme_ops.load(self.path, verify=True, handle=self.handle)
+        require(any(same(loaded, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
 
 
 class SaveTorch(Save):
@@ -192,9 +192,9 @@ class SafeOpen(Load):
 
     def do(self, version: int) -> None:
         with self.ending(safe_open(self.path, framework="pt", handle=self.handle)) as file:
-            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
+            loaded = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (it is no mapping)
             part = file.get_slice("tensor0")[100:200]
-        require(same(found, tensors(0)), "other tensors than were saved")
+        require(same(loaded, tensors(0)), "other tensors than were saved")
         require(torch.equal(part, tensors(0)["tensor0"][100:200]), "another part than was asked for")
 
 
@@ -206,9 +206,9 @@ class LoadInto(Load):
     waits = ("read",)
 
     def do(self, version: int) -> None:
-        found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
-        nvme_ops.load(self.path, into=found, handle=self.handle)
-        require(same(found, tensors(0)), "other tensors than were saved")
+        targets = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
+        nvme_ops.load(self.path, into=targets, handle=self.handle)
+        require(same(targets, tensors(0)), "other tensors than were saved")
 
 
 class DcpSave(Capability):
@@ -225,9 +225,9 @@ class DcpSave(Capability):
         nvme_ops.dcp.save(dict(tensors(version)), self.path, handle=self.handle)
 
     def check(self) -> None:
-        found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
-        nvme_ops.dcp.load(found, self.path, verify=True, handle=self.handle)
-        require(any(same(found, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
+        state = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
+        nvme_ops.dcp.load(state, self.path, verify=True, handle=self.handle)
+        require(any(same(state, tensors(self.version + more)) for more in (0, 1)), "neither the old nor the new one")
 
 
 class DcpLoad(DcpSave):
@@ -242,9 +242,9 @@ class DcpLoad(DcpSave):
 
     def do(self, version: int) -> None:
         if version:
-            found = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
-            nvme_ops.dcp.load(found, self.path, handle=self.handle)
-            require(same(found, tensors(0)), "other tensors than were saved")
+            state = {name: torch.zeros(SHAPE, device="cpu") for name in tensors(0)}
+            nvme_ops.dcp.load(state, self.path, handle=self.handle)
+            require(same(state, tensors(0)), "other tensors than were saved")
 
     def check(self) -> None:
         pass
@@ -351,8 +351,8 @@ class Log(Capability):
 
     def check(self) -> None:
         self.log.flush()
-        found = list(AsyncLog.read(self.folder / "log"))
-        require(found == self.expected, f"{len(found)} records of {len(self.expected)}")
+        records = list(AsyncLog.read(self.folder / "log"))
+        require(records == self.expected, f"{len(records)} records of {len(self.expected)}")
 
     def leave(self) -> None:
         self.log.append(b"left" * 100_000)
@@ -376,8 +376,8 @@ class Samples(Capability):
 
     def check(self) -> None:
         with SampleStore(self.folder, verify=True, handle=self.handle) as store:
-            found = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
-        require(any(found == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
+            samples = [sample.numpy().tobytes() for sample in store.read(range(len(store)))]
+        require(any(samples == _samples(self.version + more) for more in (0, 1)), "neither the old nor the new store")
 
 
 class Batches(Samples):
@@ -392,8 +392,8 @@ class Batches(Samples):
         with self.ending(SampleStore(self.folder, handle=self.handle)) as store:
             read = store.read(range(len(store)))
             batches = [sample for batch in Loader(store, 4, memory_budget="600K") for sample in batch]
-        for found in (read, batches):
-            same_samples = [sample.numpy().tobytes() for sample in found] == _samples(0)
+        for source in (read, batches):
+            same_samples = [sample.numpy().tobytes() for sample in source] == _samples(0)
             require(same_samples, "other samples than were written")
 
     def check(self) -> None:

@@ -42,7 +42,7 @@ def batch(version: int) -> torch.Tensor:
 def gradients(made: torch.nn.Module, version: int) -> list[torch.Tensor]:
     made.zero_grad()
     made(batch(version)).square().sum().backward()
-    return [each.grad.clone() for each in made.parameters() if each.grad is not None]
+    return [param.grad.clone() for param in made.parameters() if param.grad is not None]
 
 
 def equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
@@ -96,8 +96,8 @@ class Streamed(Capability):
             torch.no_grad(),
             self.ending(stream_weights(made, self.folder, memory_budget="1M", handle=self.handle)) as streamed,
         ):
-            found = streamed(batch(version))
-        require(torch.equal(found, model()(batch(version))), "another output")
+            output = streamed(batch(version))
+        require(torch.equal(output, model()(batch(version))), "another output")
 
 
 class StreamedOn(Capability):
@@ -108,9 +108,9 @@ class StreamedOn(Capability):
     def start(self) -> None:
         made: Any = model()
         with torch.no_grad():
-            for each in made:
-                values, scale = quantize(each.weight)
-                each.weight.copy_(values * scale)
+            for layer in made:
+                values, scale = quantize(layer.weight)
+                layer.weight.copy_(values * scale)
         self.expected = made
         options: Any = {"memory_budget": "600K", "quantize": "int8", "handle": self.handle}
         self.streamed: Any = stream_weights(model(), self.folder, **options)
@@ -227,8 +227,8 @@ class Activations(Capability):
         loss.backward()
         usual = model(6)
         usual(batch(version)).tanh().exp().square().sum().backward()
-        found, wanted = ([each.grad for each in one.parameters() if each.grad is not None] for one in (module, usual))
-        require(equal(found, wanted), "other gradients")
+        ours, wanted = ([param.grad for param in one.parameters() if param.grad is not None] for one in (module, usual))
+        require(equal(ours, wanted), "other gradients")
 
 
 class Optimizer(Capability):
@@ -248,17 +248,17 @@ class Optimizer(Capability):
 
     def do(self, version: int) -> None:
         if self.stepped < version:
-            for usual, each in zip(self.usual.parameters(), self.module.parameters(), strict=True):
+            for usual, param in zip(self.usual.parameters(), self.module.parameters(), strict=True):
                 usual.grad = torch.rand(usual.shape, generator=torch.Generator().manual_seed(version), device="cpu")
-                each.grad = usual.grad.clone()
+                param.grad = usual.grad.clone()
             self.reference.step()
             self.stepped = version
         if self.optimizer.steps < version:
             self.optimizer.step()
         self.optimizer._states.settle()  # the next step would tell what has become of what makes this one durable
         require(equal(list(self.module.parameters()), list(self.usual.parameters())), "other parameters")
-        found, wanted = self.optimizer.state_dict()["state"], self.reference.state_dict()["state"]
-        right = all(torch.equal(found[at][key], wanted[at][key]) for at in wanted for key in wanted[at])
+        states, wanted = self.optimizer.state_dict()["state"], self.reference.state_dict()["state"]
+        right = all(torch.equal(states[at][key], wanted[at][key]) for at in wanted for key in wanted[at])
         require(right, "other states")
 
 

@@ -19,8 +19,8 @@ from tests.contract.suite import ADAPTERS, NEEDS
 def kind(request: pytest.FixtureRequest) -> type[Capability]:
     """Each of them in turn."""
     name = str(request.param)
-    for each in NEEDS.get(name, "").split():
-        pytest.importorskip(each)
+    for module in NEEDS.get(name, "").split():
+        pytest.importorskip(module)
     native()  # loaded once, not in every child
     return ADAPTERS[name]
 

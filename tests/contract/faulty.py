@@ -136,7 +136,7 @@ class _Engine(WrappedEngine):
             self._handle.under_way.set()
             return held
         if number and do == "fail":
-            half = [_half(each) for each in memories] if op == Op.WRITE else memories
+            half = [_half(memory) for memory in memories] if op == Op.WRITE else memories
             return _Failed(begin(half), self._handle.error(number))
         operation = begin(memories)
         if number and do == "flip":
@@ -151,7 +151,7 @@ def _half(memory: Any) -> Any:
 
 
 def _flip_in(memories: Any) -> None:
-    memory = max(memories, key=lambda each: each.numel())
+    memory = max(memories, key=lambda tensor: tensor.numel())
     if memory.nbytes >= 4096:
         with torch.no_grad():
             memory.detach().view(-1).view(torch.uint8)[memory.nbytes // 2] ^= 1

@@ -17,8 +17,8 @@ from tests.contract.adapters import Capability
 
 
 def named(*modules: ModuleType) -> dict[str, type[Capability]]:
-    found = [each for module in modules for each in vars(module).values() if isinstance(each, type)]
-    return {each.__name__: each for each in found if issubclass(each, Capability) and each is not Capability}
+    classes = [value for module in modules for value in vars(module).values() if isinstance(value, type)]
+    return {kind.__name__: kind for kind in classes if issubclass(kind, Capability) and kind is not Capability}
 
 
 ADAPTERS = named(adapters, adapters_offload)
@@ -66,14 +66,14 @@ def held() -> dict[str, int]:
 
 def settled() -> dict[str, int]:
     """Returns the same, once it does not change any more."""
-    found, deadline = held(), time.monotonic() + 2
+    last, deadline = held(), time.monotonic() + 2
     while time.monotonic() < deadline:
         time.sleep(0.01)
         now = held()
-        if now == found:
+        if now == last:
             break
-        found = now
-    return found
+        last = now
+    return last
 
 
 def files(folder: Path) -> int:

@@ -60,9 +60,9 @@ def mounted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture
 def small_disk(mounted: Path) -> Path:
-    for each in mounted.iterdir():
-        if each.name != "lost+found":
-            shutil.rmtree(each)
+    for entry in mounted.iterdir():
+        if entry.name != "lost+found":
+            shutil.rmtree(entry)
     return mounted
 
 
@@ -201,7 +201,7 @@ def test_damage_is_told_with_the_file_or_does_not_matter(name: str, damage: str,
     one = ADAPTERS[name](folder)
     one.work()
     one.close()
-    for path in sorted(each for each in folder.rglob("*") if each.is_file() and each.stat().st_size):
+    for path in sorted(entry for entry in folder.rglob("*") if entry.is_file() and entry.stat().st_size):
         content = path.read_bytes()
         DAMAGE[damage](path)
         try:

@@ -161,6 +161,6 @@ def test_a_signal_handler_may_do_the_same_elsewhere(
         with Interrupt(number, act):
             one.work()
     assert told[0], "no moment came again"
-    for each in (one, other):
-        each.check()
-        each.work()
+    for capability in (one, other):
+        capability.check()
+        capability.work()

@@ -36,8 +36,8 @@ def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> I
         yield make_file_system(1000 * MIB, kind=kind)
         return
     place, elsewhere, upper, work = (folder / name for name in ("place", "elsewhere", "upper", "work"))
-    for each in (place, elsewhere, upper, work):
-        each.mkdir()
+    for path in (place, elsewhere, upper, work):
+        path.mkdir()
     layers = f"lowerdir={elsewhere},upperdir={upper},workdir={work}"
     mount("-t", kind, *(["-o", layers] if kind == "overlay" else []), kind, place)
     try:

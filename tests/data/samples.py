@@ -25,14 +25,14 @@ def sample(number: int) -> dict[str, Any]:
     return {"image": pattern(size, number), "label": number, "name": f"sample {number}"}
 
 
-def is_sample(found: dict[str, Any], number: int) -> bool:
+def is_sample(got: dict[str, Any], number: int) -> bool:
     wanted = sample(number)
-    same = torch.equal(found["image"], wanted["image"]), int(found["label"]) == number, found["name"] == wanted["name"]
+    same = torch.equal(got["image"], wanted["image"]), int(got["label"]) == number, got["name"] == wanted["name"]
     return all(same)
 
 
-def are_samples(found: Sequence[dict[str, Any]], numbers: Sequence[int]) -> bool:
-    return all(is_sample(each, number) for each, number in zip(found, numbers, strict=True))
+def are_samples(samples: Sequence[dict[str, Any]], numbers: Sequence[int]) -> bool:
+    return all(is_sample(got, number) for got, number in zip(samples, numbers, strict=True))
 
 
 def write(folders: Path | Sequence[Path], count: int = 100, **more: Any) -> None:
@@ -95,7 +95,7 @@ def mds_sample(number: int) -> dict[str, Any]:
 
 def mds_bytes(sample: dict[str, Any]) -> bytes:
     arrays = [
-        bytes([len(each.shape) << 2, *each.shape]) + each.numpy().tobytes() for each in (sample["b"], sample["c"])
+        bytes([len(array.shape) << 2, *array.shape]) + array.numpy().tobytes() for array in (sample["b"], sample["c"])
     ]
     parts = [
         sample["image"], struct.pack("<q", sample["label"]), sample["name"].encode(),
@@ -112,8 +112,8 @@ def shard(
 ) -> dict[str, Any]:
     """Writes one, and returns what the index says of it."""
     head, places = 4 * (len(samples) + 2) + 5, [0]  # and 5 bytes of something that the format allows in between
-    for each in samples:
-        places.append(places[-1] + len(each))
+    for encoded in samples:
+        places.append(places[-1] + len(encoded))
     content = struct.pack("<I", len(samples)) + struct.pack(f"<{len(places)}I", *(head + place for place in places))
     (folder / name).write_bytes(content + b"extra" + b"".join(samples))
     return {
@@ -127,22 +127,22 @@ def write_index(folder: Path, shards: list[dict[str, Any]]) -> None:
     (folder / "index.json").write_text(json.dumps({"shards": shards, "version": 2}))
 
 
-def write_mds(folder: Path, count: int = 100, each: int = 30, name: str = "shard.{:05d}.mds") -> None:
+def write_mds(folder: Path, count: int = 100, per_shard: int = 30, name: str = "shard.{:05d}.mds") -> None:
     folder.mkdir(exist_ok=True)
     shards = []
-    for start in range(0, count, each):
-        samples = [mds_bytes(mds_sample(number)) for number in range(start, min(count, start + each))]
+    for start in range(0, count, per_shard):
+        samples = [mds_bytes(mds_sample(number)) for number in range(start, min(count, start + per_shard))]
         shards.append(shard(folder, name.format(start), samples, list(ENCODINGS.values()), SIZES))
     write_index(folder, shards)
 
 
-def same_mds(found: dict[str, Any], number: int) -> bool:
+def same_mds(got: dict[str, Any], number: int) -> bool:
     wanted = mds_sample(number)
     return (
-        list(found) == list(wanted)
-        and all(bytes(found[name].tolist()) == wanted[name] for name in ("image", "raw"))
-        and all(torch.equal(found[name], wanted[name]) for name in ("a", "b", "c"))
-        and all(found[name] == wanted[name] for name in ("label", "name", "meta", "x", "n", "t"))
+        list(got) == list(wanted)
+        and all(bytes(got[name].tolist()) == wanted[name] for name in ("image", "raw"))
+        and all(torch.equal(got[name], wanted[name]) for name in ("a", "b", "c"))
+        and all(got[name] == wanted[name] for name in ("label", "name", "meta", "x", "n", "t"))
     )
 
 
@@ -167,7 +167,7 @@ def tar_sample(number: int) -> dict[str, bytes]:
     return {"jpg": image, "cls": str(number).encode(), "seg.png": b"p" * 10}
 
 
-def same_tar(found: dict[str, Any], number: int, prefix: str = "") -> bool:
+def same_tar(got: dict[str, Any], number: int, prefix: str = "") -> bool:
     wanted = tar_sample(number)
-    key = found.pop("__key__")
-    return key == f"{prefix}{number:06d}" and {name: bytes(value.tolist()) for name, value in found.items()} == wanted
+    key = got.pop("__key__")
+    return key == f"{prefix}{number:06d}" and {name: bytes(value.tolist()) for name, value in got.items()} == wanted

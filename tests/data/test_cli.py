@@ -61,11 +61,11 @@ def test_a_folder_of_files(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     for more in ((), ("--overwrite", "--alignment", 8)):
         assert run("convert", source, store, *more) == 0
         assert capsys.readouterr().out.startswith("30 samples, ")
-        for found in SampleStore(store, verify=True).read(range(30)):
-            number = int(found["name"][-7:-4])
-            assert found["name"] == f"{CLASSES[number % 3]}/{number:03d}.bin"
-            assert int(found["label"]) == number % 3
-            assert torch.equal(found["data"], pattern(number * 1000, number))
+        for sample in SampleStore(store, verify=True).read(range(30)):
+            number = int(sample["name"][-7:-4])
+            assert sample["name"] == f"{CLASSES[number % 3]}/{number:03d}.bin"
+            assert int(sample["label"]) == number % 3
+            assert torch.equal(sample["data"], pattern(number * 1000, number))
         assert SampleStore(store).class_names == list(CLASSES)
     assert run("convert", store, folder / "again") == 0
     assert SampleStore(folder / "again").class_names == list(CLASSES)
@@ -92,8 +92,8 @@ def test_many_small_files_without_classes(
     }  # fmt: skip
     assert data_files(folder / "two")
     assert 900 < max(asked) <= 1000
-    assert [set(found) for found in store.read([0])] == [{"data", "name"}]
-    assert {found["name"]: bytes(found["data"].tolist()) for found in store.read(range(300))} == contents
+    assert [set(sample) for sample in store.read([0])] == [{"data", "name"}]
+    assert {sample["name"]: bytes(sample["data"].tolist()) for sample in store.read(range(300))} == contents
 
 
 def test_arrays_with_and_without_a_head_are_read_in_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,9 +122,9 @@ def test_parquet(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "parts" / "other").touch()
     store = converted(folder / "parts")
     assert f"not converted, 1 in {folder / 'parts'}: other" in capsys.readouterr().err
-    for found, wanted in zip(store.read(range(len(store))), table.to_pylist(), strict=True):
-        found["b"] = bytes(found["b"].tolist())
-        assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in found.items()} == wanted
+    for sample, wanted in zip(store.read(range(len(store))), table.to_pylist(), strict=True):
+        sample["b"] = bytes(sample["b"].tolist())
+        assert {key: value.tolist() if hasattr(value, "tolist") else value for key, value in sample.items()} == wanted
 
 
 def test_tars_shards_and_stores(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,19 +132,19 @@ def test_tars_shards_and_stores(folder: Path, capsys: pytest.CaptureFixture[str]
     for name in ("b.jpg", "c.txt", "d", ".hidden"):
         (folder / "tars" / name).touch()
     write_tar(folder / "tars" / "x.tar", range(20))
-    found = converted(folder / "tars")[7]
+    sample = converted(folder / "tars")[7]
     assert f"not converted, 4 in {folder / 'tars'}: b.jpg, c.txt, class a, ..." in capsys.readouterr().err
-    assert found["__key__"] == "000007"
-    assert bytes(found["jpg"].tolist()) == tar_sample(7)["jpg"]
+    assert sample["__key__"] == "000007"
+    assert bytes(sample["jpg"].tolist()) == tar_sample(7)["jpg"]
     write_mds(folder / "mds", 20)
     for source in ("mds", "mds store"):
         back: dict[str, Any] = converted(folder / source)[7]
         numbers = {name: back[name] for name in ("label", "x", "n", "t")}
         assert same_mds({**back, **numbers, "meta": json.loads(back["meta"])}, 7)
     (folder / "doubles").mkdir()
-    samples = [struct.pack("<d", each) for each in DOUBLES]
+    samples = [struct.pack("<d", value) for value in DOUBLES]
     write_index(folder / "doubles", [shard(folder / "doubles", "one.mds", samples, ["float64"], [8])])
-    assert [each["image"] for each in converted(folder / "doubles").read(range(len(DOUBLES)))] == DOUBLES
+    assert [sample["image"] for sample in converted(folder / "doubles").read(range(len(DOUBLES)))] == DOUBLES
 
 
 # Sources that cannot be
@@ -229,10 +229,10 @@ def test_info_and_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> No
         text = told(0, "info", folder / name)
         assert text.startswith(start)
         assert f"column {column}" in text
-        found = json.loads(told(0, "info", folder / name, "--json"))
+        document = json.loads(told(0, "info", folder / name, "--json"))
         label = {"name": "label", "dtype": "int64", "shape": []}
-        assert label in found["columns"] or found["columns"][0].keys() == {"name"}
-        assert found["samples"] == sum(each["samples"] for each in found["files"]) == 30
+        assert label in document["columns"] or document["columns"][0].keys() == {"name"}
+        assert document["samples"] == sum(entry["samples"] for entry in document["files"]) == 30
     assert "has no samples" in told(2, "info", folder / "empty")
     assert told(0, "verify", folder / "store").startswith("[OKAY] 30 samples")
     flip(data_files(folder / "store")[0], 1000)

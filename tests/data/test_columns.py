@@ -46,9 +46,9 @@ def plain(value: Any) -> Any:
 def test_samples_come_back(image: bytes, label: int, tokens: list[int], name: str, flag: bool, rows: int) -> None:
     box, grid = torch.rand(2, 2), torch.rand(rows, 3, dtype=torch.float16)
     sample = {"image": image, "label": label, "box": box, "tokens": tokens, "name": name, "flag": flag, "grid": grid}
-    found = back(SPECS, sample)
-    assert list(found) == list(SPECS)
-    assert {key: plain(value) for key, value in found.items()} == {key: plain(value) for key, value in sample.items()}
+    again = back(SPECS, sample)
+    assert list(again) == list(SPECS)
+    assert {key: plain(value) for key, value in again.items()} == {key: plain(value) for key, value in sample.items()}
 
 
 @pytest.mark.filterwarnings("error")
@@ -64,10 +64,10 @@ def test_values_keep_every_bit() -> None:
         ((torch.int32, (3,)), numpy.arange(3, dtype=numpy.int32)[::-1]),
     ]  # fmt: skip
     for spec, value in values:
-        found = back(spec, value)
-        assert plain(found) == plain(value)
-        if isinstance(found, torch.Tensor) and spec is not None:
-            assert found.dtype == (spec if isinstance(spec, torch.dtype) else spec[0])
+        restored = back(spec, value)
+        assert plain(restored) == plain(value)
+        if isinstance(restored, torch.Tensor) and spec is not None:
+            assert restored.dtype == (spec if isinstance(spec, torch.dtype) else spec[0])
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def test_mds_shards(folder: Path, name: str) -> None:
     write_mds(folder, name=name)
     store = SampleStore(folder)
     assert len(store) == 100
-    assert all(same_mds(found, number) for number, found in enumerate(store.read(range(100))))
+    assert all(same_mds(sample, number) for number, sample in enumerate(store.read(range(100))))
     assert same_mds(store[-1], 99)
     batches = list(Loader(store, 32, shuffle=True))
     assert sorted(label for batch in batches for label in batch["label"]) == list(range(-50, 50))
@@ -104,7 +104,7 @@ def test_the_index_is_made_once_and_again_when_files_change(folder: Path, monkey
             patch.setattr(module, "_places", lambda *_: pytest.fail("looked through again"))
         assert {name: len(SampleStore(folder / name)) for name in places} == places
     write_mds(folder / "mds", 40)
-    assert all(same_mds(found, number) for number, found in enumerate(SampleStore(folder / "mds").read(range(40))))
+    assert all(same_mds(sample, number) for number, sample in enumerate(SampleStore(folder / "mds").read(range(40))))
     (kept,) = (folder / "mds").glob(".*")
     kept.write_bytes(b"damaged")
     assert len(SampleStore(folder / "mds")) == 40
@@ -132,9 +132,9 @@ def test_numbers_of_shards_stay_numbers_when_they_are_converted(folder: Path) ->
     assert main(["convert", str(folder / "shards"), str(folder / "store")]) == 0
     store = SampleStore(folder / "store")
     for number in range(5):
-        found = store[number]
-        assert same_mds({**found, "meta": json.loads(found["meta"])}, number)
-        assert [type(found[name]) for name in ("label", "x", "n")] == [int, float, int]
+        sample = store[number]
+        assert same_mds({**sample, "meta": json.loads(sample["meta"])}, number)
+        assert [type(sample[name]) for name in ("label", "x", "n")] == [int, float, int]
     assert torch.equal(store.submit(range(5)).batch()["label"], torch.arange(5) - 50)
 
 
@@ -151,8 +151,7 @@ def test_numbers_of_shards_stay_numbers_when_they_are_converted(folder: Path) ->
 def test_tars(folder: Path, form: int, prefix: str) -> None:
     for number in range(2):
         write_tar(folder / f"{number}.tar", range(number * 10, number * 10 + 10), prefix, form)
-    found = SampleStore(folder).read(range(20))
-    assert all(same_tar(each, number, prefix) for number, each in enumerate(found))
+    assert all(same_tar(sample, number, prefix) for number, sample in enumerate(SampleStore(folder).read(range(20))))
 
 
 def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
@@ -170,8 +169,7 @@ def test_what_else_is_in_a_tar_or_beside_it(folder: Path) -> None:
     assert len(SampleStore(folder)) == 3
     (folder / "index.json").unlink()
     (folder / "index.json").write_text('{"wids_version": 1, "shardlist": []}')  # of the package wids
-    found = SampleStore(folder).read(range(3))
-    assert all(same_tar(each, number, "d/") for number, each in enumerate(found))
+    assert all(same_tar(sample, number, "d/") for number, sample in enumerate(SampleStore(folder).read(range(3))))
     for text in ("", "[]", "not json"):
         (folder / "alone").mkdir(exist_ok=True)
         (folder / "alone" / "index.json").write_text(text)
@@ -203,7 +201,7 @@ def test_files_that_a_tar_holds_without_their_holes(folder: Path, form: str) -> 
     subprocess.run(words, check=True)
     assert (folder / "x.tar").stat().st_size < len(content) // 4
     store = SampleStore(folder / "x.tar")
-    assert [sorted(each) for each in store.read(range(2))] == [["__key__", "cls", "npy"], ["__key__", "cls"]]
+    assert [sorted(sample) for sample in store.read(range(2))] == [["__key__", "cls", "npy"], ["__key__", "cls"]]
     assert bytes_of(store[0]["npy"]) == content
     assert main(["convert", str(folder / "x.tar"), str(folder / "other")]) == 2  # the second has no npy
     (folder / "source" / "1.cls").unlink()
@@ -235,7 +233,7 @@ def test_a_tar_without_its_end_and_one_with_hard_links_say_so(folder: Path) -> N
     (folder / "x.tar").write_bytes(content + bytes(-len(content) % 512))
     with pytest.warns(RuntimeWarning, match=r"x\.tar: was perhaps cut off after its last file"):
         store = SampleStore(folder)
-    assert all(same_tar(each, number) for number, each in enumerate(store.read(range(4))))
+    assert all(same_tar(sample, number) for number, sample in enumerate(store.read(range(4))))
     with tarfile.open(folder / "x.tar", "w") as tar:
         add(tar, "a.jpg", b"bytes")
         member = tarfile.TarInfo("b.jpg")
@@ -245,7 +243,7 @@ def test_a_tar_without_its_end_and_one_with_hard_links_say_so(folder: Path) -> N
         add(tar, "c.", b"no extension")
     with pytest.warns(RuntimeWarning, match=r"1 hard links, which are left out .* b\.jpg -> a\.jpg"):
         store = SampleStore(folder)
-    assert [sorted(each) for each in store.read(range(3))] == [["__key__", "jpg"], ["__key__", "cls"], ["", "__key__"]]
+    assert [sorted(keys) for keys in store.read(range(3))] == [["__key__", "jpg"], ["__key__", "cls"], ["", "__key__"]]
 
 
 @pytest.mark.parametrize("suffix", ["gz", "bz2", "xz"])
@@ -263,7 +261,7 @@ def test_compressed_tars(folder: Path, suffix: str, capsys: pytest.CaptureFixtur
             SampleStore(path)
     assert main(["convert", str(folder), str(folder / "store")]) == 0
     assert "not converted, 1 in" in capsys.readouterr().err
-    assert all(same_tar(each, number) for number, each in enumerate(SampleStore(folder / "store").read(range(20))))
+    assert all(same_tar(sample, number) for number, sample in enumerate(SampleStore(folder / "store").read(range(20))))
     assert main(["convert", str(folder / f"1.tar.{suffix}"), str(folder / "one")]) == 0
     assert same_tar(SampleStore(folder / "one")[0], 10)
     content = (folder / f"1.tar.{suffix}").read_bytes()

@@ -38,16 +38,16 @@ def test_what_was_loaded_is_counted(store: SampleStore, decode: Any) -> None:
     batches = iter(loader)
     for count in (1, 2):
         next(batches)
-        found = loader.stats()
-        assert (found.batches, found.samples) == (count, 20 * count)
-        assert found.bytes_read == nbytes[: 20 * count].sum()
-        assert found.seconds_waited > 0
+        stats = loader.stats()
+        assert (stats.batches, stats.samples) == (count, 20 * count)
+        assert stats.bytes_read == nbytes[: 20 * count].sum()
+        assert stats.seconds_waited > 0
     if decode is None:
         assert store.stats().samples == 40, "not those that are being read ahead"
     batches = itertools.chain(batches, loader)
     assert len(list(batches)) == 4 + 6
-    for found in (loader.stats(), store.stats()):
-        assert (found.samples, found.bytes_read) == (2 * 103, 2 * int(nbytes.sum()))
+    for stats in (loader.stats(), store.stats()):
+        assert (stats.samples, stats.bytes_read) == (2 * 103, 2 * int(nbytes.sum()))
     assert (loader.stats().batches, store.stats().batches) == (2 * 6, 0)
 
 
@@ -68,15 +68,15 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> dict[int, SampleStore]:
 
 def steps(order: list[int], start: int, batch: int, ranks: int, drop_last: bool) -> list[list[list[int]]]:
     """The batches of all ranks, step by step."""
-    found, step = [], batch * ranks
+    batches, step = [], batch * ranks
     for place in range(start, len(order), step):
         taken = order[place : place + step]
         if len(taken) < step and drop_last:
             break
-        each = -(-len(taken) // ranks)
-        taken = [*taken, *itertools.islice(itertools.cycle(order), each * ranks - len(taken))]
-        found.append([taken[rank * each : (rank + 1) * each] for rank in range(ranks)])
-    return found
+        share = -(-len(taken) // ranks)
+        taken = [*taken, *itertools.islice(itertools.cycle(order), share * ranks - len(taken))]
+        batches.append([taken[rank * share : (rank + 1) * share] for rank in range(ranks)])
+    return batches
 
 
 def taken(loaders: list[Loader]) -> list[list[list[int]]]:
@@ -104,10 +104,10 @@ def test_ranks_share_one_order_and_resume_anywhere(
         return EpochOrder(store.index.counts(), shuffle, 5, epoch).at(0, count).tolist()
 
     ours = loaders(*first)
-    for each in ours:
-        each.set_epoch(epoch)
+    for loader in ours:
+        loader.set_epoch(epoch)
     expected = steps(order(epoch), 0, *first, drop_last)
-    assert {len(each) for each in ours} == {len(expected)}
+    assert {len(loader) for loader in ours} == {len(expected)}
     assert taken(ours) == expected
     assert taken(ours) == steps(order(epoch + 1), 0, *first, drop_last), "then the next epoch"
 
@@ -122,9 +122,9 @@ def test_ranks_share_one_order_and_resume_anywhere(
     if not rest and position:
         epoch, rest = epoch + 1, steps(order(epoch + 1), 0, *second, drop_last)
     theirs = loaders(*second)
-    for each in theirs:
-        each.load_state_dict(state)
-        assert each.state_dict() == state
+    for loader in theirs:
+        loader.load_state_dict(state)
+        assert loader.state_dict() == state
     assert taken(theirs) == rest
     assert taken(theirs) == steps(order(epoch + 1), 0, *second, drop_last)
 
@@ -138,7 +138,7 @@ def test_set_epoch_right_behind_load_state_dict_goes_on(stores: dict[int, Sample
     state = first.state_dict()
     second.load_state_dict(state)
     second.set_epoch(4)
-    assert [each.tolist() for each in second] == [each.tolist() for each in batches]
+    assert [batch.tolist() for batch in second] == [batch.tolist() for batch in batches]
     second.set_epoch(4)
     assert len(list(second)) == 11, "and the same epoch again begins at its beginning"
     second.load_state_dict(state)
@@ -182,7 +182,7 @@ def test_wrong_arguments(stores: dict[int, SampleStore], monkeypatch: pytest.Mon
 
 def test_batches_of_any_samples(store: SampleStore) -> None:
     for batch in Loader(store, 7, shuffle=True, collate_fn=list):
-        assert all(is_sample(found, int(found["label"])) for found in batch)
+        assert all(is_sample(member, int(member["label"])) for member in batch)
     batch = next(iter(Loader(store, 7)))
     assert batch["name"] == [f"sample {number}" for number in range(7)]
     assert torch.equal(batch["image"][3], sample(3)["image"])
@@ -201,14 +201,14 @@ def test_decoding_in_threads(store: SampleStore) -> None:
             raise RuntimeError("cannot decode 95")
         return int(sample["label"]), sample["image"].numel()
 
-    batches, found = iter(Loader(store, 10, decode=decode, threads=3)), []
+    batches, decoded = iter(Loader(store, 10, decode=decode, threads=3)), []
     for _ in range(9):
-        found += next(batches)[0].tolist()
+        decoded += next(batches)[0].tolist()
     with pytest.raises(RuntimeError, match="cannot decode 95"):
         next(batches)
     with pytest.raises(StopIteration):
         next(batches)
-    assert found == list(range(90))
+    assert decoded == list(range(90))
     assert 1 <= len(seen) <= 3, "a thread that has nothing to do takes the next part"
     assert all(name.startswith("nvme_ops.data") for name in seen)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("nvme_ops.data")]
@@ -317,15 +317,15 @@ def test_the_order_is_one_for_all_versions() -> None:
     """Who resumes with a later version must go on in the same order."""
     assert EpochOrder([2000], True, 7, 3).at(0, 8).tolist() == [1226, 581, 41, 1235, 38, 483, 64, 101]
     assert EpochOrder([1000], True, 7, 3).at(0, 8).tolist() == [87, 2, 851, 120, 813, 927, 403, 728]
-    found = EpochOrder([6, 5, 6], "shards", 7, 3).at(0, 17).tolist()
-    assert found == [12, 16, 13, 11, 14, 15, 10, 6, 7, 8, 9, 2, 1, 3, 5, 4, 0]
+    order = EpochOrder([6, 5, 6], "shards", 7, 3).at(0, 17).tolist()
+    assert order == [12, 16, 13, 11, 14, 15, 10, 6, 7, 8, 9, 2, 1, 3, 5, 4, 0]
 
 
 def test_shards_come_one_after_the_other() -> None:
     for counts in ([100, 0, 7, 0, 250], [0, 4]):
-        found = EpochOrder(counts, "shards", 1, 0).at(0, sum(counts))
-        assert sorted(found.tolist()) == list(range(sum(counts)))
-        shards = torch.searchsorted(torch.tensor(counts).cumsum(0), found, right=True)
+        order = EpochOrder(counts, "shards", 1, 0).at(0, sum(counts))
+        assert sorted(order.tolist()) == list(range(sum(counts)))
+        shards = torch.searchsorted(torch.tensor(counts).cumsum(0), order, right=True)
         assert len(shards.unique_consecutive()) == sum(count > 0 for count in counts)
     assert (
         EpochOrder([3000], "shards", 2, 0).at(0, 50).tolist() != EpochOrder([3000], "shards", 1, 0).at(0, 50).tolist()

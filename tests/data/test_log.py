@@ -41,7 +41,7 @@ def read(folder: Path, name: str = "log") -> list[bytes]:
 
 
 def numbers(folder: Path) -> list[int]:
-    return [int(each[:4]) for each in read(folder)]
+    return [int(record[:4]) for record in read(folder)]
 
 
 def wait_until(said: Callable[[], object], seconds: float = 30) -> None:
@@ -75,11 +75,11 @@ def test_records_come_back(folder: Path, monkeypatch: pytest.MonkeyPatch, option
 
         in_threads(work, 2)
         in_child(child)
-    found = read(folder)
-    assert found[:6] == [b"", b"abc", b"view", "grün".encode(), b'{"loss": 0.5}', bytes(5000)]
-    numbers = [tuple(map(int, each.split())) for each in found[6:]]
+    records = read(folder)
+    assert records[:6] == [b"", b"abc", b"view", "grün".encode(), b'{"loss": 0.5}', bytes(5000)]
+    numbers = [tuple(map(int, record.split())) for record in records[6:]]
     for thread in range(3):
-        assert [number for each, number in numbers if each == thread] == list(range(1 if thread == 2 else 1000))
+        assert [number for writer, number in numbers if writer == thread] == list(range(1 if thread == 2 else 1000))
     assert all(count == 1 or nbytes <= 1000 for count, nbytes in sizes)
     assert (len(segments(folder / "log")) > 5) == ("rotate_bytes" in options)
     with pytest.raises(FileNotFoundError):
@@ -137,11 +137,11 @@ def test_a_file_that_is_rotated_away_under_a_reader(folder: Path) -> None:
     with AsyncLog(folder / "log", window=0.01, rotate_bytes=1000, keep=3) as made:
         put(made, 0, 5)
         reader = AsyncLog.read(folder / "log")
-        found = [int(next(reader)[:4])]
+        seen = [int(next(reader)[:4])]
         put(made, 5, 10)
-        found += [int(each[:4]) for each in reader]
-    assert found == sorted(found)
-    assert len(found) < 5
+        seen += [int(record[:4]) for record in reader]
+    assert seen == sorted(seen)
+    assert len(seen) < 5
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
@@ -185,7 +185,7 @@ def test_a_log_that_is_dropped_writes_what_it_has_and_is_gone(folder: Path, cycl
         wait_until(lambda: gc.collect() < 0 or gone() is None)
         thread.join(30)
     assert not thread.is_alive()
-    assert cycle or any("dropped without close" in str(each.message) for each in said or ())
+    assert cycle or any("dropped without close" in str(warning.message) for warning in said or ())
     assert numbers(folder) == list(range(100))
 
 
@@ -348,8 +348,8 @@ BLOCK = 20 + 4 + 100  # bytes of a block of one of them
 def unended(folder: Path, records: list[bytes]) -> Path:
     """A file with a block for each record, as a writer that was killed leaves it."""
     segment = Segment.new(str(folder / "log"))
-    for each in records:
-        segment.write([each])
+    for record in records:
+        segment.write([record])
     segment.sync()
     segment.close()
     return Path(segment.path)

@@ -64,8 +64,8 @@ def test_any_samples_in_any_order(folder: Path, kind: str, alignment: int | None
         assert len(store) == len(sizes)
         numbers = random.Random(1).choices(range(-len(sizes), len(sizes)), k=2 * len(sizes)) if sizes else []
         read, tensor = store.submit(numbers), torch.tensor(numbers)
-        for found in (store.read(numbers), read.batch(), store.submit(tensor).records()):
-            assert all(torch.equal(each, contents[at]) for each, at in zip(found, numbers, strict=True))
+        for samples in (store.read(numbers), read.batch(), store.submit(tensor).records()):
+            assert all(torch.equal(sample, contents[at]) for sample, at in zip(samples, numbers, strict=True))
         assert name == "varying" or store.submit([]).batch().shape == (0, *rows[1])
 
 
@@ -147,8 +147,8 @@ def test_few_descriptors_are_enough(folder: Path) -> None:
             reads = [store.submit(order) for order in orders]
             assert all(torch.equal(read.batch(), order) for read, order in zip(reads, orders, strict=True))
             for batch in (7, count):
-                found = torch.cat(list(Loader(store, batch, shuffle=True)))
-                assert torch.equal(found.sort().values, torch.arange(count))
+                loaded = torch.cat(list(Loader(store, batch, shuffle=True)))
+                assert torch.equal(loaded.sort().values, torch.arange(count))
             assert len(list(Loader(store, 50, shuffle=True, decode=int))) == 3
             before = len(os.listdir("/proc/self/fd"))
         assert len(os.listdir("/proc/self/fd")) < before
@@ -171,7 +171,7 @@ def test_a_store_that_is_replaced_while_it_is_opened(folder: Path, monkeypatch: 
 
     replace(0)
     monkeypatch.setattr(formats, "index_of", late)
-    assert [int(each) for each in SampleStore(folder).read([0, 29])] == [1000, 1029]
+    assert [int(value) for value in SampleStore(folder).read([0, 29])] == [1000, 1029]
 
 
 def test_a_closed_store_has_what_is_being_read(folder: Path) -> None:
@@ -195,22 +195,22 @@ def test_what_was_read_is_counted_once(folder: Path) -> None:
     assert store.stats() == SampleStats()
     read.samples()
     read.records()
-    found = store.stats()
-    assert (found.samples, found.bytes_read) == (3, 3 * 4096)
-    assert found.seconds_waited > 0
+    stats = store.stats()
+    assert (stats.samples, stats.bytes_read) == (3, 3 * 4096)
+    assert stats.seconds_waited > 0
     with pytest.raises(ChecksumError):
         store.read(range(64))
-    assert store.stats() == found
+    assert store.stats() == stats
 
 
 def test_ranges_of_bounded_bytes(folder: Path) -> None:
     sizes = [100] * 5000 + [1 << 20] * 5 + [0, 3 << 20, 7]
     with SampleWriter(folder) as writer:
         writer.extend(map(bytes, sizes))
-    found = list(SampleStore(folder).ranges(2 << 20))
-    assert [number for each in found for number in each] == list(range(len(sizes)))
-    assert all(len(each) == 1 or sum(sizes[number] for number in each) <= 2 << 20 for each in found)
-    assert len(found) < 12
+    ranges = list(SampleStore(folder).ranges(2 << 20))
+    assert [number for numbers in ranges for number in numbers] == list(range(len(sizes)))
+    assert all(len(numbers) == 1 or sum(sizes[number] for number in numbers) <= 2 << 20 for numbers in ranges)
+    assert len(ranges) < 12
 
 
 # Stores that are damaged, that lie, or that somebody writes to: the right samples or a clear error
@@ -357,10 +357,10 @@ def test_a_store_that_is_removed_or_replaced_is_read_on(folder: Path, monkeypatc
     monkeypatch.chdir(folder)
     whole, sent = SampleStore("store", verify=True), pickle.dumps(first)
     monkeypatch.chdir("/")
-    for each in (pickle.loads(sent), pickle.loads(pickle.dumps(whole))):
-        assert torch.equal(each[5], fixed(5))
+    for restored in (pickle.loads(sent), pickle.loads(pickle.dumps(whole))):
+        assert torch.equal(restored[5], fixed(5))
     write_fixed(folder / "store", 64, overwrite=True)
-    assert all(torch.equal(each, fixed(number)) for number, each in enumerate(whole.read(range(64))))
+    assert all(torch.equal(sample, fixed(number)) for number, sample in enumerate(whole.read(range(64))))
     assert torch.equal(first[0], fixed(0))
     with pytest.raises(FileNotFoundError):  # it was not open yet
         first[63]

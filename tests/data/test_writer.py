@@ -55,8 +55,8 @@ def test_threads_that_share_a_writer(folder: Path) -> None:
         in_threads(work, 4)
     assert sorted(itertools.chain(*numbers)) == list(range(240))
     for thread, mine in enumerate(numbers):
-        for k, found in enumerate(SampleStore(folder, verify=True).read(mine)):
-            assert (int(found["value"]), found["text"].tolist()) == (thread * 60 + k, [thread] * (1 + k))
+        for k, sample in enumerate(SampleStore(folder, verify=True).read(mine)):
+            assert (int(sample["value"]), sample["text"].tolist()) == (thread * 60 + k, [thread] * (1 + k))
 
 
 def test_records_begin_on_pages_where_that_costs_little(folder: Path) -> None:
@@ -73,8 +73,8 @@ def test_records_begin_on_pages_where_that_costs_little(folder: Path) -> None:
         store = SampleStore(folder / str(number), verify=True)
         assert store.index.alignment == alignment
         assert store.nbytes < sum(sizes) * 17 / 16 + 8 * len(sizes) + 3 * 4096
-        for place, found in enumerate(store.read(range(len(sizes)))):
-            assert found.tolist() == [place % 256] * sizes[place]
+        for place, record in enumerate(store.read(range(len(sizes)))):
+            assert record.tolist() == [place % 256] * sizes[place]
 
 
 def test_wrong_arguments(folder: Path) -> None:
@@ -155,8 +155,7 @@ def test_a_store_is_replaced_only_when_asked(folder: Path) -> None:
             do()
     before = SampleStore(folder)
     third.close()
-    found = SampleStore(folder, verify=True).read(range(5))
-    assert [bytes(each.tolist()) for each in found] == [b"third"] * 5
+    assert [bytes(sample.tolist()) for sample in SampleStore(folder, verify=True).read(range(5))] == [b"third"] * 5
     assert len(names(folder)) == 2
     assert bytes(before[0].tolist()) == b"one"
 

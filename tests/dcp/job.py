@@ -52,9 +52,9 @@ def sharded(whole: dict[str, Any], dimension: int) -> dict[str, Any]:
     return {name: share(value) for name, value in whole.items()}
 
 
-def require_equal(found: dict[str, Any], seed: int) -> None:
+def require_equal(actual: dict[str, Any], seed: int) -> None:
     for name, expected in reference(seed).items():
-        value = found[name].full_tensor() if isinstance(found[name], DTensor) else found[name]
+        value = actual[name].full_tensor() if isinstance(actual[name], DTensor) else actual[name]
         same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
         assert same, f"{name} differs on rank {dist.get_rank()}"
 
@@ -81,13 +81,13 @@ def fsdp_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict
 
 def whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, torch.Tensor]:
     """All tensors of nested dicts, gathered, by their way there."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, value in state.items():
         if isinstance(value, dict):
-            found |= whole_tensors(value, f"{prefix}{name}/")
+            tensors |= whole_tensors(value, f"{prefix}{name}/")
         elif isinstance(value, torch.Tensor):
-            found[prefix + name] = value.full_tensor() if isinstance(value, DTensor) else value
-    return found
+            tensors[prefix + name] = value.full_tensor() if isinstance(value, DTensor) else value
+    return tensors
 
 
 def save(folder: Path) -> None:
@@ -147,9 +147,9 @@ def load(folder: Path) -> None:
     state = fsdp_state(model, optimizer)
     dcp.load(state, storage_reader=NvmeStorageReader(folder / "fsdp"))
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    found, expected = whole_tensors(fsdp_state(model, optimizer)), torch.load(folder / "fsdp.pt")
-    assert len(found) == 16  # four parameters, and for each two moments and a step
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    loaded, expected = whole_tensors(fsdp_state(model, optimizer)), torch.load(folder / "fsdp.pt")
+    assert len(loaded) == 16  # four parameters, and for each two moments and a step
+    torch.testing.assert_close(loaded, expected, rtol=0, atol=0)
 
 
 def fail_to_load(checkpoint: Path) -> None:

@@ -42,12 +42,12 @@ def state(seed: int = 0) -> dict[str, Any]:
     }
 
 
-def equal(found: Any, expected: Any) -> bool:
+def equal(actual: Any, expected: Any) -> bool:
     if isinstance(expected, dict):
-        return found.keys() == expected.keys() and all(equal(found[name], expected[name]) for name in expected)
+        return actual.keys() == expected.keys() and all(equal(actual[name], expected[name]) for name in expected)
     if isinstance(expected, torch.Tensor):
-        return found.dtype == expected.dtype and torch.equal(found, expected)
-    return bool(found == expected)
+        return actual.dtype == expected.dtype and torch.equal(actual, expected)
+    return bool(actual == expected)
 
 
 def save(path: Path, seed: int, **settings: Any) -> None:
@@ -55,9 +55,9 @@ def save(path: Path, seed: int, **settings: Any) -> None:
 
 
 def load(reader: Any) -> dict[str, Any]:
-    found = state(99)
-    dcp.load(found, storage_reader=reader)
-    return found
+    loaded = state(99)
+    dcp.load(loaded, storage_reader=reader)
+    return loaded
 
 
 def why_of(call: Callable[[], object]) -> BaseException:

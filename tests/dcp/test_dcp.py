@@ -53,16 +53,16 @@ def test_what_either_writer_wrote_either_reader_reads(writer: Any, reader: Any, 
     tensors = {str(kind): data.view(kind) for kind in storable() if not re.search("q|bits", str(kind))}
     assert len(tensors) > 15
     dcp.save(tensors, storage_writer=writer(tmp_path))
-    found = {name: torch.zeros(64, dtype=torch.uint8).view(tensor.dtype) for name, tensor in tensors.items()}
-    dcp.load(found, storage_reader=reader(tmp_path))
-    assert all(torch.equal(tensor.view(torch.uint8), data) for tensor in found.values())
+    loaded = {name: torch.zeros(64, dtype=torch.uint8).view(tensor.dtype) for name, tensor in tensors.items()}
+    dcp.load(loaded, storage_reader=reader(tmp_path))
+    assert all(torch.equal(tensor.view(torch.uint8), data) for tensor in loaded.values())
 
 
 def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) -> None:
     assert isinstance(nvme_ops.dcp.save(state(1), tmp_path, durable=False), Metadata)
-    found = state(2)
-    nvme_ops.dcp.load(found, tmp_path, verify=True, handle=aio_handle())
-    assert equal(found, state(1))
+    loaded = state(2)
+    nvme_ops.dcp.load(loaded, tmp_path, verify=True, handle=aio_handle())
+    assert equal(loaded, state(1))
     with pytest.raises(dcp.CheckpointException, match="FileExistsError"):
         nvme_ops.dcp.save(state(2), tmp_path, overwrite=False)
     assert equal(load(NvmeStorageReader(tmp_path)), state(1))
@@ -70,7 +70,7 @@ def test_save_and_load_take_the_settings_of_writer_and_reader(tmp_path: Path) ->
     dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path / "theirs"))
     for path in (tmp_path, tmp_path / "theirs"):
         with pytest.raises(dcp.CheckpointException, match="has no checksums to verify"):
-            nvme_ops.dcp.load(found, path, verify=True)
+            nvme_ops.dcp.load(loaded, path, verify=True)
     assert gc.isenabled()
 
 
@@ -101,9 +101,9 @@ def test_the_default_of_dcp_can_be_ours(tmp_path: Path) -> None:
     try:
         dcp.save(state(1), checkpoint_id=tmp_path)
         assert b"nvme_ops" in (tmp_path / ".metadata").read_bytes()
-        found = state(99)
-        dcp.load(found, checkpoint_id=tmp_path)
-        assert equal(found, state(1))
+        loaded = state(99)
+        dcp.load(loaded, checkpoint_id=tmp_path)
+        assert equal(loaded, state(1))
         dcp.save(state(2), storage_writer=dcp.FileSystemWriter(tmp_path, True, sync_files=False, thread_count=4))
         assert isinstance(dcp.FileSystemReader(tmp_path), NvmeStorageReader)
         try:  # more than we have
@@ -130,9 +130,9 @@ def test_tensors_on_an_accelerator_are_saved_and_filled(tmp_path: Path) -> None:
         with device.pinned_memory(True):
             tensors = {name: device.tensor(tensor) for name, tensor in expected.items()}
             dcp.save(tensors, storage_writer=NvmeStorageWriter(tmp_path))
-            found = {name: device.tensor(torch.zeros(tensor.shape)) for name, tensor in expected.items()}
-            dcp.load(found, storage_reader=NvmeStorageReader(tmp_path, verify=True))
-            assert all(torch.equal(found[name].cpu(), tensor) for name, tensor in expected.items())
+            loaded = {name: device.tensor(torch.zeros(tensor.shape)) for name, tensor in expected.items()}
+            dcp.load(loaded, storage_reader=NvmeStorageReader(tmp_path, verify=True))
+            assert all(torch.equal(loaded[name].cpu(), tensor) for name, tensor in expected.items())
 
     in_child(body)
 
@@ -165,11 +165,11 @@ def test_async_save_saves_what_there_was(group: None, tmp_path: Path) -> None:
 
 def test_async_saves_of_one_folder_come_one_after_the_other(group: None, tmp_path: Path) -> None:
     writers = [NvmeStorageWriter(tmp_path, durable=False) for _ in range(4)]
-    futures: list[Any] = [dcp.async_save(state(seed), storage_writer=each) for seed, each in enumerate(writers)]
+    futures: list[Any] = [dcp.async_save(state(seed), storage_writer=writer) for seed, writer in enumerate(writers)]
     for future in futures:
         future.result()
-    found = load(NvmeStorageReader(tmp_path, verify=True))
-    assert equal(found, state(found["step"]))
+    loaded = load(NvmeStorageReader(tmp_path, verify=True))
+    assert equal(loaded, state(loaded["step"]))
     assert len(files(tmp_path)) == 2
 
 
@@ -203,9 +203,9 @@ def saved_on_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_save_and_one_process_loads(saved_on_two: Path) -> None:
     for name, seed in (("ours", 1), ("asynchronous", 3)):
         for reader in (NvmeStorageReader(saved_on_two / name), dcp.FileSystemReader(saved_on_two / name)):
-            found = reference(99)
-            dcp.load(found, storage_reader=reader)
-            assert equal(found, reference(seed))
+            loaded = reference(99)
+            dcp.load(loaded, storage_reader=reader)
+            assert equal(loaded, reference(seed))
     for rank in range(2):  # the error of one reaches all
         assert (saved_on_two / f"failed-{rank}.json").read_text() == '{"1": "OSError"}'
 
@@ -215,14 +215,14 @@ def test_a_checkpoint_of_two_ranks_becomes_a_file(saved_on_two: Path, tmp_path: 
     for name, prefix in (("fsdp", "model"), ("columns", "model")):
         for target in (tmp_path / "target.safetensors", tmp_path / "target.pt"):
             assert main(["convert", str(saved_on_two / name), str(target), "--key", prefix]) == 0
-            found = nvme_ops.load(target)
+            loaded = nvme_ops.load(target)
             if name == "fsdp":
                 tensors = torch.load(saved_on_two / "fsdp.pt")
                 expected = {path.removeprefix("model/"): tensors[path] for path in tensors if path.startswith("model/")}
             else:
-                expected = {each: value for each, value in reference(3).items() if isinstance(value, torch.Tensor)}
-            assert found.keys() == expected.keys()
-            assert equal(dict(sorted(found.items())), dict(sorted(expected.items())))
+                expected = {key: value for key, value in reference(3).items() if isinstance(value, torch.Tensor)}
+            assert loaded.keys() == expected.keys()
+            assert equal(dict(sorted(loaded.items())), dict(sorted(expected.items())))
 
 
 def test_two_ranks_save_and_three_load(saved_on_two: Path) -> None:

@@ -206,8 +206,8 @@ def test_a_planner_that_raises_in_a_load(step: str, group: int, tmp_path: Path, 
         error = why_of(lambda: dcp.load(state(99), storage_reader=reader, planner=LoadPlanner(act)))
         assert type(error) is PlannerError
     assert equal(load(reader), state(1))
-    found = state(99)
-    error = why_of(lambda: dcp.load(found, storage_reader=reader, planner=LoadPlanner(str, slice(2))))
+    target = state(99)
+    error = why_of(lambda: dcp.load(target, storage_reader=reader, planner=LoadPlanner(str, slice(2))))
     assert isinstance(error, ValueError)
     assert re.search(r"'model\.\w+': \(", str(error)), error
 
@@ -225,8 +225,8 @@ class Meanwhile(NvmeStorageReader):
 
 
 def data_file(path: Path) -> Path:
-    (found,) = path.glob("*.distcp")
-    return found
+    (file,) = path.glob("*.distcp")
+    return file
 
 
 def replace_by_its_like(path: Path) -> None:
@@ -264,10 +264,10 @@ def test_a_file_that_changes_after_the_metadata_were_read(change: Any, kinds: An
 @pytest.mark.parametrize(("verify", "turned"), [(False, False), (True, True)])
 def test_a_file_that_is_cut_during_the_reads(verify: bool, turned: bool, tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3 * MIB // 4, 4), "b": torch.ones(9)}, storage_writer=NvmeStorageWriter(tmp_path))
-    found = {"a": torch.zeros(4, 3 * MIB // 4).t() if turned else torch.zeros(3 * MIB // 4, 4), "b": torch.zeros(9)}
+    target = {"a": torch.zeros(4, 3 * MIB // 4).t() if turned else torch.zeros(3 * MIB // 4, 4), "b": torch.zeros(9)}
     planner = LoadPlanner(lambda _: os.truncate(data_file(tmp_path), 5000))
     reader = NvmeStorageReader(tmp_path, verify=verify)
-    error = why_of(lambda: dcp.load(found, storage_reader=reader, planner=planner))
+    error = why_of(lambda: dcp.load(target, storage_reader=reader, planner=planner))
     assert isinstance(error, EOFError)
     assert str(data_file(tmp_path)) in str(error)
 
@@ -297,12 +297,12 @@ def test_metadata_cut_anywhere_are_the_same_or_an_error(tmp_path: Path) -> None:
     rest = range(len(content) - 27, len(content) + 1)
     for size in (*range(0, rest.start, 40), *rest):
         (tmp_path / ".metadata").write_bytes(content[:size])
-        found = {"a": torch.zeros(5)}
+        target = {"a": torch.zeros(5)}
         try:
-            dcp.load(found, storage_reader=NvmeStorageReader(tmp_path))
+            dcp.load(target, storage_reader=NvmeStorageReader(tmp_path))
         except dcp.CheckpointException:
             continue
-        assert torch.equal(found["a"], torch.arange(5.0))
+        assert torch.equal(target["a"], torch.arange(5.0))
         loaded.add(size)
     assert loaded == set(range(len(content) - len("\nnvme_ops.crc32c=00000000\n"), len(content) + 1))
     (tmp_path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
@@ -381,12 +381,12 @@ def larger_chunk(metadata: Metadata) -> None:
 def test_metadata_that_contradict_each_other_are_an_error(change: Any, words: str, tmp_path: Path) -> None:
     dcp.save({"a": torch.ones(3, 4), "b": torch.ones(7)}, storage_writer=NvmeStorageWriter(tmp_path))
     change_metadata(tmp_path, change)
-    found = {"a": torch.zeros((4000, 4) if change is larger_chunk else (3, 4)), "b": torch.zeros(7)}
-    error = why_of(lambda: dcp.load(found, storage_reader=NvmeStorageReader(tmp_path)))
+    target = {"a": torch.zeros((4000, 4) if change is larger_chunk else (3, 4)), "b": torch.zeros(7)}
+    error = why_of(lambda: dcp.load(target, storage_reader=NvmeStorageReader(tmp_path)))
     assert isinstance(error, FormatError)
     assert words in str(error)
     assert "'a'" in str(error)
-    assert not found["b"].any()
+    assert not target["b"].any()
 
 
 def test_contradictions_are_told_to_who_looks(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ def test_many_groups_of_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     state |= {f"small {number}": numbered((number,), torch.float32) for number in range(50)}
     dcp.save(state, storage_writer=NvmeStorageWriter(tmp_path))
     for verify in (False, True):
-        found = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-        dcp.load(found, storage_reader=NvmeStorageReader(tmp_path, verify=verify))
-        assert equal(found, state)
+        loaded = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        dcp.load(loaded, storage_reader=NvmeStorageReader(tmp_path, verify=verify))
+        assert equal(loaded, state)
 
 
 # What is more than a plain tensor

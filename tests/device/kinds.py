@@ -35,9 +35,9 @@ def _random() -> torch.Tensor:
 
 def sample(size: int, seed: int = 0) -> torch.Tensor:
     """Like ``pattern``, from one pool for all tests."""
-    found = _random()[4096 * seed :][:size]
-    assert len(found) == size
-    return found
+    data = _random()[4096 * seed :][:size]
+    assert len(data) == size
+    return data
 
 
 def whole_pages(offset: int, size: int) -> int:
@@ -133,7 +133,7 @@ class Doubles(Simulated):
     def require_pages(self, *ranges: tuple[int, int]) -> None:
         now = self.cufile.now
         assert now.ragged == 0
-        assert now.bytes_read + now.bytes_written == sum(whole_pages(*each) for each in ranges)
+        assert now.bytes_read + now.bytes_written == sum(whole_pages(*span) for span in ranges)
 
     def require_only(self, tensor: torch.Tensor) -> None:
         assert self.cufile.touched_only(tensor)

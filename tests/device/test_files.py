@@ -37,9 +37,9 @@ TENSORS = {  # by the name, which is the order in the file: each after an odd nu
 }
 
 
-def require_aligned(device: Device, found: dict[str, torch.Tensor]) -> None:
+def require_aligned(device: Device, tensors: dict[str, torch.Tensor]) -> None:
     """Fails where values differ, or a tensor does not begin where torch would let it begin."""
-    for name, tensor in found.items():
+    for name, tensor in tensors.items():
         assert tensor.device == device.empty(0).device, name
         assert tensor.storage_offset() * tensor.itemsize % DEVICE_ALIGNMENT == 0, name
         assert torch.equal(device.peek(tensor).view(tensor.dtype), TENSORS[name].flatten()), name
@@ -57,9 +57,9 @@ def test_load(device: Device, folder: Path, kind: str) -> None:
         with pytest.raises(type(theirs.value)):
             nvme_ops.load(path, map_location=there, handle=device.handle())
         return
-    found = nvme_ops.load(path, map_location=there, handle=device.handle())
-    assert found.keys() == TENSORS.keys()
-    require_aligned(device, found)
+    loaded = nvme_ops.load(path, map_location=there, handle=device.handle())
+    assert loaded.keys() == TENSORS.keys()
+    require_aligned(device, loaded)
     some = ["c", "e"]
     require_aligned(device, nvme_ops.load(path, map_location=str(there), keys=some, handle=device.handle()))
 
@@ -70,13 +70,13 @@ def test_weights_that_are_streamed(device: Device, folder: Path) -> None:
     safetensors.torch.save_file(TENSORS, path)
     file = WeightFile(open_to_read(path), path, device.handle())
     stored = dict(stored_tensors(file, layout.read(file.file.fileno(), path), Weights(), there))
-    assert any(each.source.skipped % DEVICE_ALIGNMENT for each in stored.values())
+    assert any(weight.source.skipped % DEVICE_ALIGNMENT for weight in stored.values())
     assert stored["f"][:, :2].shape == (0, 2)
-    sources = [each.source for each in stored.values()]
-    nbytes = memory_for(4 * sum(each.nbytes for each in TENSORS.values()), sources)
+    sources = [weight.source for weight in stored.values()]
+    nbytes = memory_for(4 * sum(tensor.nbytes for tensor in TENSORS.values()), sources)
     window = Window(Residency(), tier_on(there, nbytes).share(), sources)
     for _ in range(2):
-        require_aligned(device, {name: window.fetch(each.source) for name, each in stored.items() if each.nbytes})
+        require_aligned(device, {name: window.fetch(weight.source) for name, weight in stored.items() if weight.nbytes})
     window.close()
     file.close()
 

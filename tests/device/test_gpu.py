@@ -150,7 +150,7 @@ def use(path):
 """
 
 
-@pytest.mark.parametrize("mode", [pytest.param(each, marks=on_a_gpu) for each in ("auto", "require", "off")])
+@pytest.mark.parametrize("mode", [pytest.param(mode, marks=on_a_gpu) for mode in ("auto", "require", "off")])
 def test_it_never_hangs(folder: Path, mode: str) -> None:
     """It works, or says why not. CUFILE_EXPERIMENTAL_FS=1 lets cuFile take file systems of which udev tells nothing."""
     program = f"{USE}\ntry:\n    use(sys.argv[1])\nexcept RuntimeError as reason:\n    print('refused:', reason)\n"

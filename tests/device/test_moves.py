@@ -85,7 +85,7 @@ def test_autograd_and_inference_mode(device: Device, folder: Path) -> None:
             for there in (made_here, usual):
                 read(handle, there, path, 0)
         read(handle, filled_outside, folder / "other", 0)
-        assert all(torch.equal(device.peek(each), sample(8192)) for each in (made_here, usual, filled_outside)), name
+        assert all(torch.equal(device.peek(value), sample(8192)) for value in (made_here, usual, filled_outside)), name
 
 
 # What files can be

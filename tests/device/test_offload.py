@@ -26,32 +26,32 @@ def test_the_output_is_that_of_the_model_in_memory(device: Device, folder: Path)
     with device.computing():
         wanted = copy.deepcopy(model).to(there)(tokens.to(there)).cpu()
         with stream_weights(model, folder, memory_budget="1200K", device=there, handle=device.handle()) as streamed:
-            found, given = [], tokens.to(there)
+            outputs, given = [], tokens.to(there)
             device.settle()
             with device.on() as stream:
                 for _ in range(4):
                     device.keep_busy()
-                    found.append(streamed(given))
+                    outputs.append(streamed(given))
                 device.synchronize(stream)
-            assert all(torch.equal(each.cpu(), wanted) for each in found)
+            assert all(torch.equal(output.cpu(), wanted) for output in outputs)
             stats = streamed.stats()
             assert 0 < stats.peak_bytes <= 1200 << 10
             assert stats.bytes_read > stats.bytes_on_demand
-        del found, streamed
+        del outputs, streamed
 
 
 def test_what_is_trained_moves_to_where_the_model_computes(device: Device, folder: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256).requires_grad_(number == 1) for number in range(4)))
-    before, values = list(model[1].parameters()), [each.detach().clone() for each in model[1].parameters()]
+    before, values = list(model[1].parameters()), [param.detach().clone() for param in model[1].parameters()]
     there = device.empty(0).device
     with pytest.raises(ValueError, match="too small"):
         stream_weights(model, folder, memory_budget=1, device=there)
-    assert {each.device.type for each in model.parameters()} == {"cpu"}
+    assert {param.device.type for param in model.parameters()} == {"cpu"}
     streamed = stream_weights(model, folder, memory_budget="2M", device=there)
     assert all(one is other for one, other in zip(before, streamed[1].parameters(), strict=True))
-    assert {each.device for each in streamed.parameters()} == {there}
+    assert {param.device for param in streamed.parameters()} == {there}
     assert streamed.to(there) is streamed
-    assert all(torch.equal(each.detach().cpu(), value) for each, value in zip(before, values, strict=True))
+    assert all(torch.equal(param.detach().cpu(), value) for param, value in zip(before, values, strict=True))
     streamed.close()
 
 
@@ -81,8 +81,8 @@ def test_another_stream_waits_for_what_the_first_one_does_to_values(
         device.require_pending(first)
 
     def use_elsewhere() -> None:
-        with device.on() as other, residents.used(resident, "forward") as found:
-            result.copy_(found, non_blocking=True)
+        with device.on() as other, residents.used(resident, "forward") as data:
+            result.copy_(data, non_blocking=True)
             device.synchronize(other)
             device.require_run(first)
 
@@ -101,7 +101,7 @@ def test_a_device_may_be_named_without_its_number(device: Device, folder: Path) 
     for where in ("meta", there):
         module = torch.nn.Linear(256, 256, device=where)
         with swap_params(module, folder, memory_budget="1M", min_bytes=1, device=there.type):
-            assert {each.device for each in module.parameters()} == {there}
+            assert {param.device for param in module.parameters()} == {there}
 
 
 def test_a_module_that_began_on_the_meta_device_is_saved_by_its_addresses(device: Device, folder: Path) -> None:
@@ -110,13 +110,13 @@ def test_a_module_that_began_on_the_meta_device_is_saved_by_its_addresses(device
     with torch.device("meta"):
         module = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 256))
     with swap_params(module, folder, memory_budget="1M", min_bytes=64 << 10, device=there.type):
-        assert {each.device for each in (*module.parameters(), *module.buffers())} == {there}
+        assert {tensor.device for tensor in (*module.parameters(), *module.buffers())} == {there}
         safetensors.save_model(module, files[0])
         torch.save(module.state_dict(), folder / "all.pt")
         save(module, files[1])
-        found, expected = (load(file) for file in files)
+        loaded, expected = (load(file) for file in files)
         pickled = torch.load(folder / "all.pt", map_location="cpu")
-        for name, each in expected.items():
-            assert torch.equal(found[name], each)
-            assert torch.equal(pickled[name], each)
+        for name, tensor in expected.items():
+            assert torch.equal(loaded[name], tensor)
+            assert torch.equal(pickled[name], tensor)
         assert expected["0.weight"].std() > 0.01

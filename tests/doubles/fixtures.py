@@ -66,7 +66,7 @@ def _run(test: Callable[..., None], cufile: FakeCuFile, arguments: dict[str, obj
     os.environ["NVME_OPS_CUFILE_LIBRARY"] = str(cufile.path)
     os.chdir(cufile.path.parent)  # where the library, which is like NVIDIA's in this, writes cufile.log
     cufile.offer(nvidia_fs=NVIDIA_FS)
-    device = next((each for each in arguments.values() if isinstance(each, PrivateDevice)), None)
+    device = next((value for value in arguments.values() if isinstance(value, PrivateDevice)), None)
     with device.left_as_found() if device else contextlib.nullcontext():
         test(**arguments)
         gc.collect()

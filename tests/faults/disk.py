@@ -72,7 +72,7 @@ def missing(filesystem: str) -> str:
 
 def run(*command: object) -> str:
     """Runs a program of the system; raises RuntimeError with what it says."""
-    words, environment = [str(each) for each in command], {**os.environ, "LC_ALL": "C"}
+    words, environment = [str(word) for word in command], {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(words, capture_output=True, text=True, timeout=120, env=environment)
     if done.returncode:
         raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
@@ -177,7 +177,7 @@ class _Server:
                     self._meet(request)
 
     def _meet(self, request: _Request) -> None:
-        rule = next((each for each in self._rules if self._concerns(each, request)), None)
+        rule = next((rule for rule in self._rules if self._concerns(rule, request)), None)
         if rule is not None:
             self._hits += 1
             rule["count"] -= rule["count"] > 0
@@ -266,7 +266,7 @@ class Disk:
 
         Of reads and writes these are the files' own, of at least so many bytes.
         """
-        outside = [*self._own, *(place for each, _, _ in os.walk(self.mounted) for place in _places(each))]
+        outside = [*self._own, *(place for path, _, _ in os.walk(self.mounted) for place in _places(path))]
         self._ask({"what": what, "do": do, "count": count, "least": least, "outside": outside})
 
     def clear(self) -> int:
@@ -313,19 +313,19 @@ def _mount_image(image: Path, filesystem: str, place: Path, direct: bool = False
 def _own_ranges(description: str) -> list[tuple[int, int]]:
     """Returns where ext4 keeps what it needs itself."""
     kinds = "superblock|Group descriptors|Reserved GDT blocks|bitmap|Inode table"
-    found = re.findall(rf"(?:{kinds}) at (\d+)(?:-(\d+))?", description)
-    return [(int(first) * 4096, (int(last or first) + 1) * 4096) for first, last in found]
+    matches = re.findall(rf"(?:{kinds}) at (\d+)(?:-(\d+))?", description)
+    return [(int(first) * 4096, (int(last or first) + 1) * 4096) for first, last in matches]
 
 
 def _places(path: str) -> list[tuple[int, int]]:
     """Returns where a folder lies on the device (FIEMAP)."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        found = bytearray(struct.pack("=QQLLLL", 0, 1 << 62, 0, 0, 64, 0) + bytes(56 * 64))
-        fcntl.ioctl(fd, 0xC020660B, found)
+        reply = bytearray(struct.pack("=QQLLLL", 0, 1 << 62, 0, 0, 64, 0) + bytes(56 * 64))
+        fcntl.ioctl(fd, 0xC020660B, reply)
     finally:
         os.close(fd)
-    extents = [struct.unpack_from("=QQQ", found, 32 + 56 * at) for at in range(struct.unpack_from("=L", found, 20)[0])]
+    extents = [struct.unpack_from("=QQQ", reply, 32 + 56 * at) for at in range(struct.unpack_from("=L", reply, 20)[0])]
     return [(place, place + nbytes) for _, place, nbytes in extents]
 
 

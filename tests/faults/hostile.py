@@ -91,9 +91,9 @@ def edited(document: Any, draw: random.Random) -> Any:
     while waiting:
         node = waiting.pop()
         if isinstance(node, dict | list):
-            found = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
-            places += [(node, key) for key, _ in found]
-            waiting += [child for _, child in found]
+            items = list(node.items()) if isinstance(node, dict) else list(enumerate(node))
+            places += [(node, key) for key, _ in items]
+            waiting += [child for _, child in items]
     if not places or draw.random() < 0.02:
         return copy.deepcopy(draw.choice(VALUES))
     node, key = draw.choice(places)
@@ -182,5 +182,5 @@ def run(which: str, count: int, place: Path) -> list[str]:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory(dir=MEMORY if os.path.isdir(MEMORY) else None) as folder:
-        print(*(found := run(sys.argv[1], int(sys.argv[2]), Path(folder))), sep="\n")
-    sys.exit(bool(found))
+        print(*(failures := run(sys.argv[1], int(sys.argv[2]), Path(folder))), sep="\n")
+    sys.exit(bool(failures))

@@ -77,9 +77,9 @@ def changed_index(content: bytes, draw: random.Random) -> bytes:
 
 def changed_pickle(content: bytes, draw: random.Random) -> bytes:
     """Changes the argument of a code, or which codes there are."""
-    found = [(code, place) for code, _, place in pickletools.genops(content) if place is not None]
-    ends = [place for _, place in found[1:]] + [len(content)]
-    parts = [content[place:end] for (_, place), end in zip(found, ends, strict=True)]
+    codes = [(code, place) for code, _, place in pickletools.genops(content) if place is not None]
+    ends = [place for _, place in codes[1:]] + [len(content)]
+    parts = [content[place:end] for (_, place), end in zip(codes, ends, strict=True)]
     for _ in range(draw.choice((1, 1, 2, 5))):
         k = draw.randrange(len(parts))
         what = draw.randrange(6)
@@ -167,8 +167,8 @@ def _optimizer(folder: Path) -> Any:
     torch.manual_seed(0)
     layer = torch.nn.Linear(4, 4)
     made = nvme_ops.offload.NvmeOptimizer(layer.parameters(), torch.optim.Adam, folder / "work", lr=0.1)
-    for each in layer.parameters():  # no backward pass, which a forked child may not run
-        each.grad = torch.ones_like(each)
+    for param in layer.parameters():  # no backward pass, which a forked child may not run
+        param.grad = torch.ones_like(param)
     made.step()
     return made
 

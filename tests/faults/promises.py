@@ -74,17 +74,17 @@ def _of_last(check: Write) -> Callable[[Path, list[Any]], object]:
     return lambda folder, told: check(folder, told[-1] if told else 0)
 
 
-def at_least(found: int, last: int) -> None:
+def at_least(version: int, last: int) -> None:
     """Raises if what is there is older than promised, or was never written."""
-    require(last <= found <= VERSIONS[-1], f"{found or 'nothing'} is there")
+    require(last <= version <= VERSIONS[-1], f"{version or 'nothing'} is there")
 
 
-def newest(write: Write, found: Callable[[Path], int], held: bool = True) -> Promise:
-    """Makes a promise of what writes one version over the other; ``found`` is 0 where none is there."""
-    return versions(write, lambda folder, last: at_least(found(folder), last), held)
+def newest(write: Write, version_of: Callable[[Path], int], held: bool = True) -> Promise:
+    """Makes a promise of what writes one version over the other; ``version_of`` is 0 where none is there."""
+    return versions(write, lambda folder, last: at_least(version_of(folder), last), held)
 
 
-def each(write: Write, right: Callable[[Path, int], bool]) -> Promise:
+def side_by_side(write: Write, right: Callable[[Path, int], bool]) -> Promise:
     """Makes a promise of what writes each version to a place of its own, where it is looked for by ``right``."""
 
     def check(folder: Path, last: int) -> None:
@@ -144,10 +144,10 @@ def _two_ranks(folder: Path, tell: Tell) -> None:
 
 
 def _check_two_ranks(folder: Path, last: int) -> None:
-    path, found = folder / "new" / "dcp", {name: torch.zeros(SHAPE) for name in _of_ranks(0)}
+    path, loaded = folder / "new" / "dcp", {name: torch.zeros(SHAPE) for name in _of_ranks(0)}
     if last or (path / ".metadata").exists():
-        dcp.load(found, path, verify=True)
-        require(any(same(found, _of_ranks(version)) for version in VERSIONS[max(last, 1) - 1 :]), "another version")
+        dcp.load(loaded, path, verify=True)
+        require(any(same(loaded, _of_ranks(version)) for version in VERSIONS[max(last, 1) - 1 :]), "another version")
 
 
 def _states(folder: Path, tell: Tell) -> None:
@@ -166,7 +166,7 @@ def _states(folder: Path, tell: Tell) -> None:
 def _check_states(folder: Path, last: int) -> None:
     if last or (folder / "states").exists():
         content, later = (folder / "states").read_bytes(), VERSIONS[max(last, 1) - 1 :]
-        require(any((SCRATCH / f"states {each}").read_bytes() == content for each in later), "states of another step")
+        require(any((SCRATCH / f"states {step}").read_bytes() == content for step in later), "states of another step")
 
 
 # Data and files
@@ -187,9 +187,9 @@ def _log(folder: Path, tell: Tell) -> None:
 
 def _check_log(folder: Path, last: int) -> None:
     if last or [*folder.glob("log.*")]:
-        found = [bytes(record) for record in AsyncLog.read(folder / "log")]
-        require(found == [_record(number + 1) for number in range(len(found))], "other records than were written")
-        require(len(found) >= last, f"{len(found)} records")
+        records = [bytes(record) for record in AsyncLog.read(folder / "log")]
+        require(records == [_record(number + 1) for number in range(len(records))], "other records than were written")
+        require(len(records) >= last, f"{len(records)} records")
 
 
 def _convert(folder: Path, version: int) -> None:
@@ -246,7 +246,7 @@ def _store(folder: Path, tell: Tell) -> None:
 def _check_store(folder: Path, last: int) -> None:
     if last % 2:  # as another program, which removes what was abandoned
         Session(folder, name="another").close()
-    prefixes = ["", *(f"{each} " for each in range(1, last + 1))]
+    prefixes = ["", *(f"{earlier} " for earlier in range(1, last + 1))]
     with Session(folder, name="kept", reuse=True) as session, TensorStore(session) as store:
         for key in (f"{prefix}{number}" for prefix in prefixes for number in range(20)):
             if not last and key not in store:
@@ -254,10 +254,10 @@ def _check_store(folder: Path, last: int) -> None:
             future = store.get(key)
             future.result()
             version, _, number = key.rpartition(" ")
-            found = int(future.tensor[0])
-            require(torch.equal(future.tensor, torch.full((int(number) * 100 + 1,), found)), f"{key} has other values")
-            require(not version or found == int(version), f"{key} is {found}")
-            at_least(found, 0 if version else last)
+            value = int(future.tensor[0])
+            require(torch.equal(future.tensor, torch.full((int(number) * 100 + 1,), value)), f"{key} has other values")
+            require(not version or value == int(version), f"{key} is {value}")
+            at_least(value, 0 if version else last)
 
 
 # Settings
@@ -278,9 +278,9 @@ def _tuned(folder: Path, version: int) -> None:
 
 def _found_tuned(folder: Path) -> int:
     _settings_in(folder)
-    found: Any = tuning_store.load(IDENTITY)
-    require(found is None or found["long"] == [found["version"]] * 3000, f"{found}")
-    return 0 if found is None else int(found["version"])
+    stored: Any = tuning_store.load(IDENTITY)
+    require(stored is None or stored["long"] == [stored["version"]] * 3000, f"{stored}")
+    return 0 if stored is None else int(stored["version"])
 
 
 def _built(folder: Path, version: int) -> None:
@@ -308,8 +308,8 @@ def _renamed(folder: Path, version: int) -> None:
 
 def _found_renamed(folder: Path) -> int:
     path = folder / "renamed"
-    (found,) = set(path.read_bytes()) if path.exists() else b"0"
-    return found - ord("0")
+    (byte,) = set(path.read_bytes()) if path.exists() else b"0"
+    return byte - ord("0")
 
 
 class _SaveAsyncSharded(adapters.SaveAsync):
@@ -320,7 +320,7 @@ PROMISES = {
     "safetensors": kept(adapters.Save),
     "pt": kept(adapters.SaveTorch),
     "sharded": kept(adapters.SaveSharded),
-    "sharded in new folders": each(
+    "sharded in new folders": side_by_side(
         lambda folder, version: nvme_ops.save(tensors(version), _deep(folder, version), max_shard_size="2M"),
         lambda folder, version: same(nvme_ops.load(_deep(folder, version), verify=True), tensors(version)),
     ),
@@ -333,11 +333,11 @@ PROMISES = {
     "dcp of two ranks": Promise(_two_ranks, _of_last(_check_two_ranks)),
     "AsyncLog.flush": Promise(_log, _of_last(_check_log)),
     "SampleWriter.close": kept(adapters.Samples),
-    "nvme-data convert": each(_convert, _is_converted),
-    "File.sync": each(_file, _is_file),
+    "nvme-data convert": side_by_side(_convert, _is_converted),
+    "File.sync": side_by_side(_file, _is_file),
     "TensorStore.sync": Promise(_store, _of_last(_check_store)),
     "tune": newest(_tuned, _found_tuned),
-    "compiled op": each(_built, _is_built),
+    "compiled op": side_by_side(_built, _is_built),
     **{
         f"NvmeOptimizer keep, {option}": Promise(
             functools.partial(promises_keep.write, option=option), functools.partial(promises_keep.check, option=option)

@@ -41,8 +41,8 @@ def trained(given: Iterable[torch.Tensor], optimizer: Any, *steps: int) -> None:
     """Takes steps, with gradients that differ from step to step, and do not depend on the parameters."""
     for step in steps:
         optimizer.zero_grad()
-        for each in given:
-            (each.sum() * (0.1 * (step % 7) - 0.25)).backward()
+        for tensor in given:
+            (tensor.sum() * (0.1 * (step % 7) - 0.25)).backward()
         optimizer.step()
 
 

@@ -150,8 +150,8 @@ class Cells:
                     except BaseException as error:
                         traceback.clear_frames(error.__traceback__)
                         self.outcome.wrong.append(f"{name}: {type(error).__name__}: {error}")
-                found = {**settled(), "files": files(self.folder)}
-                more = {name: count - before[name] for name, count in found.items()}
+                after = {**settled(), "files": files(self.folder)}
+                more = {name: count - before[name] for name, count in after.items()}
                 self.outcome.wrong += [f"{name} left: {more[name]}" for name in more if more[name] > SLACK.get(name, 0)]
             tell(vars(self.outcome))
         one.close()
@@ -220,7 +220,7 @@ class Cells:
 def in_process(disk: Disk, kind: type[Capability], faults: Sequence[str]) -> list[Outcome]:
     """Returns what became of the cells of one capability, and of the whole."""
     child = Child(functools.partial(Cells(kind, disk).run, faults))
-    outcomes = [Outcome(**each) for each in child]
+    outcomes = [Outcome(**fields) for fields in child]
     disk.clear()
     if failure := child.failure():
         outcomes.append(Outcome("DIED", "", [failure]))
@@ -273,8 +273,8 @@ def at_exit(disk: Disk, kind: type[Capability], fault: str) -> Outcome:
 
 
 def under_faults(names: Sequence[str], faults: Sequence[str], note: Callable[[str, str, Outcome], object]) -> None:
-    leaving = [each for each in faults if each.endswith("exit")]
-    others = [each for each in faults if each not in leaving]
+    leaving = [fault for fault in faults if fault.endswith("exit")]
+    others = [fault for fault in faults if fault not in leaving]
     with contextlib.closing(Disk(FAULTY)) as disk:
         for name in names:
             kind = KINDS[name]
@@ -337,17 +337,17 @@ def main() -> int:
         return 2
     native()  # once, and not in each process
     torch.set_num_threads(1)
-    for each in pkgutil.walk_packages(nvme_ops.__path__, "nvme_ops."):
-        if not each.name.endswith("__main__"):
+    for module in pkgutil.walk_packages(nvme_ops.__path__, "nvme_ops."):
+        if not module.name.endswith("__main__"):
             with contextlib.suppress(ImportError):
-                importlib.import_module(each.name)
+                importlib.import_module(module.name)
     gc.freeze()
     wrong: list[str] = []
 
     def note(name: str, fault: str, outcome: Outcome, held: bool = True) -> None:
         last = (outcome.words.strip().splitlines() or [""])[-1]
         print(f"{name:14} {fault:22} {outcome.how:18} {last}", flush=True)
-        wrong.extend(f"wrong: {name}, {fault}: {each}" for each in outcome.wrong if held)
+        wrong.extend(f"wrong: {name}, {fault}: {line}" for line in outcome.wrong if held)
         if not held and not outcome.wrong:
             wrong.append(f"wrong: {name}, {fault}: nothing is found")
 
@@ -356,7 +356,7 @@ def main() -> int:
             outcome = cut(PROMISES[name], given.power, given.cuts, given.seed)
             note(name, f"{given.power}, seed {given.seed}", outcome, PROMISES[name].held)
     else:
-        faults = [each for each in FAULTS if each.startswith(given.fault)]
+        faults = [fault for fault in FAULTS if fault.startswith(given.fault)]
         under_faults(given.names or list(KINDS), faults, note)
     print("\n".join(wrong), flush=True)
     return 1 if wrong else 0

@@ -80,9 +80,9 @@ def test_what_is_open_is_completed_left_for_the_next_one_or_told(folder: Path, w
     assert (place / "file").read_bytes() == b"abc"
     assert list(AsyncLog.read(place / "log")) == [b"def"]
     with Session(place / "kept", name="s", reuse=True) as session, TensorStore(session) as store:
-        found = torch.zeros(1 << 22, dtype=torch.int64)
-        store.get("a", found).result()
-        assert torch.equal(found, torch.arange(1 << 22))
+        loaded = torch.zeros(1 << 22, dtype=torch.int64)
+        store.get("a", loaded).result()
+        assert torch.equal(loaded, torch.arange(1 << 22))
 
 
 def test_a_writer_that_a_daemon_thread_has(folder: Path) -> None:

@@ -77,7 +77,7 @@ def test_a_tar_with_names_that_are_not_utf_8_is_read(tmp_path: Path) -> None:
 def test_json_that_is_nested_deeply(name: str, tmp_path: Path) -> None:
     form = FORMATS[name]
     form.make(tmp_path)
-    path = max(tmp_path.glob(form.files), key=lambda each: each.name == "index.json" or each.name.startswith("index."))
+    path = max(tmp_path.glob(form.files), key=lambda file: file.name == "index.json" or file.name.startswith("index."))
     if name in ("store", "foreign"):
         text = index_of(DEEP)
     elif name == "journal":

@@ -142,13 +142,13 @@ def test_no_handle_after_a_fork(cufile: FakeCuFile, device: Doubles, folder: Pat
     handle.pin_device_tensor(tensor)
 
     def child() -> None:
-        before, back = [cufile.calls(each) for each in Function], torch.zeros(ODD, dtype=torch.uint8)
+        before, back = [cufile.calls(function) for function in Function], torch.zeros(ODD, dtype=torch.uint8)
         assert "forked after cuFile was used; fix: start processes with spawn" in refusal()
         handle.read(back, path)  # host memory needs no cuFile
         assert torch.equal(back, sample(ODD))
         handle.unpin_device_tensor(tensor)
         GDSBuilder().load().shut_down()
-        assert [cufile.calls(each) for each in Function] == before
+        assert [cufile.calls(function) for function in Function] == before
 
     in_child(child)
     assert moves(device, handle, path) == moves(device, gds_handle(), path) == "gds"

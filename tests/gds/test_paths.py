@@ -213,12 +213,12 @@ def test_an_adaptive_handle_tries_both_ways_and_keeps_the_better_one(
             tensor = device.empty(len(data))
             handle.sync_pread(tensor, path)
             assert device.peek(tensor).equal(data)
-        (found,) = [one for one in handle.learned() if one.place == "device"]
-        assert [tried.bounce for tried in found.tools].count(True) == (kind is gds_handle)
+        (learned,) = [one for one in handle.learned() if one.place == "device"]
+        assert [tried.bounce for tried in learned.tools].count(True) == (kind is gds_handle)
         if isinstance(handle, gds_handle):
             assert uses(handle).keys() == {"gds", "bounce"}
             assert sum(uses(handle).values()) == 24
-            assert not found.exploring
+            assert not learned.exploring
     assert "device" in {one.place for one in kind.adaptive(folder).learned()}
     aio_handle.adaptive(folder, queue_depth=7).freeze()  # what moves memory of a device may not be loaded yet
     handle = kind.adaptive(folder, way="cpu", queue_depth=7)

@@ -23,9 +23,9 @@ HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.iterdir() if path.name.isdigit())
 
 
-def equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return found.keys() == expected.keys() and all(
-        found[name].dtype == each.dtype and torch.equal(found[name], each) for name, each in expected.items()
+def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return actual.keys() == expected.keys() and all(
+        actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor) for name, tensor in expected.items()
     )
 
 
@@ -64,9 +64,9 @@ def samples(folder: Path) -> None:
     with SampleStore(folder, verify=True) as store:
         assert len(store) == len(make.samples())
         for number, sample in enumerate(make.samples()):
-            found = store[number]
-            assert bytes(found["image"].numpy()) == sample["image"]
-            assert int(found["label"]) == sample["label"]
+            loaded = store[number]
+            assert bytes(loaded["image"].numpy()) == sample["image"]
+            assert int(loaded["label"]) == sample["label"]
 
 
 def log(folder: Path) -> None:
@@ -76,22 +76,22 @@ def log(folder: Path) -> None:
 def checkpoints(folder: Path) -> None:
     for name in ("model.safetensors", "sharded"):
         assert equal(nvme_ops.load(folder / name, verify=True), make.tensors())
-    found = nvme_ops.load(folder / "model.pt", verify=True)
-    assert found["nested"][1] == 5
-    assert equal(found["nested"][0], make.tensors())
+    loaded = nvme_ops.load(folder / "model.pt", verify=True)
+    assert loaded["nested"][1] == 5
+    assert equal(loaded["nested"][0], make.tensors())
 
 
 def distributed(folder: Path) -> None:
-    state: dict[str, Any] = {**{name: torch.zeros_like(each) for name, each in make.tensors().items()}, "step": 0}
+    state: dict[str, Any] = {**{name: torch.zeros_like(tensor) for name, tensor in make.tensors().items()}, "step": 0}
     dcp.load(state, folder, verify=True)
     assert state.pop("step") == 5
     assert equal(state, make.tensors())
 
 
 def tuning(folder: Path) -> None:
-    found = tuning_store.load(make.IDENTITY)
-    assert tuning_store.settings_of(found) == make.SETTINGS
-    assert found["found"] == "by hand"
+    loaded = tuning_store.load(make.IDENTITY)
+    assert tuning_store.settings_of(loaded) == make.SETTINGS
+    assert loaded["found"] == "by hand"
 
 
 READ: dict[str, Callable[[Path], None]] = {
@@ -104,8 +104,8 @@ def copied(version: str, kind: str, folder: Path, monkeypatch: pytest.MonkeyPatc
     """A copy that only this user can write to; git keeps no such rights."""
     place = folder / kind
     shutil.copytree(HERE / version / kind, place)
-    for each in [place, *place.rglob("*")]:
-        each.chmod(0o700 if each.is_dir() else 0o600)
+    for path in [place, *place.rglob("*")]:
+        path.chmod(0o700 if path.is_dir() else 0o600)
     monkeypatch.setattr(tuning_store, "folder", lambda: place)
     return place
 
@@ -146,7 +146,7 @@ def test_what_a_later_version_wrote_is_refused_and_stays(
     kind: str, mark: str, change: Callable[[bytes], bytes], error: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     place = copied(VERSIONS[-1], kind, folder, monkeypatch)
-    for path in [each for each in place.rglob("*") if each.is_file() and mark.encode() in each.read_bytes()]:
+    for path in [entry for entry in place.rglob("*") if entry.is_file() and mark.encode() in entry.read_bytes()]:
         path.write_bytes(change(path.read_bytes()))
     before = {path: path.read_bytes() for path in place.rglob("*") if path.is_file() and path.name != "owner"}
     with pytest.raises((FormatError, FileExistsError), match=error):

@@ -315,8 +315,8 @@ def test_a_handle_says_what_it_is_and_is_pickled_by_that() -> None:
         "aio_handle(block_size=4096, queue_depth=8, single_submit=True, overlap_events=False, "
         "intra_op_parallelism=None, backend='threads', cache='direct')"
     )
-    found = pickle.loads(pickle.dumps(handle))
-    assert found is not handle
-    assert repr(found) == repr(handle) == words
+    copied = pickle.loads(pickle.dumps(handle))
+    assert copied is not handle
+    assert repr(copied) == repr(handle) == words
     handle.close()
     assert repr(handle) == words + " closed"

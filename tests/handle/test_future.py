@@ -147,12 +147,12 @@ def test_asyncio(handle: aio_handle, failing, folder: Path) -> None:
         return await future
 
     async def main() -> None:
-        moved = await asyncio.gather(*(one(handle.submit_pwrite(each, folder / str(len(each)))) for each in tensors))
-        assert moved == [len(each) for each in tensors]
-        for each in tensors:
-            back = torch.zeros_like(each)
-            assert await handle.submit_pread(back, folder / str(len(each))) == len(each)
-            assert torch.equal(back, each)
+        moved = await asyncio.gather(*(one(handle.submit_pwrite(part, folder / str(len(part)))) for part in tensors))
+        assert moved == [len(tensor) for tensor in tensors]
+        for tensor in tensors:
+            back = torch.zeros_like(tensor)
+            assert await handle.submit_pread(back, folder / str(len(tensor))) == len(tensor)
+            assert torch.equal(back, tensor)
         errors: list[Any] = await asyncio.gather(*(one(failing()) for _ in range(5)), return_exceptions=True)
         assert [error.errno for error in errors] == [errno.ENOENT] * 5
 
@@ -193,7 +193,7 @@ def test_concurrent_futures_takes_them_among_its_own(tmp_path: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         mixed: list[Any] = [handle.submit_pread(data, tmp_path / str(number)) for number in range(10)]
         mixed.append(pool.submit(int, "7"))
-        assert {each.result() for each in concurrent.futures.as_completed(mixed, timeout=60)} == {1 << 20, 7}
+        assert {future.result() for future in concurrent.futures.as_completed(mixed, timeout=60)} == {1 << 20, 7}
     failing = handle.submit_pread(torch.zeros(10), tmp_path / "nosuch")
     done, _ = concurrent.futures.wait([failing], timeout=60, return_when=concurrent.futures.FIRST_EXCEPTION)
     assert isinstance(done.pop().exception(), FileNotFoundError)
@@ -207,18 +207,18 @@ def test_statistics_count_what_a_handle_moves_at_any_priority(make_handle: Handl
     for cache in ("direct", "buffered"):
         handle, back = make_handle(64 * KIB, 16, cache=cache), torch.empty_like(data)
         assert handle.statistics().bytes == handle.statistics().requests == 0
-        for each in nvme_ops.Priority:
-            handle.submit_pwrite(data, folder / "file", priority=each).result()
-            handle.submit_preadv([back.zero_()], [folder / "file"], priority=each).result()
+        for priority in nvme_ops.Priority:
+            handle.submit_pwrite(data, folder / "file", priority=priority).result()
+            handle.submit_preadv([back.zero_()], [folder / "file"], priority=priority).result()
             assert torch.equal(back, data)
-        found = handle.statistics()
-        assert found.written_bytes == found.read_bytes == 4 * MIB
-        assert found.cached_share == (cache == "buffered")
-        assert 0 <= found.staged_bytes <= found.bytes
+        stats = handle.statistics()
+        assert stats.written_bytes == stats.read_bytes == 4 * MIB
+        assert stats.cached_share == (cache == "buffered")
+        assert 0 <= stats.staged_bytes <= stats.bytes
         if cache == "direct":
-            assert found.requests >= 8
-            assert 1 <= found.mean_in_flight <= found.max_in_flight <= 16
-            assert found.kernel_seconds > 0
+            assert stats.requests >= 8
+            assert 1 <= stats.mean_in_flight <= stats.max_in_flight <= 16
+            assert stats.kernel_seconds > 0
 
     def child() -> None:
         assert handle.statistics().bytes == 0

@@ -87,7 +87,7 @@ def test_arguments_that_do_not_fit(folder: Path) -> None:
         (ValueError, "file_offset must not be negative: -1", (two, path, [0, -1])),
         (TypeError, "tensors must be", ([torch.zeros(1), None], path, [0, 0])),
         (TypeError, "integer", (two, path, torch.tensor([0.0, 4.0]))),
-        *((TypeError, "", each) for each in ((None, path, [0]), (5, path, [0]), (two, 1.5, [0, 0]), (two, path, 5))),
+        *((TypeError, "", args) for args in ((None, path, [0]), (5, path, [0]), (two, 1.5, [0, 0]), (two, path, 5))),
         (TypeError, "", (two, path, [0, "1"])),
     ]
     for error, match, arguments in refused:

@@ -30,17 +30,17 @@ def test_nothing_is_handed_out_twice_and_the_smallest_hole_is_found(seed: int) -
             if used and chance.random() < 0.5:
                 start = chance.choice(list(used))
                 free.merge(start, used.pop(start))
-            elif (found := free.find(wanted := chance.randint(1, 9))) is not None:
-                free.take(*found, wanted)
-                used[found[0]] = wanted
+            elif (hole := free.find(wanted := chance.randint(1, 9))) is not None:
+                free.take(*hole, wanted)
+                used[hole[0]] = wanted
         everything = sorted([*used.items(), *free])
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(everything))
         sizes = sorted(size for _, size in free)
         assert free.largest == max(sizes, default=0)
         for wanted in (1, 5, free.largest + 1):
-            found = free.find(wanted)
-            assert (found and found[1]) == next((size for size in sizes if size >= wanted), None)
-            assert found is None or found in list(free)
+            hole = free.find(wanted)
+            assert (hole and hole[1]) == next((size for size in sizes if size >= wanted), None)
+            assert hole is None or hole in list(free)
             fitting = sorted(hole for hole in free if hole[1] >= wanted)
             ends = (free.find(wanted, "first"), free.find(wanted, "last"))
             assert ends == ((fitting[0], fitting[-1]) if fitting else (None, None))

@@ -54,9 +54,9 @@ def test_one_register_for_all_handles(handle: Any) -> None:
         for part in (tensor[1:], tensor[:999], tensor[:0], tensor[::2], tensor.view(torch.uint8)[:-1]):
             assert another.free_cpu_locked_tensor(part) is False
         assert another.free_cpu_locked_tensor(tensor.view(10, -1)) is not pooled  # all of it
-        for each in (handle, another):
-            assert [each.is_pinned(view) for view in views] == [pooled] * len(views)
-            assert each.free_cpu_locked_tensor(tensor) is False
+        for any_handle in (handle, another):
+            assert [any_handle.is_pinned(view) for view in views] == [pooled] * len(views)
+            assert any_handle.free_cpu_locked_tensor(tensor) is False
 
 
 def test_what_is_locked_and_what_is_not(handle: Any) -> None:

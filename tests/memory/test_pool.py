@@ -25,7 +25,7 @@ def waiting_for(pool: Pool, nbytes: int) -> threading.Thread:
     """A thread that waits for a lease, and has it for a moment."""
     thread = threading.Thread(target=pool.lease, args=[nbytes], daemon=True)
     thread.start()
-    while thread.ident not in [each.thread for each in list(pool._waiting)]:
+    while thread.ident not in [waiter.thread for waiter in list(pool._waiting)]:
         time.sleep(0.001)
     return thread
 

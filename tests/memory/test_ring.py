@@ -61,13 +61,13 @@ def test_whatever_is_asked_for_comes_in_order_and_aligned_for_any_dtype(
     if not path.exists():
         path.write_bytes(data.numpy().tobytes())
     ring = Ring(buffer=SMALL, depth=depth)
-    found: list[torch.Tensor] = []
+    pieces: list[torch.Tensor] = []
     for piece in ring.read(aio_handle(), (Place(path, start, size) for start, size in places)):
         assert piece.numel() <= ring.piece
         assert piece.data_ptr() % 8 == 0
-        found.append(piece.clone())
+        pieces.append(piece.clone())
     wanted = [data[start : start + size] for start, size in places]
-    assert torch.equal(torch.cat([*found, data[:0]]), torch.cat([*wanted, data[:0]]))
+    assert torch.equal(torch.cat([*pieces, data[:0]]), torch.cat([*wanted, data[:0]]))
 
 
 def test_a_place_that_fits_comes_in_one_piece_and_small_ones_together(stored: tuple[Path, torch.Tensor]) -> None:
@@ -99,9 +99,9 @@ def test_pieces_are_written_where_they_belong(folder: Path, start: int) -> None:
     pieces.append((start + 300_000, data[300_000 : 300_000 + 60_000]))
     for (at, _), held in zip(pieces, ring.write(handle, folder / "file", pieces), strict=True):
         assert torch.equal(held, data[at - start : at - start + held.numel()])
-    found = (folder / "file").read_bytes()
+    content = (folder / "file").read_bytes()
     for at, piece in pieces:
-        assert found[at : at + piece.numel()] == piece.numpy().tobytes()
+        assert content[at : at + piece.numel()] == piece.numpy().tobytes()
 
 
 def write(folder: Path, pieces: list[tuple[int, torch.Tensor]], handle: aio_handle) -> bytes:
@@ -112,9 +112,9 @@ def write(folder: Path, pieces: list[tuple[int, torch.Tensor]], handle: aio_hand
 
 def test_neighbours_of_any_kind_are_written_together_in_row_major_order(folder: Path) -> None:
     handle = Counting()
-    found = write(folder, [(1000 * number, pattern(1000, seed=number)) for number in range(100)], handle)
+    content = write(folder, [(1000 * number, pattern(1000, seed=number)) for number in range(100)], handle)
     assert handle.writes <= 3
-    assert len(found) == 100_000
+    assert len(content) == 100_000
     for dtype in (torch.float64, torch.complex64, torch.float8_e5m2):
         tensor = pattern(64 * dtype.itemsize).view(dtype).view(8, 8)  # not where an element could begin
         wanted = pattern(3).numpy().tobytes() + tensor.t().contiguous().view(torch.uint8).numpy().tobytes()

@@ -115,8 +115,8 @@ def classes() -> dict[str, Any]:
     import transformers
 
     names = sorted(name for name in dir(transformers) if name.endswith(HEADS))
-    found = {name: getattr(transformers, name) for name in names}
-    return {name: each for name, each in found.items() if getattr(each, "config_class", None) is not None}
+    members = {name: getattr(transformers, name) for name in names}
+    return {name: cls for name, cls in members.items() if getattr(cls, "config_class", None) is not None}
 
 
 def shrunk(values: dict[Any, Any]) -> dict[Any, Any]:
@@ -127,25 +127,25 @@ def shrunk(values: dict[Any, Any]) -> dict[Any, Any]:
     }
     layers = _layers(per_layer, count)
     heads = [values.get(name) for name in _HEADS]
-    found: dict[Any, Any] = {}
+    fields: dict[Any, Any] = {}
     for name, value in values.items():
         if name == "per_layer_config" and value:
-            found[name] = {
-                at: shrunk(value[key]) for at, each in enumerate(layers) for key in value if int(key) == each
+            fields[name] = {
+                at: shrunk(value[key]) for at, layer in enumerate(layers) for key in value if int(key) == layer
             }
         elif isinstance(value, dict):
-            found[name] = shrunk(value)
+            fields[name] = shrunk(value)
         elif name in per_layer:
-            found[name] = [_small(name, value[number]) for number in layers]
+            fields[name] = [_small(name, value[number]) for number in layers]
         elif name in _COUNTS and value == count:
-            found[name] = min(count, len(layers))
+            fields[name] = min(count, len(layers))
         elif re.search("(key_value|kv)_heads", str(name)) and isinstance(value, int) and value in heads:
-            found[name] = min(value, 4)  # one for each head, which some classes require
+            fields[name] = min(value, 4)  # one for each head, which some classes require
         else:
-            found[name] = _small(str(name), value)
-    if isinstance(found.get("image_size"), int) and isinstance(found.get("patch_size"), int):
-        found["image_size"] = min(found["image_size"], 4 * found["patch_size"])
-    return {**found, **_SPECIAL.get(str(values.get("model_type")), {})}
+            fields[name] = _small(str(name), value)
+    if isinstance(fields.get("image_size"), int) and isinstance(fields.get("patch_size"), int):
+        fields["image_size"] = min(fields["image_size"], 4 * fields["patch_size"])
+    return {**fields, **_SPECIAL.get(str(values.get("model_type")), {})}
 
 
 def _layers(per_layer: dict[Any, Any], count: int) -> list[int]:
@@ -162,7 +162,7 @@ def _small(name: str, value: Any) -> Any:
     if name == "mrope_section":  # shares of half a head
         return [3, 3, 2] if len(value) == 3 else value
     if isinstance(value, list | tuple):
-        return [_small(name, each) for each in value]
+        return [_small(name, item) for item in value]
     if value is None:
         return _UNSET.get(name)
     if isinstance(value, bool) or not isinstance(value, int):
@@ -181,9 +181,9 @@ def tiny_config(cls: Any) -> Any:
     for name in ("transformers_version", "architectures"):
         values.pop(name, None)
     config = cls.config_class.from_dict(values)
-    for each in (config, config.get_text_config(decoder=True)):
-        if getattr(each, "pad_token_id", None) is None:
-            each.pad_token_id = 0  # sequences are classified by their last token that is none
+    for part in (config, config.get_text_config(decoder=True)):
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0  # sequences are classified by their last token that is none
     return config
 
 
@@ -192,13 +192,13 @@ def tiny_model(cls: Any) -> Any:
     torch.manual_seed(0)
     config = tiny_config(cls)
     with torch.device("meta"):
-        size = sum(each.numel() for each in cls(config).parameters())
+        size = sum(param.numel() for param in cls(config).parameters())
     if size > MOST:
         raise ValueError(f"{size} parameters")
     model = cls(config).eval()
     with torch.no_grad():
-        for each in model.parameters():  # else norms are ones and biases zeros
-            each.add_(torch.randn(each.shape).to(each.dtype) * 0.02)
+        for param in model.parameters():  # else norms are ones and biases zeros
+            param.add_(torch.randn(param.shape).to(param.dtype) * 0.02)
     return model
 
 

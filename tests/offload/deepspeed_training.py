@@ -19,7 +19,7 @@ what, place = sys.argv[1:]
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 deepspeed.init_distributed("gloo")
 torch.manual_seed(0)
-layers = [each for _ in range(3) for each in (torch.nn.Linear(96, 300), torch.nn.GELU(), torch.nn.Linear(300, 96))]
+layers = [layer for _ in range(3) for layer in (torch.nn.Linear(96, 300), torch.nn.GELU(), torch.nn.Linear(300, 96))]
 model = torch.nn.Sequential(*layers)
 zero: dict[str, Any] = {"stage": 3, "sub_group_size": 40_000}
 if "optimizer" in what:

@@ -44,10 +44,10 @@ def elsewhere(kind: str, tensors: Sequence[torch.Tensor], folder: Path) -> Itera
 
     What is empty or not strided stays as it is. Streamed ones take no gradient.
     """
-    moved = [each for each in tensors if each.layout == torch.strided and each.numel()]
-    room = sum(-(-each.nbytes // PAGE) * PAGE for each in moved) + FILLER
+    moved = [tensor for tensor in tensors if tensor.layout == torch.strided and tensor.numel()]
+    room = sum(-(-tensor.nbytes // PAGE) * PAGE for tensor in moved) + FILLER
     filler = torch.nn.Parameter(torch.zeros(room, dtype=torch.uint8), False)  # in whose stead there are no others
-    parameters = [torch.nn.Parameter(each.detach().clone(), each.requires_grad) for each in moved]
+    parameters = [torch.nn.Parameter(tensor.detach().clone(), tensor.requires_grad) for tensor in moved]
     module: Any = torch.nn.ParameterList([*parameters, filler])
     with contextlib.ExitStack() as ends:
         if kind == "swapped":
@@ -59,9 +59,9 @@ def elsewhere(kind: str, tensors: Sequence[torch.Tensor], folder: Path) -> Itera
             finally:
                 placement._SMALL = small
         made = iter(list(module)[:-1])
-        found = Elsewhere(next(made) if any(each is other for other in moved) else each for each in tensors)
-        found.forget, found.stats = list(module)[-1].any, opened.stats
-        yield found
+        result = Elsewhere(next(made) if any(tensor is other for other in moved) else tensor for tensor in tensors)
+        result.forget, result.stats = list(module)[-1].any, opened.stats
+        yield result
 
 
 def values(tensor: torch.Tensor) -> torch.Tensor:
@@ -129,8 +129,8 @@ module, name, given = sys.argv[1:]
 getattr(importlib.import_module(module), name).__wrapped__(**pickle.loads(bytes.fromhex(given)))
 """
         words = (test.__module__, test.__name__, pickle.dumps(given).hex())
-        found = prepared.run("-c", program, *words, timeout=900)
-        assert found.returncode == 0, found.stdout + found.stderr
+        done = prepared.run("-c", program, *words, timeout=900)
+        assert done.returncode == 0, done.stdout + done.stderr
 
     return run
 
@@ -138,9 +138,9 @@ getattr(importlib.import_module(module), name).__wrapped__(**pickle.loads(bytes.
 def apart(names: Sequence[str], body: Callable[[str], list[str]], seconds: int = 60) -> dict[str, list[str]]:
     """Runs ``body`` for each name in forked children; where one dies, the signal is what that name returns."""
     native()  # which may have to be compiled: once, not in each of them
-    found: dict[str, list[str]] = {}
-    while len(found) < len(names):
-        begin = len(found)
+    results: dict[str, list[str]] = {}
+    while len(results) < len(names):
+        begin = len(results)
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -150,12 +150,12 @@ def apart(names: Sequence[str], body: Callable[[str], list[str]], seconds: int =
         with open(reading, encoding="utf-8") as pipe:
             for line in pipe:
                 with contextlib.suppress(ValueError):  # half a line of one that died
-                    found[names[len(found)]] = json.loads(line)
+                    results[names[len(results)]] = json.loads(line)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        if len(found) < len(names):
+        if len(results) < len(names):
             name = signal.Signals(-status).name if status < 0 else f"status {status}"
-            found[names[len(found)]] = [f"{names[len(found)]} died of {name}"]
-    return found
+            results[names[len(results)]] = [f"{names[len(results)]} died of {name}"]
+    return results
 
 
 def _serve(names: Sequence[str], body: Callable[[str], list[str]], report: int, seconds: int) -> None:

@@ -19,39 +19,39 @@ def with_masters(kind: Any) -> Any:
     class WithMasters(kind):
         def __init__(self, params: Any, **options: Any) -> None:
             super().__init__(params, **options)
-            for each, found in self.state.items():  # of Adagrad
-                found.update({name: value.float() for name, value in found.items() if each.dtype in HALF})
+            for param, state in self.state.items():  # of Adagrad
+                state.update({name: value.float() for name, value in state.items() if param.dtype in HALF})
 
         def load_state_dict(self, state_dict: Any) -> None:
             super().load_state_dict(state_dict)
             numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
-            for each, number in zip(self._params(), numbers, strict=True):  # which torch casts to the parameter's dtype
-                if each.dtype in HALF and number in state_dict["state"]:
-                    self.state[each] = copy.deepcopy(state_dict["state"][number])
+            for param, number in zip(self._params(), numbers, strict=True):  # torch casts them to its dtype
+                if param.dtype in HALF and number in state_dict["state"]:
+                    self.state[param] = copy.deepcopy(state_dict["state"][number])
 
         def _params(self) -> list[torch.Tensor]:
-            return [each for group in self.param_groups for each in group["params"]]
+            return [param for group in self.param_groups for param in group["params"]]
 
         def step(self, closure: Any = None) -> Any:
             with torch.enable_grad():
                 loss = None if closure is None else closure()
-            found = [(each, each.data, each.grad) for each in self._params() if each.dtype in HALF]
-            before = [(each, values, gradient) for each, values, gradient in found if gradient is not None]
-            for each, values, gradient in before:
-                master = self.state[each].pop(MASTER, None)
+            halves = [(param, param.data, param.grad) for param in self._params() if param.dtype in HALF]
+            before = [(param, values, gradient) for param, values, gradient in halves if gradient is not None]
+            for param, values, gradient in before:
+                master = self.state[param].pop(MASTER, None)
                 master = values.float() if master is None else master
                 master.copy_(torch.where(values == master.to(values.dtype), master, values.float()))
-                each.grad = None
-                each.data = master
-                each.grad = gradient.float()
+                param.grad = None
+                param.data = master
+                param.grad = gradient.float()
             super().step()
-            for each, values, gradient in before:
-                states = self.state[each]
+            for param, values, gradient in before:
+                states = self.state[param]
                 first = {name: value for name, value in states.items() if not torch.is_tensor(value) or not value.dim()}
-                self.state[each] = {**first, MASTER: each.data, **states}
-                each.grad = None
-                each.data = values.copy_(each.data)
-                each.grad = gradient
+                self.state[param] = {**first, MASTER: param.data, **states}
+                param.grad = None
+                param.data = values.copy_(param.data)
+                param.grad = gradient
             return loss
 
     return WithMasters

@@ -63,15 +63,15 @@ def layers(count: int = 8, width: int = 256) -> nn.Sequential:
 
 
 def nbytes(model: nn.Module) -> int:
-    return sum(each.nbytes for each in model.parameters())
+    return sum(param.nbytes for param in model.parameters())
 
 
 def ties(model: nn.Module) -> set[tuple[str, ...]]:
     """The names of each parameter and buffer: several where it is tied."""
-    found: dict[int, list[str]] = {}
-    for name, each in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
-        found.setdefault(id(each), []).append(name)
-    return {tuple(names) for names in found.values()}
+    tied: dict[int, list[str]] = {}
+    for name, tensor in [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]:
+        tied.setdefault(id(tensor), []).append(name)
+    return {tuple(names) for names in tied.values()}
 
 
 def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Callable[..., Any]) -> torch.Tensor:
@@ -134,10 +134,10 @@ class Block(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "parameter":
-            found: Any = x @ self.router.T
+            routed: Any = x @ self.router.T
         else:
-            found = x[:, :COUNT] if self.kind == "none" else self.router(x, True)
-        weights, chosen = best(found) if isinstance(found, torch.Tensor) else found
+            routed = x[:, :COUNT] if self.kind == "none" else self.router(x, True)
+        weights, chosen = best(routed) if isinstance(routed, torch.Tensor) else routed
         if isinstance(self.experts, Packed):
             return x + self.change * torch.as_tensor(self.experts(x, chosen, weights))
         return x + self.change * mixed(x, chosen, weights, lambda number, part: self.experts[number](part))
@@ -156,8 +156,8 @@ def saved(folder: Path, name: str) -> tuple[Path, Any]:
     torch.manual_seed(1)
     model = kind(getattr(transformers, f"{name}Config")(**{**COMMON, **MODELS[name]})).bfloat16()
     with torch.no_grad():
-        for each in model.parameters():
-            each.normal_(0, 0.2)  # which routes tokens to different experts
+        for param in model.parameters():
+            param.normal_(0, 0.2)  # which routes tokens to different experts
     model.save_pretrained(folder / name)
     return folder / name, kind
 
@@ -172,7 +172,7 @@ def rewritten(path: Path, change: Change, settings: Any = None) -> Path:
     written, meant = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
     for name, value in nvme_ops.load(path / "model.safetensors").items():
         new, meant[name] = change(name, value) or ({name: value}, value)
-        written |= {key: each.clone() for key, each in new.items()}
+        written |= {key: tensor.clone() for key, tensor in new.items()}
     for folder, tensors in ((path, written), (plain, meant)):
         nvme_ops.save(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if settings is not None:

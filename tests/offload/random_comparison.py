@@ -34,14 +34,14 @@ PRODUCT = str(Path(nvme_ops.__file__).parent) + os.sep
 @contextlib.contextmanager
 def opened(capability: str, model: nn.Module, folder: str, rng: random.Random) -> Iterator[tuple[Any, Any]]:
     """Yields what saves tensors, if anything, and what was opened: with room for all, or for a few."""
-    sizes = [max(1, -(-each.nbytes // PAGE)) for each in [*model.parameters(), *model.buffers()]]
+    sizes = [max(1, -(-tensor.nbytes // PAGE)) for tensor in [*model.parameters(), *model.buffers()]]
     pages = rng.choice([max(sizes), max(sizes) + 2, 2 * max(sizes), sum(sizes) // 2, sum(sizes), 2 * sum(sizes)])
     budget, checksum = PAGE * max(pages, *sizes), rng.random() < 0.3
     if capability == "swap_params":
         with swap_params(model, folder, memory_budget=budget, min_bytes=1, checksums=checksum) as swapped:
             yield contextlib.nullcontext(), swapped
     elif capability == "swap_gradients":
-        room = 8 * max(PAGE, *(each.nbytes for each in model.parameters()))
+        room = 8 * max(PAGE, *(param.nbytes for param in model.parameters()))
         with swap_gradients(model.parameters(), folder, memory_budget=room, min_bytes=1, checksums=checksum) as swapped:
             yield contextlib.nullcontext(), swapped
     elif capability.startswith("stream_"):
@@ -70,7 +70,7 @@ def snapshot(value: Any) -> Any:
     except RuntimeError:  # a view that was changed and may not be
         leaf = False
     kept = value.detach().clone().resolve_conj().resolve_neg()
-    strides = tuple(each for each, size in zip(value.stride(), value.shape, strict=True) if size > 1)
+    strides = tuple(stride for stride, size in zip(value.stride(), value.shape, strict=True) if size > 1)
     conjugated = value.is_conj() or value.is_neg()  # which is computed for a tensor on storage
     # Of what was frozen after it was made, torch asks anew for a view that it has to replay.
     frozen = value._is_view() and value._base is not None and not value._base.requires_grad
@@ -150,12 +150,12 @@ class Side:
     def state(self) -> dict[str, Any]:
         """Values of all parameters and variables."""
         with torch.no_grad():
-            found = dict([*self.model.named_parameters(), *self.model.named_buffers(), *self.names.items()])
-            return {name: snapshot(value) for name, value in found.items() if isinstance(value, torch.Tensor)}
+            named = dict([*self.model.named_parameters(), *self.model.named_buffers(), *self.names.items()])
+            return {name: snapshot(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
 
     def forget_graphs(self) -> None:
-        for each in self.model.parameters():
-            each.grad = None
+        for param in self.model.parameters():
+            param.grad = None
         for name, value in list(self.names.items()):
             if isinstance(value, torch.Tensor) and value.requires_grad:  # is_leaf raises of some views
                 del self.names[name]
@@ -163,15 +163,15 @@ class Side:
     def forget_all(self) -> None:
         self.log.clear()
         self.names.clear()
-        for each in self.model.parameters():
-            each.grad = None
+        for param in self.model.parameters():
+            param.grad = None
 
 
 def differences(ours: dict[Any, Any], plain: dict[Any, Any]) -> str:
     """Says what differs."""
     if ours.keys() != plain.keys():
         return f"{list(ours)} is not {list(plain)}"
-    return next((f"{found} ({name})" for name in ours if (found := difference(ours[name], plain[name]))), "")
+    return next((f"{differs} ({name})" for name in ours if (differs := difference(ours[name], plain[name]))), "")
 
 
 class Comparison:
@@ -201,8 +201,8 @@ class Comparison:
         error = self.plain.run(statement, number)
         if raised is None and error is None:
             self.outcome.equal += 1
-            if (found := differences(dict(enumerate(self.ours.log)), dict(enumerate(self.plain.log)))) != "":
-                return self._fail(statement, found)
+            if (differs := differences(dict(enumerate(self.ours.log)), dict(enumerate(self.plain.log)))) != "":
+                return self._fail(statement, differs)
         elif raised is None or error is None:
             where = "" if raised is None else "".join(traceback.format_tb(raised.__traceback__)[-3:])
             return self._fail(statement, f"ours raises {raised}, torch {error}", where)
@@ -248,6 +248,6 @@ class Comparison:
                 now = (
                     mine.to_memory() if isinstance(mine, StoredTensor) else mine
                 )  # there may be no room for it as a whole
-                if (found := difference(snapshot(now), snapshot(its))) and known:
-                    self._fail(f"m.{name} at the end", found)
+                if (differs := difference(snapshot(now), snapshot(its))) and known:
+                    self._fail(f"m.{name} at the end", differs)
                     return

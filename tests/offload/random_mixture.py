@@ -100,8 +100,8 @@ def of_transformers(kind: str, count: int) -> nn.Module:
         made = Qwen3MoeExperts(config)
     made.config = config
     config._experts_implementation = "grouped_mm" if kind == "grouped_mm" else "eager"
-    for each in made.parameters():
-        nn.init.normal_(each, std=0.2)
+    for param in made.parameters():
+        nn.init.normal_(param, std=0.2)
     return made
 
 
@@ -127,9 +127,9 @@ class Layer(nn.Module):
         self.experts = experts
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = self.router(x)
+        routed = self.router(x)
         # of as many scores as there are experts: for one that is not there "grouped_mm" returns uninitialised memory
-        weights, chosen = found if isinstance(found, tuple) else found[..., : self.count].topk(2, -1)
+        weights, chosen = routed if isinstance(routed, tuple) else routed[..., : self.count].topk(2, -1)
         if isinstance(self.experts, nn.ModuleList):
             return x + mixed(x, chosen, weights, self._one)
         return x + torch.as_tensor(self.experts(x, chosen, weights.to(x.dtype)))
@@ -151,14 +151,14 @@ class Mixture(nn.Module):
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, 16)
         made: Any = self.layers
-        if len({len(each.router.weight) for each in made}) == 1 and rng.random() < 0.1:
+        if len({len(layer.router.weight) for layer in made}) == 1 and rng.random() < 0.1:
             made[1].router = made[0].router
         if rng.random() < 0.2:
             self.to(torch.bfloat16)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for each in self.layers:
-            x = each(x)
+        for layer in self.layers:
+            x = layer(x)
         return torch.as_tensor(self.head(self.norm(x)))
 
     def put(self, name: str, seed: int) -> None:
@@ -171,7 +171,7 @@ class Mixture(nn.Module):
     def counts(self) -> list[Any]:
         """Returns what the routers have counted."""
         layers: Any = self.layers
-        return [each for layer in layers for each in (layer.router.calls, layer.router.load)]
+        return [count for layer in layers for count in (layer.router.calls, layer.router.load)]
 
 
 #: Like those of ``random_statements``.

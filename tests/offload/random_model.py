@@ -54,15 +54,15 @@ def indices(seed: int, bound: int, *shape: int) -> torch.Tensor:
 
 def scalar(*tensors: torch.Tensor | None) -> torch.Tensor:
     """Returns what can be called a loss."""
-    found = [each for each in tensors if each is not None]
-    sums = [(each.abs() if each.is_complex() else each).float().square().mean() for each in found if each.numel()]
+    given = [tensor for tensor in tensors if tensor is not None]
+    sums = [(part.abs() if part.is_complex() else part).float().square().mean() for part in given if part.numel()]
     return torch.stack(sums).sum() if sums else torch.zeros(())
 
 
 def in_threads(work: Callable[[int], Any], count: int) -> list[Any]:
     """Calls in several threads at once; results in the order of numbers."""
     with ThreadPoolExecutor(count) as pool:
-        return [each.result() for each in [pool.submit(work, number) for number in range(count)]]
+        return [future.result() for future in [pool.submit(work, number) for number in range(count)]]
 
 
 class HookError(Exception):
@@ -79,8 +79,8 @@ def through_file(value: Any) -> Any:
     file = io.BytesIO()
     torch.save(value, file)
     file.seek(0)
-    found = torch.load(file, weights_only=True)
-    return found.contiguous() if isinstance(found, torch.Tensor) else found  # what has gaps may come without them
+    loaded = torch.load(file, weights_only=True)
+    return loaded.contiguous() if isinstance(loaded, torch.Tensor) else loaded  # what has gaps may come without them
 
 
 class Model(nn.Module):
@@ -112,9 +112,9 @@ class Model(nn.Module):
         for name in rng.sample(sorted(others.keys() - set(without)), 3):
             self.register_parameter("w_" + name, nn.Parameter(others[name](), rng.random() < 0.85))
         self.register_buffer("buffer", values(seed, 16, 32))
-        for each in self.parameters():
+        for param in self.parameters():
             if rng.random() < 0.08:
-                each.requires_grad_(False)
+                param.requires_grad_(False)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
         x = self.emb(words)

@@ -45,14 +45,14 @@ def made(dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...] = LARGE, seed: 
 
 
 def parameters(optimizer: torch.optim.Optimizer) -> Params:
-    return [each for group in optimizer.param_groups for each in group["params"]]
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def same(ours: torch.optim.Optimizer, plain: torch.optim.Optimizer) -> str:
     """What differs of parameters, states and options, if anything does."""
-    params = [[each.detach() for each in parameters(one)] for one in (ours, plain)]
+    params = [[param.detach() for param in parameters(one)] for one in (ours, plain)]
     every = plain.state  # torch makes no state dict of parameters that are in no group any more
-    plain.state = collections.defaultdict(dict, {each: every[each] for each in parameters(plain) if each in every})
+    plain.state = collections.defaultdict(dict, {param: every[param] for param in parameters(plain) if param in every})
     try:
         return differ([params[0], states(ours)], [params[1], states(plain)])
     finally:
@@ -114,10 +114,10 @@ class Program:
 
     def train(self) -> Any:
         used, seed = self.rng.sample(self.inside(), self.rng.randint(1, len(self.inside()))), self.rng.random()
-        used = [each for each in used if each.requires_grad]
+        used = [param for param in used if param.requires_grad]
 
         def backward(seed: float, used: Params) -> torch.Tensor:
-            loss = torch.stack([(each.float() * seed).sin().mean() + each.float().square().mean() for each in used])
+            loss = torch.stack([(param.float() * seed).sin().mean() + param.float().square().mean() for param in used])
             loss.sum().backward()
             return loss.sum()
 
@@ -137,10 +137,10 @@ class Program:
         self.forget_others()
         if self.folder is not None:
             self.optimizer.close()
-            self.optimizer = self.make([dict(each) for each in self.optimizer.param_groups])
+            self.optimizer = self.make([dict(group) for group in self.optimizer.param_groups])
         else:
-            for each, found in self.optimizer.state.items():  # others than those that are held
-                self.optimizer.state[each] = copy.deepcopy(found)
+            for param, state in self.optimizer.state.items():  # others than those that are held
+                self.optimizer.state[param] = copy.deepcopy(state)
 
     # Options, gradients and parameters
 
@@ -188,8 +188,8 @@ class Program:
             self.optimizer.add_param_group({"params": [self.more.pop()], "lr": 0.05})
 
     def group(self) -> Params:
-        found: Params = self.rng.choice(self.optimizer.param_groups)["params"]
-        return found
+        params: Params = self.rng.choice(self.optimizer.param_groups)["params"]
+        return params
 
     def append_a_parameter(self) -> None:
         chosen, place = self.group(), self.rng.random()
@@ -212,48 +212,48 @@ class Program:
             return
         old = chosen[0]
         chosen[0] = torch.nn.Parameter(values(old) * 0.5)
-        found = self.optimizer.state.pop(old, None)
-        if heirs and found is not None:
-            self.optimizer.state[chosen[0]] = found
+        state = self.optimizer.state.pop(old, None)
+        if heirs and state is not None:
+            self.optimizer.state[chosen[0]] = state
 
     def forget_others(self) -> None:
         """Deletes states of parameters in no group."""
-        for each in [each for each in self.optimizer.state if not any(each is one for one in self.inside())]:
-            del self.optimizer.state[each]
+        for param in [param for param in self.optimizer.state if not any(param is one for one in self.inside())]:
+            del self.optimizer.state[param]
 
     # States
 
     def entry(self) -> tuple[torch.nn.Parameter, str | None]:
         """A parameter and the name of one of its states, if it has any with its shape."""
         chosen, number = self.rng.choice(self.inside()), self.rng.random()
-        found = {} if self.kind is torch.optim.Adagrad else self.optimizer.state.get(chosen, {})
-        names = [name for name in sorted(found) if torch.is_tensor(found[name]) and found[name].shape == chosen.shape]
+        state = {} if self.kind is torch.optim.Adagrad else self.optimizer.state.get(chosen, {})
+        names = [name for name in sorted(state) if torch.is_tensor(state[name]) and state[name].shape == chosen.shape]
         return chosen, names[int(number * len(names))] if names else None
 
     def look_at_states(self) -> list[Any]:
         if self.kind is torch.optim.Adagrad:  # torch makes its states in the constructor
             return []
-        return [copy.deepcopy(dict(self.optimizer.state.get(each, {}))) for each in self.inside()]
+        return [copy.deepcopy(dict(self.optimizer.state.get(param, {}))) for param in self.inside()]
 
     def change_a_state(self) -> None:
         (chosen, name), how = self.entry(), self.rng.randrange(6)
         if name is None:
             return
-        found = self.optimizer.state[chosen]
+        state = self.optimizer.state[chosen]
         if how == 0:
-            found[name].mul_(0.5)
+            state[name].mul_(0.5)
         elif how == 1:
-            found[name].data.mul_(0.25)
+            state[name].data.mul_(0.25)
         elif how == 2:
-            found[name] = torch.full_like(found[name], 0.125)
+            state[name] = torch.full_like(state[name], 0.125)
         elif how == 3:
-            self.optimizer.state[chosen] = {key: copy.deepcopy(value) for key, value in found.items()}
+            self.optimizer.state[chosen] = {key: copy.deepcopy(value) for key, value in state.items()}
         elif how == 4:
-            for key, value in found.items():
+            for key, value in state.items():
                 if torch.is_tensor(value):
-                    found[key] = value.to("cpu", copy=True)
-        elif torch.is_tensor(found.get("step")):
-            found["step"] += 3
+                    state[key] = value.to("cpu", copy=True)
+        elif torch.is_tensor(state.get("step")):
+            state["step"] += 3
 
     def hold_a_state(self) -> None:
         chosen, name = self.entry()
@@ -261,12 +261,12 @@ class Program:
             self.held.append(self.optimizer.state[chosen][name])
 
     def look_at_what_is_held(self) -> list[torch.Tensor]:
-        found = [each.clone() for each in self.held]
-        for each in self.held[:1]:
-            each.mul_(0.75)
+        copies = [value.clone() for value in self.held]
+        for value in self.held[:1]:
+            value.mul_(0.75)
         if self.rng.random() < 0.5:
             self.held.clear()
-        return found
+        return copies
 
     def delete_states(self) -> None:
         chosen, all_of_them = self.rng.choice(self.inside()), self.rng.random() < 0.3
@@ -285,24 +285,24 @@ class Program:
         self.held.clear()
 
     def save_states(self) -> None:
-        kept = [[id(each) for each in group["params"]] for group in self.optimizer.param_groups]
+        kept = [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
         if self.folder is None:
-            self.saved = {each: copy.deepcopy(self.optimizer.state.get(each, {})) for each in self.inside()}, kept
+            self.saved = {param: copy.deepcopy(self.optimizer.state.get(param, {})) for param in self.inside()}, kept
         else:
             self.optimizer.save_states(self.folder.parent / "saved", durable=False)
             self.saved = None, kept
 
     def load_states(self) -> None:
-        kept = [[id(each) for each in group["params"]] for group in self.optimizer.param_groups]
+        kept = [[id(param) for param in group["params"]] for group in self.optimizer.param_groups]
         if self.saved is not None and self.saved[1] == kept:
             self.held.clear()
             if self.folder is None:
-                for each, found in self.saved[0].items():
-                    state = copy.deepcopy(found)
+                for param, saved in self.saved[0].items():
+                    state = copy.deepcopy(saved)
                     for name, value in state.items():
-                        if torch.is_tensor(value) and value.shape == each.shape:
-                            state[name] = torch.empty_like(each, dtype=value.dtype).copy_(value)
-                    self.optimizer.state[each] = state
+                        if torch.is_tensor(value) and value.shape == param.shape:
+                            state[name] = torch.empty_like(param, dtype=value.dtype).copy_(value)
+                    self.optimizer.state[param] = state
             else:
                 self.optimizer.load_states(self.folder.parent / "saved")
 
@@ -325,10 +325,10 @@ def run(seed: int, folder: Path, small: bool, count: int = 20) -> str:
         for _ in range(count):
             action = rng.choice(ACTIONS)
             done.append(action.__name__)
-            found, wanted = action(ours), action(plain)
-            if differ(found, wanted) or same(ours.optimizer, plain.optimizer):
+            result, wanted = action(ours), action(plain)
+            if differ(result, wanted) or same(ours.optimizer, plain.optimizer):
                 where = f"seed {seed}: {ours.kind.__name__} {ours.params[0].dtype} {ours.ours}: {' '.join(done)}: "
-                return where + (differ(found, wanted) or same(ours.optimizer, plain.optimizer))
+                return where + (differ(result, wanted) or same(ours.optimizer, plain.optimizer))
         ours.optimizer.close()
     return ""
 
@@ -345,7 +345,7 @@ def run_many(seeds: range) -> list[str]:
             except Exception:
                 return [f"seed {seed}: " + traceback.format_exc()[-1500:]]
 
-    return [line for (line,) in apart([str(each) for each in seeds], work, 60).values() if line]
+    return [line for (line,) in apart([str(seed) for seed in seeds], work, 60).values() if line]
 
 
 if __name__ == "__main__":

@@ -46,8 +46,8 @@ def run_program(capability: str, seed: int, folder: str, without: Sequence[str] 
             compared.end(known)
         if capability == "swap_params" and not compared.outcome.failure and random.Random(seed).random() < 0.2:
             used.restore()
-            if known and (found := differences(compared.ours.state(), compared.plain.state())) != "":
-                compared._fail("restored", found)
+            if known and (differs := differences(compared.ours.state(), compared.plain.state())) != "":
+                compared._fail("restored", differs)
         return compared.outcome
 
 
@@ -87,7 +87,7 @@ def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] 
         outcome = Outcome(**json.loads(line)) if line.startswith("{") else Outcome(line)
         equal += outcome.equal
         if outcome.failure:
-            program = "\n".join(each.code for each in write_program(capability, int(name), without))
+            program = "\n".join(statement.code for statement in write_program(capability, int(name), without))
             failures.append(f"{capability}, seed {name}: {outcome.failure}\n{program}")
     return failures, equal
 

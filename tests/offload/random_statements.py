@@ -191,7 +191,7 @@ ONLY = dict.fromkeys(("create_graph", "hold", "held", "zeroed"), "swap_gradients
 
 def phrases(text: str) -> list[str]:
     """Returns the phrases of a table."""
-    return [each.strip() for each in text.split(" | ")]
+    return [phrase.strip() for phrase in text.split(" | ")]
 
 
 class Words(dict[str, str]):
@@ -226,7 +226,7 @@ class Writer:
     def write(self, count: int) -> list[Statement]:
         """Returns a program of so many statements."""
         usable = {
-            name: each for name, each in self.statements.items() if ONLY.get(name, self.capability) == self.capability
+            name: entry for name, entry in self.statements.items() if ONLY.get(name, self.capability) == self.capability
         }
         while len(self.program) < count:
             _, kind, text = self.rng.choices(list(usable.values()), [weight for weight, *_ in usable.values()])[0]
@@ -251,15 +251,15 @@ class Writer:
     def _of(self, table: dict[str, str], t: str, words: Words) -> str:
         """One of the phrases of a table for a tensor of as many dimensions."""
         dim = self._value_of(t).dim()
-        found = phrases(table[""]) + (phrases(table["+"]) if dim else []) + 3 * phrases(table.get(str(dim), table[""]))
-        return self.rng.choice(found).format_map(words)
+        texts = phrases(table[""]) + (phrases(table["+"]) if dim else []) + 3 * phrases(table.get(str(dim), table[""]))
+        return self.rng.choice(texts).format_map(words)
 
     def _value_of(self, name: str) -> Any:
         return eval(name, self.names)
 
     def _choose(self, usable: Callable[[torch.Tensor], bool]) -> str:
         named = self.names["m"].named_parameters(remove_duplicate=False)
-        return self.rng.choice([f"m.{name}" for name, each in named if usable(each)])
+        return self.rng.choice([f"m.{name}" for name, param in named if usable(param)])
 
     def _like(self, name: str, first: int | None = None) -> str:
         """A tensor of the same shape, or of another first dimension."""
@@ -309,7 +309,7 @@ class Writer:
         return f"F.linear(T({words.make('seed')}, 2, {words['columns']}, 3, dtype={words['dtype']}).mT, {words['t']})"
 
     def _loss(self, _: Words) -> str:
-        known = [(each, self.names[each]) for each in self._known(torch.Tensor)]
+        known = [(name, self.names[name]) for name in self._known(torch.Tensor)]
         return self.rng.choice([name for name, value in known if not value.dim() and value.requires_grad])
 
     def _saving(self, _: Words) -> str:
@@ -320,7 +320,7 @@ class Writer:
 MADE: dict[str, Callable[[Any, Words], str]] = {
     "seed": lambda by, _: str(by.rng.randrange(1000)),
     "p": lambda by, _: by._choose(lambda _: True),
-    "q": lambda by, _: by._choose(lambda each: each.requires_grad),
+    "q": lambda by, _: by._choose(lambda param: param.requires_grad),
     "view": lambda by, words: by._seen_through(words["t"]),
     "value": lambda by, _: by._made(VALUES),
     "change": lambda by, _: by._made(CHANGES),

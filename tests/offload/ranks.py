@@ -130,11 +130,11 @@ def optimizer_states(folder: str) -> str:
             first, second = model("uneven"), model("uneven")
             train(first, before := optimizer_of(first))
             states = get_optimizer_state_dict(first, before, options=options)
-            found = copy.deepcopy(states)
+            saved = copy.deepcopy(states)
             second.load_state_dict(first.state_dict())
             set_optimizer_state_dict(second, after := optimizer_of(second), states, options=options)
             train(second, after)
-            return found, [local(each).clone() for each in second.parameters()]
+            return saved, [local(param).clone() for param in second.parameters()]
 
     wrong = []
     for words in (  # with full_state_dict, flatten_optimizer_state_dict is a KeyError in torch
@@ -143,8 +143,8 @@ def optimizer_states(folder: str) -> str:
     ):  # fmt: skip
         chosen: dict[str, Any] = dict.fromkeys(words.split(), True)
         options = StateDictOptions(**chosen)
-        (expected, values), (found, mine) = resumed(False, options), resumed(True, options)
-        if not (same(expected, found) and all(map(torch.equal, values, mine))):
+        (expected, values), (saved, mine) = resumed(False, options), resumed(True, options)
+        if not (same(expected, saved) and all(map(torch.equal, values, mine))):
             wrong.append(words or "none")
     return "; ".join(wrong)
 
@@ -179,18 +179,18 @@ def pretrained(path: str) -> str:
 
     ids = torch.tensor([[1, 2, 3, 4]])
     whole = transformers.LlamaForCausalLM.from_pretrained(path)
-    size = sum(each.nbytes for each in whole.parameters())
+    size = sum(param.nbytes for param in whole.parameters())
     divided = DistributedConfig(tp_plan="auto")
     with torch.no_grad(), from_pretrained(path, memory_budget="3M", distributed_config=divided) as streamed:
         for _ in range(3):
             logits = streamed(ids).logits
-        found = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
-        close = torch.allclose(found, whole(ids).logits, atol=1e-5)
+        actual = logits.full_tensor() if hasattr(logits, "full_tensor") else logits
+        close = torch.allclose(actual, whole(ids).logits, atol=1e-5)
         return f"{close}, {streamed.stats().bytes_read / 3 / size:.2f} of the bytes"
 
 
 WHAT: dict[str, Callable[..., str]] = {
-    each.__name__: each for each in (activations, optimizer, optimizer_states, collectives, pretrained)
+    check.__name__: check for check in (activations, optimizer, optimizer_states, collectives, pretrained)
 }
 
 if __name__ == "__main__":

@@ -29,21 +29,21 @@ def gradients(model: torch.nn.Module, x: torch.Tensor, saving: Any = None) -> li
     """Of one step, those of the input first."""
     torch.manual_seed(5)  # of dropout
     x = x.clone().requires_grad_()
-    for each in model.parameters():
-        each.grad = None
+    for param in model.parameters():
+        param.grad = None
     if saving is None:
         loss = model(x).square().sum()
     else:
         with saving:
             loss = model(x).square().sum()
     loss.backward()
-    return [each.grad.clone() for each in (x, *model.parameters()) if each.grad is not None]
+    return [tensor.grad.clone() for tensor in (x, *model.parameters()) if tensor.grad is not None]
 
 
 def settled(saving: save_on_nvme) -> ActivationStats:
     """Once nothing is on its way to storage or back."""
     inside = saving._activations
-    while inside._writing or inside._stored.leaving or any(each.is_arriving() for each in inside.present):
+    while inside._writing or inside._stored.leaving or any(entry.is_arriving() for entry in inside.present):
         saving.stats()
         time.sleep(0.001)
     return saving.stats()

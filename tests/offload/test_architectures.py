@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = (each.to_memory() if hasattr(each, "to_memory") else each.detach() for each in (one, other))
+        one, other = (value.to_memory() if hasattr(value, "to_memory") else value.detach() for value in (one, other))
         if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
             return False
         return one.is_meta or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
@@ -67,31 +67,31 @@ def rounded(one: Any, other: Any) -> bool:
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
     """What a program can see of all modules: their classes, attributes, flags, buffers and numbers of hooks."""
-    found: dict[str, Any] = {}
+    state: dict[str, Any] = {}
     for prefix, module in model.named_modules():
         for name, value in module.__dict__.items():
             if re.fullmatch(r"_\w*hooks\w*", name) and value is not None and not isinstance(value, bool):
-                found[f"{prefix}.{name}"] = len(value)
+                state[f"{prefix}.{name}"] = len(value)
             elif name in ("_parameters", "_modules"):
-                found[f"{prefix}.{name}"] = list(value)
+                state[f"{prefix}.{name}"] = list(value)
             elif not name.startswith("_nvme_"):
-                found[f"{prefix}.{name}"] = value
-        found[f"{prefix} class"] = class_of(module).__qualname__
-    return found
+                state[f"{prefix}.{name}"] = value
+        state[f"{prefix} class"] = class_of(module).__qualname__
+    return state
 
 
 def saved_in(folder: Path) -> dict[str, Any]:
     """What is in the files of a folder, by file and key."""
     safetensors = pytest.importorskip("safetensors")
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for path in sorted(folder.iterdir()):
         if path.suffix == ".safetensors":
             with safetensors.safe_open(path, "pt") as file:
-                found[f"{path.name} metadata"] = dict(file.metadata() or {})
-                found |= {f"{path.name} {key}": file.get_tensor(key) for key in sorted(file.keys())}
+                entries[f"{path.name} metadata"] = dict(file.metadata() or {})
+                entries |= {f"{path.name} {key}": file.get_tensor(key) for key in sorted(file.keys())}
         else:
-            found[path.name] = json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
-    return found
+            entries[path.name] = json.loads(path.read_text()) if path.suffix == ".json" else path.read_bytes()
+    return entries
 
 
 def differing(want: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
@@ -101,11 +101,11 @@ def differing(want: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
 def results(model: Any, inputs: dict[str, Any], calls: int = 3) -> dict[str, Any]:
     """The outputs of the last call, without the cache, and the state of the random numbers."""
     torch.manual_seed(5)
-    found: Any = None
+    output: Any = None
     for _ in range(calls):
         with torch.no_grad():
-            found = model(**inputs)
-    outputs = dict(found) if isinstance(found, Mapping) else {"outputs": found}
+            output = model(**inputs)
+    outputs = dict(output) if isinstance(output, Mapping) else {"outputs": output}
     return {name: value for name, value in outputs.items() if "cache" not in name and "past" not in name} | {
         "random": torch.get_rng_state()
     }
@@ -113,7 +113,7 @@ def results(model: Any, inputs: dict[str, Any], calls: int = 3) -> dict[str, Any
 
 def tight(model: torch.nn.Module, make: Callable[[int], Any]) -> Any:
     """What ``make`` returns for about the least budget that it accepts."""
-    budget = 2 * max((each.nbytes for each in model.parameters()), default=0) + (1 << 16)
+    budget = 2 * max((param.nbytes for param in model.parameters()), default=0) + (1 << 16)
     while True:
         try:
             return make(budget)
@@ -158,11 +158,11 @@ def unlike(cls: Any, model: Any, inputs: dict[str, Any], folder: Path) -> Iterat
                 got = results(made, inputs)
                 if not same(want, got):
                     yield f"{name}: {LAST_BITS if rounded(want, got) else 'outputs'}: {', '.join(differing(want, got))}"
-                if found := differing(state, state_of(made)):
-                    yield f"{name}: state: {', '.join(found[:5])}"
+                if keys := differing(state, state_of(made)):
+                    yield f"{name}: state: {', '.join(keys[:5])}"
                 made.save_pretrained(folder / name)
-                if found := differing(files, saved_in(folder / name)):
-                    yield f"{name}: files: {', '.join(found[:5])}"
+                if keys := differing(files, saved_in(folder / name)):
+                    yield f"{name}: files: {', '.join(keys[:5])}"
             except Exception as error:
                 yield f"{name}: {type(error).__name__}: {str(error)[:300]}"
 
@@ -181,11 +181,11 @@ def compare(names: Iterable[str], folder: Path, patch: pytest.MonkeyPatch) -> No
         except Exception as error:
             warnings.warn(f"no tiny {name}: {type(error).__name__}: {' '.join(str(error).split())[:120]}", stacklevel=2)
             continue
-        for each in unlike(cls, model, inputs, folder / name):
-            if LAST_BITS in each or (name in REFUSED and REFUSED[name] in each):
-                warnings.warn(f"{name}: {each}", stacklevel=2)
+        for line in unlike(cls, model, inputs, folder / name):
+            if LAST_BITS in line or (name in REFUSED and REFUSED[name] in line):
+                warnings.warn(f"{name}: {line}", stacklevel=2)
             else:
-                wrong.append(f"{name}: {each}")
+                wrong.append(f"{name}: {line}")
         shutil.rmtree(folder / name)
     assert not wrong, "\n".join(wrong)
 

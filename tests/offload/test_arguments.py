@@ -93,26 +93,26 @@ def saved(folder: Path, kind: str = "LlamaForCausalLM", seed: int = 1, **changes
 
 def arguments_of_transformers() -> set[str]:
     """The names that transformers' own ``from_pretrained`` takes, from its signature and its code."""
-    found = {"code_revision"}
+    names = {"code_revision"}
     function = inspect.unwrap(transformers.PreTrainedModel.from_pretrained.__func__)
     parameters = inspect.signature(function).parameters.values()
-    found |= {each.name for each in parameters}
+    names |= {parameter.name for parameter in parameters}
     for node in ast.walk(ast.parse(textwrap.dedent(inspect.getsource(function)))):
         if (
             isinstance(node, ast.Call)
             and ast.unparse(node.func) == "kwargs.pop"
             and isinstance(node.args[0], ast.Constant)
         ):
-            found.add(str(node.args[0].value))
+            names.add(str(node.args[0].value))
         if isinstance(node, ast.For) and isinstance(node.iter, ast.List):
-            found |= {ast.literal_eval(each) for each in node.iter.elts if "kwargs.pop" in ast.unparse(node)}
-    return found - {"cls", "pretrained_model_name_or_path", "model_args", "kwargs"}
+            names |= {ast.literal_eval(element) for element in node.iter.elts if "kwargs.pop" in ast.unparse(node)}
+    return names - {"cls", "pretrained_model_name_or_path", "model_args", "kwargs"}
 
 
 def test_all_that_transformers_takes_is_in_the_table() -> None:
-    found = arguments_of_transformers()
-    assert {"config", "variant", "torch_dtype", "device_map"} <= found
-    assert found <= ARGUMENTS.keys()
+    names = arguments_of_transformers()
+    assert {"config", "variant", "torch_dtype", "device_map"} <= names
+    assert names <= ARGUMENTS.keys()
 
 
 @pytest.fixture(scope="module")
@@ -147,16 +147,16 @@ def test_an_argument_does_what_it_does_in_transformers_or_is_refused(name: str, 
     plain = kind.from_pretrained(path, **given)
     model = from_pretrained(path, memory_budget="4M", **given)
     if name == "output_loading_info":
-        (plain, wanted), (model, found) = plain, model
-        assert found.keys() == wanted.keys()
+        (plain, wanted), (model, info) = plain, model
+        assert info.keys() == wanted.keys()
     assert model.dtype == plain.dtype
     assert model.generation_config.to_dict() == plain.generation_config.to_dict()
     with model, torch.no_grad():
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
-    wanted, found = plain.config.to_dict(), model.config.to_dict()
-    assert Path(found.pop("_name_or_path")) in (path, path / "part")
+    wanted, config = plain.config.to_dict(), model.config.to_dict()
+    assert Path(config.pop("_name_or_path")) in (path, path / "part")
     assert wanted.pop("_name_or_path") == str(path)
-    assert found == wanted
+    assert config == wanted
     assert model.config._attn_implementation == plain.config._attn_implementation
 
 
@@ -210,18 +210,18 @@ def test_a_head_that_the_files_lack_is_initialized_and_can_be_trained(
         model = from_pretrained(path, memory_budget="2M", model_class=model_class, **labels)
     logger.propagate = False
     assert all(name.rpartition(".")[0] in caplog.text for name in new), "it is said"
-    trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+    trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
     assert trained.keys() == new
     assert type(model).__name__ == type(plain).__name__ == head
     with model:
-        for each in (model, plain):
-            each(IDS)[0].sum().backward()
+        for module in (model, plain):
+            module(IDS)[0].sum().backward()
         assert torch.equal(model(IDS)[0], plain(IDS)[0])
         wanted = dict(plain.named_parameters())
-        for name, each in trained.items():
-            assert torch.equal(each, wanted[name])
-            assert each.grad is not None
-            assert torch.equal(each.grad, wanted[name].grad)
+        for name, param in trained.items():
+            assert torch.equal(param, wanted[name])
+            assert param.grad is not None
+            assert torch.equal(param.grad, wanted[name].grad)
         model.save_pretrained(tmp_path / "again")
         assert torch.equal(type(plain).from_pretrained(tmp_path / "again")(IDS)[0], plain(IDS)[0])
 
@@ -241,7 +241,7 @@ def test_weights_of_another_shape_are_initialized_if_asked_for(tmp_path: Path) -
         torch.no_grad(),
     ):
         assert torch.equal(model(IDS).logits, plain(IDS).logits)
-        assert [name for name, each in model.named_parameters() if each.requires_grad] == ["score.weight"]
+        assert [name for name, param in model.named_parameters() if param.requires_grad] == ["score.weight"]
 
 
 def test_the_part_of_a_model_that_has_no_head(tmp_path: Path) -> None:
@@ -257,7 +257,7 @@ def test_what_is_missing_of_the_layers_below_a_head_is_no_head(tmp_path: Path) -
     state = nvme_ops.load(path / "model.safetensors")
     for gone in ("model.layers.1.mlp.up_proj.weight", "lm_head.weight"):
         nvme_ops.save(
-            {name: each for name, each in state.items() if name != gone},
+            {name: value for name, value in state.items() if name != gone},
             path / "model.safetensors",
             metadata={"format": "pt"},
         )

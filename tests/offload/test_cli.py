@@ -56,8 +56,8 @@ def document(capsys: Capture, name: str, model: Path, *words: object, memory: st
 
 def in_memory(folder: Path, prompt: list[int], count: int) -> list[int]:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
-    found = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
-    return [int(token) for token in found[0, len(prompt) :]]
+    tokens = model.generate(torch.tensor([prompt]), max_new_tokens=count, do_sample=False)
+    return [int(token) for token in tokens[0, len(prompt) :]]
 
 
 # Plan
@@ -104,8 +104,8 @@ def choose_at_random(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None:
     made = mixtral()
     made.save_pretrained(folder / "model")
-    nbytes = sum(each.nbytes for each in made.parameters())
-    in_experts = sum(each.nbytes for name, each in made.named_parameters() if ".experts." in name)
+    nbytes = sum(param.nbytes for param in made.parameters())
+    in_experts = sum(param.nbytes for name, param in made.named_parameters() if ".experts." in name)
     for share in (0.25, 0.5, 0.75):
         with from_pretrained(folder / "model", memory_budget=int(nbytes - (1 - share) * in_experts)) as model:
             sizes, _ = sizes_of(model)
@@ -151,15 +151,15 @@ def test_a_plan(llama: Path, folder: Path, capsys: Capture, monkeypatch: pytest.
         "batch 100000: the cache does not fit .*",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
-    found = document(capsys, "plan", llama, *words, "--watts", 100)
-    each = found["batches"][1]
-    assert found["batches_that_do_not_fit"] == [100000]
-    assert found["cache_bytes_per_token"] * 4 * 16 == each["cache_bytes"] < each["beside_bytes"]
-    place = each["nvme"]
+    plan = document(capsys, "plan", llama, *words, "--watts", 100)
+    batch = plan["batches"][1]
+    assert plan["batches_that_do_not_fit"] == [100000]
+    assert plan["cache_bytes_per_token"] * 4 * 16 == batch["cache_bytes"] < batch["beside_bytes"]
+    place = batch["nvme"]
     assert place["tokens_per_second"] == pytest.approx(4 / max(place["reading"], place["computing"]))
     assert place["joules_per_1000_tokens"] == pytest.approx(1e5 / place["tokens_per_second"])
     assert "cost_per_1000_tokens" not in place
-    assert each["no_offload"]["bytes_per_step"] == 0
+    assert batch["no_offload"]["bytes_per_step"] == 0
     assert list(folder.iterdir()) == []
 
 
@@ -174,13 +174,13 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     assert not list(folder.iterdir())
-    found = document(capsys, "plan", llama, *words, 2, memory="64M")
-    assert 0 <= found["rate_noise"] < 1
-    assert found["noise"] >= 0
+    plan = document(capsys, "plan", llama, *words, 2, memory="64M")
+    assert 0 <= plan["rate_noise"] < 1
+    assert plan["noise"] >= 0
     model: Any = transformers.LlamaForCausalLM.from_pretrained(llama).train()
-    assert found["parameters"] == sum(each.numel() for each in model.parameters())
-    assert found["states"] == 8 * found["parameters"]
-    own, saved = {each.untyped_storage().data_ptr() for each in model.parameters()}, dict[int, int]()
+    assert plan["parameters"] == sum(param.numel() for param in model.parameters())
+    assert plan["states"] == 8 * plan["parameters"]
+    own, saved = {param.untyped_storage().data_ptr() for param in model.parameters()}, dict[int, int]()
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
@@ -190,13 +190,13 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = model(ids, labels=ids, use_cache=False).loss
     beside = sum(nbytes for place, nbytes in saved.items() if place not in own)
-    assert found["activations"] * 16 == pytest.approx(beside, rel=0.25)
+    assert plan["activations"] * 16 == pytest.approx(beside, rel=0.25)
     del loss
-    memory, states, freed, both, activations, everything = found["batches"][0]["ways"]
+    memory, states, freed, both, activations, everything = plan["batches"][0]["ways"]
     assert activations["largest_batch"] >= memory["largest_batch"]
     assert everything["largest_batch"] >= both["largest_batch"] >= memory["largest_batch"]
-    assert everything["read"] - both["read"] == activations["read"] == max(0, 2 * 16 * found["activations"] - (8 << 20))
-    assert states["written"] == freed["written"] == found["states"] == both["written"] - 4 * found["parameters"]
+    assert everything["read"] - both["read"] == activations["read"] == max(0, 2 * 16 * plan["activations"] - (8 << 20))
+    assert states["written"] == freed["written"] == plan["states"] == both["written"] - 4 * plan["parameters"]
     assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
 
 
@@ -214,9 +214,9 @@ def test_the_page_cache_is_measured_where_it_would_have_the_weights(
         with file.open("rb") as opened:
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         monkeypatch.setattr("nvme_ops.offload.plan.probe.free_memory", lambda: free)
-        found = rates([str(file)], None, CPU)
-        assert found.cached is None or found.cached > 0
-        return found.cached is not None, bool(cached_bytes(str(file)))
+        result = rates([str(file)], None, CPU)
+        assert result.cached is None or result.cached > 0
+        return result.cached is not None, bool(cached_bytes(str(file)))
 
     assert measured(MIB) == (True, True)
     assert measured(MIB - 1) == (False, False)
@@ -239,7 +239,7 @@ def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) ->
 def test_text_or_ids_are_those_of_the_model_in_memory(llama: Path, folder: Path, capsys: Capture) -> None:
     wanted = in_memory(llama, [1, 2], 5)
     out, err = run(capsys, "generate", llama, "--new-tokens", 5, "--ids", "1,2")
-    assert [int(each) for each in out.split(",")] == wanted
+    assert [int(token) for token in out.split(",")] == wanted
     assert "no tokenizer in the folder: these are ids of tokens\n" in err  # transformers may show a bar before
     shutil.copytree(llama, folder, dirs_exist_ok=True)
     saved_tokenizer(folder)
@@ -253,25 +253,25 @@ def test_a_batch_as_a_document(llama: Path, capsys: Capture, monkeypatch: pytest
     count_joules(monkeypatch)
     words = ["--ids", "1,2", "--batch", 3, "--new-tokens", 7]
     sampled = document(capsys, "generate", llama, *words, "--sample")
-    assert len({tuple(each) for each in sampled["tokens"]}) > 1
-    found = document(capsys, "generate", llama, *words)
-    assert [len(each) for each in found["tokens"]] == [7] * 3
-    assert len({tuple(each) for each in found["tokens"]}) == 1
-    assert found["steps"] == 6
-    assert found["texts"] is None
-    assert found["joules_per_1000_tokens"] == pytest.approx(4000)
-    assert 0 < found["peak_weights"] <= BUDGET
-    assert found["bytes_per_step"] * 6 == pytest.approx(found["bytes_read"])
-    assert found["tokens_per_second"] == pytest.approx(3 * 6 / found["seconds"])
+    assert len({tuple(ids) for ids in sampled["tokens"]}) > 1
+    result = document(capsys, "generate", llama, *words)
+    assert [len(ids) for ids in result["tokens"]] == [7] * 3
+    assert len({tuple(ids) for ids in result["tokens"]}) == 1
+    assert result["steps"] == 6
+    assert result["texts"] is None
+    assert result["joules_per_1000_tokens"] == pytest.approx(4000)
+    assert 0 < result["peak_weights"] <= BUDGET
+    assert result["bytes_per_step"] * 6 == pytest.approx(result["bytes_read"])
+    assert result["tokens_per_second"] == pytest.approx(3 * 6 / result["seconds"])
 
 
 def test_what_was_reached_is_compared_with_the_lower_bound() -> None:
     # two sequences, ten steps of 0.5 s: 1 GB at 4 GB/s would take 0.25 s, computing took 4 s of the five
-    found = GenerationStats([[1] * 11] * 2, 1.0, 10, 5.0, 1.0, 1_000_000_000, 1, 2).document(4e9, 88.0)
+    reached = GenerationStats([[1] * 11] * 2, 1.0, 10, 5.0, 1.0, 1_000_000_000, 1, 2).document(4e9, 88.0)
     wanted = {"tokens_per_second": 4.0, "bytes_per_step": 1e8, "rate_reached": 2e8, "reading_bound": 80.0,
               "computing_bound": 5.0, "share_of_bound": 0.8, "joules_per_1000_tokens": 4000}  # fmt: skip
-    assert {key: found[key] for key in wanted} == pytest.approx(wanted)
-    text = cli.reached_text(found).replace(".00", "")
+    assert {key: reached[key] for key in wanted} == pytest.approx(wanted)
+    text = cli.reached_text(reached).replace(".00", "")
     assert "4 tokens/s, 80 % of what is possible: 80.0 if reading were all, 5 if computing were" in text
     assert "4000 J for 1,000 tokens" in text
     nothing = GenerationStats([[1, 2]], 1.0, 1, 0.5, 0.0, 0, 1, 2).document(4e9, None)

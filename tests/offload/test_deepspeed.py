@@ -32,9 +32,9 @@ def test_without_deepspeed_an_import_says_so_if_it_is_asked_for(monkeypatch: pyt
 @pytest.fixture
 def builders() -> Any:
     pytest.importorskip("deepspeed")
-    import deepspeed.ops.op_builder as found  # type: ignore[import-not-found,import-untyped,unused-ignore]
+    import deepspeed.ops.op_builder as theirs  # type: ignore[import-not-found,import-untyped,unused-ignore]
 
-    yield found
+    yield theirs
     integration.uninstall()
 
 
@@ -64,8 +64,8 @@ def run_module(module: str, *words: object, folder: Path = REPOSITORY, **environ
 
 def losses(what: str, place: Path) -> list[float]:
     said = run_module("tests.offload.deepspeed_training", what, place, NVME_OPS_DEEPSPEED="1")
-    found: list[float] = json.loads(said.rpartition("losses ")[2])
-    return found
+    values: list[float] = json.loads(said.rpartition("losses ")[2])
+    return values
 
 
 @pytest.mark.slow
@@ -141,11 +141,11 @@ def test_the_order_in_which_python_looks_for_packages_stays(tmp_path: Path) -> N
     program = "import sys; print(sys.modules['nvme_ops'].imported, *sys.path[1:], sep='|')"
     for folders in ([at_start, own, system], [at_start, system]):  # installed there, and a checkout that is not
         done = run_python(program, fresh=True, PYTHONPATH=os.pathsep.join(map(str, folders)))
-        imported, *found = done.stdout.strip().split("|")
+        imported, *entries = done.stdout.strip().split("|")
         assert imported == "True"
-        assert found[: len(folders)] == [str(each) for each in folders]
-        assert found[-1] == "/added by another"
-        assert found.count(str(own)) == folders.count(own)
+        assert entries[: len(folders)] == [str(folder) for folder in folders]
+        assert entries[-1] == "/added by another"
+        assert entries.count(str(own)) == folders.count(own)
 
 
 @pytest.mark.usefixtures("place")

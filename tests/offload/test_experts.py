@@ -43,14 +43,14 @@ def test_logits_of_transformers_models_are_those_in_memory(
     computed, compute = list[bool](), grouped.compute
 
     def noted(*args: Any) -> Any:
-        found = compute(*args)
-        computed.append(found is not None)
-        return found
+        result = compute(*args)
+        computed.append(result is not None)
+        return result
 
     monkeypatch.setattr("nvme_ops.offload.weights.routing.compute", noted)
     path, kind = saved(folder, name)
     plain = kind.from_pretrained(path, experts_implementation=implementation).eval()
-    budget = sum(each.nbytes for each in plain.parameters()) // 2
+    budget = sum(param.nbytes for param in plain.parameters()) // 2
     options: Any = {} if implementation == "eager" else {"experts_implementation": implementation}
     usual: Any = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     for batch, mode in ((1, torch.no_grad), (32, torch.inference_mode)):
@@ -58,10 +58,9 @@ def test_logits_of_transformers_models_are_those_in_memory(
         wanted = plain.generate(tokens, **usual)
         with from_pretrained(path, memory_budget=budget, **options) as model, mode(), NvmeCache(folder, "4M") as cache:
             experts = model._nvme_window.experts
-            assert {len(each.reads) for each in experts.groups[0]} == {READS.get(name, 1)}
+            assert {len(expert.reads) for expert in experts.groups[0]} == {READS.get(name, 1)}
             for given in ({}, {"cache": cache}):
-                found = model.generate(tokens, **usual, **given)
-                assert all(map(torch.equal, found.logits, wanted.logits))
+                assert all(map(torch.equal, model.generate(tokens, **usual, **given).logits, wanted.logits))
             assert model.stats().peak_bytes <= budget
             assert model._nvme_window.experts is experts, "none is used as a whole"
     assert set(computed) == {implementation != "batched_mm"}
@@ -73,11 +72,11 @@ def test_weights_that_are_assigned_take_the_place_of_the_stored_ones(batch: int,
     path, kind = saved(folder, "Qwen3Moe")
     plain = kind.from_pretrained(path, experts_implementation="eager").eval()
     tokens = torch.arange(batch).view(batch, 1)
-    with from_pretrained(path, memory_budget=sum(each.nbytes for each in plain.parameters()) // 2) as model:
+    with from_pretrained(path, memory_budget=sum(param.nbytes for param in plain.parameters()) // 2) as model:
         for _ in range(2):
             assert torch.equal(model(tokens).logits, plain(tokens).logits)
-        for each in (model, plain):
-            experts = each.model.layers[0].mlp.experts
+        for network in (model, plain):
+            experts = network.model.layers[0].mlp.experts
             experts.down_proj = nn.Parameter(torch.ones_like(plain.model.layers[0].mlp.experts.down_proj) / 8, False)
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
 
@@ -88,7 +87,7 @@ def require_bits(model: Any, plain: Any, nbytes: int, budget: int) -> None:
         tokens = torch.arange(7 * 32).roll(5)[: math.prod(shape)].view(shape)
         assert torch.equal(model(tokens).logits, plain(tokens).logits)
     experts = model._nvme_window.experts
-    assert {sum(source.nbytes for source in each.places) for each in experts.groups[0]} == {nbytes}
+    assert {sum(source.nbytes for source in expert.places) for expert in experts.groups[0]} == {nbytes}
     assert model.stats().expert_hits > 0
     assert model.stats().peak_bytes <= budget
 
@@ -139,7 +138,7 @@ def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(impleme
     wanted = kind.from_pretrained(plain, experts_implementation=implementation).eval()
     with from_pretrained(path, memory_budget="250K", experts_implementation=implementation) as model:
         require_bits(model, wanted, 3 * 64 * 64 * 17 // 32, 250 * KIB)  # 4 bits of each number, and 8 for every 32
-        weights = [each.model.layers[0].mlp.experts.down_proj for each in (model, wanted)]
+        weights = [network.model.layers[0].mlp.experts.down_proj for network in (model, wanted)]
         assert torch.equal(weights[0].unsqueeze(0)[0, 3], weights[1][3])
         assert torch.equal(weights[0][3][5], weights[1][3][5])
     name, numbers = "model.layers.0.mlp.experts.down_proj_scales", "model.layers.0.mlp.experts.down_proj_blocks"
@@ -169,7 +168,7 @@ X = torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(3))
 @torch.no_grad()
 def test_mixtures_of_any_kind_have_the_bits_and_read_what_is_used(kind: str, folder: Path) -> None:
     plain = mixture(kind)
-    size = sum(each.nbytes for each in plain.parameters())
+    size = sum(param.nbytes for param in plain.parameters())
     with stream_weights(mixture(kind), folder, memory_budget=size // 2) as model:
         for batch in (32, 1, 2):
             assert torch.equal(model(X[:batch]), plain(X[:batch]))
@@ -197,15 +196,15 @@ class Classifier(nn.Module):
         self.head = nn.Linear(WIDTH, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for each in self.layers:
-            x = each(x)
+        for layer in self.layers:
+            x = layer(x)
         return torch.as_tensor(self.head(x))
 
 
 @torch.no_grad()
 def test_modules_that_are_all_used_in_each_pass_are_read_ahead_after_some(folder: Path) -> None:
     plain = Classifier()
-    size = sum(each.nbytes for each in plain.parameters())
+    size = sum(param.nbytes for param in plain.parameters())
     with stream_weights(copy.deepcopy(plain), folder, memory_budget=size // 2) as model:
         for _ in range(12):
             assert torch.equal(model(X), plain(X))
@@ -222,7 +221,7 @@ def test_modules_that_are_all_used_in_each_pass_are_read_ahead_after_some(folder
 
 def test_experts_are_read_once_for_a_batch_and_hits_not_at_all(folder: Path) -> None:
     one = Layers(folder, 1, 8, 3)
-    assert {len(each.reads) for each in one.experts.groups[0]} == {1}
+    assert {len(expert.reads) for expert in one.experts.groups[0]} == {1}
     assert one.use(0, range(8), 32) == 8
     assert one.use(0, range(8), 32) == 5
     assert one.use(0, one.held(0)) == 0
@@ -266,8 +265,8 @@ def test_those_used_often_stay_and_lately_counts_more(room: int, steps: Any, hel
     one = Layers(folder, 1, 8, room)
     for chosen, times in steps:
         for _ in range(times):
-            for each in chosen:
-                one.use(0, [each])
+            for expert in chosen:
+                one.use(0, [expert])
     assert one.held(0) < held if len(held) > room else one.held(0) == held
 
 
@@ -284,10 +283,10 @@ def test_in_a_batch_those_of_many_tokens_stay(folder: Path) -> None:
 
 def test_what_nobody_is_about_to_use_any_more_leaves_for_others(folder: Path) -> None:
     def held() -> set[int]:
-        found = {number for number, each in enumerate(one.experts.groups[0]) if each.values is not None}
-        while found - one.held(0):  # what arrives has its memory until it is there
+        present = {number for number, expert in enumerate(one.experts.groups[0]) if expert.values is not None}
+        while present - one.held(0):  # what arrives has its memory until it is there
             time.sleep(0.001)
-        return found
+        return present
 
     one = Layers(folder, 2, 16, 3)
     in_threads(lambda _: one.experts.expect(0, dict.fromkeys(range(3), 1), 1), 1)

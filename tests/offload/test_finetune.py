@@ -52,7 +52,7 @@ STREAMED: dict[str, Callable[..., Any]] = {
 
 
 def loop(model: Any, prepare: Callable[[Any, Any], Any] = lambda *both: both) -> list[float]:
-    trained = [each for each in model.parameters() if each.requires_grad]
+    trained = [param for param in model.parameters() if param.requires_grad]
     model, optimizer = prepare(model, torch.optim.AdamW(trained, lr=1e-2))
     model.train()
     torch.manual_seed(5)
@@ -71,7 +71,7 @@ def loop(model: Any, prepare: Callable[[Any, Any], Any] = lambda *both: both) ->
 def trained(model: Any, folder: Path, begin: str | None = None, **options: Any) -> list[float]:
     made = trainer(folder, model=model, save_strategy="steps", save_steps=2, learning_rate=1e-2, **options)
     made.train(resume_from_checkpoint=begin)
-    return [each["loss"] for each in made.state.log_history if "loss" in each]
+    return [entry["loss"] for entry in made.state.log_history if "loss" in entry]
 
 
 def in_parallel(model: Any) -> list[float]:
@@ -99,7 +99,7 @@ WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
 
 
 def adapters(model: Any) -> dict[str, torch.Tensor]:
-    return {name: each.detach() for name, each in model.named_parameters() if each.requires_grad}
+    return {name: param.detach() for name, param in model.named_parameters() if param.requires_grad}
 
 
 CASES = [*(("loop", order) for order in STREAMED), *zip([*WAYS][1:], itertools.cycle(STREAMED))]
@@ -110,10 +110,10 @@ def test_adapters_are_trained_to_the_same_bits_as_in_memory(way: str, order: str
     plain = adapted(in_memory(path))
     model = STREAMED[order](path)
     assert WAYS[way](model, path / "streamed") == WAYS[way](plain, path / "plain")
-    found, wanted = adapters(model), adapters(plain)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert sum(stored_in(each) is not None for each in model.parameters()) >= 10
+    actual, wanted = adapters(model), adapters(plain)
+    assert actual.keys() == wanted.keys()
+    assert all(torch.equal(actual[name], wanted[name]) for name in wanted)
+    assert sum(stored_in(param) is not None for param in model.parameters()) >= 10
     assert model.stats().peak_bytes <= 4 << 20
     model.close()
 
@@ -171,27 +171,27 @@ def test_factors_of_packed_experts_are_trained_to_the_bits_in_memory(name: str, 
     def trained(model: Any) -> list[torch.Tensor]:
         torch.manual_seed(1)
         model.train()
-        adapters = [each for each in model.parameters() if each.requires_grad]
-        for each in adapters:
-            torch.nn.init.normal_(each, std=0.1)
-        optimizer, ids, found = torch.optim.SGD(adapters, lr=1e-2), torch.arange(14).view(2, 7), []
+        adapters = [param for param in model.parameters() if param.requires_grad]
+        for adapter in adapters:
+            torch.nn.init.normal_(adapter, std=0.1)
+        optimizer, ids, outputs = torch.optim.SGD(adapters, lr=1e-2), torch.arange(14).view(2, 7), []
         for _ in range(3):
-            found.append(model(input_ids=ids, labels=ids).loss)
-            found[-1].backward()
+            outputs.append(model(input_ids=ids, labels=ids).loss)
+            outputs[-1].backward()
             optimizer.step()
         with torch.no_grad(), model.disable_adapter():
-            found.append(model(input_ids=ids).logits)
-        return [*found, *adapters]
+            outputs.append(model(input_ids=ids).logits)
+        return [*outputs, *adapters]
 
     plain = kind.from_pretrained(path, experts_implementation="eager")
     wanted = trained(with_factors(plain))
     if order == "before":
         model = from_pretrained(path, memory_budget="300K")
-        found = trained(with_factors(model))
+        actual = trained(with_factors(model))
     else:
         model = with_factors(kind.from_pretrained(path))
-        found = trained(stream_weights(model, folder, memory_budget="300K"))
-    assert all(map(torch.equal, found, wanted))
+        actual = trained(stream_weights(model, folder, memory_budget="300K"))
+    assert all(map(torch.equal, actual, wanted))
     assert model._nvme_window.experts is not None, "each expert is read with its own factors"
     assert model.stats().peak_bytes <= 300_000
     model.close()

@@ -156,7 +156,7 @@ def test_guesses_are_read_as_memory_becomes_free_and_those_in_memory_stay(folder
     assert one.held(1) == set(), "what is expected comes first"
     for number in range(3):
         one.experts.fetch(one.sources[0][number][0])
-    assert [each.guessed for each in one.experts.groups[1]] == [None, None, None, None, 0, None, None, 1]
+    assert [expert.guessed for expert in one.experts.groups[1]] == [None, None, None, None, 0, None, None, 1]
     assert one.use(1, [4, 5, 6, 7]) == 2
     assert one.experts.stats().guesses_right == 2
     for number in (4, 5, 6):

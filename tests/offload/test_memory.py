@@ -264,8 +264,8 @@ def resident(start: int, nbytes: int) -> int:
     """Bytes of memory that the system has for a range of addresses."""
     with open("/proc/self/pagemap", "rb", buffering=0) as pages:
         size = os.sysconf("SC_PAGE_SIZE")
-        found = os.pread(pages.fileno(), nbytes // size * 8, start // size * 8)
-    return size * sum(int.from_bytes(found[at : at + 8], "little") >> 63 for at in range(0, len(found), 8))
+        entries = os.pread(pages.fileno(), nbytes // size * 8, start // size * 8)
+    return size * sum(int.from_bytes(entries[at : at + 8], "little") >> 63 for at in range(0, len(entries), 8))
 
 
 def test_a_module_of_layers_has_their_values_beside_a_model_that_is_closed(folder: Path) -> None:

@@ -34,7 +34,7 @@ def made(family: str) -> Any:
 
 def all_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     every = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: each.detach() + 0 for name, each in every}
+    return {name: tensor.detach() + 0 for name, tensor in every}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -50,9 +50,9 @@ def test_a_model_of_transformers_gets_the_values_of_its_initialize_weights(folde
         torch.manual_seed(3)
         given = {"param_init_fn": mine._init_weights} if by_init_weights else {}
         with swap_params(mine, folder, memory_budget="64M", min_bytes=1 * KIB, **given):
-            found = all_tensors(mine)
-            assert found.keys() == expected.keys()
-            assert [name for name in expected if not torch.equal(found[name], expected[name])] == []
+            actual = all_tensors(mine)
+            assert actual.keys() == expected.keys()
+            assert [name for name in expected if not torch.equal(actual[name], expected[name])] == []
             assert len(list(mine.parameters())) == len(list(usual.parameters())), "tied ones are one parameter"
 
 
@@ -64,8 +64,8 @@ def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> N
                                        torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 64))  # fmt: skip
 
     def twos(module: torch.nn.Module) -> None:
-        for each in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            each.fill_(2)
+        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+            tensor.fill_(2)
 
     mine, other = make("meta"), make("cpu")
     torch.manual_seed(5)
@@ -74,7 +74,7 @@ def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> N
         assert all(torch.equal(*both) for both in zip(mine.buffers(), other.buffers(), strict=True))
     mine = make("meta")
     with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=4 * KIB, param_init_fn=twos):
-        assert all(torch.equal(each, torch.full_like(each, 2)) for each in values(mine))
+        assert all(torch.equal(value, torch.full_like(value, 2)) for value in values(mine))
 
 
 def test_a_tied_weight_keeps_the_values_of_its_first_module(folder: Path) -> None:
@@ -120,22 +120,22 @@ def test_what_nothing_initializes_is_refused_by_its_name(
         with torch.device("meta"):
             return torch.nn.ModuleList([Partial(shape, dtype), torch.nn.Linear(60, 60)])
 
-    def fill(each: Any, whole: bool) -> None:
-        if isinstance(each, Partial):
-            each.reset_parameters()
+    def fill(layer: Any, whole: bool) -> None:
+        if isinstance(layer, Partial):
+            layer.reset_parameters()
             if whole:
-                each.table = torch.zeros_like(each.table)
-        elif whole and isinstance(each, torch.nn.Linear):
-            each.weight.data = torch.ones(60, 60)
-            each.bias.data = torch.ones(60)
+                layer.table = torch.zeros_like(layer.table)
+        elif whole and isinstance(layer, torch.nn.Linear):
+            layer.weight.data = torch.ones(60, 60)
+            layer.bias.data = torch.ones(60)
 
     given: Any = {"memory_budget": "1M", "min_bytes": 1 * KIB}
     with pytest.raises(ValueError, match=r"initializes 0.table of this module .* \(neither reset_parameters nor init"):
         swap_params(make(), folder, **given)
     with pytest.raises(ValueError, match=r"initializes 1.weight and 2 more tensors .* \(param_init_fn does not\)"):
-        swap_params(make(), folder, **given, param_init_fn=lambda each: fill(each, False))
+        swap_params(make(), folder, **given, param_init_fn=lambda layer: fill(layer, False))
     module: Any = make()
-    with swap_params(module, folder, **given, param_init_fn=lambda each: fill(each, True)):
+    with swap_params(module, folder, **given, param_init_fn=lambda layer: fill(layer, True)):
         assert not module[0].table.any()
         assert torch.equal(module[1].weight + 0, torch.ones(60, 60))
     assert not list(folder.iterdir())

@@ -54,7 +54,7 @@ def gated_otherwise(module: Any, *_: Any) -> None:
 def activated_and_counted(module: Any, *_: Any) -> None:
     module.seen = []
     module.act_fn = nn.SiLU()
-    module.act_fn.register_forward_hook(lambda _, given, found: module.seen.append(found.clone()))
+    module.act_fn.register_forward_hook(lambda _, given, output: module.seen.append(output.clone()))
 
 
 def parametrized_and_counted(module: Any, *_: Any) -> None:
@@ -93,7 +93,7 @@ def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
 
     if not after:
         changed(ours)
-    with stream_weights(ours, folder, memory_budget=sum(each.nbytes for each in ours.parameters())) as model:
+    with stream_weights(ours, folder, memory_budget=sum(param.nbytes for param in ours.parameters())) as model:
         model.set_experts_implementation(implementation)
         for part in (tokens * 0, tokens, tokens[:1, :1], tokens[:1, :1]) if after else ():
             assert torch.equal(model(part).logits, plain(part).logits)
@@ -104,7 +104,7 @@ def test_experts_whose_forward_is_the_users_own_are_computed_by_that(
         for part in (tokens, tokens[:1, :1], tokens[1:, 2:3]):
             assert torch.equal(model(part).logits, plain(part).logits)
         for one, other in zip(model.model.layers, plain.model.layers, strict=True):
-            seen = [getattr(each.mlp.experts, "seen", []) for each in (one, other)]
+            seen = [getattr(layer.mlp.experts, "seen", []) for layer in (one, other)]
             assert len(seen[0]) == len(seen[1])
             assert all(map(torch.equal, *seen))
 
@@ -121,9 +121,9 @@ def test_the_class_and_the_methods_of_a_streamed_module_are_the_usual_ones(
         monkeypatch.setattr(own, "forward", type(modules[0]).forward)  # as who ends a patch does
         assert torch.equal(model(X), expected := plain(X))
         modules[0].forward = lambda *given, bound=modules[0].forward: bound(*given)
-        for each in modules[1:]:
-            before = type(each).forward
-            each.__class__ = type("Own", (type(each),), {"forward": lambda *given, before=before: before(*given)})
+        for module in modules[1:]:
+            before = type(module).forward
+            module.__class__ = type("Own", (type(module),), {"forward": lambda *given, before=before: before(*given)})
         monkeypatch.setattr(own, "forward", None)  # not what was taken before
         assert torch.equal(model(X), expected)
 
@@ -188,8 +188,8 @@ class WithNothing(Packed):
 
 def changed(kind: str, change: Callable[[Any], object]) -> nn.Sequential:
     made = mixture(kind)
-    for each in made:
-        change(each)
+    for layer in made:
+        change(layer)
     return made.requires_grad_(False)
 
 
@@ -200,14 +200,14 @@ def three(make: Callable[[], nn.Module]) -> nn.Sequential:
 
 def one_router_for_all() -> nn.Sequential:
     made = mixture("indices")
-    for each in made:
-        each.router = made[0].router
+    for layer in made:
+        layer.router = made[0].router
     return made
 
 
 def add_nothing(layer: Any) -> None:
-    for each in layer.experts:
-        each.empty = nn.Parameter(torch.zeros(0, 3), False)
+    for expert in layer.experts:
+        expert.empty = nn.Parameter(torch.zeros(0, 3), False)
 
 
 MADE: dict[str, Callable[[], nn.Sequential]] = {
@@ -240,12 +240,12 @@ def test_layers_are_computed_again_for_backward_as_in_memory(kind: str, folder: 
     with stream_weights(mixture(kind), folder, memory_budget=nbytes(plain) // 2) as model:
         for number in range(4):
             gradients: list[Any] = []
-            for each in (plain, model):
+            for layers in (plain, model):
                 x = X[number][None].clone().requires_grad_()
-                found = x
-                for layer in each:
-                    found = checkpoint(layer, found, use_reentrant=False)
-                found.square().sum().backward()
+                output = x
+                for layer in layers:
+                    output = checkpoint(layer, output, use_reentrant=False)
+                output.square().sum().backward()
                 gradients.append(x.grad)
             assert torch.equal(*gradients)
         model._nvme_window.experts.guess(2, range(COUNT))  # under way when it is closed
@@ -256,7 +256,7 @@ def test_copies_are_in_memory_and_of_the_classes_before(folder: Path) -> None:
     plain: Any = mixture("packed")
     with stream_weights(mixture("packed"), folder, memory_budget="500K") as model:
         for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), copy.deepcopy(nn.Sequential(*model))):
-            assert [type(each) for each in copied.modules()] == [type(each) for each in plain.modules()]
+            assert [type(module) for module in copied.modules()] == [type(module) for module in plain.modules()]
             assert torch.equal(copied(X), plain(X))
         for layer in (*plain, *model):  # from now on of classes that torch has derived
             parametrize.register_parametrization(layer.experts, "up", nn.Tanh())

@@ -69,10 +69,10 @@ class Caches(RuleBasedStateMachine):
             assert sizes[0] == sizes[1]
             keys = torch.randn(self.batch, 2, tokens, 64, generator=self.states)
             values = torch.randn(self.batch, 2, tokens, 128, generator=self.states).to(torch.bfloat16)
-            found, want = (cache.update(keys, values, layer) for cache in self.caches)
-            assert torch.equal(found[0], want[0])
-            assert torch.equal(found[1], want[1])
-            del found, want  # their memory is needed
+            ours, want = (cache.update(keys, values, layer) for cache in self.caches)
+            assert torch.equal(ours[0], want[0])
+            assert torch.equal(ours[1], want[1])
+            del ours, want  # their memory is needed
 
     @precondition(lambda self: self.length() > 0)
     @rule()

@@ -69,7 +69,7 @@ def either(request: pytest.FixtureRequest) -> Any:
 
 def require_equal(model: nn.Module, plain: nn.Module) -> None:
     expected = plain.state_dict()
-    assert [name for name, each in model.state_dict().items() if not torch.equal(each + 0, expected[name])] == []
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor + 0, expected[name])] == []
 
 
 # Saving and loading
@@ -82,9 +82,9 @@ def test_a_module_is_saved_whole_and_loaded_into_or_refused(name: str, either: A
         with torch.no_grad():
             either.first.weight.zero_()  # it has the values of the call
     saving.result()
-    found = nvme_ops.load(folder / name)
-    assert sorted(found) == ["embedding.weight", "first.bias", "first.weight", "second.bias", "second.weight"]
-    assert all(torch.equal(found[each], plain.state_dict()[each]) for each in found)
+    loaded = nvme_ops.load(folder / name)
+    assert sorted(loaded) == ["embedding.weight", "first.bias", "first.weight", "second.bias", "second.weight"]
+    assert all(torch.equal(loaded[key], plain.state_dict()[key]) for key in loaded)
     other = Model()
     nvme_ops.save(other, folder / name)
     if isinstance(either.first.weight, StoredTensor):
@@ -101,19 +101,19 @@ def test_views_and_conversions_of_a_weight_are_saved_beside_it(either: Any, plai
         return {"weight": weight, "turned": weight.t(), "half": weight.to(torch.float16), "rows": weight[3:7]}
 
     expected = of(plain.first.weight.detach())
-    tensors = {name: each.detach() for name, each in of(either.first.weight).items()}
+    tensors = {name: tensor.detach() for name, tensor in of(either.first.weight).items()}
     nvme_ops.save(tensors, folder / "a.pt")
     nvme_ops.save({name: tensors[name] for name in ("weight", "half")}, folder / "a.safetensors")
     states = [nvme_ops.load(folder / "a.pt"), nvme_ops.load(folder / "a.safetensors")]
     if isinstance(either.first.weight, StoredTensor):
-        for name, each in tensors.items():
-            either.register_buffer(f"{name}_", each)
+        for name, tensor in tensors.items():
+            either.register_buffer(f"{name}_", tensor)
         for model, prefix in ((either, ""), (nn.Sequential(either), "0.")):
             state = model.state_dict()
             states.append({name: state[f"{prefix}{name}_"] + 0 for name in expected})
-    for found in states:
-        assert {name: each.dtype for name, each in found.items()} == {name: expected[name].dtype for name in found}
-        assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    for saved in states:
+        assert {name: tensor.dtype for name, tensor in saved.items()} == {name: expected[name].dtype for name in saved}
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
 
 
 def test_tensors_without_memory_are_not_taken_for_tied() -> None:
@@ -133,9 +133,9 @@ def test_pickled_tensors_are_usual_and_share_memory_when_tied(either: Any, plain
     stream = io.BytesIO()
     torch.save(dict(either.named_parameters(remove_duplicate=False)), stream)
     stream.seek(0)
-    found = torch.load(stream, weights_only=True)
-    assert all(torch.equal(each, plain.get_parameter(name)) for name, each in found.items())
-    assert found["head.weight"].data_ptr() == found["embedding.weight"].data_ptr()
+    loaded = torch.load(stream, weights_only=True)
+    assert all(torch.equal(tensor, plain.get_parameter(name)) for name, tensor in loaded.items())
+    assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     assert stream.getbuffer().nbytes < 4 * plain.first.weight.nbytes
     if not isinstance(either.first.weight, StoredTensor):
         kept = pickle.loads(pickle.dumps(either.first.weight))
@@ -184,9 +184,9 @@ def test_lists_are_taken_one_by_one_and_joined_within_the_budget(folder: Path) -
     plain = nn.ParameterList(torch.ones(1024) * number for number in range(20))
     model = copy.deepcopy(plain)
     with swap_params(model, folder, memory_budget="12K", min_bytes=1) as swapping, torch.no_grad():
-        for each in (list(model), list(plain)):
-            torch._foreach_add_(each, list(range(20)))
-            torch._foreach_addcmul_(each, each, each, torch.arange(20.0))
+        for tensors in (list(model), list(plain)):
+            torch._foreach_add_(tensors, list(range(20)))
+            torch._foreach_addcmul_(tensors, tensors, tensors, torch.arange(20.0))
         assert torch.equal(torch.stack(torch._foreach_norm(list(model))), torch.stack(torch._foreach_norm(list(plain))))
         assert torch.equal(torch.cat(list(model)), torch.cat(list(plain)))
         assert swapping.stats().peak_bytes <= 12 << 10
@@ -196,8 +196,8 @@ def test_values_read_in_inference_mode_can_be_changed_later(swapped: Any) -> Non
     with torch.inference_mode():
         swapped(torch.ones(1, 48))
     with torch.no_grad():
-        for each in swapped.parameters():
-            each.fill_(2)
+        for param in swapped.parameters():
+            param.fill_(2)
     assert float(swapped.second.bias.sum()) == 96
 
 

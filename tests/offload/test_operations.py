@@ -28,8 +28,8 @@ from nvme_ops.offload import save_on_nvme
 from tests.offload.elsewhere import KINDS, alone, apart, elsewhere, same, values
 
 POLICIES = ("nvme", "auto")  # of save_on_nvme
-OPERATIONS = {f"{each.name}.{each.variant_test_name}".strip("."): each for each in op_db}
-SAMPLED = {getattr(each, "__name__", "") for op in op_db for each in (op.method_variant, op.inplace_variant)}
+OPERATIONS = {f"{op.name}.{op.variant_test_name}".strip("."): op for op in op_db}
+SAMPLED = {getattr(variant, "__name__", "") for op in op_db for variant in (op.method_variant, op.inplace_variant)}
 SAMPLED |= {f"{alias.name}{mark}" for op in op_db for alias in op.aliases for mark in ("", "_")}
 SAMPLED |= {f"__{mark}{getattr(op.operator_variant, '__name__', '')}__" for op in op_db for mark in ("", "i", "r")}
 #: What is another in each process, or for each tensor, or words for people; or whatever is in memory.
@@ -40,7 +40,7 @@ OWN = re.compile(
     r"_make_.*|_is_view|_base|_typed_storage|_version|storage_type|__orig_bases__|__torch_.*|.*data_ptr|new|.*empty.*|"
     r"resize_|_python_dispatch"
 )
-ATTRIBUTES = [each for each in dir(torch.Tensor) if each not in {*SAMPLED, *OPERATIONS} and not OWN.fullmatch(each)]
+ATTRIBUTES = [name for name in dir(torch.Tensor) if name not in {*SAMPLED, *OPERATIONS} and not OWN.fullmatch(name)]
 
 
 def _saved(value: Any) -> Any:
@@ -100,31 +100,31 @@ class Case(NamedTuple):
 
     def copies(self) -> list[torch.Tensor]:
         """Returns copies of the tensors."""
-        return [each.detach().clone().requires_grad_(each.requires_grad) for each in self.tensors]
+        return [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in self.tensors]
 
     def outcome(self, tensors: Tensors) -> tuple[Any, Any]:
         """Returns the results with other tensors, and gradients unless something is written to afterwards."""
         torch.default_generator.manual_seed(1)
         random.seed(1)
         result = self.call(tensors)
-        outs = [each for each in tree_leaves(result) if isinstance(each, torch.Tensor)]
+        outs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         with torch.no_grad():
-            for each in outs if self.then == "result" else tensors if self.then else []:
-                each[(slice(1),) * each.dim()].fill_(1)
-        outs = [each for each in outs if each.requires_grad and not self.then]
-        inputs = [each for each in tensors if each.requires_grad]
-        given = [torch.full_like(values(each), 0.5 + number) for number, each in enumerate(outs)]
+            for tensor in outs if self.then == "result" else tensors if self.then else []:
+                tensor[(slice(1),) * tensor.dim()].fill_(1)
+        outs = [out for out in outs if out.requires_grad and not self.then]
+        inputs = [tensor for tensor in tensors if tensor.requires_grad]
+        given = [torch.full_like(values(out), 0.5 + number) for number, out in enumerate(outs)]
         return result, torch.autograd.grad(outs, inputs, given, allow_unused=True) if outs and inputs else ()
 
 
 def sampled(op: Any, sample: Any, way: str) -> Iterator[Case]:
     """Yields how an operation is called with a sample."""
     leaves, shape = tree_flatten((sample.input, sample.args, sample.kwargs))
-    tensors = list({id(each): each for each in leaves if isinstance(each, torch.Tensor)}.values())
+    tensors = list({id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}.values())
 
     def call(function: Any, given: Tensors) -> Any:
-        others = {id(each): other for each, other in zip(tensors, given)}  # noqa: B905  (the last may be for out=)
-        first, args, kwargs = tree_unflatten([others.get(id(each), each) for each in leaves], shape)
+        others = {id(tensor): other for tensor, other in zip(tensors, given)}  # noqa: B905  (the last may be for out=)
+        first, args, kwargs = tree_unflatten([others.get(id(leaf), leaf) for leaf in leaves], shape)
         return function(first, *args, **kwargs, **({"out": given[-1]} if len(given) > len(tensors) else {}))
 
     if way in POLICIES:
@@ -132,11 +132,11 @@ def sampled(op: Any, sample: Any, way: str) -> Iterator[Case]:
         return
     every = list(range(len(tensors)))
     for name, function in {"": op.op, "method": op.method_variant, "operator": op.operator_variant}.items():
-        for mask in [[each] for each in every] + [every] * (len(every) > 1) if function is not None else []:
+        for mask in [[at] for at in every] + [every] * (len(every) > 1) if function is not None else []:
             untrained = mask if way == "streamed" else ()
-            given = [each.detach() if index in untrained else each for index, each in enumerate(tensors)]
+            given = [tensor.detach() if index in untrained else tensor for index, tensor in enumerate(tensors)]
             yield Case(name, partial(call, function), given, mask)
-    without = [each.detach() for each in tensors]
+    without = [tensor.detach() for tensor in tensors]
     for index in every:
         yield Case("", partial(call, op.op), without, [index], "result")
         if way == "swapped":
@@ -145,7 +145,7 @@ def sampled(op: Any, sample: Any, way: str) -> Iterator[Case]:
             yield Case("in place", partial(call, op.inplace_variant), without, [index])
     if op.supports_out:
         try:
-            out = torch.zeros_like(call(op.op, [each.clone() for each in without]))
+            out = torch.zeros_like(call(op.op, [tensor.clone() for tensor in without]))
         except Exception:
             return
         yield Case("out=", partial(call, op.op), [*without, out], [len(without)])
@@ -204,18 +204,18 @@ def differences(
             return [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
     places = [(given, index) for case, given, *_ in tried for index in case.mask]
     with elsewhere(way, [given[index] for given, index in places], folder) as moved:
-        for (given, index), each in zip(places, moved, strict=True):
-            given[index] = each
-        found = [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
+        for (given, index), tensor in zip(places, moved, strict=True):
+            given[index] = tensor
+        words = [word(lambda: same(case.outcome(given), theirs)) for case, given, theirs, _ in tried]  # noqa: B023
         moved.forget()
         for number, (case, given, _, usual) in enumerate(tried):
-            refused = refusals.search(found[number])
+            refused = refusals.search(words[number])
             wanted, which = (case.tensors, case.mask) if refused else (usual, range(len(usual)))
             after = word(
-                lambda: same([values(given[each]) for each in which], [wanted[each].detach() for each in which])  # noqa: B023
+                lambda: same([values(given[at]) for at in which], [wanted[at].detach() for at in which])  # noqa: B023
             )
-            found[number] = after if refused else found[number] or after
-        return found
+            words[number] = after if refused else words[number] or after
+        return words
 
 
 def operate(name: str, folder: Path) -> list[str]:
@@ -225,7 +225,7 @@ def operate(name: str, folder: Path) -> list[str]:
     torch.default_generator.manual_seed(0)
     random.seed(0)
     if op is not None:
-        dtype = rng.choice([each for each in (torch.float32, torch.float64) if each in op.dtypes] or [None])
+        dtype = rng.choice([kind for kind in (torch.float32, torch.float64) if kind in op.dtypes] or [None])
         if dtype is None or OWN.fullmatch(name):
             return said
         trained = op.supports_autograd and dtype in op.backward_dtypes
@@ -235,11 +235,11 @@ def operate(name: str, folder: Path) -> list[str]:
         for case in sampled(op, sample, way) if op is not None else tried(name, way):
             given, usual = case.copies(), case.copies()
             with contextlib.suppress(Exception):  # what torch does not do, either
-                rows.append((case, given, case.outcome(usual), [each.detach() for each in usual]))
+                rows.append((case, given, case.outcome(usual), [tensor.detach() for tensor in usual]))
         refusals = ANY_REFUSED if op is None else REFUSED
-        for (case, *_), found in zip(rows, differences(rows, way, folder, refusals), strict=True):
-            line = f"{name} {way} {case.name} {case.then}, {case.mask} of {len(case.tensors)}: {found}"
-            if found and not any(re.search(pattern, line) for pattern in DIFFERENT):
+        for (case, *_), differs in zip(rows, differences(rows, way, folder, refusals), strict=True):
+            line = f"{name} {way} {case.name} {case.then}, {case.mask} of {len(case.tensors)}: {differs}"
+            if differs and not any(re.search(pattern, line) for pattern in DIFFERENT):
                 said.append(line)
     return said
 
@@ -249,6 +249,6 @@ def operate(name: str, folder: Path) -> list[str]:
 @alone
 def test_as_with_usual_tensors_or_refused(part: Any, folder: Path) -> None:
     names = [*OTHERS, *random.Random(0).sample(NAMES, 40)] if part == "some" else NAMES[part::3]
-    found = apart(list(dict.fromkeys(names)), partial(operate, folder=folder))
-    said = "\n".join(line for lines in found.values() for line in lines)
+    results = apart(list(dict.fromkeys(names)), partial(operate, folder=folder))
+    said = "\n".join(line for lines in results.values() for line in lines)
     assert not said, said

@@ -57,10 +57,10 @@ def test_states_of_other_options_are_refused_where_there_is_no_room(
             less.step()
         less.param_groups[0][option] = usual
         if name != "SGD":
-            found = copy.deepcopy(more.state_dict())
-            found["param_groups"][0][option] = 0
+            state = copy.deepcopy(more.state_dict())
+            state["param_groups"][0][option] = 0
             with pytest.raises(ValueError, match="has no room for"):
-                less.load_state_dict(found)
+                less.load_state_dict(state)
         assert differ([values(model), states(less)], before) == ""
         train(model, less, 2, 3)
 
@@ -73,19 +73,19 @@ def test_the_states_of_a_parameter_can_be_looked_up(folder: Path) -> None:
             for model, optimizer in ((mine, ours), (other, plain)):
                 backward(model, step)
                 optimizer.step()
-            found = {
-                number: dict(ours.state[each]) for number, each in enumerate(mine.parameters()) if each in ours.state
+            actual = {
+                number: dict(ours.state[param]) for number, param in enumerate(mine.parameters()) if param in ours.state
             }
             expected = {
-                number: plain.state[each] for number, each in enumerate(other.parameters()) if each in plain.state
+                number: plain.state[param] for number, param in enumerate(other.parameters()) if param in plain.state
             }
-            assert differ(found, expected) == ""
+            assert differ(actual, expected) == ""
         (state, *_) = ours.state.values()
         assert (repr(state), len(state), "lr" in state) == ("<ParameterStates step, exp_avg, exp_avg_sq>", 3, False)
         assert differ(copy.deepcopy(state), dict(state)) == ""
         with pytest.raises(KeyError, match="lr"):
             state["lr"]
-        del found
+        del actual
         ours.step()
     with pytest.raises(ValueError, match="is closed"):
         state["exp_avg"]
@@ -102,19 +102,19 @@ def test_a_flattened_state_dict_of_torch_is_gone_on_with(folder: Path, dtype: to
             mine.get_parameter("none").grad = torch.zeros(0, 3, dtype=dtype)
             optimizer.step()
         optimizer.zero_grad()
-        found = get_optimizer_state_dict(mine, optimizer, options=options)
-        assert ("state.none.exp_avg" in found, "state.unused.exp_avg" in found) == (True, False)
+        saved = get_optimizer_state_dict(mine, optimizer, options=options)
+        assert ("state.none.exp_avg" in saved, "state.unused.exp_avg" in saved) == (True, False)
         other.load_state_dict(mine.state_dict())
         with adamw(other, folder, name="other") as resumed:
-            set_optimizer_state_dict(other, resumed, found, options=options)
+            set_optimizer_state_dict(other, resumed, saved, options=options)
             assert differ(states(resumed), states(optimizer)) == ""
-            for model, each in ((mine, optimizer), (other, resumed)):
+            for model, its_optimizer in ((mine, optimizer), (other, resumed)):
                 backward(model, 2)
-                each.step()
+                its_optimizer.step()
             assert differ([values(other), states(resumed)], [values(mine), states(optimizer)]) == ""
-            del found["state.0.weight.exp_avg"]
+            del saved["state.0.weight.exp_avg"]
             with pytest.raises(ValueError, match="no 'exp_avg' of a parameter of shape"):
-                set_optimizer_state_dict(other, resumed, found, options=options)
+                set_optimizer_state_dict(other, resumed, saved, options=options)
 
 
 def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
@@ -123,21 +123,21 @@ def test_state_dicts_are_the_programs_own_and_have_to_fit(folder: Path) -> None:
         assert optimizer.state_dict()["state"] == {}
         backward(model, 0)
         optimizer.step()
-        found = optimizer.state_dict()
-        before = found["state"][2]["exp_avg"].clone()
+        state = optimizer.state_dict()
+        before = state["state"][2]["exp_avg"].clone()
         backward(model, 1)
         optimizer.step()
-        assert torch.equal(found["state"][2]["exp_avg"], before)
-        found["state"][2]["exp_avg"].zero_()
-        kept = found["state"][2].pop("exp_avg")
+        assert torch.equal(state["state"][2]["exp_avg"], before)
+        state["state"][2]["exp_avg"].zero_()
+        kept = state["state"][2].pop("exp_avg")
         with pytest.raises(ValueError, match="no 'exp_avg' of a parameter of shape"):
-            optimizer.load_state_dict(found)
-        found["state"][2]["exp_avg"] = kept[:5]
+            optimizer.load_state_dict(state)
+        state["state"][2]["exp_avg"] = kept[:5]
         with pytest.raises(ValueError, match=r"'exp_avg' of shape \(5, 30\) is for a parameter of shape \(401, 30\)"):
-            optimizer.load_state_dict(found)
-        found["param_groups"][0]["params"].pop()
+            optimizer.load_state_dict(state)
+        state["param_groups"][0]["params"].pop()
         with pytest.raises(ValueError, match="group"):
-            optimizer.load_state_dict(found)
+            optimizer.load_state_dict(state)
 
 
 def test_a_momentum_that_is_none_begins_with_the_next_step(folder: Path) -> None:
@@ -145,11 +145,11 @@ def test_a_momentum_that_is_none_begins_with_the_next_step(folder: Path) -> None
     mine, other = network(), network()
     options: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
     plain = torch.optim.SGD(other.parameters(), **options)
-    found = plain.state_dict()
-    found["state"] = {number: {"momentum_buffer": None} for number in found["param_groups"][0]["params"]}
+    state = plain.state_dict()
+    state["state"] = {number: {"momentum_buffer": None} for number in state["param_groups"][0]["params"]}
     with NvmeOptimizer(mine.parameters(), torch.optim.SGD, folder, memory_budget="1M", **options) as ours:
         for model, optimizer in ((mine, ours), (other, plain)):
-            optimizer.load_state_dict(found)
+            optimizer.load_state_dict(state)
             backward(model, 0)
             optimizer.step()
         assert equal(values(mine), values(other))
@@ -252,14 +252,14 @@ def test_a_failed_step_is_gone_on_with_unless_the_gradients_are_others(folder: P
                     backward(mine, 7)
                 before = values(mine)
                 if how != "the same":
-                    for each in mine.parameters():
-                        if each.grad is not None:
-                            each.grad.mul_(2)
+                    for param in mine.parameters():
+                        if param.grad is not None:
+                            param.grad.mul_(2)
             optimizer.step()
             plain.step()
             if step == 1 and how != "the same":
                 changed = [not torch.equal(one, two) for one, two in zip(before, values(mine), strict=True)]
-                assert changed == [each.grad is not None and each.numel() > 0 for each in mine.parameters()]
+                assert changed == [param.grad is not None and param.numel() > 0 for param in mine.parameters()]
         assert equal(values(mine), values(other)) is (how == "the same")
 
 
@@ -270,10 +270,10 @@ def test_what_a_failed_step_has_put_back_is_the_programs_to_change(folder: Path)
         backward(model, 0)
         with pytest.raises(OSError, match="Input/output error"):
             optimizer.step()
-        for each in model.parameters():
-            each.data.fill_(5.0)
+        for param in model.parameters():
+            param.data.fill_(5.0)
         optimizer.step()
-        assert all(bool((each == 5).all()) for each in model.parameters())
+        assert all(bool((param == 5).all()) for param in model.parameters())
 
 
 class Stopping(dict[Any, Any]):
@@ -364,7 +364,7 @@ def test_a_failure_is_raised_by_the_step_which_can_go_on(folder: Path, free: boo
         with pytest.raises(OSError, match="Input/output error") as caught:
             optimizer.step()
         assert "step 1 of NvmeOptimizer" in caught.value.__notes__[0]
-        assert free is any(each.grad is None for layer in mine for each in layer.parameters())
+        assert free is any(param.grad is None for layer in mine for param in layer.parameters())
         optimizer.step()
         assert equal(values(mine), values(other))
 
@@ -395,8 +395,8 @@ def test_ctrl_c_while_the_disk_is_slow(folder: Path, number: int, free: bool, ti
                     time.sleep(0.3)
             optimizer.step()
         assert equal(values(mine), values(other))
-        found, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
-        assert all(torch.equal(found[each]["step"], expected[each]["step"]) for each in found)
+        actual, expected = optimizer.state_dict()["state"], plain.state_dict()["state"]
+        assert all(torch.equal(actual[key]["step"], expected[key]["step"]) for key in actual)
 
 
 # Stopped at any moment of a load, a save or the end of a step: old or new states, whole. A program that is killed:
@@ -435,8 +435,8 @@ class Reference:
 
     def has(self, optimizer: NvmeOptimizer, step: int, options: bool = False) -> bool:
         """Whether the optimizer has the states of a step, and perhaps the options."""
-        found, wanted = states(optimizer), self.states[step]
-        return differ(found, wanted) == "" if options else differ(found[:-1], wanted[:-1]) == ""
+        actual, wanted = states(optimizer), self.states[step]
+        return differ(actual, wanted) == "" if options else differ(actual[:-1], wanted[:-1]) == ""
 
 
 @LOST
@@ -459,9 +459,9 @@ def test_a_step_that_the_backward_pass_has_taken_is_not_taken_again(folder: Path
             assert equal(values(mine), values(other)), moment.where
 
         step(0, counted := Interrupt())
-        for number in (found := list(numbers("taken", counted.count, 20))):
+        for number in (chosen := list(numbers("taken", counted.count, 20))):
             step(number, Interrupt(number))
-        assert ours.steps == len(found) + 1
+        assert ours.steps == len(chosen) + 1
         assert differ(states(ours)[:-1], states(plain)[:-1]) == ""
 
 
@@ -492,13 +492,13 @@ def test_a_load_or_save_stopped_at_any_moment_is_old_or_new(folder: Path, how: s
             if how == "save_states":
                 assert reference.has(ours, new)
                 other.load_states(path)
-            found, options = other if how == "save_states" else ours, how == "load_state_dict"
-            if not reference.has(found, now, options):
-                assert reference.has(found, new, options), line.where
+            restored, options = other if how == "save_states" else ours, how == "load_state_dict"
+            if not reference.has(restored, now, options):
+                assert reference.has(restored, new, options), line.where
                 now = new
             if number % 5 == 0 and how != "save_states":  # and that is what a step begins with
                 mine.load_state_dict(reference.models[now])
                 take(mine, ours, now)
                 assert equal(values(mine), list(reference.models[now + 1].values())), line.where
                 change(now)
-    assert {each.name for each in folder.iterdir() if not each.name.startswith(".nvme_ops-")} <= {"2", "3", "states"}
+    assert {entry.name for entry in folder.iterdir() if not entry.name.startswith(".nvme_ops-")} <= {"2", "3", "states"}

@@ -31,28 +31,28 @@ LOW = torch.bfloat16
 
 
 def _load(model: torch.nn.Module, folder: Path) -> None:
-    nvme_ops.save({name: each * 2 for name, each in model.state_dict().items()}, folder / "twice.safetensors")
+    nvme_ops.save({name: tensor * 2 for name, tensor in model.state_dict().items()}, folder / "twice.safetensors")
     nvme_ops.load(folder / "twice.safetensors", into=model)
 
 
 def _replace(model: torch.nn.Module, _: Path) -> None:
-    for each in model.parameters():
-        each.data = (each.detach() * 0.3).clone()
+    for param in model.parameters():
+        param.data = (param.detach() * 0.3).clone()
 
 
 @torch.no_grad()
 def _prune(model: torch.nn.Module, _: Path) -> None:
-    for each in model.parameters():
-        each.mul_(values_of(each).abs() > 0.05)
+    for param in model.parameters():
+        param.mul_(values_of(param).abs() > 0.05)
 
 
 EDITS: dict[str, Callable[[torch.nn.Module, Path], Any]] = {
-    "clamp_": lambda model, _: [each.detach().clamp_(-0.1, 0.1) for each in model.parameters()],
+    "clamp_": lambda model, _: [param.detach().clamp_(-0.1, 0.1) for param in model.parameters()],
     "load_state_dict": lambda model, _: model.load_state_dict({k: v * 3 for k, v in model.state_dict().items()}),
     "mask": _prune,
     "data = t": _replace,
-    "data.mul_": lambda model, _: [each.data.mul_(-0.5) for each in model.parameters()],
-    "nan": lambda model, _: [each.detach()[..., 0].fill_(torch.nan) for each in model.parameters()],
+    "data.mul_": lambda model, _: [param.data.mul_(-0.5) for param in model.parameters()],
+    "nan": lambda model, _: [param.detach()[..., 0].fill_(torch.nan) for param in model.parameters()],
     "load(into=)": _load,
 }
 
@@ -82,7 +82,7 @@ def test_float32_masters_follow_what_the_program_does_to_parameters(
                 backward(model, step)
             optimizer.step()
             plain.step()
-        assert differ([values_of(each) for each in mine.parameters()], values(other)) == ""
+        assert differ([values_of(param) for param in mine.parameters()], values(other)) == ""
         assert differ(states(optimizer), states(plain)) == ""
 
 
@@ -97,15 +97,15 @@ def _convolution() -> Any:
 def _train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, *steps: int) -> None:
     """Takes steps whose gradients depend on nothing but the step."""
     for step in steps:
-        for number, each in enumerate(model.parameters()):
+        for number, param in enumerate(model.parameters()):
             generator = torch.Generator().manual_seed(10 * step + number)
-            each.grad = torch.randn(each.shape, generator=generator)
+            param.grad = torch.randn(param.shape, generator=generator)
         optimizer.step()
 
 
 def _reversed(model: torch.nn.Module) -> None:
-    for each in model.parameters():
-        each.data = each.detach().permute(*range(each.dim())[::-1]).clone().permute(*range(each.dim())[::-1])
+    for param in model.parameters():
+        param.data = param.detach().permute(*range(param.dim())[::-1]).clone().permute(*range(param.dim())[::-1])
 
 
 @pytest.mark.parametrize("edit", ["channels_last", "strides"])
@@ -162,16 +162,16 @@ class Pair:
         torch.manual_seed(0)
         shapes = [(300, 301), (50,), (7, 3)]
         first = [torch.nn.Parameter(torch.randn(shape)) for shape in [*shapes, (50,), (20000,)]]
-        self.all = [first, [torch.nn.Parameter(each.detach().clone()) for each in first]]
+        self.all = [first, [torch.nn.Parameter(param.detach().clone()) for param in first]]
         kind: Any = torch.optim.AdamW
-        groups = [[{"params": each[:2]}, {"params": each[2:3], "lr": 0.02}] for each in self.all]
+        groups = [[{"params": params[:2]}, {"params": params[2:3], "lr": 0.02}] for params in self.all]
         self.optimizers: list[Any] = [kind(groups[0], lr=0.01)]
         self.optimizers.append(NvmeOptimizer(groups[1], kind, folder, memory_budget="1M", lr=0.01, **options))
 
     def step(self, number: int) -> None:
         for params, optimizer in zip(self.all, self.optimizers, strict=True):
-            for place, each in enumerate(params):
-                each.grad = (each.detach() * (number + place)).sin()
+            for place, param in enumerate(params):
+                param.grad = (param.detach() * (number + place)).sin()
             optimizer.step()
 
     def edit(self, change: Callable[..., object]) -> None:
@@ -180,21 +180,21 @@ class Pair:
 
     def apart(self) -> str:
         """What differs."""
-        found = [
-            [*params, *([dict(optimizer.state.get(each, {})) for each in params])]
+        both = [
+            [*params, *([dict(optimizer.state.get(param, {})) for param in params])]
             for params, optimizer in zip(self.all, self.optimizers, strict=True)
         ]
-        return differ(found[1], found[0])
+        return differ(both[1], both[0])
 
 
 def _add_rows(optimizer: Any, one: Any, two: Any, *_: Any) -> None:
     """As those do it who add or remove rows while they train."""
-    found = optimizer.state.get(two)
+    state = optimizer.state.get(two)
     for name in ("exp_avg", "exp_avg_sq"):
-        found[name] = torch.cat([found[name], torch.zeros(5)])
+        state[name] = torch.cat([state[name], torch.zeros(5)])
     del optimizer.state[two]
     two.data = torch.cat([two.detach(), torch.ones(5)])
-    optimizer.state[two] = found
+    optimizer.state[two] = state
 
 
 def _to(optimizer: Any, *_: Any) -> None:
@@ -271,7 +271,7 @@ def test_states_that_a_program_holds_while_backward_begins_a_step(folder: Path) 
     with NvmeOptimizer(params, torch.optim.AdamW, folder, memory_budget="1M", overlap="backward") as optimizer:
         for step in range(3):
             average = optimizer.state[params[0]]["exp_avg"] if step else torch.empty(0)
-            sum(each.square().sum() for each in params).backward()  # type: ignore[union-attr]
+            sum(param.square().sum() for param in params).backward()  # type: ignore[union-attr]
             end = time.monotonic() + 60
             while not all(map(optimizer._states.is_done, optimizer._states.division.chunks)):
                 assert time.monotonic() < end
@@ -329,8 +329,8 @@ def test_edits_that_do_not_fit_are_refused_by_the_next_step(folder: Path, mistak
     _, ours = pair.optimizers
     edit(ours, *pair.all[1])
     before = copy.deepcopy(pair.all[1])
-    for each in pair.all[1]:
-        each.grad = torch.ones_like(each)
+    for param in pair.all[1]:
+        param.grad = torch.ones_like(param)
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
             ours.step()
@@ -348,9 +348,9 @@ def test_a_model_converted_between_steps_goes_on_with_float32_copies(folder: Pat
         backward(model, 1)
         gradient = model[0].weight.grad
         optimizer.step()
-        found = optimizer.state[model[0].weight]
-        assert differ(found["exp_avg"], average.lerp(gradient.float(), 1 - 0.9)) == ""
-        assert differ(found[MASTER].bfloat16(), model[0].weight.detach()) == ""
+        state = optimizer.state[model[0].weight]
+        assert differ(state["exp_avg"], average.lerp(gradient.float(), 1 - 0.9)) == ""
+        assert differ(state[MASTER].bfloat16(), model[0].weight.detach()) == ""
 
 
 def test_edits_after_a_step_has_begun_in_the_backward_pass_are_refused(folder: Path) -> None:
@@ -380,7 +380,7 @@ def test_a_parameter_that_takes_no_gradient_now_during_the_backward_pass(folder:
     for number, (model, made) in enumerate(pairs):
         model[3].requires_grad_(False)
         options: Any = {"memory_budget": "1M", "overlap": "backward", "free_gradients": True}
-        given = [each for each in model.parameters() if each is not model[0].bias], torch.optim.AdamW
+        given = [param for param in model.parameters() if param is not model[0].bias], torch.optim.AdamW
         made.append(given[1](given[0]) if number else NvmeOptimizer(*given, folder, **options))
     for step in range(6):
         for model, (optimizer,) in pairs:
@@ -408,17 +408,17 @@ def test_state_dicts_of_earlier_versions_of_torch(folder: Path, name: str) -> No
         for model, optimizer in ((mine, ours), (other, plain)):
             backward(model, 0)
             optimizer.step()
-            found = copy.deepcopy(optimizer.state_dict())
-            for state in found["state"].values():
+            saved = copy.deepcopy(optimizer.state_dict())
+            for state in saved["state"].values():
                 state.update(
-                    {key: each.item() for key, each in state.items() if torch.is_tensor(each) and not each.dim()}
+                    {key: value.item() for key, value in state.items() if torch.is_tensor(value) and not value.dim()}
                 )
                 if "step" in state:
                     state["step"] = int(state["step"])
-            for group in found["param_groups"]:
+            for group in saved["param_groups"]:
                 for key in ("foreach", "fused", "maximize", "capturable", "differentiable", "decoupled_weight_decay"):
                     group.pop(key, None)
-            optimizer.load_state_dict(found)
+            optimizer.load_state_dict(saved)
             for step in (1, 2):
                 backward(model, step)
                 optimizer.step()

@@ -53,13 +53,13 @@ def small() -> torch.nn.Module:
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
     """Takes steps with gradients that depend on the parameters, without autograd, whose threads a child lacks."""
     for step in range(begin, end):
-        for each in model.parameters():
-            each.grad = (each.detach() * (step + 1)).sin()
+        for param in model.parameters():
+            param.grad = (param.detach() * (step + 1)).sin()
         optimizer.step()
 
 
 def states(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [value for _, each in sorted(optimizer.state_dict()["state"].items()) for value in each.values()]
+    return [value for _, state in sorted(optimizer.state_dict()["state"].items()) for value in state.values()]
 
 
 def same_as_torch(optimizer: NvmeOptimizer, steps: int) -> bool:
@@ -72,8 +72,8 @@ def same_as_torch(optimizer: NvmeOptimizer, steps: int) -> bool:
 
 def records(folder: Path) -> list[Path]:
     """The files of the records, the newer one first."""
-    found = [each for each in folder.rglob("*") if each.is_file() and b"nvme_ops commit 2" in each.read_bytes()[:17]]
-    return sorted(found, key=lambda each: -int(each.read_bytes().split()[3]))
+    files = [path for path in folder.rglob("*") if path.is_file() and b"nvme_ops commit 2" in path.read_bytes()[:17]]
+    return sorted(files, key=lambda path: -int(path.read_bytes().split()[3]))
 
 
 def restarted() -> Any:
@@ -91,7 +91,7 @@ def test_kept_states_go_on_where_they_ended_and_no_others(folder: Path) -> None:
             train(mine, optimizer, step, step + 1)
             with pytest.raises(BlockingIOError, match=f"in use by process {os.getpid()}"):
                 kept(folder, small())
-            (inner,) = [each for each in folder.iterdir() if each.is_dir()]
+            (inner,) = [path for path in folder.iterdir() if path.is_dir()]
             (inner / "foreign").write_text("not ours")
     assert equal(values(mine), values(other))
     for model, options, word in (
@@ -146,9 +146,9 @@ def test_killed_at_any_system_call_of_a_step_it_resumes_the_same_bits(folder: Pa
         prepare(place)
         killed = save_under_strace(lambda: go_on(place, expected, 2), folder, kill_at(name, number))
         assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
-        first, found = go_on(place, expected, 3)
+        first, resumed = go_on(place, expected, 3)
         seen.add(first)
-        assert equal(values(found), values(model)), f"killed at {name} {number}, found step {first}"
+        assert equal(values(resumed), values(model)), f"killed at {name} {number}, found step {first}"
     assert seen == {1, 2}
 
 
@@ -181,11 +181,11 @@ def kill() -> None:
 
 
 def loaded(optimizer: NvmeOptimizer, _: torch.nn.Module, handle: Acting, number: int) -> None:
-    found = optimizer.state_dict()
-    for each in found["state"].values():
-        each["exp_avg"].fill_(7.0)
+    saved = optimizer.state_dict()
+    for state in saved["state"].values():
+        state["exp_avg"].fill_(7.0)
     handle.after(number, kill)
-    optimizer.load_state_dict(found)
+    optimizer.load_state_dict(saved)
 
 
 def attempted_twice(optimizer: NvmeOptimizer, model: torch.nn.Module, handle: Acting, number: int = 0) -> None:
@@ -234,7 +234,7 @@ def test_a_failed_step_takes_a_third_place_for_no_longer_than_it_lasts(folder: P
 def test_states_that_somebody_has_damaged_are_refused(folder: Path, change: Callable[[Path], object]) -> None:
     with kept(folder, model := small()) as optimizer:
         train(model, optimizer, 0, 1)
-    change(max((each for each in folder.rglob("*") if each.is_file()), key=lambda each: each.stat().st_size))
+    change(max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size))
     model = small()
     with pytest.raises((OSError, ValueError, EOFError)):
         train(model, kept(folder, model), 1, 2)
@@ -261,12 +261,12 @@ def test_a_damaged_or_missing_record_is_refused_with_its_name(folder: Path) -> N
             kept(folder, small())
     newest.write_bytes(content)
     for missing in ([newest], [newest, other]):
-        for each in missing:
-            each.rename(each.with_suffix(".away"))
+        for path in missing:
+            path.rename(path.with_suffix(".away"))
         with pytest.raises(FormatError, match=r"missing|damaged"):
             kept(folder, small())
-        for each in missing:
-            each.with_suffix(".away").rename(each)
+        for path in missing:
+            path.with_suffix(".away").rename(path)
     with kept(folder, small()) as optimizer:
         assert same_as_torch(optimizer, 2)
 
@@ -274,18 +274,18 @@ def test_a_damaged_or_missing_record_is_refused_with_its_name(folder: Path) -> N
 def as_earlier(folder: Path, version: int, damage: bytes = b"") -> None:
     """Has the folder as earlier versions left it: a journal, and the record in the store, perhaps with a damage."""
     with Session(folder, name="optimizer", reuse=True) as session:
-        found = Records(session)
-        found.close()
-        content = found.newest.content
+        current = Records(session)
+        current.close()
+        content = current.newest.content
         places = content.pop("places")
         with TensorStore(session, journal=False) as store:
             store.adopt(places)
             tensors = {key: torch.zeros(value.shape, dtype=value.dtype) for key, value in store._values.items()}
             for key, tensor in tensors.items():
                 store.get(key, tensor).result()
-        for each in Path(session.folders[0]).iterdir():
-            if each.name != "owner":
-                each.unlink()
+        for path in Path(session.folders[0]).iterdir():
+            if path.name != "owner":
+                path.unlink()
         text = json.dumps(content).encode()
         record = (f"nvme_ops commit 1 {_checksum(text):08x}\n".encode() if version else b"") + text
         record = record.replace(damage, b"\xff" * len(damage)) if damage else record
@@ -320,10 +320,10 @@ def test_states_of_a_version_without_empty_parameters_are_continued(folder: Path
     full = States.record
 
     def record(self: States, *arguments: Any) -> dict[str, Any]:
-        found = full(self, *arguments)
-        for chunk, each in zip(self.division.chunks, found["chunks"], strict=True):
-            each[1] = [one for one, part in zip(each[1], chunk.slices, strict=True) if part.parameter.numel()]
-        return found
+        content = full(self, *arguments)
+        for chunk, entry in zip(self.division.chunks, content["chunks"], strict=True):
+            entry[1] = [one for one, part in zip(entry[1], chunk.slices, strict=True) if part.parameter.numel()]
+        return content
 
     with mock.patch.object(States, "record", record), kept(folder, model) as optimizer:
         train(model, optimizer, 0, 2)
@@ -387,7 +387,7 @@ def test_what_is_kept_takes_no_more_space_than_it_needs(folder: Path) -> None:
     """
     run_python(program, folder)
     for step in (1, 2):
-        taken = sum(each.stat().st_blocks * 512 for each in folder.rglob("*") if each.is_file())
+        taken = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
         with kept(folder, model := small()) as optimizer:
             assert optimizer.steps == step
             train(model, optimizer, step, step + 1)
@@ -436,7 +436,7 @@ def test_a_step_flushes_each_file_once_beside_what_follows(folder: Path, flushes
         assert (optimizer.steps, flushes.files) == (3, [])
         flushes.let.set()
         optimizer._states.settle()
-        of_records = [Path(each) in records(folder) for each in flushes.files]
+        of_records = [Path(file) in records(folder) for file in flushes.files]
         assert of_records == [False, False, True], "the data before the record that names them"
         flushes.files.clear()
         expected = states(optimizer)
@@ -538,7 +538,7 @@ def test_closing_after_a_failed_flush_writes_anew_or_says_what_is_lost(
 
 
 def test_a_flush_that_failed_and_nobody_has_asked_for_is_told_at_exit(folder: Path) -> None:
-    found = run_python(
+    done = run_python(
         f"""
         import errno, os, torch
         from nvme_ops.offload import NvmeOptimizer
@@ -551,7 +551,7 @@ def test_a_flush_that_failed_and_nobody_has_asked_for_is_told_at_exit(folder: Pa
         optimizer.step()
         """
     )
-    assert "fdatasync: Input/output error" in found.stderr
+    assert "fdatasync: Input/output error" in done.stderr
 
 
 def test_during_a_long_flush_a_fork_is_harmless_and_ctrl_c_works(folder: Path, flushes: Flushes) -> None:
@@ -620,7 +620,7 @@ class Disks:
         """Copies what is left."""
         with self._lock:
             share = rng.choice((0.0, 0.1, 0.5, 1.0))
-            for path in [each for each in self.folder.rglob("*") if each.is_file()]:
+            for path in [entry for entry in self.folder.rglob("*") if entry.is_file()]:
                 now, durable = self._content(path), self.durable.get(path, b"")
                 left = bytearray(durable.ljust(len(now), b"\0"))
                 for begin in range(0, len(now), PAGE):

@@ -41,12 +41,12 @@ def test_a_gradient_that_comes_later_than_others_in_the_backward_pass(folder: Pa
     ours: dict[str, Any] = {"memory_budget": "1M", "master_weights": False, "overlap": "backward"}
     with NvmeOptimizer(mine, torch.optim.SGD, folder, **ours, **options) as optimizer:
         for step in range(4):
-            for params, each in ((mine, optimizer), (other, plain)):
+            for params, its_optimizer in ((mine, optimizer), (other, plain)):
                 generator = torch.Generator().manual_seed(step)
                 for parameter in params:
                     parameter.grad = None
                 used = params if step > 1 else params[:2]
                 weights = [torch.randn(one.shape, generator=generator).to(one.dtype) for one in used]
                 torch.autograd.backward(used, weights)
-                each.step()
+                its_optimizer.step()
             assert same(optimizer, plain) == "", step

@@ -52,7 +52,7 @@ class Streamed:
         self.inputs = torch.randn(2, 512)
         self.wanted = model(self.inputs)
         self.model = stream_weights(model, folder, memory_budget=budget, **options)
-        (self.path,) = [each for each in folder.rglob("*") if each.is_file() and each.stat().st_size >= WEIGHTS]
+        (self.path,) = [path for path in folder.rglob("*") if path.is_file() and path.stat().st_size >= WEIGHTS]
         self.forget()
 
     def forget(self) -> None:

@@ -83,7 +83,7 @@ class Training:
             self.figures["gradients"] = self.ends.enter_context(made)
         self.optimizer = self._optimizer(common)
         self.saving: Any = contextlib.nullcontext()
-        if saved := [each for each in self.moves if each in ("activations", "auto")]:
+        if saved := [move for move in self.moves if move in ("activations", "auto")]:
             policy: Any = "auto" if saved == ["auto"] else "nvme"
             self.budget = 0 if "params" in self.moves else case.budget
             self.saving = save_on_nvme(folder, min_bytes=1, memory_budget=self.budget, policy=policy, **common)
@@ -123,9 +123,9 @@ class Training:
         with self.saving, torch.autocast(self.device.type, torch.bfloat16, enabled="autocast" in self.how):
             return self.forward(x).float().square().mean()
 
-    def see(self, *found: Any) -> None:
+    def see(self, *values: Any) -> None:
         """Notes what is seen."""
-        self.seen += [each.detach().clone() if isinstance(each, torch.Tensor) else each for each in found]
+        self.seen += [value.detach().clone() if isinstance(value, torch.Tensor) else value for value in values]
 
     def step(self, number: int) -> None:
         """Takes a step, and looks at all of it."""
@@ -143,20 +143,20 @@ class Training:
             else:
                 self.see(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 0.1, foreach=False))
         if "overlap" not in self.how:
-            self.see(*(each.grad for each in self.model.parameters()))
+            self.see(*(param.grad for param in self.model.parameters()))
         self.scaler.step(self.optimizer)
         self.scaler.update()
         self.see(loss, self.scaler.get_scale(), *self.model.parameters())
         if "free" in self.how:
-            self.see(*(each.grad for each in self.model.parameters()))
+            self.see(*(param.grad for param in self.model.parameters()))
 
     def run(self) -> list[Any]:
         """Returns all that was seen, once what moved is gone."""
         with self.ends:
             for number in range(self.case.steps):
                 self.step(number)
-            for each in states(self.optimizer):
-                self.see(each.cpu() if isinstance(each, torch.Tensor) else each)  # ours are there
+            for state in states(self.optimizer):
+                self.see(state.cpu() if isinstance(state, torch.Tensor) else state)  # ours are there
             self.check()
         return self.seen
 
@@ -169,7 +169,7 @@ class Training:
         if "gradients" in self.figures:
             stats = self.figures["gradients"].stats()
             large = sum(
-                each.nbytes for each in self.model.parameters() if each.nbytes >= 4 * KIB and each.requires_grad
+                param.nbytes for param in self.model.parameters() if param.nbytes >= 4 * KIB and param.requires_grad
             )
             assert stats.bytes_written >= self.case.steps * large
             assert 0 < stats.peak_bytes <= 75 * KIB, "a quarter is for those that leave"
@@ -190,8 +190,8 @@ class Training:
 def require_parity(case: Case, device: torch.device, folder: Path) -> None:
     """Fails where a training sees something else with its tensors on storage, or leaves something there."""
     wanted = Training(case, device, folder, "").run()
-    found = Training(case, device, folder, case.moves).run()
-    for place, (one, other) in enumerate(zip(found, wanted, strict=True)):
+    actual = Training(case, device, folder, case.moves).run()
+    for place, (one, other) in enumerate(zip(actual, wanted, strict=True)):
         assert same(one, other) == "", f"{case}: {place} of {len(wanted)} differs"
     assert list(folder.iterdir()) == []
 

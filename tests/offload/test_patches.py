@@ -108,10 +108,10 @@ OWN = {
 def changes_others(tree: ast.Module) -> bool:
     """Returns whether a program assigns attributes of what it has imported, or those that it computes the names of."""
     imported = {
-        (each.asname or each.name).split(".")[0]
+        (alias.asname or alias.name).split(".")[0]
         for node in ast.walk(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
-        for each in node.names
+        for alias in node.names
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -129,15 +129,15 @@ def changes_others(tree: ast.Module) -> bool:
 
 def test_the_page_names_each_file_that_replaces_something() -> None:
     package = REPOSITORY / "nvme_ops"
-    found = {
+    files = {
         str(path.relative_to(package))
         for path in package.rglob("*.py")
         if not any(part in ("op_builder", "report") for part in path.relative_to(package).parts)
         and changes_others(ast.parse(path.read_text()))
     }
     named = {file for row in ROWS for file in re.findall(r"`([\w/]+\.py)`", row[1])}
-    assert found - OWN == named - {"integrations/at_start/sitecustomize.py"}
-    assert all((package / each).is_file() for each in named)
+    assert files - OWN == named - {"integrations/at_start/sitecustomize.py"}
+    assert all((package / file).is_file() for file in named)
 
 
 def test_the_page_names_what_is_replaced_and_all_of_it_is_restored(folder: Path) -> None:
@@ -220,7 +220,7 @@ def test_the_page_names_what_is_replaced_and_all_of_it_is_restored(folder: Path)
         hooks = [*_global_optimizer_pre_hooks]
         print(json.dumps([during, sorted(rows), sorted(changed), hooks]))
     """
-    named = [each for row in ROWS for each in re.findall(r"`((?:torch|transformers)\.[\w.]+)`", row[0])]
+    named = [match for row in ROWS for match in re.findall(r"`((?:torch|transformers)\.[\w.]+)`", row[0])]
     done = run_python(program, folder, json.dumps(named))
     during, page, after, hooks = json.loads(done.stdout.splitlines()[-1])
     assert during == page

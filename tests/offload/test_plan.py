@@ -101,13 +101,13 @@ def test_after_the_first_pass_the_page_cache_has_what_free_memory_holds(
     memory: int, rates: dict[str, Any], in_page_cache: bool
 ) -> None:
     machine = replace(RATES, **{"cached": 1000.0 * MB, "cached_noise": 0.07, **rates})
-    found = estimate(sizes(memory * MB), machine, Computing(0.2, 0.01, 0.1), 1, 10, 10)
-    assert found.in_page_cache == in_page_cache
-    assert found.nvme.reading == pytest.approx(0 if memory == 200 else 0.15 if in_page_cache else 1.5)
-    assert found.nvme.first_token == max(found.nvme.reading, 0.01)
-    assert found.nvme.first_token_cold == pytest.approx(2.1), "from storage"
-    assert found.noise == pytest.approx(0.1 if found.nvme.bound == "computing" else 0)
-    text = inference_text(inference_plan(ABOUT, sizes(memory * MB), machine, [found], [], memory * MB))
+    estimated = estimate(sizes(memory * MB), machine, Computing(0.2, 0.01, 0.1), 1, 10, 10)
+    assert estimated.in_page_cache == in_page_cache
+    assert estimated.nvme.reading == pytest.approx(0 if memory == 200 else 0.15 if in_page_cache else 1.5)
+    assert estimated.nvme.first_token == max(estimated.nvme.reading, 0.01)
+    assert estimated.nvme.first_token_cold == pytest.approx(2.1), "from storage"
+    assert estimated.noise == pytest.approx(0.1 if estimated.nvme.bound == "computing" else 0)
+    text = inference_text(inference_plan(ABOUT, sizes(memory * MB), machine, [estimated], [], memory * MB))
     line = "free memory holds all of it: after the first pass weights come from the page cache, 1 GB/s (noise 7 %)"
     assert (line in text) == in_page_cache
 
@@ -115,25 +115,25 @@ def test_after_the_first_pass_the_page_cache_has_what_free_memory_holds(
 def test_the_page_cache_shrinks_as_batches_grow() -> None:
     machine = replace(RATES, host_free=301 * MB, cached=1000.0 * MB)
     model = sizes(80 * MB, cache=50_000)
-    found = [estimate(model, machine, Computing(0.2, 0.01), batch, 10, 10) for batch in (1, 2)]
-    assert [each.in_page_cache for each in found] == [True, False]
-    assert "holds all of it beside batch 1: " in inference_text(inference_plan(ABOUT, model, machine, found, [], MB))
+    planned = [estimate(model, machine, Computing(0.2, 0.01), batch, 10, 10) for batch in (1, 2)]
+    assert [estimated.in_page_cache for estimated in planned] == [True, False]
+    assert "holds all of it beside batch 1: " in inference_text(inference_plan(ABOUT, model, machine, planned, [], MB))
 
 
 def test_weights_in_cpu_memory_pass_to_the_accelerator_at_its_rate() -> None:
     rates = Rates(100 * MB, 10_000 * MB, 10_000 * MB, to_device=1000 * MB)
-    found = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
-    assert found is not None
-    assert found.tokens_per_second == pytest.approx(1 / 0.15)
-    assert found.first_token_cold == pytest.approx(2.1 + 0.21)
-    assert found.fits
+    estimated = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
+    assert estimated is not None
+    assert estimated.tokens_per_second == pytest.approx(1 / 0.15)
+    assert estimated.first_token_cold == pytest.approx(2.1 + 0.21)
+    assert estimated.fits
 
 
 @pytest.mark.parametrize(("free", "streams", "whole"), [(89, False, False), (91, True, False), (211, True, True)])
 def test_what_fits_into_memory(free: int, streams: bool, whole: bool) -> None:
     # 10 MB of weights are small and stay, beside the 80 for the others
-    found = estimate(sizes(80 * MB), Rates(100 * MB, free * MB, free * MB), Computing(1, 1), 1, 10, 10)
-    assert (found.nvme.fits, found.no_offload.fits) == (streams, whole)
+    estimated = estimate(sizes(80 * MB), Rates(100 * MB, free * MB, free * MB), Computing(1, 1), 1, 10, 10)
+    assert (estimated.nvme.fits, estimated.no_offload.fits) == (streams, whole)
 
 
 def test_the_best_batch_online_costs_no_time_and_offline_gives_most_tokens() -> None:
@@ -141,11 +141,11 @@ def test_the_best_batch_online_costs_no_time_and_offline_gives_most_tokens() -> 
     computing = {1: Computing(0.2, 1), 8: Computing(1.6, 1), 16: Computing(1.7, 1), 64: Computing(8.0, 1)}
     estimates = [estimate(sizes(80 * MB), RATES, times, batch, 10, 10) for batch, times in computing.items()]
     assert best(estimates) == (8, 16)
-    found = inference_plan({}, sizes(80 * MB), RATES, estimates, [], 80 * MB, 3.6, 100.0)
-    assert (found["online_batch"], found["offline_batch"]) == (8, 16)
-    assert found["bytes_kept"] == 60 * MB, "10 MB of small weights stay anyway"
-    assert [each["batch"] for each in found["batches"]] == [1, 8, 16, 64]
-    place = found["batches"][1]["nvme"]
+    plan = inference_plan({}, sizes(80 * MB), RATES, estimates, [], 80 * MB, 3.6, 100.0)
+    assert (plan["online_batch"], plan["offline_batch"]) == (8, 16)
+    assert plan["bytes_kept"] == 60 * MB, "10 MB of small weights stay anyway"
+    assert [batch["batch"] for batch in plan["batches"]] == [1, 8, 16, 64]
+    place = plan["batches"][1]["nvme"]
     assert place["joules_per_1000_tokens"] == pytest.approx(1000 * 100 * 1.6 / 8)
     assert place["cost_per_1000_tokens"] == pytest.approx(1000 * 0.001 * 1.6 / 8)
 
@@ -155,7 +155,7 @@ def test_noise_recommends_nothing() -> None:
         computing = {1: Computing(1.0, 1), 4: Computing(1.04, 1, noise), 16: Computing(4.0, 1), 64: Computing(15.0, 1)}
         model = sizes(80 * MB if reading else 200 * MB)
         rates = Rates(reading * MB, 10_000 * MB, 10_000 * MB) if reading else RATES
-        estimates = [estimate(model, rates, each, batch, 10, 10) for batch, each in computing.items()]
+        estimates = [estimate(model, rates, computed, batch, 10, 10) for batch, computed in computing.items()]
         plan = inference_plan(ABOUT, model, rates, estimates, [], MB)
         assert plan["noise"] == pytest.approx(0 if reading else noise)
         assert inference_text(plan).count("no recommendation with more than") == best(estimates).count(None)
@@ -172,7 +172,7 @@ def test_noise_recommends_nothing() -> None:
 def test_a_batch_that_computes_slower_than_a_larger_one_is_measured_again() -> None:
     class Scripted:
         def __init__(self, **times: list[float]) -> None:
-            self.times = {int(name.removeprefix("of_")): list(each) for name, each in times.items()}
+            self.times = {int(name.removeprefix("of_")): list(series) for name, series in times.items()}
 
         def step(self, batch: int, _: int) -> float:
             return self.times[batch].pop(0)
@@ -181,9 +181,9 @@ def test_a_batch_that_computes_slower_than_a_larger_one_is_measured_again() -> N
             return 7.0 * batch
 
     calm: Any = Scripted(of_1=[1.0, 1.1], of_4=[2.2, 2.0])
-    found = computing_of(calm, [1, 4], 8, 8, lambda _: None)
-    assert [(each.step, each.prompt) for each in found.values()] == [(1.0, 7.0), (2.0, 28.0)]
-    assert [each.noise for each in found.values()] == pytest.approx([0.1, 0.1])
+    computing = computing_of(calm, [1, 4], 8, 8, lambda _: None)
+    assert [(computed.step, computed.prompt) for computed in computing.values()] == [(1.0, 7.0), (2.0, 28.0)]
+    assert [computed.noise for computed in computing.values()] == pytest.approx([0.1, 0.1])
     disturbed: Any = Scripted(of_1=[9.0, 8.0, 1.0], of_4=[2.0, 2.0])
     assert computing_of(disturbed, [1, 4], 8, 8, lambda _: None)[1] == Computing(1.0, 7.0, 7.0)
     reproducible: Any = Scripted(of_1=[3.0] * 4, of_4=[2.0, 2.0])
@@ -201,13 +201,13 @@ def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
 
 
 def test_the_page_of_a_mixture_of_experts() -> None:
-    found = inference_plan(ABOUT, mixture(40 * MB), RATES, [], [], 40 * MB)
-    assert found["experts"] == {
+    plan = inference_plan(ABOUT, mixture(40 * MB), RATES, [], [], 40 * MB)
+    assert plan["experts"] == {
         "experts": 8, "used_per_token": 2, "bytes": 80 * MB, "memory": 40 * MB,
         "share_of_hits": 0.4375, "bytes_per_token": 11.25 * MB,
     }  # fmt: skip
     line = "8 experts, 2 used per token; memory for experts 38.15 MiB, which has 44 % of those used: 10.73 MiB read"
-    assert line in inference_text(found)
+    assert line in inference_text(plan)
 
 
 # Training
@@ -225,7 +225,7 @@ ROOMS = st.integers(0, 2**42)
 
 
 def by_name(model: TrainedModel, memory: int, free: int, batch: int, length: int = 1) -> dict[str, TrainingWay]:
-    return {each.name: each for each in ways(model, memory, 1e9, free, batch, length)}
+    return {way.name: way for way in ways(model, memory, 1e9, free, batch, length)}
 
 
 @given(MODELS, ROOMS, ROOMS, st.integers(1, 100))
@@ -245,8 +245,8 @@ def test_activations_on_storage_make_room_for_larger_batches() -> None:
     """A hundred layers, of whose activations only those of the one at work need memory, and the disk has room."""
     model = TrainedModel(1000, 4, 1000, activations=100_000, of_layer=1000, seconds=1e-6)
     for free, largest in ((10**9, 10**9 + 10**6), (10**12, 500 * 10**6)):
-        found = {each.name: each for each in ways(model, 8 * 10**6, 1e9, free, 1000, 1)}
-        memory, activations = found["in memory"], found["activations"]
+        named = {way.name: way for way in ways(model, 8 * 10**6, 1e9, free, 1000, 1)}
+        memory, activations = named["in memory"], named["activations"]
         assert memory.largest_batch == (8 * 10**6 - 16_000) // 100_000
         assert not memory.fits
         assert activations.fits
@@ -270,7 +270,7 @@ def test_parameters_move_in_the_plan_of_training_as_in_a_run(folder: Path, budge
             optimizer.zero_grad()
             parameters, states = swapped.stats(), optimizer.stats()
             moved.append((parameters.bytes_read + states.bytes_read, parameters.bytes_written + states.bytes_written))
-        read, written = (each - before for each, before in zip(moved[-1], moved[-2], strict=True))
+        read, written = (after - before for after, before in zip(moved[-1], moved[-2], strict=True))
         assert written == planned.written
         assert read == planned.read if budget == 2 * MIB else read > model.states
 
@@ -345,8 +345,8 @@ def test_what_is_used_more_often_or_is_small_is_kept_first() -> None:
         assert worth_keeping(weights, capacity) == set(kept.split())
     weights = [("large", 1.0, 8 * MIB), ("small", 1.0, 4096), ("other", 1.0, 8 * MIB)]
     assert worth_keeping(weights, MIB) == {"small"}
-    found = sorted(worth_keeping([(str(number), 1.0, MIB) for number in range(10)], 5 * MIB))
-    assert found in (list("02468"), list("13579")), "all along the order"
+    chosen = sorted(worth_keeping([(str(number), 1.0, MIB) for number in range(10)], 5 * MIB))
+    assert chosen in (list("02468"), list("13579")), "all along the order"
 
 
 @given(
@@ -354,10 +354,10 @@ def test_what_is_used_more_often_or_is_small_is_kept_first() -> None:
 )
 def test_no_more_is_kept_than_there_is_room_for_and_all_that_fits(sizes: list[tuple[float, int]], room: int) -> None:
     weights = [(number, uses, nbytes) for number, (uses, nbytes) in enumerate(sizes)]
-    for found in (worth_keeping(weights, room), placement(weights, room)):
-        taken = sum(nbytes for number, _, nbytes in weights if number in found)
+    for chosen in (worth_keeping(weights, room), placement(weights, room)):
+        taken = sum(nbytes for number, _, nbytes in weights if number in chosen)
         assert taken <= room
-        assert len(found) == len(weights) or sum(nbytes for _, _, nbytes in weights) > room
+        assert len(chosen) == len(weights) or sum(nbytes for _, _, nbytes in weights) > room
 
 
 def test_what_does_not_stay_passes_through_twice_its_size() -> None:

@@ -69,7 +69,7 @@ def test_tokens_are_those_of_the_model_in_memory(folder: Path) -> None:
     path = saved(folder, max_shard_size="1MB")
     wanted, files = output(in_memory(path, dtype=LOW)), sorted(path.glob("*.safetensors"))
     assert len(files) > 1
-    budget = max(sum(each.stat().st_size for each in files) // 2, 2 * MIB)
+    budget = max(sum(file.stat().st_size for file in files) // 2, 2 * MIB)
     with from_pretrained(files, memory_budget=budget, dtype=LOW) as model:
         assert next(model.parameters()).dtype == LOW
         for _ in range(2):
@@ -89,7 +89,7 @@ def test_both_names_of_a_tied_weight_are_read_as_transformers_does(
     made.save_pretrained(folder)
     state = {name: value.clone() for name, value in made.state_dict().items()}
     if different:
-        tied = [each for each in state if each in made.all_tied_weights_keys]
+        tied = [key for key in state if key in made.all_tied_weights_keys]
         state[tied[0]][-1, -1] += 1  # the last that is compared
     nvme_ops.save(state, folder / "model.safetensors", metadata={"format": "pt"})
     plain = in_memory(folder)
@@ -229,7 +229,7 @@ def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(cache
     for options, place in asked:
         plain = transformers.LlamaForCausalLM.from_pretrained(cache / "models--org--name" / "snapshots" / place).eval()
         with from_pretrained("org/name", **given, **options) as model, torch.no_grad():
-            assert {each.name_or_path for each in model.modules() if hasattr(each, "name_or_path")} == {"org/name"}
+            assert {part.name_or_path for part in model.modules() if hasattr(part, "name_or_path")} == {"org/name"}
             assert torch.equal(model(IDS).logits, plain(IDS).logits)
     mine = cache / "models--org--name" / "snapshots" / OLD
     generation = json.loads((mine / "generation_config.json").read_text())
@@ -243,8 +243,8 @@ def test_a_name_is_found_by_revisions_and_parts_of_them_or_says_what_to_do(cache
         with pytest.raises(OSError, match="couldn't find them in the cached files"):
             from_pretrained(name, **{**given, **more})
     snapshot = cache / "models--org--name" / "snapshots" / MAIN
-    for each in snapshot.glob("model*"):
-        each.unlink()
+    for path in snapshot.glob("model*"):
+        path.unlink()
     (cache / "models--org--name" / ".no_exist" / MAIN / "model.safetensors.index.json").touch()
     with pytest.raises(FileNotFoundError, match=r"org/name has no safetensors files: .* nvme-checkpoint convert"):
         from_pretrained("org/name", **given)

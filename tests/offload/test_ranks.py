@@ -13,10 +13,10 @@ from tests.offload.llama import saved_llama
 
 def said(folder: Path, ranks: int, *words: str) -> list[list[str]]:
     """What the ranks say to each of the words, of whom none has left files."""
-    found = re.findall(r"rank (\d): (.*)", run_ranks(ranks, "tests.offload.ranks", *words))
-    assert [each.name for each in folder.iterdir() if each.name not in ("checkpoint", "llama")] == []
-    by_rank = [[line for rank, line in found if rank == str(number)] for number in range(ranks)]
-    return [list(each) for each in zip(*by_rank, strict=True)]
+    lines = re.findall(r"rank (\d): (.*)", run_ranks(ranks, "tests.offload.ranks", *words))
+    assert [path.name for path in folder.iterdir() if path.name not in ("checkpoint", "llama")] == []
+    by_rank = [[line for rank, line in lines if rank == str(number)] for number in range(ranks)]
+    return [list(row) for row in zip(*by_rank, strict=True)]
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
@@ -31,7 +31,7 @@ def test_copies_and_shards_are_those_of_torch(folder: Path, ranks: int) -> None:
     assert said(folder, ranks, f"optimizer fsdp {folder} 3 6") == [["True"] * ranks]
 
 
-@pytest.mark.parametrize("ranks", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 2))])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(count, marks=pytest.mark.slow) for count in (1, 2))])
 def test_states_of_every_option_of_torch_are_torchs_and_are_gone_on_with(folder: Path, ranks: int) -> None:
     """Also of a parameter of which some ranks have no elements."""
     assert said(folder, ranks, f"optimizer_states {folder}") == [[""] * ranks]

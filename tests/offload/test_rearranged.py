@@ -55,11 +55,11 @@ def test_elements_that_are_rearranged_stay_in_the_file(name: str, dtype: torch.d
 
     for dim in range(tensors[name].dim() - 2, tensors[name].dim()):
         for inner in (True, False):
-            found, wanted = (interleaved(each[name].to(dtype), dim, inner) for each in (in_file, tensors))
-            assert isinstance(found, StoredTensor)
-            assert torch.equal(found.to_memory(), wanted)
-            assert found.has_parts() is (name != "matrix"), "of packed matrices each is read alone"
-            part: Any = found[3]
+            ours, wanted = (interleaved(source[name].to(dtype), dim, inner) for source in (in_file, tensors))
+            assert isinstance(ours, StoredTensor)
+            assert torch.equal(ours.to_memory(), wanted)
+            assert ours.has_parts() is (name != "matrix"), "of packed matrices each is read alone"
+            part: Any = ours[3]
             assert torch.equal(part.to_memory() if isinstance(part, StoredTensor) else part, wanted[3])
             assert isinstance(part, StoredTensor) or name == "matrix"
     moved = in_file["packed"].transpose(0, 1).contiguous()

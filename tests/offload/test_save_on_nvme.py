@@ -106,10 +106,10 @@ def test_what_is_still_on_its_way_is_taken_from_memory_also_after_ctrl_c(
         with pytest.raises(KeyboardInterrupt):
             torch.autograd.grad(z.sum(), x, retain_graph=True)
     assert handle.under_way.is_set()
-    (found,) = torch.autograd.grad(z.sum(), x)
+    (gradient,) = torch.autograd.grad(z.sum(), x)
     assert saving.stats().bytes_read == 0
     assert saving.stats().bytes_cancelled >= x.nbytes
-    assert torch.equal(torch.autograd.grad(sines(x, 4).sum(), x)[0], found)
+    assert torch.equal(torch.autograd.grad(sines(x, 4).sum(), x)[0], gradient)
     handle.go.set()
     saving.close()
     assert not any(folder.iterdir())
@@ -127,7 +127,7 @@ def test_a_graph_that_is_never_run_leaks_nothing(folder: Path, no_collection: No
     seen = [weakref.ref(y), weakref.ref(output)]
     assert settled(saving).bytes_stored > 0
     del y, output
-    assert [each() for each in seen] == [None, None]
+    assert [ref() for ref in seen] == [None, None]
     assert settled(saving).bytes_stored == 0
     with saving:
         loss = sines(x.requires_grad_(), 8).sum()
@@ -306,7 +306,7 @@ def test_compiled_code_runs_as_such_and_a_compiled_step_with_its_backward(folder
 
     net.zero_grad()
     torch.compile(step, backend="eager")(x)
-    assert equal([each.grad for each in net.parameters() if each.grad is not None], gradients(net, x)[1:])
+    assert equal([param.grad for param in net.parameters() if param.grad is not None], gradients(net, x)[1:])
 
 
 # Failures

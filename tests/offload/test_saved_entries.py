@@ -49,7 +49,7 @@ def by_accelerate(model: Any, folder: Path, method: str) -> None:
 
 
 def converted(model: Any, folder: Path) -> None:
-    state = {name: each.to(torch.bfloat16).contiguous() for name, each in model.state_dict().items()}
+    state = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in model.state_dict().items()}
     safetensors.save_file(state, folder / "converted.safetensors")
 
 
@@ -72,18 +72,18 @@ def test_a_swapped_model_is_saved_as_one_in_memory(folder: Path, tmp_path: Path,
         for model, name in ((mine, "mine"), (other, "other")):
             (tmp_path / name).mkdir()
             WAYS[way](model, tmp_path / name)
-    names = [sorted(each.name for each in (tmp_path / name).iterdir()) for name in ("mine", "other")]
+    names = [sorted(path.name for path in (tmp_path / name).iterdir()) for name in ("mine", "other")]
     assert names[0] == names[1] != []
-    for each in names[0]:
-        assert filecmp.cmp(tmp_path / "mine" / each, tmp_path / "other" / each, shallow=False), each
+    for file in names[0]:
+        assert filecmp.cmp(tmp_path / "mine" / file, tmp_path / "other" / file, shallow=False), file
 
 
 def test_what_is_loaded_by_them_comes_back(folder: Path, tmp_path: Path) -> None:
     mine, other = Odd(), Odd()
     safetensors.save_model(other, tmp_path / "model.safetensors")
     with swap_params(mine, folder, memory_budget=100 * KIB, min_bytes=1 * KIB), torch.no_grad():
-        for each in mine.parameters():
-            each.zero_()
+        for param in mine.parameters():
+            param.zero_()
         safetensors.load_model(mine, tmp_path / "model.safetensors")
         assert equal(values(mine), values(other))
 
@@ -142,15 +142,15 @@ def test_saving_takes_no_memory_for_the_model(folder: Path) -> None:
 
 def test_a_copy_that_fails_to_be_written_is_an_error_of_the_save(folder: Path, tmp_path: Path) -> None:
     model, handle = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)), Faulty()
-    before = {name: each.clone() for name, each in model.state_dict().items()}
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with swap_params(model, folder, memory_budget=100 * KIB, min_bytes=1 * KIB, handle=handle):
         handle.will("write", "fail")
         with pytest.raises(OSError, match="Input/output error"):
             safetensors.save_model(model, tmp_path / "model.safetensors")
         handle.will()
         safetensors.save_model(model, tmp_path / "model.safetensors")
-        found = load(tmp_path / "model.safetensors")
-        assert all(torch.equal(found[name], each) for name, each in before.items())
+        loaded = load(tmp_path / "model.safetensors")
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in before.items())
 
 
 def test_a_mount_without_shared_mappings_is_enough(

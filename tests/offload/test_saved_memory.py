@@ -82,8 +82,8 @@ def test_what_is_returned_as_a_gradient_and_needs_one_stays_the_users(folder: Pa
     given = base * 1
     with save_on_nvme(folder, min_bytes=1, memory_budget=budget):
         losses = [Holding.apply(weight, given, "return") for _ in range(2)]
-    for each in losses:
-        each.backward(inputs=[weight])
+    for loss in losses:
+        loss.backward(inputs=[weight])
     assert weight.grad is not None
     assert bool((weight.grad == 6).all())
     assert bool((given == 3).all())
@@ -102,8 +102,8 @@ def test_what_a_backward_writes_to_is_its_own_and_no_value_any_more(folder: Path
     (expected,) = torch.autograd.grad(((usual**2 if budget else usual) + usual.sin()).sum(), weight)
     for time_ in range(2):
         with contextlib.nullcontext() if budget or not time_ else pytest.raises(RuntimeError, match=MODIFIED):
-            (found,) = torch.autograd.grad(loss, weight, retain_graph=True)
-            torch.testing.assert_close(found, expected)
+            (gradient,) = torch.autograd.grad(loss, weight, retain_graph=True)
+            torch.testing.assert_close(gradient, expected)
     del others
 
 
@@ -213,7 +213,7 @@ def test_a_small_part_of_a_large_tensor_does_not_keep_it(folder: Path, part: str
 def test_parts_of_what_is_saved_as_a_whole_are_not_copied(folder: Path) -> None:
     weight, h = torch.randn(1, requires_grad=True), torch.ones(1024, 256)
     with save_on_nvme(folder, min_bytes=1, memory_budget="64M") as saving:
-        loss = torch.stack([(each * weight).sum() for each in (h, h[3], *h.chunk(4))]).sum()
+        loss = torch.stack([(part * weight).sum() for part in (h, h[3], *h.chunk(4))]).sum()
     assert saving.stats().bytes_saved == h.nbytes
     assert float(torch.autograd.grad(loss, weight)[0]) == 2 * 1024 * 256 + 256
 
@@ -238,14 +238,14 @@ def step(
     make: Callable[[], Any], then: Callable[[Any], object] = id, later: Callable[[Any], object] = id
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Saves a tensor, and others after it so that there is no room for it; calls functions with it in between."""
-    x, found, tensor = full().requires_grad_(), list[torch.Tensor](), make()
-    y: Any = Holding.apply(x, tensor, found)
+    x, seen, tensor = full().requires_grad_(), list[torch.Tensor](), make()
+    y: Any = Holding.apply(x, tensor, seen)
     then(tensor)
     for _ in range(4):
         y = y.sin()
     later(tensor)
     (gradient,) = torch.autograd.grad(y.sum(), x)
-    return gradient, found[0]
+    return gradient, seen[0]
 
 
 def forward_mode() -> Any:
@@ -268,7 +268,7 @@ def times_zero() -> Any:
 
 def batched() -> Any:
     x = full().requires_grad_()
-    rows = torch.vmap(lambda row: torch.func.jvp(lambda each: each.sin() * each, (row,), (torch.ones_like(row),))[1])
+    rows = torch.vmap(lambda row: torch.func.jvp(lambda value: value.sin() * value, (row,), (torch.ones_like(row),))[1])
     return torch.autograd.grad((rows(x) * x).sum(), x)
 
 
@@ -294,7 +294,7 @@ def filled_later() -> Any:
 
 
 WAYS: dict[str, Callable[[], Any]] = {
-    each.__name__: each for each in (forward_mode, hessian, times_zero, batched, inference, nested, filled_later)
+    run.__name__: run for run in (forward_mode, hessian, times_zero, batched, inference, nested, filled_later)
 }
 WAYS["freed for a time"] = lambda: step(full, lambda tensor: resized(tensor, 0), back)
 WAYS["freed when it is saved"] = lambda: step(lambda: resized(full(), 0), later=back)
@@ -321,20 +321,19 @@ WAYS |= {f"of kind {kind}": partial(step, make) for kind, make in KINDS.items()}
 
 
 def differences(folder: Path, run: Callable[[], Any]) -> list[str]:
-    theirs, found = run(), list[str]()
+    theirs, lines = run(), list[str]()
     policies: tuple[Any, ...] = ("nvme", "auto")
     for policy in policies:
         for budget in (0, "256M"):
             with save_on_nvme(folder, min_bytes=1, memory_budget=budget, policy=policy) as saving:
-                found += [f"{policy} {budget}: {word}" for _ in range(2) if (word := same(run(), theirs))]
+                lines += [f"{policy} {budget}: {word}" for _ in range(2) if (word := same(run(), theirs))]
             saving.close()
-    return found
+    return lines
 
 
 @alone
 def test_tensors_of_any_kind_come_back_whatever_the_way(folder: Path) -> None:
-    found = apart(list(WAYS), lambda way: differences(folder, WAYS[way]))
-    assert found == {way: [] for way in WAYS}
+    assert apart(list(WAYS), lambda way: differences(folder, WAYS[way])) == {way: [] for way in WAYS}
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

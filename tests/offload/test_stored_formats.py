@@ -40,7 +40,7 @@ def written(folder: Path, change: Callable[[torch.Tensor], dict[str, torch.Tenso
             return None
         made = change(value + 0.02)
         plain = made.pop("plain", value)
-        return {name.removesuffix("weight") + end: each for end, each in made.items()}, plain
+        return {name.removesuffix("weight") + end: tensor for end, tensor in made.items()}, plain
 
     torch.manual_seed(1)
     transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).save_pretrained(folder)
@@ -124,12 +124,12 @@ def test_zero_points_of_parts_and_of_weights_that_are_joined() -> None:
     parts = [whole.select(number) for number in range(2)]
     for number, part in enumerate(parts):
         assert torch.equal(expanded(values[number], part), wanted[number])
-    stacked = Scaled.concatenated([each.unsqueeze(0) for each in parts], [(1, 6, 4)] * 2, 0)
+    stacked = Scaled.concatenated([part.unsqueeze(0) for part in parts], [(1, 6, 4)] * 2, 0)
     assert torch.equal(expanded(values, stacked), wanted)
     others = [parts[0], Scaled(torch.full((1, 1), 2.0)), parts[1]]  # one without zero points
     joined = Scaled.concatenated(others, [(6, 4)] * 3, 0)
-    found = expanded(torch.cat([values[0], values[0], values[1]]), joined)
-    assert torch.equal(found, torch.cat([wanted[0], values[0].float() * 2, wanted[1]]))
+    result = expanded(torch.cat([values[0], values[0], values[1]]), joined)
+    assert torch.equal(result, torch.cat([wanted[0], values[0].float() * 2, wanted[1]]))
 
 
 # What is beside the weights
@@ -164,7 +164,7 @@ def test_a_weight_that_has_no_scale_is_named(dtype: torch.dtype, config_dtype: s
 def test_what_is_about_activations_is_passed_over_and_a_layout_looked_at(tmp_path: Path) -> None:
     def change(value: torch.Tensor, layout: int = 0) -> dict[str, torch.Tensor]:
         low, scale, plain = scaled(value, torch.int8)
-        more = {each: torch.ones(1) for each in ("input_scale", "output_scale", "input_zero_point", "k_scale")}
+        more = {key: torch.ones(1) for key in ("input_scale", "output_scale", "input_zero_point", "k_scale")}
         form = torch.tensor(layout, dtype=torch.uint8)
         return {"weight": low, "SCB": scale.flatten() * 127, "weight_format": form, "plain": plain, **more}
 
@@ -227,8 +227,8 @@ def test_a_format_that_is_not_known_is_named(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        *({"weight_block_size": each} for each in ([128], "abc", [0, 0], [-1, 2], [1.5, 2], 7, [[1, 2], 3], {"a": 1})),
-        *({"config_groups": {"a": {"weights": each}}} for each in ({"group_size": "x"}, {"block_structure": [0, 1]})),
+        *({"weight_block_size": size} for size in ([128], "abc", [0, 0], [-1, 2], [1.5, 2], 7, [[1, 2], 3], {"a": 1})),
+        *({"config_groups": {"a": {"weights": spec}}} for spec in ({"group_size": "x"}, {"block_structure": [0, 1]})),
         "abc", 7, [1],
     ],
 )  # fmt: skip

@@ -58,8 +58,8 @@ def test_type_checkers_know_what_is_streamed(folder: Path) -> None:
         print(streamed.stats().bytes)  # type: ignore[attr-defined]
         linear = from_pretrained("org/name", memory_budget="1M", model_class=nn.Linear)
         assert_type(linear.stats(), WindowStats)
-        for each in from_pretrained("org/name", memory_budget="1M", output_loading_info=True):
-            print(each)
+        for part in from_pretrained("org/name", memory_budget="1M", output_loading_info=True):
+            print(part)
         from_pretrained("org/name", memory_budget=1.5)  # type: ignore[arg-type]
 
 
@@ -72,9 +72,9 @@ def made() -> tuple[nn.Module, torch.Tensor]:
 
 
 def streamed(model: nn.Module, folder: Path, budget: int | str = 640 * KIB) -> Any:
-    found = stream_weights(model, folder, memory_budget=budget)
-    assert found is model
-    return found
+    result = stream_weights(model, folder, memory_budget=budget)
+    assert result is model
+    return result
 
 
 # Right
@@ -145,13 +145,13 @@ def test_the_least_budget_is_named_and_suffices_as_does_each_above_it(
     named = str(refused.value).split("at least ")[1].split(" are needed")[0]
     for more in (0, 1, 2, 7, 40):
         budget = parse_size(named) + more * 4 * KIB if more else named
-        with stream_weights(copy.deepcopy(model), folder, memory_budget=budget, quantize=quantize) as found:
-            first = found(x)
+        with stream_weights(copy.deepcopy(model), folder, memory_budget=budget, quantize=quantize) as opened:
+            first = opened(x)
             for _ in range(3):
-                assert all(map(torch.equal, tree_leaves(found(x)), tree_leaves(first)))
+                assert all(map(torch.equal, tree_leaves(opened(x)), tree_leaves(first)))
             near = zip(tree_leaves(first), tree_leaves(wanted), strict=True)
             assert all(torch.allclose(one, other, atol=1e-6 if quantize is None else 0.1) for one, other in near)
-            assert found.stats().peak_bytes <= (parse_size(budget) if isinstance(budget, str) else budget)
+            assert opened.stats().peak_bytes <= (parse_size(budget) if isinstance(budget, str) else budget)
 
 
 @torch.no_grad()
@@ -171,10 +171,10 @@ class Products(nn.Module):
 
     def forward(self, x: torch.Tensor) -> Any:
         apart = x.transpose(1, 2)
-        found = self.with_bias(apart), self.without(apart), self.without.weight @ x, self.attention(x.mT, x.mT, x.mT)[0]
+        first = self.with_bias(apart), self.without(apart), self.without.weight @ x, self.attention(x.mT, x.mT, x.mT)[0]
         row = x[:, :, :1].contiguous().transpose(1, 2)  # contiguous, but for strides that do not matter
         more = self.with_bias(row), self.without(row), self.with_bias(apart[:, 3:])
-        return found, more, apart[..., None, :] @ self.without.weight.T
+        return first, more, apart[..., None, :] @ self.without.weight.T
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -194,20 +194,20 @@ def test_batches_that_lie_apart_are_multiplied_as_in_memory(dtype: torch.dtype, 
 def test_memory_is_bounded_and_used(folder: Path) -> None:
     model, wanted = made()
     size = nbytes(model)
-    with streamed(model, folder, 1 * MIB) as found, torch.no_grad():
+    with streamed(model, folder, 1 * MIB) as opened, torch.no_grad():
         for _ in range(5):
             assert torch.equal(model(X), wanted)
-        stats = found.stats()
+        stats = opened.stats()
         assert stats.peak_bytes <= MIB < size
         assert 0 < stats.bytes_kept < MIB
         model(X)
-        assert found.stats().bytes_read - stats.bytes_read <= size - stats.bytes_kept
-        assert found.stats().bytes_on_demand == stats.bytes_on_demand, "all was read ahead"
+        assert opened.stats().bytes_read - stats.bytes_read <= size - stats.bytes_kept
+        assert opened.stats().bytes_on_demand == stats.bytes_on_demand, "all was read ahead"
     model, wanted = made()
-    with streamed(model, folder, "64M") as found, torch.no_grad():
+    with streamed(model, folder, "64M") as opened, torch.no_grad():
         for _ in range(3):
             assert torch.equal(model(X), wanted)
-        assert found.stats().bytes_read <= size, "what fits is read once"
+        assert opened.stats().bytes_read <= size, "what fits is read once"
 
 
 def test_no_operation_repeats_a_weight_in_memory(folder: Path) -> None:
@@ -227,19 +227,19 @@ def test_of_experts_and_embeddings_what_is_asked_for_is_read(folder: Path) -> No
     torch.manual_seed(1)
     experts, model = Experts().eval(), nn.Embedding(4096, 1024).eval()
     wanted = experts(X, [2, 5])
-    with streamed(experts, folder) as found:
+    with streamed(experts, folder) as opened:
         for _ in range(3):
             assert torch.equal(experts(X, [2, 5]), wanted)
-        assert found.stats().bytes_read <= 3 * 2 * 256 * KIB
+        assert opened.stats().bytes_read <= 3 * 2 * 256 * KIB
     wanted = model(TOKENS)
-    with streamed(model, folder, "17M") as found:
+    with streamed(model, folder, "17M") as opened:
         assert torch.equal(model(TOKENS), wanted)
-        assert found.stats().bytes_read == 4 * 4 * KIB  # tokens 1, 2, 3 and 5
+        assert opened.stats().bytes_read == 4 * 4 * KIB  # tokens 1, 2, 3 and 5
         everything = torch.arange(4096)
         assert torch.equal(model(everything), model(everything))
-        before = found.stats()
+        before = opened.stats()
         assert torch.equal(model(TOKENS), wanted)
-        assert found.stats() == before, "rows in memory are no use of the whole, which would be read ahead for ever"
+        assert opened.stats() == before, "rows in memory are no use of the whole, which would be read ahead for ever"
         with pytest.raises(IndexError):
             model(torch.tensor([4096]))
 
@@ -275,8 +275,8 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
 def test_memory_that_the_program_holds_is_waited_for_and_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window.Window, "patience", 0.2)
     model, wanted = made()
-    with streamed(model, folder) as found, torch.no_grad():
-        weights: list[Any] = list(found.parameters())
+    with streamed(model, folder) as opened, torch.no_grad():
+        weights: list[Any] = list(opened.parameters())
         held = [weights[0].in_window(), weights[2].in_window()]
         with pytest.raises(MemoryError, match="other weights that are in use"):
             model(X)
@@ -300,7 +300,7 @@ def test_rows_of_a_weight_whose_read_ahead_failed_are_read_again(folder: Path) -
     model, wanted = nn.ModuleList([embedding, nn.Linear(512, 512)]), embedding.weight[3].clone()
     with streamed(model, folder, "1200K"), torch.no_grad():
         weights, source = embedding.weight._weights.open(), embedding.weight.source
-        (file,) = [each for each in next(folder.iterdir()).iterdir() if each.name != "owner"]
+        (file,) = [path for path in next(folder.iterdir()).iterdir() if path.name != "owner"]
         content = file.read_bytes()
         os.truncate(file, 0)
         weight = weights._weight(source)
@@ -345,9 +345,9 @@ def test_a_part_is_made_without_reading(folder: Path) -> None:
             assert torch.equal(part + 0, wanted)
             assert torch.equal(values(part), wanted)
         for make in COMPUTED:
-            found = make(moved[0])
-            assert type(found) is torch.Tensor
-            assert torch.equal(found, make(VALUES))
+            result = make(moved[0])
+            assert type(result) is torch.Tensor
+            assert torch.equal(result, make(VALUES))
 
 
 # Weights of 8 bits: read as they are stored, expanded when they are used
@@ -371,9 +371,9 @@ def test_each_value_is_off_by_half_a_step_at_most(shape: tuple[int, ...], dtype:
 def test_all_values_of_8_bits_are_those_of_torch(dtype: torch.dtype) -> None:
     values = torch.arange(256, dtype=torch.uint8).view(dtype).view(16, 16)
     scale = torch.rand(16, 1)
-    found, wanted = expand(values, scale, torch.float32), values.float() * scale
-    assert torch.equal(found.nan_to_num(7.5), wanted.nan_to_num(7.5))
-    assert torch.equal(found.isnan(), wanted.isnan())
+    actual, wanted = expand(values, scale, torch.float32), values.float() * scale
+    assert torch.equal(actual.nan_to_num(7.5), wanted.nan_to_num(7.5))
+    assert torch.equal(actual.isnan(), wanted.isnan())
     some = values[[0, 3, 6, 8, 13]].t()  # without the code of NaN
     assert torch.equal(expand(some, torch.ones(1, 1), torch.float32), some.float())
 
@@ -408,15 +408,15 @@ def test_scales_of_rows_and_all_and_of_weights_that_are_joined() -> None:
     torch.manual_seed(1)
     values = torch.randn(6, 4).to(torch.float8_e4m3fn)
     of_all, rows, two, three = torch.tensor([2.0]), torch.arange(1.0, 7), torch.ones(2, 2) * 3, torch.ones(3, 1) * 5
-    read = [read_scale("scale", each, (6, 4)) for each in (of_all, rows, rows[:, None], two, three)]
+    read = [read_scale("scale", raw, (6, 4)) for raw in (of_all, rows, rows[:, None], two, three)]
     wanted = [values.float() * wide for wide in (2, rows[:, None], rows[:, None], 3, 5)]
-    for scale, each in zip(read, wanted, strict=True):
-        assert torch.equal(expand(values, scale, torch.float32), each)
+    for scale, weight in zip(read, wanted, strict=True):
+        assert torch.equal(expand(values, scale, torch.float32), weight)
     for dim in (0, 1):
         for some in (range(5), (3, 4), (0, 3)):
             joined = Scaled.concatenated([Scaled(read[number]) for number in some], [(6, 4)] * len(some), dim)
-            found = expand(torch.cat([values] * len(some), dim), joined.scale, torch.float32)
-            assert torch.equal(found, torch.cat([wanted[number] for number in some], dim))
+            actual = expand(torch.cat([values] * len(some), dim), joined.scale, torch.float32)
+            assert torch.equal(actual, torch.cat([wanted[number] for number in some], dim))
     joined = Scaled.concatenated([Scaled(two), Scaled(of_all.view(1, 1))], [(8, 4), (6, 4)], 0)
     assert joined.scale[:, 0].tolist() == [3, 3, 3, 3, 2, 2, 2]
     assert Scaled(of_all.view(1, 1, 1)).select(3).scale.tolist() == [[2]]
@@ -445,8 +445,8 @@ def test_an_exponent_of_255_is_no_number() -> None:
 def test_views_and_joins_of_weights_of_8_bits_have_their_values(folder: Path) -> None:
     torch.manual_seed(1)
     model = nn.ModuleList([nn.Linear(1024, 2048), nn.Embedding(2000, 1024)])
-    with stream_weights(model, folder, memory_budget="64M", quantize="int8") as found:
-        weight, table = found[0].weight, found[1].weight
+    with stream_weights(model, folder, memory_budget="64M", quantize="int8") as opened:
+        weight, table = opened[0].weight, opened[1].weight
         values, others = weight.to_memory(), table.to_memory()
         assert torch.equal(weight[3], values[3])
         assert torch.equal(weight.t().unsqueeze(0), values.t().unsqueeze(0))
@@ -462,22 +462,22 @@ def test_on_request_half_is_read_and_the_output_is_nearly_the_same(folder: Path)
     torch.manual_seed(1)
     model, x = layers(8).bfloat16().eval(), torch.randn(4, 256).bfloat16()
     wanted, size = model(x), nbytes(model)
-    with stream_weights(model, folder, memory_budget="200K", quantize="int8") as found:
+    with stream_weights(model, folder, memory_budget="200K", quantize="int8") as opened:
         for _ in range(2):
-            assert (found(x) - wanted).norm() < 0.03 * wanted.norm()
-        stats = found.stats()
+            assert (opened(x) - wanted).norm() < 0.03 * wanted.norm()
+        stats = opened.stats()
         assert stats.bytes_read <= 1.2 * size
         assert 0 < stats.quantization_error < 0.01
-        assert next(found.parameters()).dtype == torch.bfloat16
+        assert next(opened.parameters()).dtype == torch.bfloat16
     experts = Experts().eval()
     wanted = experts(x.float(), [2, 5])
-    with stream_weights(experts, folder, memory_budget="1M", quantize="int8") as found:
-        assert (found(x.float(), [2, 5]) - wanted).norm() < 0.03 * wanted.norm()
-        assert found.stats().bytes_read <= 2 * 65536, "of experts those that are asked for"
+    with stream_weights(experts, folder, memory_budget="1M", quantize="int8") as opened:
+        assert (opened(x.float(), [2, 5]) - wanted).norm() < 0.03 * wanted.norm()
+        assert opened.stats().bytes_read <= 2 * 65536, "of experts those that are asked for"
     tied, tokens = Tied().eval(), torch.tensor([[1, 2]])
     wanted = tied.embedding(tokens)
-    with stream_weights(tied, folder, memory_budget="1M", quantize="int8") as found:
-        assert torch.equal(found.embedding(tokens), wanted), "embeddings are as they were"
+    with stream_weights(tied, folder, memory_budget="1M", quantize="int8") as opened:
+        assert torch.equal(opened.embedding(tokens), wanted), "embeddings are as they were"
 
 
 @torch.no_grad()
@@ -486,16 +486,16 @@ def test_what_a_weight_is_expanded_to_counts_as_memory_of_the_budget(folder: Pat
     model, x = layers(8, 512).eval(), torch.randn(4, 512)  # of 1 MiB each, in 8 bits a quarter of that
     with pytest.raises(ValueError, match=r"at least (1\.2\d+|1\.3\d*) MiB are needed"):
         stream_weights(model, folder, memory_budget="1M", quantize="int8")
-    with stream_weights(model, folder, memory_budget="1500K", quantize="int8") as found:
+    with stream_weights(model, folder, memory_budget="1500K", quantize="int8") as opened:
         results: list[torch.Tensor] = []
-        wanted = found(x)
-        threads = [threading.Thread(target=lambda: results.append(found(x))) for _ in range(2)]  # two at once
-        for each in threads:
-            each.start()
-        for each in threads:
-            each.join()
-        assert [torch.equal(each, wanted) for each in results] == [True, True]
-        assert 1 << 20 < found.stats().peak_bytes <= 1500 << 10
+        wanted = opened(x)
+        threads = [threading.Thread(target=lambda: results.append(opened(x))) for _ in range(2)]  # two at once
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert [torch.equal(result, wanted) for result in results] == [True, True]
+        assert 1 << 20 < opened.stats().peak_bytes <= 1500 << 10
 
 
 @torch.no_grad()
@@ -512,21 +512,21 @@ def test_a_model_that_is_refused_is_as_before(failing: str, folder: Path, monkey
         given = X[:, :64] if isinstance(model, nn.Sequential) else torch.arange(8)[None]
         wanted = model(given)
         before = {
-            name: (type(each), {key: value for key, value in vars(each).items() if key[0] != "_"}, [*each.parameters()])
-            for name, each in model.named_modules()
+            name: (type(part), {key: value for key, value in vars(part).items() if key[0] != "_"}, [*part.parameters()])
+            for name, part in model.named_modules()
         }
-        frozen = [each.requires_grad for each in model.parameters()]
+        frozen = [param.requires_grad for param in model.parameters()]
         with monkeypatch.context() as patch:
             patch.setattr(f"nvme_ops.offload.weights.streamed.{failing}", fail)
             with pytest.raises(OSError, match="no"):
                 stream_weights(model, folder, memory_budget="300K")
-        for name, each in model.named_modules():
+        for name, part in model.named_modules():
             plain_type, attributes, parameters = before[name]
-            assert type(each) is plain_type
-            assert attributes == {key: value for key, value in vars(each).items() if key[0] != "_"}
-            assert all(one is other for one, other in zip(each.parameters(), parameters, strict=True))
-            assert not any(key.startswith("_nvme") for key in vars(each))
-        assert [each.requires_grad for each in model.parameters()] == frozen
+            assert type(part) is plain_type
+            assert attributes == {key: value for key, value in vars(part).items() if key[0] != "_"}
+            assert all(one is other for one, other in zip(part.parameters(), parameters, strict=True))
+            assert not any(key.startswith("_nvme") for key in vars(part))
+        assert [param.requires_grad for param in model.parameters()] == frozen
         if hasattr(model, "config"):
             assert model.config._experts_implementation == "grouped_mm"
             assert torch.equal(model(given).logits, wanted.logits)

@@ -31,11 +31,11 @@ def streamed(model: nn.Module, folder: Path, budget: str = "1M", **options: Any)
 
 
 def trainable(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_parameters() if each.requires_grad}
+    return {name for name, param in model.named_parameters() if param.requires_grad}
 
 
 def in_files(model: nn.Module) -> set[str]:
-    return {name for name, each in model.named_parameters(remove_duplicate=False) if stored_in(each) is not None}
+    return {name for name, param in model.named_parameters(remove_duplicate=False) if stored_in(param) is not None}
 
 
 # Copies and state dicts
@@ -72,8 +72,8 @@ def test_what_is_shared_stays_so_and_copies_are_in_memory(budget: str, exclude: 
         assert ties(model) == ties(plain)
         for mode in (True, False):
             assert torch.equal(model.train(mode)(X), plain.train(mode)(X))
-        small = [each for each in model.parameters() if stored_in(each) is None]
-        assert not any(each._is_view() or each.untyped_storage().nbytes() > each.nbytes for each in small)
+        small = [param for param in model.parameters() if stored_in(param) is None]
+        assert not any(param._is_view() or param.untyped_storage().nbytes() > param.nbytes for param in small)
         copies = copy.deepcopy(model), pickle.loads(pickle.dumps(model)), saved_by_torch(nn.Sequential(model))[0]
         for copied in copies:
             assert type(copied) is Sharing
@@ -112,8 +112,8 @@ def test_torch_func_stacks_models_on_storage(move: Any, folder: Path) -> None:
     models = [layers(1, 512).eval() for _ in range(2)]
     wanted, _ = torch.func.stack_module_state(models)
     with move(models[0], folder, memory_budget="8M"), move(models[1], folder, memory_budget="8M"):
-        found, _ = torch.func.stack_module_state(models)
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        stacked, _ = torch.func.stack_module_state(models)
+    assert all(torch.equal(stacked[name], wanted[name]) for name in wanted)
 
 
 def test_a_state_dict_is_refused_whole_but_for_what_is_in_memory(folder: Path) -> None:
@@ -143,14 +143,14 @@ def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkey
     model = Tied().eval()
     wanted = {f"0.{name}": value.clone() for name, value in model.state_dict().items()}
     with streamed(model, folder):
-        found = nn.Sequential(model).state_dict()
-        assert list(found) == list(wanted)
+        state = nn.Sequential(model).state_dict()
+        assert list(state) == list(wanted)
         assert read == []
-        assert found["0.head.weight"].data_ptr() == found["0.embedding.weight"].data_ptr() != 0
-        assert torch.equal(found["0.head.weight"][1:3] * 2, wanted["0.head.weight"][1:3] * 2)
+        assert state["0.head.weight"].data_ptr() == state["0.embedding.weight"].data_ptr() != 0
+        assert torch.equal(state["0.head.weight"][1:3] * 2, wanted["0.head.weight"][1:3] * 2)
         assert len(read) == 1
-        nvme_ops.save(found, folder / "model.pt")
-        assert saved_by_torch(found).keys() == found.keys()
+        nvme_ops.save(state, folder / "model.pt")
+        assert saved_by_torch(state).keys() == state.keys()
     loaded = nvme_ops.load(folder / "model.pt")
     assert all(torch.equal(loaded[name], wanted[name]) for name in wanted)
 
@@ -179,11 +179,11 @@ def test_conversions_that_change_something_are_refused_as_a_whole(
     parent = nn.Sequential(brothers[0], nn.ModuleList([brothers[1], model]), brothers[2])
 
     def seen() -> dict[str, Any]:
-        return {name: (id(each), each.dtype, each.device) for name, each in parent.named_parameters()}
+        return {name: (id(param), param.dtype, param.device) for name, param in parent.named_parameters()}
 
     with streamed(model, folder):
         assert {"0.weight", "1.weight"} <= in_files(model)
-        before, values = seen(), [each.clone() for module in brothers for each in module.parameters()]
+        before, values = seen(), [param.clone() for module in brothers for param in module.parameters()]
         for module in (parent, model, model[1]):
             for change in NOTHING:
                 assert change(module) is module
@@ -193,10 +193,10 @@ def test_conversions_that_change_something_are_refused_as_a_whole(
                 with pytest.raises(RuntimeError, match="streamed"):
                     change(module)
         assert seen() == before
-        assert all(map(torch.equal, values, [each for module in brothers for each in module.parameters()]))
-        assert not any(each.is_shared() for module in brothers for each in module.parameters())
+        assert all(map(torch.equal, values, [param for module in brothers for param in module.parameters()]))
+        assert not any(param.is_shared() for module in brothers for param in module.parameters())
         others = nn.Sequential(nn.LSTM(3, 3), torch.jit.script(nn.Linear(3, 3))).to(torch.float64)
-        assert {each.dtype for each in others.parameters()} == {torch.float64}, "modules without streamed weights"
+        assert {param.dtype for param in others.parameters()} == {torch.float64}, "modules without streamed weights"
 
 
 def test_what_ddp_ignores_are_streamed_ones_and_what_the_user_names(folder: Path) -> None:

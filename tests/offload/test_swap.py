@@ -84,11 +84,11 @@ def test_restored_parameters_keep_their_gradients_and_are_usual_ones(folder: Pat
     for model in (mine, other):
         model(words(1)).sum().backward()
     swapped.restore()
-    for each, usual in zip(mine.parameters(), other.parameters(), strict=True):
-        assert type(each) is torch.nn.Parameter
-        assert torch.equal(each, usual)
-        assert each.grad is not None is not usual.grad
-        assert torch.equal(each.grad, usual.grad)
+    for param, usual in zip(mine.parameters(), other.parameters(), strict=True):
+        assert type(param) is torch.nn.Parameter
+        assert torch.equal(param, usual)
+        assert param.grad is not None is not usual.grad
+        assert torch.equal(param.grad, usual.grad)
     assert not list(folder.iterdir())
 
 
@@ -100,7 +100,7 @@ def test_a_parametrization_is_added_trained_and_removed(folder: Path) -> None:
             torch.manual_seed(1)
             torch.nn.utils.parametrizations.spectral_norm(model[0])
             model(torch.ones(2, 64)).sum().backward()
-            seen.append([each.grad.clone() for each in model.parameters() if each.grad is not None])
+            seen.append([param.grad.clone() for param in model.parameters() if param.grad is not None])
             torch.nn.utils.parametrize.remove_parametrizations(model[0], "weight")
         assert len(seen[0]) == 2
         assert equal(*seen)
@@ -136,7 +136,7 @@ def test_memory_that_somebody_holds_is_waited_for_and_told(folder: Path, monkeyp
     monkeypatch.setattr(residents.Residents, "patience", 0.2)
     model: Any = layers(3)
     with swap_params(model, folder, memory_budget=40 * KIB, min_bytes=1):
-        held = [each.lent().__enter__() for each in list(model.parameters())[:2]]
+        held = [param.lent().__enter__() for param in list(model.parameters())[:2]]
         with pytest.raises(
             MemoryError, match=r"no memory in one piece for a tensor of 16 KiB, .* others in use have 32 KiB of 40"
         ):
@@ -192,8 +192,8 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> N
                 others[0].fill_(value)
                 handle.times = 0
             others[1].add(others[2])  # whose memory these have
-            for each in (first, others[0]):
-                assert torch.equal(each + 0.0, torch.full((64, 64), times + 1.0))
+            for weight in (first, others[0]):
+                assert torch.equal(weight + 0.0, torch.full((64, 64), times + 1.0))
 
 
 def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
@@ -201,8 +201,8 @@ def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: 
     with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
         handle.will("write", "fail", {1})
         for model in (mine, other):
-            for each in list(model.parameters()) * 4:
-                each.add_(1)
+            for param in list(model.parameters()) * 4:
+                param.add_(1)
         assert equal(values(mine), values(other))
         assert handle.met
 
@@ -222,12 +222,12 @@ def test_ctrl_c_at_any_moment_of_a_use_loses_nothing(folder: Path, use: str) -> 
     def attempt(moment: Interrupt) -> None:
         model: Any = layers(4)
         with swap_params(model, folder, memory_budget=32 * KIB, min_bytes=1) as swapped, torch.no_grad():
-            for number, each in enumerate(model.parameters()):
-                each.fill_(number)  # the last two are newer in memory than on storage
+            for number, param in enumerate(model.parameters()):
+                param.fill_(number)  # the last two are newer in memory than on storage
             with contextlib.suppress(KeyboardInterrupt), moment:
                 USES[use](model[0].weight)
             gc.collect()
-            first, *others = ({float(each.min()), float(each.max())} for each in model.parameters())
+            first, *others = ({float(param.min()), float(param.max())} for param in model.parameters())
             assert first in ({0.0}, {9.0}), moment.where
             assert others == [{1.0}, {2.0}, {3.0}], moment.where
             with swapped.gathered([model[2].weight, model[3].weight]):  # which takes all the memory
@@ -244,7 +244,7 @@ Gradients = list[torch.Tensor | None]
 
 
 def gathered(model: torch.nn.Module) -> Gradients:
-    return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
+    return [None if param.grad is None else param.grad.clone() for param in model.parameters()]
 
 
 def same(first: Gradients, second: Gradients) -> bool:
@@ -273,7 +273,7 @@ def test_gradients_are_usual_ones_where_a_program_gives_them(folder: Path) -> No
             assert weight.grad is mine
             assert mine.mean().item() == number + 1
         weight.grad = grad
-    assert [each.grad is None for each in model.parameters()] == [True, False], "the bias is small"
+    assert [param.grad is None for param in model.parameters()] == [True, False], "the bias is small"
     weight.sum().backward()
     assert type(weight.grad) is torch.Tensor
 
@@ -308,12 +308,12 @@ def test_gradients_of_several_threads_add_up(folder: Path) -> None:
 
     def work(_: int) -> None:
         for _ in range(20):
-            torch.stack([each.sum() for each in weights]).sum().backward()
+            torch.stack([weight.sum() for weight in weights]).sum().backward()
 
     with swap_gradients(weights, folder, memory_budget=100 * KIB, min_bytes=1 * KIB):
         in_threads(work, 4)
-        found = [each.grad for each in weights]
-        assert all(each is not None and torch.equal(each, torch.full((64, 64), 80.0)) for each in found)
+        grads = [weight.grad for weight in weights]
+        assert all(grad is not None and torch.equal(grad, torch.full((64, 64), 80.0)) for grad in grads)
 
 
 def test_only_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -> None:
@@ -326,7 +326,7 @@ def test_only_the_space_of_gradients_that_are_gone_is_used_again(folder: Path) -
             if number < 4:
                 kept.append(model.weight.grad)
             else:
-                assert [each[0, 0].item() for each in kept] == [0, 1, 2, 3][: len(kept)]
+                assert [tensor[0, 0].item() for tensor in kept] == [0, 1, 2, 3][: len(kept)]
                 kept.clear()
                 model.weight.grad[0].sum()  # a view, which is gone
             most = gradients.stats().bytes_stored if number < 5 else most
@@ -385,13 +385,13 @@ def test_parameters_without_a_gradient_before_the_first_step_are_left_out(folder
         NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as optimizer,
     ):
         for left_out in unused:
-            for layers, each in ((mine, optimizer), (other, plain)):
+            for layers, its_optimizer in ((mine, optimizer), (other, plain)):
                 x = torch.ones(2, 64)
                 for number, layer in enumerate(layers):
                     x = x if number == left_out else layer(x).tanh()
                 x.square().sum().backward()
-                each.step()
-                each.zero_grad()
+                its_optimizer.step()
+                its_optimizer.zero_grad()
         assert equal(values(mine), values(other))
 
 
@@ -401,10 +401,10 @@ def test_a_model_ends_without_close_and_swaps_gradients_until_then(folder: Path)
     gc.collect()
     model(torch.ones(2, 64)).sum().backward()
     assert type(model.weight.grad) is SwappedGradient
-    gone = [weakref.ref(each) for each in (model, *model.parameters())]
+    gone = [weakref.ref(obj) for obj in (model, *model.parameters())]
     del model
     gc.collect()
-    assert [each() for each in gone] == [None] * 3
+    assert [ref() for ref in gone] == [None] * 3
     assert list(folder.iterdir()) == []
 
 
@@ -485,8 +485,8 @@ def test_an_interruption_at_any_moment_leaves_gradients_old_or_new(folder: Path)
                     model.zero_grad(set_to_none=False)
             except KeyboardInterrupt:
                 gc.collect()  # of the exception, whose frames may be in a cycle
-            for found, one, two in zip(gathered(model), first, second, strict=True):
-                assert any(found is not None and torch.equal(found, each) for each in (one, one + two, 0 * one)), (
+            for grad, one, two in zip(gathered(model), first, second, strict=True):
+                assert any(grad is not None and torch.equal(grad, value) for value in (one, one + two, 0 * one)), (
                     moment.where
                 )
             model.zero_grad(set_to_none=moment.number % 2 == 0)

@@ -44,7 +44,7 @@ def train(trained: Any, **given: Any) -> Any:
 
 
 def losses(trained: Any) -> list[tuple[int, float, float]]:
-    return [(each["step"], each["loss"], each["grad_norm"]) for each in trained.state.log_history if "loss" in each]
+    return [(log["step"], log["loss"], log["grad_norm"]) for log in trained.state.log_history if "loss" in log]
 
 
 def same(first: Any, second: Any) -> bool:
@@ -52,7 +52,7 @@ def same(first: Any, second: Any) -> bool:
 
 
 def moved(trained: Any) -> list[list[int]]:
-    return [[each[name] for name in NAMES if name in each] for each in trained.state.log_history]
+    return [[log[name] for name in NAMES if name in log] for log in trained.state.log_history]
 
 
 def of_trl(folder: Path) -> Any:
@@ -66,7 +66,7 @@ def of_trl(folder: Path) -> Any:
         "max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "bf16": False,
         "disable_tqdm": True, "logging_steps": 1, "learning_rate": 1e-3, "save_strategy": "no",
     }  # fmt: skip
-    texts = [" ".join(f"w{(number + 2) * each % 61}" for each in range(1, 13)) for number in range(8)]
+    texts = [" ".join(f"w{(number + 2) * factor % 61}" for factor in range(1, 13)) for number in range(8)]
     return trl.SFTTrainer(
         model=llama(), args=trl.SFTConfig(str(folder), **chosen),
         train_dataset=datasets.Dataset.from_dict({"text": texts}),
@@ -100,9 +100,9 @@ def test_the_bits_are_the_same_and_the_log_says_what_moved(folder: Path, nvme: P
     train(ours)
     assert same(ours, plain)
     assert not any(moved(plain))
-    found = moved(ours)
-    assert all(all(one <= other for one, other in zip(*each, strict=True)) for each in itertools.pairwise(found))
-    assert min(found[-1]) > 0
+    moves = moved(ours)
+    assert all(all(one <= other for one, other in zip(*pair, strict=True)) for pair in itertools.pairwise(moves))
+    assert min(moves[-1]) > 0
     assert list(nvme.iterdir()) == []
 
 
@@ -110,7 +110,7 @@ def unless_optimizer(function: Any) -> Any:
     """torch's, which would take the states another way, or all of them into memory."""
 
     def checked(*args: Any, **given: Any) -> Any:
-        assert not any(str(each).endswith("optimizer.pt") for each in args)
+        assert not any(str(arg).endswith("optimizer.pt") for arg in args)
         return function(*args, **given)
 
     return checked
@@ -253,7 +253,7 @@ def test_each_can_stay_in_memory(folder: Path, nvme: Path) -> None:
     ours = trainer(folder)
     use_nvme(ours, nvme, optimizer_budget=None, activations_budget=0)
     train(ours)
-    assert {len(each) for each in moved(ours)} == {2}
+    assert {len(row) for row in moved(ours)} == {2}
     use_nvme(ours, nvme, activations_budget=None, optimizer_budget=None)
     train(ours)
     assert not any(moved(ours))
@@ -340,7 +340,7 @@ def test_a_mistake_that_shows_when_training_begins(folder: Path, nvme: Path) -> 
 
 
 def test_a_trainer_saves_and_resumes_an_nvme_optimizer(folder: Path, nvme: Path) -> None:
-    found = {}
+    results = {}
     for name in ("plain", "ours"):
         chosen: Any = (torch.optim.AdamW, {"lr": 1e-3})
         if name == "ours":
@@ -350,5 +350,5 @@ def test_a_trainer_saves_and_resumes_an_nvme_optimizer(folder: Path, nvme: Path)
                 folder / name, max_steps=steps, save_strategy="steps", save_steps=2, optimizer_cls_and_kwargs=chosen
             )
             train(made, resume_from_checkpoint=steps == 4)
-        found[name] = values(made.model)
-    assert equal(found["ours"], found["plain"])
+        results[name] = values(made.model)
+    assert equal(results["ours"], results["plain"])

@@ -35,8 +35,8 @@ plain, ours = trained("plain"), trained("ours")
 resumed = trained("resumed", str(folder / "ours" / "checkpoint-2"))
 equal = all(
     torch.equal(one, two)
-    for each in (ours, resumed)
-    for one, two in zip(each.model.parameters(), plain.model.parameters(), strict=True)
+    for run in (ours, resumed)
+    for one, two in zip(run.model.parameters(), plain.model.parameters(), strict=True)
 )
 moved = min(value for name, value in ours.state.log_history[-1].items() if name.startswith("nvme_")) > 0
 output.write(f"rank {plain.args.process_index}: {'equal' if equal else 'DIFFERENT'}, {'moved' if moved else 'NOT'}\n")

@@ -66,7 +66,7 @@ class Odd(torch.nn.Module):
 def perceptron() -> torch.nn.Sequential:
     torch.manual_seed(1)
     layers = [[torch.nn.Linear(128, 128), torch.nn.GELU(), torch.nn.LayerNorm(128)] for _ in range(4)]
-    return torch.nn.Sequential(*(each for layer in layers for each in layer))
+    return torch.nn.Sequential(*(module for layer in layers for module in layer))
 
 
 def convolutional() -> torch.nn.Sequential:
@@ -76,7 +76,7 @@ def convolutional() -> torch.nn.Sequential:
         for number in range(4)
     ]
     return torch.nn.Sequential(
-        *(each for layer in layers for each in layer),
+        *(module for layer in layers for module in layer),
         torch.nn.MaxPool2d(2), torch.nn.Dropout(0.2), torch.nn.Flatten(), torch.nn.Linear(1024, 3),
     )  # fmt: skip
 
@@ -91,7 +91,7 @@ class Attention(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for _ in range(2):
-            q, k, v = (each.unflatten(-1, (4, 16)).transpose(1, 2) for each in self.qkv(x).chunk(3, dim=-1))
+            q, k, v = (part.unflatten(-1, (4, 16)).transpose(1, 2) for part in self.qkv(x).chunk(3, dim=-1))
             scores = (q @ k.transpose(-1, -2)).softmax(-1)
             x = x + self.out((scores @ v).transpose(1, 2).reshape(x.shape))
             x = x * x.mean(0, keepdim=True).expand_as(x)
@@ -161,7 +161,7 @@ def layers(count: int = 6) -> torch.nn.Sequential:
 
 
 def values(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [each.detach().clone() for each in model.parameters()]
+    return [param.detach().clone() for param in model.parameters()]
 
 
 def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
@@ -170,9 +170,9 @@ def equal(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
 
 def states(optimizer: torch.optim.Optimizer) -> list[Any]:
     """All states, with their names, but for those that Adagrad makes before it has a gradient; then the options."""
-    found = optimizer.state_dict()
-    found["state"] = {number: each for number, each in found["state"].items() if each.get("step", 1) != 0}
-    states = [part for number, each in sorted(found["state"].items()) for name, value in sorted(each.items())
+    saved = optimizer.state_dict()
+    saved["state"] = {number: entry for number, entry in saved["state"].items() if entry.get("step", 1) != 0}
+    states = [part for number, entry in sorted(saved["state"].items()) for name, value in sorted(entry.items())
               for part in (f"{number} {name}", value)]  # fmt: skip
-    groups = [{name: value for name, value in group.items() if name != "params"} for group in found["param_groups"]]
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in saved["param_groups"]]
     return [*states, repr(groups)]

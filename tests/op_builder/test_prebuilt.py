@@ -34,9 +34,9 @@ def installed(here: Sandbox, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def portable(folder: Path, version: str = torch.__version__) -> Path:
     """The tiny op as a wheel has it, for one version of torch."""
-    found, include = machine.find_compiler(), Path(torch.__file__).parent / "include"
-    assert found is not None
-    return make_wheel.compile_op(TinyBuilder(), found, version, include, Path(sysconfig.get_path("include")), folder)
+    compiler, include = machine.find_compiler(), Path(torch.__file__).parent / "include"
+    assert compiler is not None
+    return make_wheel.compile_op(TinyBuilder(), compiler, version, include, Path(sysconfig.get_path("include")), folder)
 
 
 def load(sandbox: Sandbox, folder: Path, **environment: str) -> tuple[str, str]:

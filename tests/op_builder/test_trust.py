@@ -36,14 +36,14 @@ class Scene(NamedTuple):
 @pytest.fixture
 def scene(here: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Scene:
     once(here, lambda: jit.build(TinyBuilder().recipe()))
-    found = finished.find_cached(TinyBuilder().recipe())
-    assert found is not None
-    return Scene(here, found, monkeypatch, tmp_path)
+    entry = finished.find_cached(TinyBuilder().recipe())
+    assert entry is not None
+    return Scene(here, entry, monkeypatch, tmp_path)
 
 
 def found_as() -> str:
-    found = TinyBuilder().find_built()
-    return found.how if found is not None else ""
+    built = TinyBuilder().find_built()
+    return built.how if built is not None else ""
 
 
 # What others get at: each returns the path
@@ -90,12 +90,12 @@ def prebuilt(scene: Scene) -> Path:
 
 
 def answer_of_the_compiler(scene: Scene) -> Path:
-    found = machine.find_compiler()
-    assert found is not None
-    machine.include_directories(found)
+    compiler = machine.find_compiler()
+    assert compiler is not None
+    machine.include_directories(compiler)
     note = next(trust.roots()[0].glob("compiler-*.json"))
     note.write_text('{"include_directories": ["/planted"]}')
-    assert machine.include_directories(found) == ["/planted"]
+    assert machine.include_directories(compiler) == ["/planted"]
     return note
 
 
@@ -153,9 +153,9 @@ def not_used(scene: Scene, reason: str) -> None:
 
 
 def asked_again(scene: Scene, reason: str) -> None:
-    found = machine.find_compiler()
-    assert found is not None
-    assert "/planted" not in machine.include_directories(found)
+    compiler = machine.find_compiler()
+    assert compiler is not None
+    assert "/planted" not in machine.include_directories(compiler)
 
 
 OWNER = -1  # in place of a mode: it belongs to somebody else
@@ -221,7 +221,7 @@ def test_the_users_own_group_counts_as_the_user(
         "import os, pwd, sys; from pathlib import Path; from nvme_ops.op_builder import trust; os.setuid(4321);"
         f"{first}print(trust.why_not_trusted(Path(sys.argv[1])))"
     )
-    mounts = " && ".join(f"mount --bind {tmp_path}/{each} /etc/{each}" for each in ("passwd", "group", "nsswitch.conf"))
+    mounts = " && ".join(f"mount --bind {tmp_path}/{file} /etc/{file}" for file in ("passwd", "group", "nsswitch.conf"))
     refusal = f"{own} can be written by the group {name} (fix: chmod go-w '{own}')"
     assert with_mounts(mounts, sys.executable, "-c", program, own).strip() == ("" if is_own else refusal)
 
@@ -230,8 +230,8 @@ def test_the_users_own_group_counts_as_the_user(
 def test_in_a_rootless_container_the_folders_above_are_of_nobody(scene: Scene) -> None:
     """Where root has no number, / seems to belong to the overflow user, as in Apptainer."""
     user, cache = 4321, scene.here.cache
-    for each in [cache, *cache.rglob("*")]:
-        os.chown(each, user, user, follow_symlinks=False)
+    for path in [cache, *cache.rglob("*")]:
+        os.chown(path, user, user, follow_symlinks=False)
     open_to_all(cache.parent)
     cache.parent.chmod(0o755)
 

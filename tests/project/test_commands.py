@@ -44,14 +44,14 @@ def parsers(made: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
     yield made
     for action in made._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for each in action.choices.values():
-                yield from parsers(each)
+            for parser in action.choices.values():
+                yield from parsers(parser)
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits_80_columns_and_its_flags_have_hyphens(name: str) -> None:
     made = list(parsers(importlib.import_module(COMMANDS[name]).parser()))
-    lines = [line for each in made for line in each.format_help().splitlines()]
+    lines = [line for parser in made for line in parser.format_help().splitlines()]
     assert lines[0].startswith(f"usage: {name} ")
     assert [line for line in lines if len(line) > 80 or re.search(r"--[a-z-]+_|\w-$", line)] == []
 
@@ -71,7 +71,7 @@ def test_nvme_bench_names_its_commands_where_it_is_used_wrongly() -> None:
 
 def test_nvme_ops_lists_the_commands_and_runs_the_one_that_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--help", "--version")
-    for words in (*([each] for each in options), *([name, each] for name in OURS for each in options)):
+    for words in (*([option] for option in options), *([name, option] for name in OURS for option in options)):
         with pytest.raises(SystemExit) as end:
             main(words)
         said = capsys.readouterr().out
@@ -125,8 +125,8 @@ def test_what_needs_no_torch_does_not_import_it(folder: Path) -> None:
         print("needing torch", file=sys.stderr)
         assert status("bench", "--folder", folder, "--io_size", "1M") == 2
     """
-    each = [f"{name} {below}" for name, words in BELOW.items() for below in words]
-    said = run_python(program, *OURS, *each, str(folder)).stderr
+    commands = [f"{name} {below}" for name, words in BELOW.items() for below in words]
+    said = run_python(program, *OURS, *commands, str(folder)).stderr
     assert said.endswith("needing torch\nnvme-bench: torch is not installed: pip install torch\n"), said
 
 

@@ -71,8 +71,8 @@ def test_libaio_is_compiled_in_where_the_compiler_finds_its_header(tmp_path: Pat
     (tmp_path / "installed").mkdir()
     (tmp_path / "installed" / "libaio.h").touch()
     core = f"{tmp_path}/build/plain/core.o"
-    for flags, found in (("", False), (f"-I{tmp_path}/installed", True)):  # going by the command alone
+    for flags, compiled in (("", False), (f"-I{tmp_path}/installed", True)):  # going by the command alone
         planned = make("--dry-run", core, BUILD=f"{tmp_path}/build", CXX=f"{tmp_path}/c++", CXXFLAGS=flags)
         assert planned.returncode == 0, planned.stderr
         assert f"-o {core}" in planned.stdout
-        assert ("-DNVME_OPS_HAVE_LIBAIO=1" in planned.stdout) == found
+        assert ("-DNVME_OPS_HAVE_LIBAIO=1" in planned.stdout) == compiled

@@ -15,8 +15,8 @@ LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
 
 def sources() -> list[Path]:
     folders = [REPOSITORY / name for name in ("nvme_ops", "op_builder", "report", "csrc")]
-    found = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
-    return [REPOSITORY / "setup.py", *found]
+    paths = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".h")]
+    return [REPOSITORY / "setup.py", *paths]
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
@@ -88,7 +88,7 @@ def test_the_reference_has_every_public_name_once_and_links_to_it() -> None:
     public = set()
     for name in PUBLIC:
         package = importlib.import_module(f"nvme_ops.{name}".rstrip("."))
-        public |= {f"{package.__name__}.{each}" for each in package.__all__ if each not in (*PUBLIC, "__version__")}
+        public |= {f"{package.__name__}.{entry}" for entry in package.__all__ if entry not in (*PUBLIC, "__version__")}
     assert public - set(shown) == set()
     assert {name for name in set(shown) - public if not name.startswith("nvme_ops.integrations.")} == BESIDES
 

@@ -138,8 +138,8 @@ for number, block in enumerate(json.loads(sys.argv[1])):
 
 def blocks(page: Path) -> list[tuple[str, str]]:
     """What each block of a page needs, or nothing, and its text."""
-    found = BLOCK.findall(page.read_text(encoding="utf-8"))
-    return [(need[1] if (need := NEED.search(before)) else "", code) for before, code in found]
+    matches = BLOCK.findall(page.read_text(encoding="utf-8"))
+    return [(need[1] if (need := NEED.search(before)) else "", code) for before, code in matches]
 
 
 def run_blocks(code: list[str], folder: Path) -> None:
@@ -147,8 +147,8 @@ def run_blocks(code: list[str], folder: Path) -> None:
         pytest.importorskip(package)
     heavy = HEAVY if "transformers" in str(code) else ()
     alone = {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "NVME_OPS_GDS": "off"}
-    found = prepared.run("-c", PROGRAM, json.dumps(code), folder=folder, environment=alone, imported=heavy)
-    assert found.returncode == 0, found.stdout + found.stderr
+    done = prepared.run("-c", PROGRAM, json.dumps(code), folder=folder, environment=alone, imported=heavy)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page)], ids=lambda page: page.name)
@@ -162,5 +162,5 @@ NEEDY = [page for page in PAGES if any(need for need, _ in blocks(page))]
 
 @pytest.mark.parametrize("page", NEEDY, ids=lambda page: page.name)
 def test_blocks_that_need_something_run_with_it(page: Path, folder: Path) -> None:
-    code = [STAND_INS[need] + each if need else each for need, each in blocks(page)]
-    run_blocks([each.replace('"cuda"', '"privateuseone"') for each in code], folder)
+    code = [STAND_INS[need] + block if need else block for need, block in blocks(page)]
+    run_blocks([block.replace('"cuda"', '"privateuseone"') for block in code], folder)

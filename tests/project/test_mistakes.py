@@ -271,15 +271,15 @@ UNCHECKED = re.compile(r"NvmeOptimizer\.(zero_grad|step)|NvmeStorage\w+\.|\w+Bui
 
 def test_every_switch_and_callback_is_in_the_table() -> None:
     missing = []
-    for name, found in public():
-        ours = callable(found) and str(getattr(found, "__module__", "")).startswith("nvme_ops")
-        if not ours or UNCHECKED.match(name) or (inspect.isclass(found) and issubclass(found, Exception)):
+    for name, member in public():
+        ours = callable(member) and str(getattr(member, "__module__", "")).startswith("nvme_ops")
+        if not ours or UNCHECKED.match(name) or (inspect.isclass(member) and issubclass(member, Exception)):
             continue
-        for argument in inspect.signature(found).parameters.values():
+        for argument in inspect.signature(member).parameters.values():
             kind, own = str(argument.annotation), f"{name.rpartition('.')[2]}("
             calls = SWITCHES if kind == "bool" else CALLBACKS if kind.startswith("Callable[") else {}
             known = [names.split() for call, names in calls.items() if own in call]
-            if calls and argument.kind is not argument.VAR_KEYWORD and not any(argument.name in each for each in known):
+            if calls and argument.kind is not argument.VAR_KEYWORD and not any(argument.name in row for row in known):
                 missing.append(f"{name}({argument})")
     assert missing == []
 

@@ -228,8 +228,8 @@ def test_an_editable_install_has_its_ops_prebuilt_and_follows_the_checkout(
     changed = run("-c", LOAD, "async_io", python=clean_python)
     assert "its sources changed" in changed.stderr
     assert changed.stdout.startswith("nvme_ops.ops.async_io 43 True ")
-    found = "import importlib.util as u; print(*map(u.find_spec, ('op_builder', 'report', 'csrc')))"
-    assert run("-c", found, python=clean_python).stdout == "None None None\n", "nothing else is put at the top"
+    program = "import importlib.util as u; print(*map(u.find_spec, ('op_builder', 'report', 'csrc')))"
+    assert run("-c", program, python=clean_python).stdout == "None None None\n", "nothing else is put at the top"
 
 
 ASK_BACKEND = "from setuptools import build_meta; build_meta.get_requires_for_build_wheel()"

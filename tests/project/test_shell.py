@@ -56,10 +56,10 @@ def saved(folder: Path) -> str:
 
 def gradients(folder: Path) -> offload.SwappedGradients:
     model = module()
-    found = offload.swap_gradients(model.parameters(), folder, memory_budget="2M", min_bytes="100K")
+    swapped = offload.swap_gradients(model.parameters(), folder, memory_budget="2M", min_bytes="100K")
     model(torch.ones(300)).sum().backward()
-    found.owner = model  # type: ignore[attr-defined]  # it goes with its parameters
-    return found
+    swapped.owner = model  # type: ignore[attr-defined]  # it goes with its parameters
+    return swapped
 
 
 def activations(folder: Path) -> offload.save_on_nvme:
@@ -164,29 +164,29 @@ def is_like(shown: str, pattern: str, folder: Path) -> bool:
 @pytest.fixture(params=SHOWN)
 def made(request: pytest.FixtureRequest, folder: Path) -> Iterator[tuple[Any, str, str]]:
     make, *patterns = SHOWN[request.param]
-    found = make(folder)
-    yield found, *patterns
-    if isinstance(found, nvme_ops.IoFuture | nvme_ops.checkpoint.background.SaveFuture):
-        found.exception()
-    if hasattr(found, "close"):
-        found.close()
+    obj = make(folder)
+    yield obj, *patterns
+    if isinstance(obj, nvme_ops.IoFuture | nvme_ops.checkpoint.background.SaveFuture):
+        obj.exception()
+    if hasattr(obj, "close"):
+        obj.close()
 
 
 @pytest.mark.filterwarnings("ignore:the samples of a writer")
 def test_an_object_says_what_it_is(made: tuple[Any, str, str], folder: Path) -> None:
-    found, open_, closed = made
-    assert is_like(repr(found), open_, folder), repr(found)
-    assert "\n" not in repr(found) or isinstance(found, torch.optim.Optimizer)
+    obj, open_, closed = made
+    assert is_like(repr(obj), open_, folder), repr(obj)
+    assert "\n" not in repr(obj) or isinstance(obj, torch.optim.Optimizer)
     if closed:
-        found.close()
-        assert is_like(repr(found), closed, folder), repr(found)
+        obj.close()
+        assert is_like(repr(obj), closed, folder), repr(obj)
 
 
 def test_an_object_says_what_it_is_in_a_forked_child(made: tuple[Any, str, str], folder: Path) -> None:
-    found, pattern, _ = made
+    obj, pattern, _ = made
 
     def child() -> None:
-        assert is_like(repr(found), pattern, folder), repr(found)
+        assert is_like(repr(obj), pattern, folder), repr(obj)
 
     in_child(child)
 
@@ -195,23 +195,23 @@ LOCKS = (type(threading.Lock()), type(threading.RLock()), threading.Condition)
 HARMLESS = {"getpid", "fspath", "done", "bytes"}  # functions of C modules that no lock or device makes wait
 
 
-def locks_of(found: object) -> list[Any]:
+def locks_of(obj: object) -> list[Any]:
     """Returns the locks that it has, or that what it has has."""
-    seen, left, locks = set[int](), [found], []
+    seen, left, locks = set[int](), [obj], []
     while left:
-        each = left.pop()
-        if id(each) in seen:
+        item = left.pop()
+        if id(item) in seen:
             continue
-        seen.add(id(each))
-        if isinstance(each, LOCKS):
-            locks.append(each)
-        elif type(each).__module__.startswith("nvme_ops") or isinstance(each, dict | list | tuple | set):
-            left += [one for one in gc.get_referents(each) if not isinstance(one, type | types.FunctionType)]
+        seen.add(id(item))
+        if isinstance(item, LOCKS):
+            locks.append(item)
+        elif type(item).__module__.startswith("nvme_ops") or isinstance(item, dict | list | tuple | set):
+            left += [one for one in gc.get_referents(item) if not isinstance(one, type | types.FunctionType)]
     return locks
 
 
 def test_showing_an_object_waits_for_no_lock_and_asks_no_system(made: tuple[Any, str, str]) -> None:
-    found, locks, shown, asked = made[0], locks_of(made[0]), list[str](), list[str]()
+    obj, locks, shown, asked = made[0], locks_of(made[0]), list[str](), list[str]()
     have, go = threading.Event(), threading.Event()
 
     def hold() -> None:
@@ -230,11 +230,11 @@ def test_showing_an_object_waits_for_no_lock_and_asks_no_system(made: tuple[Any,
     def show() -> None:
         have.wait()
         sys.setprofile(note)
-        text = repr(found)
+        text = repr(obj)
         sys.setprofile(None)
         shown.append(text)
 
-    threads = [threading.Thread(target=each, daemon=True) for each in (hold, show)]
+    threads = [threading.Thread(target=target, daemon=True) for target in (hold, show)]
     for thread in threads:
         thread.start()
     threads[1].join(20)
@@ -249,9 +249,9 @@ def kinds() -> Iterator[Any]:
         place = importlib.import_module(f"nvme_ops{package}")
         for name in place.__all__:
             if not (name == "NvmeCache" and importlib.util.find_spec("transformers") is None):
-                found = getattr(place, name)
-                if inspect.isclass(found) and not issubclass(found, BaseException | nvme_ops.Priority):
-                    yield found
+                kind = getattr(place, name)
+                if inspect.isclass(kind) and not issubclass(kind, BaseException | nvme_ops.Priority):
+                    yield kind
     yield from (storage.store.StoreFuture, data.store.Read, nvme_ops.checkpoint.background.SaveFuture, safe_open)
 
 

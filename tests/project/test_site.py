@@ -31,12 +31,12 @@ class Page(HTMLParser):
         self.feed(self.text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        found = {name: value or "" for name, value in attrs}
-        self.names.add(found.get("id", ""))
+        attributes = {name: value or "" for name, value in attrs}
+        self.names.add(attributes.get("id", ""))
         if tag == "a":
-            self._link, self._words = found.get("href", ""), ""
-        elif found.get("rel") != "canonical":
-            self.loaded += [found[name] for name in ("src", "href") if name in found]
+            self._link, self._words = attributes.get("href", ""), ""
+        elif attributes.get("rel") != "canonical":
+            self.loaded += [attributes[name] for name in ("src", "href") if name in attributes]
 
     def handle_data(self, data: str) -> None:
         self._words += data
@@ -67,13 +67,13 @@ def target(page: Path, link: str) -> tuple[Path, str]:
 
 
 def front(site: dict[Path, Page]) -> tuple[Path, Page]:
-    path = min(site, key=lambda each: len(each.parts))
+    path = min(site, key=lambda file: len(file.parts))
     return path, site[path]
 
 
 def test_every_link_leads_to_a_part_and_nothing_comes_from_elsewhere(site: dict[Path, Page]) -> None:
     for path, page in site.items():
-        assert [each for each in page.loaded if urlsplit(each).netloc] == []
+        assert [url for url in page.loaded if urlsplit(url).netloc] == []
         for link, _ in page.links:
             if not urlsplit(link).netloc:
                 file, part = target(path, link)
@@ -113,4 +113,4 @@ def test_code_fits_the_width_of_a_page() -> None:
     texts = {page.name: page.read_text() for page in (REPOSITORY / "docs").glob("*.md")}
     blocks = [(name, fenced or indented) for name, text in texts.items() for fenced, indented in CODE.findall(text)]
     assert len(blocks) > 50
-    assert [each for each in blocks if max(map(len, textwrap.dedent(each[1]).splitlines())) > 120] == []
+    assert [block for block in blocks if max(map(len, textwrap.dedent(block[1]).splitlines())) > 120] == []

@@ -28,9 +28,9 @@ def signature(name: str, function: Any) -> str:
     except ValueError:  # an exception's is Python's
         return name
     bare = [
-        each.replace(annotation=each.empty, default=each.default if is_plain(each.default) else ...)
-        for each in parameters
-        if each.name not in ("self", "cls")
+        parameter.replace(annotation=parameter.empty, default=parameter.default if is_plain(parameter.default) else ...)
+        for parameter in parameters
+        if parameter.name not in ("self", "cls")
     ]
     return f"{name}{inspect.Signature(bare)}"
 
@@ -40,18 +40,18 @@ def is_plain(default: object) -> bool:
     return default is inspect.Parameter.empty or isinstance(default, (bool, int, float, str, tuple, type(None)))
 
 
-def described(name: str, found: Any) -> Iterator[str]:
-    if name.startswith(NAMES_ONLY) or not callable(found):
+def described(name: str, obj: Any) -> Iterator[str]:
+    if name.startswith(NAMES_ONLY) or not callable(obj):
         yield name
-    elif not inspect.isclass(found):
-        yield signature(name, found)
+    elif not inspect.isclass(obj):
+        yield signature(name, obj)
     else:
-        yield name if issubclass(found, Enum) else signature(name, found)
-        bases = [each for each in found.__mro__[1:] if each.__name__ in ("OpBuilder", "aio_handle")]  # are listed too
-        more = found.__mro__[: found.__mro__.index(bases[0])] if bases else found.__mro__
-        own = [vars(each) for each in more if each.__module__.startswith("nvme_ops")]
-        for member in sorted({each for one in own for each in one if not each.startswith("_")}):
-            value = inspect.getattr_static(found, member)
+        yield name if issubclass(obj, Enum) else signature(name, obj)
+        bases = [base for base in obj.__mro__[1:] if base.__name__ in ("OpBuilder", "aio_handle")]  # are listed too
+        more = obj.__mro__[: obj.__mro__.index(bases[0])] if bases else obj.__mro__
+        own = [vars(kind) for kind in more if kind.__module__.startswith("nvme_ops")]
+        for member in sorted({key for one in own for key in one if not key.startswith("_")}):
+            value = inspect.getattr_static(obj, member)
             if isinstance(value, (staticmethod, classmethod)):
                 value = value.__func__
             yield "  " + (signature(member, value) if inspect.isfunction(value) else member)
@@ -72,7 +72,7 @@ def test_the_surface_is_what_was_frozen() -> None:
 
 
 def test_packages_need_no_import_of_their_own() -> None:
-    lines = [f"nvme_ops{each}; assert {each[1:]!r} in dir(nvme_ops)" for each in PACKAGES if each]
+    lines = [f"nvme_ops{package}; assert {package[1:]!r} in dir(nvme_ops)" for package in PACKAGES if package]
     assert not run_python("\n".join(["import nvme_ops", *lines]), fresh=True).stderr
 
 
@@ -80,20 +80,20 @@ def public() -> Iterator[tuple[str, Any]]:
     for package in PACKAGES:
         module = importlib.import_module(f"nvme_ops{package}")
         for name in module.__all__:
-            found = getattr(module, name)
-            yield name, found
-            for member in dir(found) if inspect.isclass(found) and found.__module__.startswith("nvme_ops") else ():
+            obj = getattr(module, name)
+            yield name, obj
+            for member in dir(obj) if inspect.isclass(obj) and obj.__module__.startswith("nvme_ops") else ():
                 if not member.startswith("_"):
-                    yield f"{name}.{member}", getattr(found, member)
+                    yield f"{name}.{member}", getattr(obj, member)
 
 
 def test_no_public_call_shows_a_private_argument() -> None:
     shown = {
-        f"{name}({each})"
-        for name, found in public()
-        if inspect.isfunction(found)
-        for each in inspect.signature(found).parameters
-        if re.match("_.", each)
+        f"{name}({argument})"
+        for name, obj in public()
+        if inspect.isfunction(obj)
+        for argument in inspect.signature(obj).parameters
+        if re.match("_.", argument)
     }
     assert not shown
 

@@ -103,8 +103,8 @@ def clean(problems: list[str]) -> None:
 def includes(path: Path) -> Iterator[tuple[int, str]]:
     """Line and operand of every ``#include``, brackets or quotes kept."""
     for number, line in enumerate(lines_of(path), 1):
-        if found := re.match(r'\s*#\s*include\s*(<[^>]+>|"[^"]+")', line):
-            yield number, found[1]
+        if match := re.match(r'\s*#\s*include\s*(<[^>]+>|"[^"]+")', line):
+            yield number, match[1]
 
 
 def test_includes_point_from_binding_to_base_and_every_header_is_included() -> None:
@@ -183,8 +183,8 @@ def test_imports_form_no_circle() -> None:
         for number, module in imports(path):
             lines.setdefault(number, set()).add(module if module in modules else module.rpartition(".")[0])
         for wanted in lines.values():  # `from package import module` imports the module
-            used = {each for each in wanted & set(modules) if not any(other.startswith(f"{each}.") for other in wanted)}
-            edges |= {(name, each) for each in used - {name}}
+            used = {item for item in wanted & set(modules) if not any(other.startswith(f"{item}.") for other in wanted)}
+            edges |= {(name, target) for target in used - {name}}
     graph: dict[str, set[str]] = {name: set() for name in modules}
     for name, wanted_one in edges:
         graph[name].add(wanted_one)
@@ -243,11 +243,11 @@ LONGEST_NAME = 70  # of a test; longer ones are sentences about several things
 
 def test_names_of_tests_are_short() -> None:
     problems = []
-    for path in [each for each in PYTHON if inside(each, "tests")]:
+    for path in [path for path in PYTHON if inside(path, "tests")]:
         for number, line in enumerate(lines_of(path), 1):
-            found = re.match(r"\s*def (test_\w+)", line)
-            if found and len(found[1]) > LONGEST_NAME:
-                problems.append(f"{name_of(path)}:{number}: {found[1]} has {len(found[1])} characters")
+            match = re.match(r"\s*def (test_\w+)", line)
+            if match and len(match[1]) > LONGEST_NAME:
+                problems.append(f"{name_of(path)}:{number}: {match[1]} has {len(match[1])} characters")
     clean(problems)
 
 
@@ -265,7 +265,7 @@ ENGINE = {
         (NOT_IN_A_LIBRARY, [path for path in NATIVE if inside(path, "csrc")]),
         (r"/(?:home|Users)/\w+/|/root\b/", [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
         # nvme_ops.io.engine.engine_of(handle) gives it
-        (r"(?<!self)\._engine\b", [each for each in PYTHON if inside(each, *LIBRARY) and name_of(each) not in ENGINE]),
+        (r"(?<!self)\._engine\b", [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in ENGINE]),
     ],
     ids=["unfinished", "prints, exits or asserts", "someone's home", "where a handle keeps its engine"],
 )
@@ -274,6 +274,6 @@ def test_what_must_not_be_there_is_not(pattern: str, files: list[Path]) -> None:
     for path in files:
         for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
             code = line.partition("//")[0] if pattern is NOT_IN_A_LIBRARY else line
-            if found := re.search(pattern, code):
-                problems.append(f"{name_of(path)}:{number}: {found[0]}")
+            if match := re.search(pattern, code):
+                problems.append(f"{name_of(path)}:{number}: {match[0]}")
     clean(problems)

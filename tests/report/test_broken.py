@@ -171,10 +171,10 @@ MACHINES = {
 def op() -> Path:
     """The folder of the cache with the op, and what else is beside it."""
     native()
-    found = finished.find_cached(AsyncIOBuilder().recipe())
-    if found is None:
+    entry = finished.find_cached(AsyncIOBuilder().recipe())
+    if entry is None:
         pytest.skip("the op is built ahead of time here")
-    return found.folder
+    return entry.folder
 
 
 def made(folder: Path, machine: Machine, op: Path) -> dict[str, str]:
@@ -211,7 +211,7 @@ def run(machine: Machine, names: dict[str, str], program: str, folder: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * each.slow) for name, each in MACHINES.items()]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * broken.slow) for name, broken in MACHINES.items()]
 )
 def test_the_report_says_ready_where_a_handle_works(name: str, tmp_path: Path, op: Path) -> None:
     machine = MACHINES[name]
@@ -228,10 +228,10 @@ def test_the_report_says_ready_where_a_handle_works(name: str, tmp_path: Path, o
     handle, report = done[HANDLE], done[REPORT]
     works = handle.returncode == 0
     assert works == (not machine.words), handle.stderr
-    found = json.loads(report.stdout)
-    assert found["verdict"]["ready"] == works, found["verdict"]
+    document = json.loads(report.stdout)
+    assert document["verdict"]["ready"] == works, document["verdict"]
     assert report.returncode == (0 if works else 1)
     end = handle.stderr if handle.returncode >= 0 else signal.Signals(-handle.returncode).name
     assert re.search(machine.words, end), end
-    assert re.search(machine.words, found["verdict"]["text"]), found["verdict"]
+    assert re.search(machine.words, document["verdict"]["text"]), document["verdict"]
     assert re.search(f"fix: .*{machine.fix}" if machine.words else "", report.stderr), report.stderr

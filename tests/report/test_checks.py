@@ -73,15 +73,15 @@ def compiler(status: Status, detail: str, fix: str, script: str) -> Case:
     return Case(lambda _: ops.compiler(), status, detail, fix, {"cxx": f"#!{script}"}, {"CXX": "ROOT/cxx"})
 
 
-def on(mounted: Mount | None, found: list[Device], refusal: str = "", fix: str = "") -> Case:
-    check, status = (lambda _: storage.gpudirect(mounted, found, has_gpu=True)), WARNING if refusal else OKAY
+def on(mounted: Mount | None, devices: list[Device], refusal: str = "", fix: str = "") -> Case:
+    check, status = (lambda _: storage.gpudirect(mounted, devices, has_gpu=True)), WARNING if refusal else OKAY
     return Case(check, status, refusal or "supported: ", fix)
 
 
 def chosen(named: str, usable: str, status: Status, detail: str, fix: str = "") -> Case:
     good, bad = (lambda name: Result(name, OKAY)), (lambda name: Result(name, NO, "why", f"fix {name}"))
-    found = [(good if name in usable else bad)(name) for name in BACKENDS]
-    return Case(lambda _: kernel.chosen(found), status, detail, fix, environ={"NVME_OPS_BACKEND": named})
+    results = [(good if name in usable else bad)(name) for name in BACKENDS]
+    return Case(lambda _: kernel.chosen(results), status, detail, fix, environ={"NVME_OPS_BACKEND": named})
 
 
 def mount(kind: str, *options: str) -> Mount:
@@ -238,12 +238,12 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
         monkeypatch.setenv(name, value.replace("ROOT", str(tmp_path)))
     for name, value in case.patches.items():
         monkeypatch.setattr(name, value)
-    found = case.check(Host(tmp_path))
-    results = [found] if isinstance(found, Result) else found
-    meant = [each for each in results if each.status is case.status and case.detail in each.detail]
-    assert [each for each in meant if case.fix in each.fix and bool(each.fix) == each.status.needs_fix], results
+    result = case.check(Host(tmp_path))
+    results = [result] if isinstance(result, Result) else result
+    meant = [item for item in results if item.status is case.status and case.detail in item.detail]
+    assert [item for item in meant if case.fix in item.fix and bool(item.fix) == item.status.needs_fix], results
     if case.check is gds.section and not case.files:
-        assert [each.name for each in results if each.status.needs_fix] == ["GPU"]
+        assert [item.name for item in results if item.status.needs_fix] == ["GPU"]
 
 
 def test_a_check_of_cufile_that_crashes_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,10 +256,10 @@ def test_what_the_op_itself_says_of_a_backend_counts() -> None:
     order = sorted(BACKENDS, key=lambda name: registry.index("k" + name.title().replace("_", "")))
     lacking = "built without libaio's headers (apt install libaio-dev)"
     tried = Attempt(loaded=True, backends={"io_uring": "no ring", "libaio": lacking, "threads": None})
-    found = {result.name: result for result in kernel.backends(Host(), tried)}
-    assert list(found) == [*order, "chosen"]
-    assert [result.status for result in found.values()] == [NO, NO, OKAY, WARNING]
-    assert found["libaio"].fix.startswith("NVME_BUILD_AIO=1 "), "the library is of no use to this op"
+    results = {result.name: result for result in kernel.backends(Host(), tried)}
+    assert list(results) == [*order, "chosen"]
+    assert [result.status for result in results.values()] == [NO, NO, OKAY, WARNING]
+    assert results["libaio"].fix.startswith("NVME_BUILD_AIO=1 "), "the library is of no use to this op"
     tried = Attempt(loaded=True, backends=dict.fromkeys(BACKENDS))
     assert {result.status for result in kernel.backends(Host(), tried)} == {OKAY}
 
@@ -324,7 +324,7 @@ def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built() -> None:
     built = {name: BuiltOp("prebuilt", Path("op.so"), {"torch": "2.13.0"}) for name in ALL_OPS}
     assert ops.if_needed(lambda: missing, {"gds": built["gds"]}) == missing
     assert ops.if_needed(lambda: missing, built).status is INFO
-    assert [each.detail for each in ops.compiled_with(built)] == ["torch 2.13.0, CUDA none, prebuilt"] * len(built)
+    assert [result.detail for result in ops.compiled_with(built)] == ["torch 2.13.0, CUDA none, prebuilt"] * len(built)
 
 
 def unlucky() -> None:
@@ -377,8 +377,8 @@ def test_direct_io_is_tried_and_its_alignment_told(tmp_path: Path, monkeypatch: 
     def direct(code: int = 0) -> tuple[Status, Any, str]:
         if code:
             monkeypatch.setattr(storage, "_refusal", lambda _: OSError(code, "made up"))
-        found = {result.name: result for result in storage.inspect(Host(), str(tmp_path))}
-        return found["O_DIRECT"].status, found["alignment"].data["offset"], found["alignment"].detail
+        results = {result.name: result for result in storage.inspect(Host(), str(tmp_path))}
+        return results["O_DIRECT"].status, results["alignment"].data["offset"], results["alignment"].detail
 
     status, offset, _ = direct()
     assert bool(offset) == (status is OKAY)

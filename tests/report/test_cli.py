@@ -77,9 +77,9 @@ def test_a_torch_that_cannot_be_imported_is_a_line_with_its_fix(body: str, words
     (tmp_path / "torch.py").write_text(body)
     environment = {"PYTHONIOENCODING": "ascii", "PYTHONPATH": f"{tmp_path}{os.pathsep}{REPOSITORY}"}
     done = report("--json", "--strict", **environment)
-    found = json.loads(done.stdout)
-    torch = found["sections"]["environment"]["torch"]
-    assert (done.returncode, torch["status"], found["unusable_ops"]) == (1, "NO", ["async_io"])
+    document = json.loads(done.stdout)
+    torch = document["sections"]["environment"]["torch"]
+    assert (done.returncode, torch["status"], document["unusable_ops"]) == (1, "NO", ["async_io"])
     assert words in torch["detail"]
     assert "pip install torch" in torch["fix"]
     assert "Traceback" not in done.stderr

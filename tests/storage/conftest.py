@@ -26,11 +26,11 @@ def kept(folder: Path, fingerprint: str = "") -> Session:
 def same(first: torch.Tensor, second: torch.Tensor) -> bool:
     """Bit by bit, NaN and all."""
     plain = [
-        each.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        for each in (first, second)
+        tensor.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        for tensor in (first, second)
     ]
     return (first.dtype, first.shape) == (second.dtype, second.shape) and torch.equal(
-        *(each.reshape(-1).view(torch.uint8) for each in plain)
+        *(tensor.reshape(-1).view(torch.uint8) for tensor in plain)
     )
 
 

@@ -115,7 +115,7 @@ def test_killed_at_any_system_call(
     prepare(path, before)
     points = [(name, number) for name, number in trace(path, handle).points(ends) if name in CHANGING]
     assert {name for name, _ in points} >= {"openat", "rename"}
-    found = set()
+    seen = set()
     for name, number in points:
         prepare(path, before)
         outcome = trace(path, handle, kill_at(name, number))
@@ -123,8 +123,8 @@ def test_killed_at_any_system_call(
         after = content(path)
         assert after in (before, "new"), (name, number)
         assert after == "new" or outcome.status, (name, number)
-        found.add(after)
-    assert found == {before, "new"}
+        seen.add(after)
+    assert seen == {before, "new"}
     prepare(path, before)
 
 
@@ -254,7 +254,7 @@ def test_a_symbolic_link_is_kept(path: Path, folder: Path, monkeypatch: pytest.M
     monkeypatch.chdir(elsewhere)
     nvme_ops.save(NEW, "latest.safetensors")
     assert content(path) == "new"
-    assert [each.is_symlink() for each in elsewhere.iterdir()] == [True, True]
+    assert [entry.is_symlink() for entry in elsewhere.iterdir()] == [True, True]
 
 
 def test_litter_of_the_dead_is_removed_whatever_its_name(path: Path) -> None:

@@ -40,17 +40,17 @@ def register(root: Path, folder: Path, number: str) -> None:
 )
 def test_the_kind_of_a_device_is_told(place: str, files: dict[str, str], kind: str, tmp_path: Path) -> None:
     disk(tmp_path, place, "8:0", **files)
-    (found,) = devices(Host(tmp_path), os.makedev(8, 0))
-    assert (found.name, found.kind) == (place.rpartition("/")[2], kind)
+    (drive,) = devices(Host(tmp_path), os.makedev(8, 0))
+    assert (drive.name, drive.kind) == (place.rpartition("/")[2], kind)
 
 
 def test_a_partition_is_followed_to_its_disk_and_its_model(tmp_path: Path) -> None:
     facts = {"device__model": "Samsung  SSD 990", "queue__logical_block_size": "4096"}
     part = disk(tmp_path, "pci0/nvme/nvme0/nvme0n1", "259:0", nvme0n1p2__partition="2", **facts) / "nvme0n1p2"
     register(tmp_path, part, "259:2")
-    (found,) = devices(Host(tmp_path), os.makedev(259, 2))
-    assert (found.name, found.model, found.logical_block) == ("nvme0n1", "Samsung SSD 990", 4096)
-    assert found.stack == ("nvme0n1p2", "nvme0n1")
+    (drive,) = devices(Host(tmp_path), os.makedev(259, 2))
+    assert (drive.name, drive.model, drive.logical_block) == ("nvme0n1", "Samsung SSD 990", 4096)
+    assert drive.stack == ("nvme0n1p2", "nvme0n1")
     missing = os.makedev(8, 250)
     assert (devices(Host(), missing), logical_block(Host(), missing)) == ([], None)
 
@@ -62,8 +62,8 @@ def test_a_volume_is_followed_to_all_its_disks(tmp_path: Path) -> None:
         (folder / "slaves").mkdir()
         for lower in below:
             (folder / "slaves" / lower.name).symlink_to(lower)
-    found = devices(Host(tmp_path), os.makedev(254, 7))
-    assert [one.stack for one in found] == [("dm-0", "md0", "nvme0n1"), ("dm-0", "md0", "sda")]
+    drives = devices(Host(tmp_path), os.makedev(254, 7))
+    assert [one.stack for one in drives] == [("dm-0", "md0", "nvme0n1"), ("dm-0", "md0", "sda")]
     (volume / "slaves" / "dm-0").symlink_to(volume)
     assert devices(Host(tmp_path), os.makedev(254, 7)), "a stack that contains itself ends"
 
@@ -78,8 +78,8 @@ def test_the_mount_is_the_longest_and_the_last(tmp_path: Path) -> None:
         "not a line of mountinfo\n"
     )
     put(tmp_path, {"proc/self/mountinfo": lines})
-    found = [mount_of(Host(tmp_path), path) for path in ("/mnt/folder", "/mnt two/x", "/mntx")]
+    mounts = [mount_of(Host(tmp_path), path) for path in ("/mnt/folder", "/mnt two/x", "/mntx")]
     kinds = [("tmpfs", "none"), ("xfs", "/dev/sdb"), ("ext4", "/dev/sda1")]
-    assert [(each.kind, each.source) for each in found if each] == kinds
-    assert found[0] is not None
-    assert found[0].options == ("ro", "noatime")
+    assert [(mount.kind, mount.source) for mount in mounts if mount] == kinds
+    assert mounts[0] is not None
+    assert mounts[0].options == ("ro", "noatime")

@@ -109,14 +109,14 @@ def test_a_manifest_that_was_not_replaced_has_one_name(folder: Path) -> None:
 @pytest.fixture
 def synced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What is flushed from now on."""
-    real, found = os.fsync, list[str]()
+    real, flushed = os.fsync, list[str]()
 
     def fsync(fd: int) -> None:
-        found.append(os.readlink(f"/proc/self/fd/{fd}"))
+        flushed.append(os.readlink(f"/proc/self/fd/{fd}"))
         real(fd)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    return found
+    return flushed
 
 
 def test_new_names_are_flushed(folder: Path, synced: list[str]) -> None:
@@ -227,7 +227,7 @@ def test_a_manifest_stays_while_it_is_read_but_not_for_a_forked_child(folder: Pa
         assert publication.leased(names_in) == {"old"}
         lease.close()
         assert publication.leased(names_in) == set()
-    assert [each.name for each in folder.iterdir()] == ["manifest"]
+    assert [path.name for path in folder.iterdir()] == ["manifest"]
     assert manifest.read_bytes() == b"new"
 
 

@@ -74,30 +74,30 @@ def test_folders_and_files_of_one_file_system_are_one_device(tmp_path: Path) -> 
 
 
 def test_memory_needs_no_disk_and_no_number() -> None:
-    found = known("/dev/shm")
-    if found.file_system != "tmpfs":
+    identity = known("/dev/shm")
+    if identity.file_system != "tmpfs":
         pytest.skip("/dev/shm is no tmpfs here")
-    assert (found.disks, found.file_system_id) == ((), "")
-    assert found.words() == "tmpfs on memory"
+    assert (identity.disks, identity.file_system_id) == ((), "")
+    assert identity.words() == "tmpfs on memory"
 
 
 def test_way_backend_kernel_processors_and_gpu_tell_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [
+    identities = [
         known(tmp_path),
         known(tmp_path, way="gpu"),
         known(tmp_path, way="gds"),
         known(tmp_path, backend="threads"),
     ]
     monkeypatch.setattr(device, "_gpu", lambda: "made-up GPU")
-    assert known(tmp_path) == found[0], "its own memory is not the GPU's"
-    found.append(known(tmp_path, way="gpu"))
+    assert known(tmp_path) == identities[0], "its own memory is not the GPU's"
+    identities.append(known(tmp_path, way="gpu"))
     monkeypatch.setattr(os, "uname", lambda: SimpleNamespace(release="99.0"))
-    found.append(known(tmp_path))
+    identities.append(known(tmp_path))
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(99)))
-    found.append(known(tmp_path))
-    found.append(replace(found[0], file_system_id="other"))
-    keys = {each.key for each in found}
-    assert len(keys) == len(found)
+    identities.append(known(tmp_path))
+    identities.append(replace(identities[0], file_system_id="other"))
+    keys = {identity.key for identity in identities}
+    assert len(keys) == len(identities)
     assert all(key.isalnum() for key in keys)
 
 
@@ -116,9 +116,9 @@ def test_a_disk_is_known_by_the_best_of_its_names(made_up: MadeUpHost) -> None:
 def test_other_file_systems_are_known_by_server_source_or_uuid(
     made_up: MadeUpHost, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = known(made_up.folder, host=made_up.mount("nfs4", "server:/export"))
-    assert (found.disks, found.file_system, found.file_system_id) == ((), "nfs4", "server:/export")
-    assert found.key != known(made_up.folder, host=made_up.mount("nfs4", "server:/another")).key
+    identity = known(made_up.folder, host=made_up.mount("nfs4", "server:/export"))
+    assert (identity.disks, identity.file_system, identity.file_system_id) == ((), "nfs4", "server:/export")
+    assert identity.key != known(made_up.folder, host=made_up.mount("nfs4", "server:/another")).key
     made_up.disk("sda", os.stat("/dev/null").st_rdev, device__wwid="naa.5", size="2048")
     btrfs = known(made_up.folder, host=made_up.mount("btrfs", "/dev/null"))  # a number that sysfs does not have
     assert btrfs.disks[0].startswith("ssd naa.5")
@@ -158,6 +158,6 @@ def test_a_file_system_keeps_its_identity_wherever_it_is_mounted(
 
 
 def test_a_block_device_is_known_without_a_file_system(make_device: Callable[..., LoopDevice]) -> None:
-    found = known(make_device(1 << 20).path)
-    assert (found.file_system, found.file_system_id) == ("none", "")
-    assert found.disks
+    identity = known(make_device(1 << 20).path)
+    assert (identity.file_system, identity.file_system_id) == ("none", "")
+    assert identity.disks

@@ -88,12 +88,12 @@ def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
 
 def test_thousands_that_have_ended_call_back_once(folder: Path) -> None:
     ended = [IoFuture(as_operation(JoinedOperation(writes(folder, 1), lambda _: None))) for _ in range(1500)]
-    for each in ended:
-        each.result()
+    for transfer in ended:
+        transfer.result()
     called = list[IoFuture]()
     future = IoFuture(as_operation(JoinedOperation(list(ended), lambda _: None)))
     future.add_done_callback(called.append)
-    assert future.result() == sum(each.result() for each in ended)
+    assert future.result() == sum(transfer.result() for transfer in ended)
     assert called == [future]
 
 
@@ -119,4 +119,4 @@ def test_a_failure_that_nobody_asks_for_is_reported(folder: Path, unraisable: li
             operation.exception()
         del operation
         gc.collect()
-        assert [type(each) for each in unraisable] == ([] if asked else [FileNotFoundError])
+        assert [type(error) for error in unraisable] == ([] if asked else [FileNotFoundError])

@@ -40,12 +40,12 @@ def index_of(folder: Path) -> Path:
         return Path(session.path(0, "index"))
 
 
-def found(folder: Path) -> dict[str, str]:
+def checked(folder: Path) -> dict[str, str]:
     """For each key ``"old"`` or ``"new"``; fails for anything else, and for space that nobody has."""
     result = {}
     with kept(folder) as session:
         names = {"owner", *(os.path.basename(session.path(0, name)) for name in ("slab", "index"))}
-        assert {each.name for each in Path(session.folders[0]).iterdir()} <= names, "leftovers"
+        assert {path.name for path in Path(session.folders[0]).iterdir()} <= names, "leftovers"
         with TensorStore(session) as store:
             for key in store:
                 tensor = got(store, key)
@@ -108,7 +108,7 @@ def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
         shutil.copytree(session.folders[0], folder / "copy" / Path(session.folders[0]).name)
     assert replaced
     monkeypatch.setattr(journal, "boot_id", lambda: "another")
-    assert found(folder / "copy") == ALL_OLD
+    assert checked(folder / "copy") == ALL_OLD
 
 
 # Kills
@@ -154,14 +154,14 @@ def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path
     prepare()
     outcome = traced((drop if work == "drop" else put), place, folder)
     assert (outcome.status, outcome.error) == (0, None)
-    found(place)
+    checked(place)
     seen = set()
     for name, number in outcome.points(ends and work != "first put"):
         if name in CHANGING - {"openat"} if work != "first put" else name == "pwrite64":
             prepare()
             killed = traced((drop if work == "drop" else put), place, folder, kill_at(name, number))
             assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
-            state = found(place)
+            state = checked(place)
             assert "put" not in work or work == "first put" or state.keys() == OLD.keys(), (name, number)
             assert work != "first put" or set(state.values()) <= {"new"}
             seen.add(tuple(state.get(key) for key in ("a", "b")))
@@ -211,14 +211,14 @@ def test_an_index_that_cannot_be_written_leaves_the_old_value(place: Path, folde
 
     fill(place)
     outcome = traced(put, place, folder)
-    found(place)
+    checked(place)
     failed = 0
     for name, number in outcome.points():
         if name == "pwrite64":
             fill(place)
             ended = traced(work, place, folder, fail_at(name, number, "ENOSPC"))
             failed += ended.status == 7
-            state = found(place)
+            state = checked(place)
             assert ended.status != 7 or state == ALL_NEW
     assert failed > 0
 
@@ -248,11 +248,11 @@ def test_a_torn_last_line_does_not_count(folder: Path, cut: int) -> None:
     fill(folder)
     path = index_of(folder)
     path.write_bytes(path.read_bytes() + line(entry())[:-cut])
-    assert found(folder) == ALL_OLD
+    assert checked(folder) == ALL_OLD
     fill(folder)
     lines = path.read_bytes().splitlines(keepends=True)[:-1]  # without the mark
     path.write_bytes(b"".join(lines)[:-cut])
-    assert list(found(folder).values()) == ["old", "old"]
+    assert list(checked(folder).values()) == ["old", "old"]
 
 
 DAMAGED = {
@@ -298,7 +298,7 @@ def test_a_damaged_index_is_an_error_that_names_it(folder: Path) -> None:
                     pytest.fail(f"{damage}: {list(TensorStore(session))}")
                 assert path.read_bytes() == content  # for whoever wants to look
         path.write_bytes(before)
-    assert found(folder) == ALL_OLD
+    assert checked(folder) == ALL_OLD
 
 
 def test_an_index_that_is_read_in_parts_is_not_cut(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,7 +309,7 @@ def test_an_index_that_is_read_in_parts_is_not_cut(folder: Path, monkeypatch: py
         patch.setattr(os, "pread", lambda fd, nbytes, offset: read(fd, min(nbytes, 100), offset))
         with kept(folder) as session, TensorStore(session) as store:
             assert sorted(store) == sorted(OLD)
-    assert found(folder) == ALL_OLD
+    assert checked(folder) == ALL_OLD
 
 
 # Syncs that failed, and power failures

@@ -48,7 +48,7 @@ def test_its_folders_are_for_this_user_alone_and_removed_at_close(folder: Path) 
     places = [folder / "a", folder / "b"]
     with Session(places, name="../läufe/\ud800/" + "x" * 300) as session:
         made = [ours(place) for place in places]
-        assert [[Path(each)] for each in session.folders] == made
+        assert [[Path(place)] for place in session.folders] == made
         path = write(session, "a/../b" * 100)
         assert path.parent == made[0][0]
         assert path.parent.stat().st_mode & 0o777 == 0o700
@@ -117,7 +117,7 @@ def test_foreign_files_in_our_folder_stay(folder: Path) -> None:
     (left / "folder").mkdir()
     (left / ("f" * 31)).write_text("mine")
     Session(folder, name="job").close()
-    assert sorted(each.name for each in left.iterdir()) == ["f" * 31, "folder", "owner"]
+    assert sorted(path.name for path in left.iterdir()) == ["f" * 31, "folder", "owner"]
 
 
 def test_what_is_planted_under_a_name_of_ours_is_refused(folder: Path) -> None:
@@ -290,9 +290,9 @@ def test_a_child_forked_while_somebody_looks_has_no_lock(folder: Path, monkeypat
 
     monkeypatch.setattr("nvme_ops.storage.session.try_lock", take_and_fork)
     try:
-        for found in (False, True, True):
+        for expected in (False, True, True):
             with kept(folder) as session:
-                assert session.found == found
+                assert session.found == expected
         assert len(children) == 5  # each looked at what there was, and opened it
     finally:
         for child in children:

@@ -72,7 +72,7 @@ def test_reserve_refuses_what_cannot_be(fd: int) -> None:
     for wrong in (
         [Extent(0, 2 * PAGE), Extent(PAGE, PAGE)],
         [Extent(0, PAGE)] * 2,
-        *([Extent(*each)] for each in single),
+        *([Extent(*bounds)] for bounds in single),
     ):
         with pytest.raises(ValueError, match=r"pages|overlaps another one or lies beyond"):
             slab.reserve(wrong)
@@ -182,12 +182,12 @@ class Model(RuleBasedStateMachine):
         self.slab.reserve(self.extents)
 
     def holes(self) -> list[tuple[int, int]]:
-        found, end = [], 0
+        holes, end = [], 0
         for extent in [*sorted(self.extents), Extent(self.slab.size, 0)]:
             if extent.start > end:
-                found.append((end, extent.start - end))
+                holes.append((end, extent.start - end))
             end = extent.end
-        return found
+        return holes
 
     @invariant()
     def nothing_overlaps_and_nothing_is_lost(self) -> None:

@@ -163,8 +163,8 @@ def test_threads_at_one_key_see_whole_values(store: TensorStore, eager_switches:
                 elif number == 2 and turn % 5 == 4:
                     store.drop("a")
                 else:
-                    found = got(store, "a")
-                    assert bool((found == found[0]).all())
+                    tensor = got(store, "a")
+                    assert bool((tensor == tensor[0]).all())
 
     in_threads(work, 4)
     if "a" in store:
@@ -182,11 +182,11 @@ def test_nothing_keeps_what_was_put_or_read(store: TensorStore) -> None:
     read = store.get("a")
     read.result()
     dropped = store.put("b", tensor)  # nobody asks this one
-    gone = [weakref.ref(each) for each in (tensor, put, read, read.tensor, dropped)]
+    gone = [weakref.ref(obj) for obj in (tensor, put, read, read.tensor, dropped)]
     while not dropped.done():
         time.sleep(0.001)
     del tensor, put, read, dropped
-    assert [each() for each in gone] == [None] * 5
+    assert [ref() for ref in gone] == [None] * 5
 
 
 def test_memory_of_a_pool_goes_back_with_what_was_written_and_read(session: Session) -> None:
@@ -210,15 +210,15 @@ def test_get_waits_for_memory_of_the_pool_and_others_use_the_key_meanwhile(sessi
     store = TensorStore(session, pool)
     store.put("a", pattern(3 * MIB))
     lease = pool.lease(2 * MIB)
-    found: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: found.append(got(store, "a")))
+    received: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: received.append(got(store, "a")))
     thread.start()
     time.sleep(0.05)
-    assert not found
+    assert not received
     store.put("a", pattern(2 * MIB, 1)).result()  # of another size
     lease.release()
     thread.join()
-    assert torch.equal(found[0], pattern(2 * MIB, 1))
+    assert torch.equal(received[0], pattern(2 * MIB, 1))
     store.put("a", pattern(5 * MIB))
     with pytest.raises(MemoryError, match="do not fit the pool"):
         store.get("a")
@@ -291,8 +291,8 @@ def test_transfers_that_ctrl_c_has_hidden_are_known(write: bool, session: Sessio
         with pytest.raises(KeyboardInterrupt):
             slabs.move(pieces, memory, transfers, write, Priority.DEMAND)
         with pytest.raises(KeyboardInterrupt):
-            slabs.move_all([(each, memory) for each in pieces], transfers, write, Priority.DEMAND)
-        assert [each.result() for each in transfers] == [MIB, MIB]
+            slabs.move_all([(piece, memory) for piece in pieces], transfers, write, Priority.DEMAND)
+        assert [transfer.result() for transfer in transfers] == [MIB, MIB]
 
 
 # Claims: who is waited for

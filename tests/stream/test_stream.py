@@ -107,8 +107,8 @@ def test_torch_saves_to_it_and_loads_from_it(path: Path) -> None:
     with nvme_ops.open(path, "w") as file:
         torch.save(expected, file)
     for saved in (nvme_ops.open(path), nvme_ops.open(plain), path):
-        found = torch.load(saved, weights_only=True)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        loaded = torch.load(saved, weights_only=True)
+        assert all(torch.equal(loaded[name], tensor) for name, tensor in expected.items())
     with nvme_ops.open(path, "w") as file:  # two old files in one
         for _ in range(2):
             torch.save(expected, file, _use_new_zipfile_serialization=False)
@@ -250,10 +250,10 @@ def test_threads_take_turns(path: Path) -> None:
     records = [bytes([number]) * 10_001 for number in range(4)]
     with nvme_ops.open(path, "w") as file:
         in_threads(lambda number: [file.write(records[number]) for _ in range(100)], 4)
-    found: list[bytes] = []
+    parts: list[bytes] = []
     with nvme_ops.open(path) as file:
-        in_threads(lambda _: found.extend(iter(lambda: file.read(10_001), b"")), 4)
-    assert sorted(found) == [each for each in records for _ in range(100)]
+        in_threads(lambda _: parts.extend(iter(lambda: file.read(10_001), b"")), 4)
+    assert sorted(parts) == [record for record in records for _ in range(100)]
 
 
 def test_a_forked_child_goes_on_reading_and_writing(filled: Path, path: Path) -> None:

@@ -68,8 +68,8 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
         def make_rows(task: Task, contenders: Sequence[Contender]) -> list[Row]:
             sizes.append(task.size)
             direction = "write" if task.write else "read"
-            runs = [partial(one_pass, each.settings, direction, task.size) for each in contenders]
-            return [Row(each.name, run) for each, run in zip(contenders, runs, strict=True)]
+            runs = [partial(one_pass, contender.settings, direction, task.size) for contender in contenders]
+            return [Row(contender.name, run) for contender, run in zip(contenders, runs, strict=True)]
 
         monkeypatch.setattr(tune, "make_rows", make_rows)
         monkeypatch.setattr(tune, "make_file", lambda path, _: Path(path).touch())
@@ -146,10 +146,10 @@ def test_devices_are_tuned_each_by_itself(
     other = place.parent / "other"
     other.mkdir()
     run(lambda direction, number: 1.1 if number <= 14 else 1.0, "--folder", str(other), str(place))
-    found = document(place)
-    assert [device["nvme_dir"] for device in found["devices"]] == [str(place), str(other)]
-    assert [device["aio"] for device in found["devices"]] == [FAST.as_json(), DEFAULT.as_json()]
-    assert found["aio"] == DEFAULT.as_json(), "there are none for both"
+    written = document(place)
+    assert [device["nvme_dir"] for device in written["devices"]] == [str(place), str(other)]
+    assert [device["aio"] for device in written["devices"]] == [FAST.as_json(), DEFAULT.as_json()]
+    assert written["aio"] == DEFAULT.as_json(), "there are none for both"
     text, errors = capsys.readouterr()
     text = " ".join(text.split())  # a long path wraps the line
     first = text.index("best: 1 MiB x 32, 1 lane: 1.100 of the default's rate")
@@ -201,13 +201,13 @@ def test_handles_and_deepspeed_take_what_a_run_on_the_device_finds(place: Path, 
     words = ["--folder", str(place), "--io_size", "2M", "--sweep_config", str(config), "--json", *flag.split()]
     done = prepared.run("-m", "nvme_ops.measure.tune", *words)
     assert (done.returncode, list(place.iterdir())) == (0, []), done.stderr
-    found = json.loads(done.stdout)
-    (device,) = found["devices"]
+    printed = json.loads(done.stdout)
+    (device,) = printed["devices"]
     assert (device["identity"]["way"], bool(device["identity"]["gpu"])) == (flag[2:] or "cpu", bool(flag))
     assert [(table["group"], len(table["rows"])) for table in device["tables"][:2]] == [("write", 3), ("read", 3)]
     assert min(rate for table in device["tables"] for row in table["rows"] for rate in row["values"]) > 0
-    assert flag or stored(place).as_json() == found["aio"]
-    round_trip(aio_handle(**found["aio"]), place / "file", 100_000)
+    assert flag or stored(place).as_json() == printed["aio"]
+    round_trip(aio_handle(**printed["aio"]), place / "file", 100_000)
     if importlib.util.find_spec("deepspeed"):
-        taken = importlib.import_module("deepspeed.runtime.swap_tensor.aio_config").get_aio_config(found)
-        assert {name: taken[name] for name in found["aio"]} == found["aio"]
+        taken = importlib.import_module("deepspeed.runtime.swap_tensor.aio_config").get_aio_config(printed)
+        assert {name: taken[name] for name in printed["aio"]} == printed["aio"]

@@ -30,8 +30,8 @@ def write(handle: aio_handle, folder: Path, times: int = MANY) -> None:
 
 
 def only(handle: aio_handle, **wanted: object) -> TransferClass:
-    (found,) = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
-    return found
+    (learned,) = [one for one in handle.learned() if all(getattr(one, name) == value for name, value in wanted.items())]
+    return learned
 
 
 @pytest.mark.parametrize(("size", "cached"), [(100 * KIB + 1, True), (5 * MIB, False)])

@@ -22,8 +22,8 @@ FOUND = Settings(block_size=256 << 10, queue_depth=16, overlap_events=True, intr
 
 
 def loaded(device: Identity = DEVICE) -> Settings | None:
-    found = store.load(device)
-    return None if found is None else store.settings_of(found)
+    stored = store.load(device)
+    return None if stored is None else store.settings_of(stored)
 
 
 def test_what_is_kept_is_loaded_and_a_later_result_replaces_it(cache: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_damaged_file_or_one_of_another_format_is_ignored_with_a_warning() -> 
     wrong: list[Any] = [[], {}, {"format": 1, "tuned": {}}, {"format": 2, "tuned": {"aio": []}}]
     for name in ("block_size", "single_submit"):
         wrong.append({"format": 2, "tuned": {"aio": {**FOUND.as_json(), name: 0}}})
-    for text in (b"{", b"[" * 200_000, b"\xff\xfe\x00", *(json.dumps(each).encode() for each in wrong)):
+    for text in (b"{", b"[" * 200_000, b"\xff\xfe\x00", *(json.dumps(document).encode() for document in wrong)):
         path = store.keep(DEVICE, FOUND, {})
         path.write_bytes(text)
         with pytest.warns(RuntimeWarning) as caught:
