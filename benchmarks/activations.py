@@ -54,14 +54,14 @@ def net_table(run: command.Run, net: str, scratch: str) -> Table:
 
     def train(way: str) -> Sample:
         job = {"way": way, "net": net, "layers": _LAYERS[net], "batch": batch, "steps": _FIRST + args.steps}
-        found = command.work("activations", scratch, args, **job)
-        same.require(found["gradients"], way == "memory")
+        result = command.work("activations", scratch, args, **job)
+        same.require(result["gradients"], way == "memory")
         names = ("forward", "backward", "moved")
-        forward, backward, moved = (statistics.median(found[name][_FIRST:]) for name in names)
+        forward, backward, moved = (statistics.median(result[name][_FIRST:]) for name in names)
         figures = {"forward": forward, "backward": backward}
         if moved:
             figures |= {"read and written": moved, "GB/s": moved / (forward + backward) / 1e9}
-        return Sample(forward + backward, batch, peak_bytes=found["peak_bytes"], figures=figures)
+        return Sample(forward + backward, batch, peak_bytes=result["peak_bytes"], figures=figures)
 
     path = command.data_file(scratch, GIB)
     rows = [Row(label, partial(train, way), before=os.sync) for label, way in _WAYS.items()]
@@ -162,8 +162,8 @@ def _passes(
 
     def forward(x: torch.Tensor) -> torch.Tensor:
         with hooks:
-            found: torch.Tensor = net(x)
-            return found
+            output: torch.Tensor = net(x)
+            return output
 
     return forward, lambda: hooks.stats().bytes_read + hooks.stats().bytes_written if ours else int(hooks.moved)
 
@@ -176,7 +176,7 @@ def work(job: Namespace) -> dict[str, Any]:
     if job.group:
         cgroups.join(job.group)
     before = forget_peak() or peak()
-    found: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
+    result: dict[str, Any] = {"forward": [], "backward": [], "moved": [], "gradients": []}
     forward, moved = _passes(job, net)
     for step in range(job.steps):
         x = torch.randn(job.batch, *shape, generator=torch.Generator().manual_seed(step)).requires_grad_()
@@ -188,14 +188,14 @@ def work(job: Namespace) -> dict[str, Any]:
         loss.backward()
         end = time.perf_counter()
         gradients = 0
-        for each in net.parameters():
-            if each.grad is not None:
-                gradients = zlib.crc32(each.grad.contiguous().numpy().data, gradients)
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                gradients = zlib.crc32(parameter.grad.contiguous().numpy().data, gradients)
         for name, value in {"forward": middle - begin, "backward": end - middle, "moved": moved() - earlier,
                             "gradients": gradients}.items():  # fmt: skip
-            found[name].append(value)
+            result[name].append(value)
         del loss, x
-    return {**found, "peak_bytes": peak() - before}
+    return {**result, "peak_bytes": peak() - before}
 
 
 def tables(run: command.Run, scratch: str, _: dict[str, Any]) -> Iterator[Table]:

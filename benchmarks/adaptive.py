@@ -208,7 +208,7 @@ def summary(table: Table) -> str:
         return "no fixed tool was measured"
     best = max(fixed, key=lambda row: statistics.median(table.values(row)))
     ratios = {name: table.against(rows[name], best.name) for name in (ADAPTIVE, NEW) if name in rows}
-    words = [f"{statistics.median(found):.2f} ({name.rpartition(', ')[2]})" for name, found in ratios.items() if found]
+    words = [f"{statistics.median(ratio):.2f} ({name.rpartition(', ')[2]})" for name, ratio in ratios.items() if ratio]
     return f"of the best fixed tool ({best.name}): {', '.join(words)}"
 
 
@@ -218,11 +218,11 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Ta
     path = command.data_file(scratch, args.size)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache  # where no settings of nvme-tune are
-        for group, each in ((group, each) for group in args.groups for each in args.sizes):
+        for group, nbytes in ((group, nbytes) for group in args.groups for nbytes in args.sizes):
             learning.forget()
-            work = Work(path, group == "write", each)
+            work = Work(path, group == "write", nbytes)
             rows = [*handle_rows(work), *peer_rows(work, not args.no_deepspeed), *fio_rows(work)]
-            title = f"{GROUPS[group].partition(',')[0]}: {size_words(each)}, {work.count} in a pass"
+            title = f"{GROUPS[group].partition(',')[0]}: {size_words(nbytes)}, {work.count} in a pass"
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB",))
             yield table
             work.file.close()

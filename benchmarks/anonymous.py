@@ -27,7 +27,7 @@ _SETTINGS = ("io_uring sysctl", "seccomp", "memlock limit", "transparent huge pa
 
 def describe(places: Mapping[str, str]) -> dict[str, Mapping[str, Any]]:
     """Returns processor, versions, settings, and the facts of each place by name, as nvme-report words them."""
-    report = {each.name: each for group in collect(Host(), False).values() for each in group}
+    report = {result.name: result for group in collect(Host(), False).values() for result in group}
     known = {name: report[name] for name in _SETTINGS if name in report}
     settings = {name: result.detail for name, result in known.items() if result.status is not Status.NO}
     versions = {}
@@ -57,7 +57,7 @@ def scrub_for(places: Mapping[str, str], scratch: str) -> Callable[[Any], Any]:
 
     def scrub(value: Any) -> Any:
         if isinstance(value, str):
-            return re.sub(r"/[^\s,;'\"]+\.img\b", "an image file", pattern.sub(lambda found: words[found[0]], value))
+            return re.sub(r"/[^\s,;'\"]+\.img\b", "an image file", pattern.sub(lambda match: words[match[0]], value))
         if isinstance(value, dict):
             return {scrub(str(key)): scrub(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

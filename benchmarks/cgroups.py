@@ -21,17 +21,17 @@ def join(processes: str) -> None:
 
 def hierarchy(mounts: str) -> tuple[Path, str]:
     """Returns where memory can be limited, and by which file of a group. ``mounts``: the text of /proc/self/mounts."""
-    found = {}
+    versions = {}
     for line in mounts.splitlines():
         _, point, kind, options, *_ = line.split()
         known = Path(point, "cgroup.controllers")
         if kind == "cgroup2" and known.exists() and "memory" in known.read_text(encoding="ascii").split():
-            found[2] = Path(point), "memory.max"
+            versions[2] = Path(point), "memory.max"
         elif kind == "cgroup" and "memory" in options.split(","):
-            found[1] = Path(point), "memory.limit_in_bytes"
-    if not found:
+            versions[1] = Path(point), "memory.limit_in_bytes"
+    if not versions:
         raise Unavailable("no cgroup can limit memory here: neither version 2 nor version 1 has a controller for it")
-    return found[max(found)]
+    return versions[max(versions)]
 
 
 @contextlib.contextmanager

@@ -80,11 +80,11 @@ def state_dict(kind: str, size: int) -> dict[str, torch.Tensor]:
         count = max(1, 20_000 * size // (1 << 30))
         return {f"layers.{index}.weight": torch.randn(32, 32) for index in range(count)}
     hidden, inner, heads, vocabulary = 1024, 2816, 16, 32_000
-    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{each}_proj": (hidden, hidden) for each in "qkvo"}
+    shapes: dict[str, tuple[int, ...]] = {f"self_attn.{letter}_proj": (hidden, hidden) for letter in "qkvo"}
     shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner)}
     shapes |= dict.fromkeys(("input_layernorm", "post_attention_layernorm"), (hidden,))
-    found = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
-    made = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in found.items()}
+    outer = {"model.embed_tokens.weight": (vocabulary, hidden), "model.norm.weight": (hidden,)}
+    made = {name: torch.randn(shape).to(torch.bfloat16) for name, shape in outer.items()}
     layer = 0
     while sum(tensor.nbytes for tensor in made.values()) < size:
         name = f"model.layers.{layer}"
@@ -191,9 +191,9 @@ def _fastsafetensors_load(path: str) -> Tensors:
     loader = fastsafetensors.SafeTensorsFileLoader(fastsafetensors.SingleGroup(), torch.device("cpu"), nogds=True)
     loader.add_filenames({0: [path]})
     buffer = loader.copy_files_to_device()
-    found = _Lent({name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
-    found.owners = [buffer, loader]
-    return found
+    lent = _Lent({name: buffer.get_tensor(name) for name in buffer.key_to_rank_lidx})
+    lent.owners = [buffer, loader]
+    return lent
 
 
 def _runai_load(path: str) -> Tensors:
@@ -221,15 +221,15 @@ def _deepspeed_save(tensors: Tensors, path: str) -> None:
 
 def save_rows(work: Work) -> list[Row]:
     """Returns fio's best write of as many bytes, in place and to a new file, and every save, made durable."""
-    saves = [_row(work, each, partial(each.save, work.tensors, work.path + each.suffix))
-             for each in contenders(work) if each.save is not None]  # fmt: skip
+    saves = [_row(work, method, partial(method.save, work.tensors, work.path + method.suffix))
+             for method in contenders(work) if method.save is not None]  # fmt: skip
     return [*_fio_rows(work, "write"), *saves]
 
 
 def load_rows(work: Work, prepare: Callable[[str], None] = make_cold) -> list[Row]:
     """Returns every load, after which mapped pages are read; and fio's best read, unless the file is cached."""
-    loads = [_row(work, each, partial(each.load, work.path + each.suffix), prepare)
-             for each in contenders(work) if each.load is not None]  # fmt: skip
+    loads = [_row(work, method, partial(method.load, work.path + method.suffix), prepare)
+             for method in contenders(work) if method.load is not None]  # fmt: skip
     return [*(_fio_rows(work, "read") if prepare is make_cold else []), *loads]
 
 
@@ -272,23 +272,23 @@ def fresh_rows(work: Work) -> list[Row]:
 
 def _saved(work: Work, suffix: str) -> str:
     """Returns the path of a file, or folder, with all tensors; makes it if it does not exist."""
-    path, save = work.path + suffix, next(each.save for each in contenders(work) if each.suffix == suffix)
+    path, save = work.path + suffix, next(method.save for method in contenders(work) if method.suffix == suffix)
     if save is not None and not os.path.exists(path):
         save(work.tensors, path)
     return path
 
 
-def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
+def _row(work: Work, method: Contender, call: Callable[[], Any], prepare: Callable[[str], None] | None = None) -> Row:
     """Returns the row of a load, whose files ``prepare`` gets before each pass; without ``prepare``, of a save."""
-    path = work.path + each.suffix
+    path = work.path + method.suffix
 
     def before() -> None:
-        if each.package and importlib.util.find_spec(each.package) is None:
-            raise Unavailable(f"not installed: pip install {each.package.replace('_', '-')}")
+        if method.package and importlib.util.find_spec(method.package) is None:
+            raise Unavailable(f"not installed: pip install {method.package.replace('_', '-')}")
         if prepare is None:
             command.let_the_device_rest(work.size)
         else:
-            for name in _files(_saved(work, each.suffix)):
+            for name in _files(_saved(work, method.suffix)):
                 prepare(name)
         _warm_free_memory(work.size)
 
@@ -302,10 +302,10 @@ def _row(work: Work, each: Contender, call: Callable[[], Any], prepare: Callable
     def check() -> None:
         if prepare is not None:
             _compare(work.tensors, call())
-        elif each.load is not None:
-            _compare(work.tensors, each.load(path))
+        elif method.load is not None:
+            _compare(work.tensors, method.load(path))
 
-    return Row(each.name, run, before, check)
+    return Row(method.name, run, before, check)
 
 
 def _look_at(tensors: Tensors) -> None:

@@ -57,8 +57,8 @@ class Program:
 
 def names() -> dict[str, str]:
     """Returns all benchmarks with the first line of their documentation."""
-    found = pkgutil.iter_modules([str(ROOT / "benchmarks")])
-    texts = {each.name: Path(__file__).with_name(f"{each.name}.py").read_text(encoding="utf-8") for each in found}
+    infos = pkgutil.iter_modules([str(ROOT / "benchmarks")])
+    texts = {info.name: Path(__file__).with_name(f"{info.name}.py").read_text(encoding="utf-8") for info in infos}
     programs = [name for name, text in texts.items() if "\nPROGRAM = " in text or name == "page"]
     return {name: texts[name].partition("\n")[0].strip('"') for name in programs}
 
@@ -92,14 +92,14 @@ def parse(name: str, argv: Sequence[str]) -> tuple[Program, Namespace]:
             add(flag, action="store_true", help=told)
             continue
         values = default if isinstance(default, list) else [default]
-        parsed = [read(str(each)) if callable(read) else each for each in values]
+        parsed = [read(str(value)) if callable(read) else value for value in values]
         more: dict[str, Any] = {"default": parsed, "nargs": "+"} if values is default else {"default": parsed[0]}
         more |= {"type": read} if callable(read) else {"choices": read}
         add(flag, **more, metavar="SIZE" if read is size else "N",
             help=f"{told} (default {' '.join(map(str, values))})")  # fmt: skip
     add_outputs(add, ".json (the figures of every round), a picture's")
     args = made.parse_args(argv)
-    args.groups = [each for each in program.groups if not args.only or each in args.only]
+    args.groups = [group for group in program.groups if not args.only or group in args.only]
     args.folder = args.folder or ["."]
     try:
         for folder in args.folder:
@@ -133,17 +133,17 @@ class Run:
         print(machine.facts(self.result["machine"], about))
         copies = program.copies if isinstance(program.copies, int) else program.copies(args)
         for folder in args.folder:
-            found: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
-            print(f"\n== {folder}: {machine.facts(found['place'])}")
+            result: dict[str, Any] = {"place": machine.place(folder), "tables": [], "notes": []}
+            print(f"\n== {folder}: {machine.facts(result['place'])}")
             with scratch_folder(folder, copies * args.size + 64 * MIB) as scratch:
-                self.result["folders"][folder] = found
-                with contextlib.closing(program.tables(self, scratch, found)) as tables:  # type: ignore[type-var]
+                self.result["folders"][folder] = result
+                with contextlib.closing(program.tables(self, scratch, result)) as tables:  # type: ignore[type-var]
                     for table in tables:
                         if not all(row.measured for row in table.rows):
                             self.measure(table.rows)
                         show_progress("")
                         print(f"\n{as_text(table)}", flush=True)
-                        found["tables"].append(as_json(table))
+                        result["tables"].append(as_json(table))
 
     def measure(self, rows: Sequence[Row], rounds: int = 0, warmups: int = 1) -> None:
         """Measures rows before their table is yielded."""
@@ -171,9 +171,9 @@ def run(name: str, argv: Sequence[str]) -> int:
     @stop.measuring(name)
     def measured(_: Sequence[str] | None = None) -> int:
         with contextlib.redirect_stdout(sys.stderr if args.json else sys.stdout):
-            found = Run(program, args)
-        deliver(args, found.result, "")
-        tables = [table for each in found.result["folders"].values() for table in each["tables"]]
+            outcome = Run(program, args)
+        deliver(args, outcome.result, "")
+        tables = [table for folder in outcome.result["folders"].values() for table in folder["tables"]]
         wrong = [row["name"] for table in tables for row in table["rows"] if row["wrong"]]
         if wrong:
             print(f"{name}: wrong data: {', '.join(wrong)}", file=sys.stderr)
@@ -233,8 +233,8 @@ def work(module: str, folder: str, args: Namespace, **more: object) -> dict[str,
     )
     with tempfile.TemporaryDirectory(dir=folder) as place:
         words = json.dumps({"group": "", **vars(args), **more, "folder": place})
-        found: dict[str, Any] = in_new_process(program, words, folder=place)
-    return found
+        result: dict[str, Any] = in_new_process(program, words, folder=place)
+    return result
 
 
 class Alike:
@@ -294,11 +294,11 @@ def bounded(run: Run, table: Table, bound: Row, amount: int, moved: str) -> Tabl
     bound.run = shown
     table.rows.append(bound)
     run.measure(table.rows, warmups=0)  # each pass is a new process, whose first step is not counted
-    rates = [each.figures[moved] / each.seconds for each in bound.samples if each]
-    computing = [each.seconds for each in rows[0].samples if each]
-    for each in [sample for row in rows for sample in row.samples if sample and rates and computing]:
-        longer = max(statistics.median(computing), each.figures.get(moved, 0) / statistics.median(rates))
-        each.figures["of the bound"] = longer / each.seconds
+    rates = [sample.figures[moved] / sample.seconds for sample in bound.samples if sample]
+    computing = [sample.seconds for sample in rows[0].samples if sample]
+    for sample in [sample for row in rows for sample in row.samples if sample and rates and computing]:
+        longer = max(statistics.median(computing), sample.figures.get(moved, 0) / statistics.median(rates))
+        sample.figures["of the bound"] = longer / sample.seconds
     return table
 
 

@@ -150,7 +150,7 @@ def _needed(module: str, package: str) -> Any:
 
 
 _OTHERS = (dataset, readers.plain, memmap, safetensors, webdataset, streaming)
-READERS = {OURS: readers.ours} | {each.__name__: each for each in _OTHERS}
+READERS = {OURS: readers.ours} | {reader.__name__: reader for reader in _OTHERS}
 
 
 def reader_row(name: str, data: DataSet) -> Row:
@@ -187,15 +187,15 @@ def fio_row(data: DataSet, depth: int) -> Row:
 
 def random_tables(args: Namespace, scratch: Path, _: dict[str, Any]) -> Iterator[Table]:
     """Yields a table for each size."""
-    for each in args.sizes:
-        command.show_progress(f"writing samples of {size_words(each)} in each format")
-        folder = scratch / str(each)
+    for nbytes in args.sizes:
+        command.show_progress(f"writing samples of {size_words(nbytes)} in each format")
+        folder = scratch / str(nbytes)
         folder.mkdir()
-        batch = max(1, min(_BATCH, _MAX_BATCH_BYTES // each))
-        data = DataSet(folder, [each] * (args.size // each), batch, workers=args.workers)
+        batch = max(1, min(_BATCH, _MAX_BATCH_BYTES // nbytes))
+        data = DataSet(folder, [nbytes] * (args.size // nbytes), batch, workers=args.workers)
         rows = [reader_row(name, data) for name in READERS]
-        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * each <= 128 * MIB]
-        title = f"random samples of {size_words(each)}, cold, batches of {batch}, {args.workers} workers"
+        rows += [fio_row(data, depth) for depth in _DEPTHS if depth * nbytes <= 128 * MIB]
+        title = f"random samples of {size_words(nbytes)}, cold, batches of {batch}, {args.workers} workers"
         yield Table("random", title, "GB/s", rows, OURS, ("CPU s/GiB",))
 
 
@@ -246,12 +246,12 @@ def log_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterato
             log.flush()
             file.seek(0)
 
-        def flushed(each: bytes) -> None:
-            file.write(each)
+        def flushed(record: bytes) -> None:
+            file.write(record)
             file.flush()
 
-        def durable(each: bytes) -> None:
-            flushed(each)
+        def durable(record: bytes) -> None:
+            flushed(record)
             os.fdatasync(file.fileno())
 
         def paced(name: str, count: int, append: Callable[[bytes], object]) -> Row:

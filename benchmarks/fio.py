@@ -46,10 +46,10 @@ def best(size: int) -> list[Variant]:
 
 def require() -> str:
     """Returns the path of fio. Raises Unavailable."""
-    found = shutil.which("fio")
-    if found is None:
+    path = shutil.which("fio")
+    if path is None:
         raise Unavailable("fio is not installed: apt-get install fio")
-    return found
+    return path
 
 
 def row(

@@ -198,9 +198,9 @@ def kvikio_row(work: GpuWork) -> Row:
 
 def deepspeed_row(work: GpuWork, op: str) -> Row:
     """Returns DeepSpeed's row: ``async_io`` with an ordinary tensor on the device, ``gds`` with one that it pinned."""
-    found = load_deepspeed(op)
+    module = load_deepspeed(op)
     settings = (work.block_size, QUEUE_DEPTH, False, False, work.threads)
-    handle = found.gds_handle(*settings) if op == "gds" else found.aio_handle(*settings)
+    handle = module.gds_handle(*settings) if op == "gds" else module.aio_handle(*settings)
     tensor = work.buffer if op == "async_io" else work.pinned(handle)
     transfer = mover(handle, work)
 
@@ -236,8 +236,8 @@ def prepare(args: Namespace) -> dict[str, str]:
     device = torch.device(args.device)
     words = {"device": str(device), "blocks": size_words(args.block_size), "threads": str(args.threads)}
     if device.type == "cuda":
-        found = torch.cuda.get_device_properties(device)
-        words |= {"gpu": f"{found.name}, {size_words(found.total_memory)}", "cuda": str(torch.version.cuda)}
+        properties = torch.cuda.get_device_properties(device)
+        words |= {"gpu": f"{properties.name}, {size_words(properties.total_memory)}", "cuda": str(torch.version.cuda)}
     try:
         driver = GDSBuilder().load().open_driver(cufile_libraries())
     except RuntimeError as reason:
@@ -253,11 +253,11 @@ def aims(measured: Table) -> Iterator[str]:
     for words, mine, beginnings, least in AIMS:
         if mine in rows:
             others = (row.samples for name, row in rows.items() if name.startswith(beginnings) and name != mine)
-            best = [max(filter(None, taken), key=lambda each: each.rate, default=None)
+            best = [max(filter(None, taken), key=lambda sample: sample.rate, default=None)
                     for taken in itertools.zip_longest(*others)]  # fmt: skip
-            found = spread(paired_ratios(rows[mine].samples, best))
-            kept = "reached" if found and found["median"] >= least else "missed"
-            reached = f"{with_range(found, 3)}, aim {least:g}: {kept}" if found else "not measured, see the rows' notes"
+            ratio = spread(paired_ratios(rows[mine].samples, best))
+            kept = "reached" if ratio and ratio["median"] >= least else "missed"
+            reached = f"{with_range(ratio, 3)}, aim {least:g}: {kept}" if ratio else "not measured, see the rows' notes"
             yield f"{words}: {reached}"
 
 

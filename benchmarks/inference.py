@@ -106,9 +106,9 @@ def work_of(
             raise Unavailable(f"not installed: pip install {package}")
     job = {"budget": run.args.budget, "feed": "", "load": each.load.__name__, **job}
     with cgroups.limited_memory(job["budget"] + spares * _SPARE) if spares else contextlib.nullcontext("") as group:
-        found = command.work("inference", scratch, run.args, group=group, **job)
-    same.require(found["tokens"], each.name == MEMORY)
-    return found
+        result = command.work("inference", scratch, run.args, group=group, **job)
+    same.require(result["tokens"], each.name == MEMORY)
+    return result
 
 
 def measured(run: command.Run, file: str, table: Table, tokens: int) -> Table:
@@ -126,17 +126,17 @@ def batch_table(run: command.Run, scratch: str, model: str, batch: int) -> Table
     """Measures one batch size."""
     same = command.Alike("tokens")
 
-    def decode(each: Contender) -> Sample:
-        found = work_of(each, run, scratch, same, each.group == "mapped", model=model, batch=batch)
-        step, read = (statistics.median(found[name][2:]) for name in ("seconds", "read"))  # some learn before
-        figures = {name: found[name] for name in ("load", "while decoding")}
-        figures |= {"step": step, "read per step": read, "first token": found["load"] + found["seconds"][0]}
-        return Sample(step, batch, peak_bytes=max(found["loading"], found["while decoding"]), figures=figures)
+    def decode(contender: Contender) -> Sample:
+        result = work_of(contender, run, scratch, same, contender.group == "mapped", model=model, batch=batch)
+        step, read = (statistics.median(result[name][2:]) for name in ("seconds", "read"))  # some learn before
+        figures = {name: result[name] for name in ("load", "while decoding")}
+        figures |= {"step": step, "read per step": read, "first token": result["load"] + result["seconds"][0]}
+        return Sample(step, batch, peak_bytes=max(result["loading"], result["while decoding"]), figures=figures)
 
     args = run.args
     groups = {"memory", *args.groups} - {"experts", "deepspeed" if args.no_deepspeed else ""}
-    rows = [Row(each.name.format(size_words(args.budget + _SPARE * (each.group == "mapped"))), partial(decode, each))
-            for each in _CONTENDERS if each.group in groups]  # fmt: skip
+    rows = [Row(entry.name.format(size_words(args.budget + _SPARE * (entry.group == "mapped"))), partial(decode, entry))
+            for entry in _CONTENDERS if entry.group in groups]  # fmt: skip
     table = Table(f"batch {batch}", f"batch {batch}", "tokens/s", rows, MEMORY, _COLUMNS)
     return measured(run, os.path.join(model, _FILE), table, batch)
 
@@ -148,30 +148,30 @@ def experts_table(run: command.Run, scratch: str, model: str, feed: str, fifths:
     nbytes = os.path.getsize(file)
     budget, one = nbytes * fifths // 5, 6 * sizes["hidden_size"] * sizes["moe_intermediate_size"]
 
-    def decode(each: Contender) -> Sample:
+    def decode(contender: Contender) -> Sample:
         more = {"model": model, "budget": budget, "feed": feed, "batch": 1, "prompt": prompt, "steps": steps}
-        found = work_of(each, run, scratch, same, (each.name != MEMORY) * (1 if steps else 2), **more)
-        choices[:], count = found["chosen"], len(found["seconds"]) - first
-        step, read = (statistics.fmean(found[name][first:]) for name in ("seconds", "read"))
-        figures = {"step": step, "read per step": read, "while decoding": found["while decoding"]}
-        if stats := found["stats"][-1]:
-            counted = {name: stats[name] - (found["stats"][first - 1][name] if first else 0) for name in stats}
+        result = work_of(contender, run, scratch, same, (contender.name != MEMORY) * (1 if steps else 2), **more)
+        choices[:], count = result["chosen"], len(result["seconds"]) - first
+        step, read = (statistics.fmean(result[name][first:]) for name in ("seconds", "read"))
+        figures = {"step": step, "read per step": read, "while decoding": result["while decoding"]}
+        if stats := result["stats"][-1]:
+            counted = {name: stats[name] - (result["stats"][first - 1][name] if first else 0) for name in stats}
             figures |= {f"guesses {name}": counted[f"guesses_{name}"] / count for name in ("right", "wrong")}
             figures["hits"] = counted["expert_hits"] / max(1, counted["experts_used"])
-        return Sample(step, 1 if steps else prompt, figures={"first token": found["seconds"][0], **figures})
+        return Sample(step, 1 if steps else prompt, figures={"first token": result["seconds"][0], **figures})
 
     title, words = f"{size_words(budget)} of memory, {feed}", size_words(budget)
     mixed = _MIXED if fifths == _FIFTHS[0] else _MIXED[: -len(_SLOW)]
-    rows = [Row(each.name.format(words), partial(decode, each)) for each in _CONTENDERS if each.load in mixed]
+    rows = [Row(entry.name.format(words), partial(decode, entry)) for entry in _CONTENDERS if entry.load in mixed]
     table = Table(f"experts, {feed}, {fifths} of 5", title, "tokens/s", rows, MEMORY, _OF_EXPERTS)
     measured(run, file, table, 1 if steps else prompt)
     room = sizes["num_hidden_layers"] * sizes["num_experts"] - -(-(nbytes - budget) // one)
     reads = one * read_by_lru(choices, room, first) if choices else 0.0
-    means = [[each.seconds for each in row.samples if each] for row in (table.rows[0], table.rows[-1])]
-    for each in [each for row in table.rows[1:-1] for each in row.samples if each and all(means)]:
+    means = [[sample.seconds for sample in row.samples if sample] for row in (table.rows[0], table.rows[-1])]
+    for sample in [sample for row in table.rows[1:-1] for sample in row.samples if sample and all(means)]:
         step = statistics.median(means[0]) + statistics.median(means[1]) * reads / nbytes
-        each.figures.update({"LRU reads": reads, "LRU step": step, "step / LRU": each.seconds / step})
-        each.figures.update({"reads / LRU": each.figures["read per step"] / reads} if reads else {})
+        sample.figures.update({"LRU reads": reads, "LRU step": step, "step / LRU": sample.seconds / step})
+        sample.figures.update({"reads / LRU": sample.figures["read per step"] / reads} if reads else {})
     return table
 
 
@@ -179,10 +179,10 @@ def read_by_lru(choices: Sequence[Sequence[Sequence[int]]], room: int, first: in
     """Returns how many experts, given by step and layer, a step from ``first`` on reads beside the last ``room``."""
     kept, read = dict[tuple[int, int], None](), 0
     for number, layers in enumerate(choices):
-        for each in [(layer, expert) for layer, experts in enumerate(layers) for expert in experts]:
-            read += each not in kept and number >= first
-            kept.pop(each, None)
-            kept[each] = None
+        for key in [(layer, expert) for layer, experts in enumerate(layers) for expert in experts]:
+            read += key not in kept and number >= first
+            kept.pop(key, None)
+            kept[key] = None
             if len(kept) > room:
                 del kept[next(iter(kept))]
     return read / (len(choices) - first)
@@ -207,7 +207,7 @@ def tables(run: command.Run, scratch: str, __: dict[str, Any]) -> Iterator[Table
 @torch.no_grad()
 def work(job: Namespace) -> dict[str, Any]:
     """Decodes; returns seconds, bytes read and tokens by pass, and bytes of memory beyond what the imports took."""
-    row = next(each for each in _CONTENDERS if each.load.__name__ == job.load)
+    row = next(entry for entry in _CONTENDERS if entry.load.__name__ == job.load)
     kind = "qwen3_moe.modeling_qwen3_moe" if job.feed else "llama.modeling_llama"
     for name in ("transformers", f"transformers.models.{kind}", *row.imports):
         importlib.import_module(name)
@@ -249,8 +249,8 @@ def work(job: Namespace) -> dict[str, Any]:
         if len(seconds) == 1:
             loading = peak() - before
             forget_peak()
-    found = {"load": load, "seconds": seconds, "read": read, "chosen": chosen, "stats": stats, "loading": loading}
-    return {**found, "while decoding": peak() - before, "tokens": [each.tolist() for each in tokens]}
+    result = {"load": load, "seconds": seconds, "read": read, "chosen": chosen, "stats": stats, "loading": loading}
+    return {**result, "while decoding": peak() - before, "tokens": [token.tolist() for token in tokens]}
 
 
 def _zipf(generator: torch.Generator, _: torch.nn.Module, __: Any, result: tuple[torch.Tensor, ...]) -> Any:

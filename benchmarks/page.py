@@ -71,7 +71,7 @@ def commands(name: str, args: argparse.Namespace) -> dict[str, list[str]]:
             own = "_".join(filter(None, (name, direction, place.lower())))
             words = text.format(
                 place=place, direction="--read" if direction == "read" else "", size=args.size, rounds=args.rounds,
-                folders=" ".join(f"--folder {each}" for each in places), plot=f"--output {own}.png",
+                folders=" ".join(f"--folder {folder}" for folder in places), plot=f"--output {own}.png",
             )  # fmt: skip
             made[own] = shlex.split(words)
     return made
@@ -104,15 +104,15 @@ def measure(name: str, args: argparse.Namespace) -> bool:
     """Runs the commands of a section and stores their results; if one fails, returns False and keeps those before."""
     places, made, runs = dict(args.place), commands(name, args), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory() as scratch:
-        scrub, found = scrub_for(places, scratch), os.path.join(scratch, "found.json")
+        scrub, path = scrub_for(places, scratch), os.path.join(scratch, "found.json")
         for own, argv in made.items():
             print(shown := " ".join(argv), flush=True)
             # its document is written where its picture should be, which is drawn from it
-            status, text = shared.execute([{**places, f"{own}.png": found}.get(word, word) for word in argv])
+            status, text = shared.execute([{**places, f"{own}.png": path}.get(word, word) for word in argv])
             if status:
                 print(f"page: {name}: exit status {status}", file=sys.stderr)
                 return False
-            document = json.loads(Path(found).read_text(encoding="utf-8")) if SECTIONS[name].json else {}
+            document = json.loads(Path(path).read_text(encoding="utf-8")) if SECTIONS[name].json else {}
             document.pop("passes", None)  # long, and the rows have their figures
             run = {"command": shown, "document": document or None, "text": "" if document else text, "plot": ""}
             runs.append(scrub(run))
@@ -121,7 +121,7 @@ def measure(name: str, args: argparse.Namespace) -> bool:
         run["plot"] = f"{own}.png" if drawn else ""
     stored = {"date": time.strftime("%Y-%m-%d"), "description": scrub(describe(places)), "runs": runs}
     lists = re.compile(r"\[\n\s*([-+\d.e,\s]+?)\n\s*\]")  # of numbers: on one line each
-    text = lists.sub(lambda each: f"[{', '.join(each[1].replace(',', ' ').split())}]", json.dumps(stored, indent=1))
+    text = lists.sub(lambda match: f"[{', '.join(match[1].replace(',', ' ').split())}]", json.dumps(stored, indent=1))
     (DOCS / "benchmarks" / f"{name}.json").write_text(text + "\n", encoding="utf-8")
     return True
 
@@ -140,7 +140,7 @@ def write(draw: bool = False) -> None:
             text = file.read_text(encoding="utf-8")
             if (made := render(file.name, text, stored)) != text:
                 file.write_text(made, encoding="utf-8")
-        for run in [run for found in stored.values() for run in found["runs"] if draw and run["plot"]]:
+        for run in [run for result in stored.values() for run in result["runs"] if draw and run["plot"]]:
             plot(run["document"], str(DOCS / "benchmarks" / run["plot"]))
     except (LookupError, TypeError, AttributeError, ValueError, jinja2.UndefinedError) as error:
         raise OSError(f"damaged results or marks: {error!r}") from error
@@ -151,7 +151,7 @@ def write(draw: bool = False) -> None:
 
 def render(name: str, text: str, stored: Mapping[str, Json]) -> str:
     """Returns a page with what is between its marks made anew. Raises ValueError if a mark is missing."""
-    machines = list({repr(found["description"]): found["description"] for found in stored.values()}.values())
+    machines = list({repr(result["description"]): result["description"] for result in stored.values()}.values())
     for mark, kind, section in re.findall(r"^<!-- ((\w+)(?: (\w+))?) -->$", text, re.MULTILINE):
         before, _, rest = text.partition(f"<!-- {mark} -->\n")
         _, end, after = rest.partition(f"<!-- /{mark} -->")
@@ -166,14 +166,14 @@ def render(name: str, text: str, stored: Mapping[str, Json]) -> str:
 def _pick(tables: Iterable[Json], field: str, part: str, name: str) -> tuple[Json, Json] | None:
     """Returns the first table with ``part`` in a field, and its first measured row whose name begins with ``name``."""
     wanted = ((table, row) for table in tables if part in table[field] for row in table["rows"])
-    return next((each for each in wanted if each[1]["name"].startswith(name) and each[1]["spread"]), None)
+    return next((pair for pair in wanted if pair[1]["name"].startswith(name) and pair[1]["spread"]), None)
 
 
 def readme_rows(stored: Mapping[str, Json]) -> Iterator[Cells]:
     """Yields the README's rows: this package, and what people use today."""
     for words, section, title, ours, other, theirs in _TEMPLATE.README:
         runs = stored.get(section, {}).get("runs", [])
-        tables = [table for run in runs for each in run["document"]["folders"].values() for table in each["tables"]]
+        tables = [table for run in runs for folder in run["document"]["folders"].values() for table in folder["tables"]]
         own, its = (_pick(tables, "title", title, name) for name in (ours, theirs))
         if own and its:
             values = [f"{row['spread']['median']:.3g} {table['unit']}" for table, row in (own, its)]
@@ -186,9 +186,9 @@ def summary_rows(folders: Json) -> Iterator[Cells]:
     """Yields the rows of the table in short, of raw_io's results in each folder."""
     for words, group, name in _TEMPLATE.SUMMARY:
         made, cpu = {"": words}, "-"
-        for place, found in folders.items():
+        for place, folder in folders.items():
             rate = of = times = "-"
-            if one := _pick(found["tables"], "group", group, name):
+            if one := _pick(folder["tables"], "group", group, name):
                 (table, row), unit, median = one, one[0]["unit"], one[1]["spread"]["median"]
                 rate = f"{median:.2f}" if unit == "GB/s" else f"{median:.3g} {unit}"
                 of = _median(row["against_reference"], 2)
@@ -200,8 +200,8 @@ def summary_rows(folders: Json) -> Iterator[Cells]:
         yield {**made, "CPU s/GiB": cpu}
 
 
-def _median(found: Json | None, digits: int) -> str:
-    return f"{found['median']:.{digits}f}" if found else "-"
+def _median(spread: Json | None, digits: int) -> str:
+    return f"{spread['median']:.{digits}f}" if spread else "-"
 
 
 def by_size(tables: Sequence[Json]) -> Iterator[tuple[str, list[Cells]]]:
@@ -244,7 +244,7 @@ def wrapped(text: str, joint: str = "\n    ", width: int = 112) -> str:
 
 _JINJA = jinja2.Environment(trim_blocks=True, lstrip_blocks=True)
 _FILTERS = (table, cells, by_size, size_words, readme_rows, summary_rows, wrapped)
-_JINJA.filters |= {each.__name__: each for each in _FILTERS}
+_JINJA.filters |= {function.__name__: function for function in _FILTERS}
 _TEMPLATE: Any = _JINJA.from_string(Path(__file__).with_name("page_results.md").read_text(encoding="utf-8")).module
 
 

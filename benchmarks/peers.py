@@ -28,10 +28,10 @@ def load_deepspeed(op: str = "async_io") -> Any:
     Load it before this package's op: torch counts the builds of one name in a process, and DeepSpeed compiles its op
     again, under another name, if another ``async_io`` was built before.
     """
-    found = _loaded_deepspeed(op)
-    if isinstance(found, Unavailable):
-        raise found
-    return found
+    loaded = _loaded_deepspeed(op)
+    if isinstance(loaded, Unavailable):
+        raise loaded
+    return loaded
 
 
 @functools.cache
@@ -122,8 +122,8 @@ def gdsio_row(task: Task, name: str, settings: Settings) -> Row:
 
 def read_gdsio(status: int, output: str) -> Sample:
     """Parses gdsio's output into a sample, without CPU time. Raises RuntimeError with its message if it failed."""
-    found = _GDSIO_FIGURES.search(output)
-    if status or found is None:
+    match = _GDSIO_FIGURES.search(output)
+    if status or match is None:
         words = [line.strip() for line in output.splitlines() if line.strip()]
         raise RuntimeError(f"gdsio: {words[0] if words else f'exit status {status}'}")
-    return Sample(float(found[2]), int(found[1]) << 10)
+    return Sample(float(match[2]), int(match[1]) << 10)

@@ -13,14 +13,14 @@ def tied(command: Sequence[str], end: str = "KILL") -> list[str]:
 
     Without util-linux's setpriv, returns ``command`` itself. A ``preexec_fn`` would cost a copy of all page tables.
     """
-    found = _setpriv()
-    return [found, "--pdeathsig", end, "--", *command] if found else list(command)
+    setpriv = _setpriv()
+    return [setpriv, "--pdeathsig", end, "--", *command] if setpriv else list(command)
 
 
 @functools.cache
 def _setpriv() -> str:
-    found = shutil.which("setpriv")
-    if found is None:
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
         return ""
-    with subprocess.Popen([found, "--help"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        return found if "--pdeathsig" in process.communicate()[0] else ""
+    with subprocess.Popen([setpriv, "--help"], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        return setpriv if "--pdeathsig" in process.communicate()[0] else ""

@@ -45,12 +45,12 @@ def step_table(scratch: str, args: Namespace, stack: contextlib.ExitStack) -> Ta
     def parameters() -> list[torch.nn.Parameter]:
         torch.manual_seed(1)
         made = [torch.nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(max(1, args.size // (4 * WIDTH * WIDTH)))]
-        for each in made:
-            each.grad = torch.randn(WIDTH, WIDTH)
+        for parameter in made:
+            parameter.grad = torch.randn(WIDTH, WIDTH)
         return made
 
     in_memory, on_nvme = parameters(), parameters()
-    states = sum(each.numel() for each in in_memory) * _STATES
+    states = sum(parameter.numel() for parameter in in_memory) * _STATES
     ours = stack.enter_context(
         NvmeOptimizer(on_nvme, torch.optim.AdamW, scratch, memory_budget=args.budget, **_OPTIONS)
     )
@@ -79,16 +79,16 @@ def engine_table(scratch: str, args: Namespace, _: contextlib.ExitStack) -> Tabl
         if engine.startswith("deepspeed") and (args.no_deepspeed or importlib.util.find_spec("deepspeed") is None):
             raise Unavailable("left out" if args.no_deepspeed else "not installed: pip install deepspeed")
         job = {"engine": engine, "blocks": blocks, "batch": batch, "steps": _FIRST + args.steps}
-        found = command.work("training", scratch, args, **job, parameters=parameters)
+        result = command.work("training", scratch, args, **job, parameters=parameters)
         try:
-            same.require(found["losses"], engine == "memory")
+            same.require(result["losses"], engine == "memory")
         except WrongData:
             if engine == "deepspeed":
                 raise Unavailable("other losses than in memory: see docs/deepspeed.md") from None
             raise
-        figures = {name: statistics.median(values[_FIRST:]) for name, values in found["figures"].items()}
+        figures = {name: statistics.median(values[_FIRST:]) for name, values in result["figures"].items()}
         seconds = figures["forward"] + figures["backward"] + figures["optimizer"]
-        return Sample(seconds, batch, peak_bytes=found["peak_bytes"], figures=figures)
+        return Sample(seconds, batch, peak_bytes=result["peak_bytes"], figures=figures)
 
     rows = [Row(label, partial(train, engine, parameters), before=os.sync)
             for label, (engine, parameters) in _ENGINES.items()]  # fmt: skip

@@ -19,9 +19,9 @@ def main(folder: str) -> None:
     batches = [torch.randn(32, 16, 64, 64, generator=torch.Generator().manual_seed(step)) for step in range(3)]
 
     def gradients() -> list[torch.Tensor]:
-        found = [each.grad.clone() for each in net.parameters() if each.grad is not None]
+        grads = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
         net.zero_grad()
-        return found
+        return grads
 
     saving = save_on_nvme(folder, memory_budget="32M")  # once, for all steps
     for batch in batches:

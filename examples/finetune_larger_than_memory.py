@@ -13,15 +13,15 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # where from_pretrained
 
 
 def losses(model: Any) -> list[torch.Tensor]:
-    optimizer, found = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=1e-2), []
+    optimizer, history = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=1e-2), []
     for step in range(3):
         torch.manual_seed(step)  # for the text and for dropout
         ids = torch.randint(0, 512, (2, 16), device=DEVICE)
-        found.append(model(input_ids=ids, labels=ids).loss)
-        found[-1].backward()
+        history.append(model(input_ids=ids, labels=ids).loss)
+        history[-1].backward()
         optimizer.step()
         optimizer.zero_grad()
-    return found
+    return history
 
 
 def main(folder: str) -> None:

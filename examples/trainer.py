@@ -38,7 +38,7 @@ def main(folder: str) -> None:
     resumed.train(resume_from_checkpoint=f"{folder}/ours/checkpoint-1")
     pairs = zip(resumed.model.parameters(), plain.model.parameters(), strict=True)
     print(f"resumed from step 1: {'equal' if all(torch.equal(*pair) for pair in pairs) else 'DIFFERENT'}")
-    last = [each for each in ours.state.log_history[-1].items() if each[0].startswith("nvme_")]
+    last = [entry for entry in ours.state.log_history[-1].items() if entry[0].startswith("nvme_")]
     print("the last line of the log:", ", ".join(f"{name} {value >> 20} MiB" for name, value in last))
 
 

@@ -33,7 +33,7 @@ def main(folder: str) -> None:
     plain = model()
     expected = train(plain, torch.optim.AdamW(plain.parameters(), **options))
     module = model()
-    states = 8 * sum(each.numel() for each in module.parameters())
+    states = 8 * sum(parameter.numel() for parameter in module.parameters())
     with NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget="4M", **options) as optimizer:
         loss, stats = train(module, optimizer), optimizer.stats()
     print(f"loss {loss:.6f}: {'equal' if loss == expected else 'DIFFERENT'}")

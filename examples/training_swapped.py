@@ -31,8 +31,8 @@ def main(folder: str) -> None:
         NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, memory_budget="4M", **OPTIONS) as optimizer,
     ):
         for step in range(3):
-            for each in (2 * step, 2 * step + 1):  # gradients of two batches add up
-                expected, loss = loss_of(plain, each), loss_of(module, each)
+            for batch in (2 * step, 2 * step + 1):  # gradients of two batches add up
+                expected, loss = loss_of(plain, batch), loss_of(module, batch)
                 expected.backward()
                 loss.backward()
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)

@@ -120,8 +120,8 @@ class OpBuilder:
 
     def find_built(self) -> finished.BuiltOp | None:
         """Returns the finished op that ``load`` would use: prebuilt, else from the cache; None if it would compile."""
-        if (found := self._find_prebuilt()) is not None:
-            return found
+        if (prebuilt := self._find_prebuilt()) is not None:
+            return prebuilt
         entry = finished.find_cached(self.recipe())
         record = entry.record() if entry is not None else None
         return finished.BuiltOp("cached", entry.library, record) if entry is not None and record is not None else None
@@ -183,13 +183,13 @@ class OpBuilder:
 
     def load_prebuilt(self) -> ModuleType | None:
         """Returns the prebuilt op, or None, with a warning if there is one that does not fit or load."""
-        found = finished.find_prebuilt(self.name)
-        if found is None:
+        prebuilt = finished.find_prebuilt(self.name)
+        if prebuilt is None:
             return None
-        problem = finished.mismatch(found, self._requirements())
+        problem = finished.mismatch(prebuilt, self._requirements())
         if not problem:
             try:
-                return jit.import_library(self.absolute_name(), found.library)
+                return jit.import_library(self.absolute_name(), prebuilt.library)
             except ImportError as error:
                 problem = str(error)
         warn(f"the prebuilt {self.name} op is not used ({problem}); it is built just in time instead")
@@ -241,8 +241,8 @@ class OpBuilder:
         return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
 
     def _find_prebuilt(self) -> finished.BuiltOp | None:
-        found = finished.find_prebuilt(self.name)
-        return found if found is not None and not finished.mismatch(found, self._requirements()) else None
+        prebuilt = finished.find_prebuilt(self.name)
+        return prebuilt if prebuilt is not None and not finished.mismatch(prebuilt, self._requirements()) else None
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
@@ -284,14 +284,14 @@ class OpBuilder:
 
     def toolchain_problem(self) -> str | None:
         """Returns why nothing can be compiled here, with the fix; None if it can."""
-        found = machine.find_compiler()
-        if found is None:
+        compiler = machine.find_compiler()
+        if compiler is None:
             wanted = os.environ.get("CXX") or ", ".join(machine.DEFAULT_COMMANDS)
             return f"no C++ compiler was found ({wanted}); fix: install one (apt-get install g++), or set CXX"
         empty = "int main() { return 0; }\n"
-        problem = machine.try_program(found, empty, machine.compile_flags(), machine.link_flags())
+        problem = machine.try_program(compiler, empty, machine.compile_flags(), machine.link_flags())
         if problem:
-            return f"the C++ compiler {' '.join(found.command)} does not work: {problem}"
+            return f"the C++ compiler {' '.join(compiler.command)} does not work: {problem}"
         return machine.python_header() or (NO_NINJA if machine.ninja_directory() is None else None)
 
 
@@ -326,8 +326,8 @@ class EngineOpBuilder(OpBuilder):
 
     def cxx_args(self) -> list[str]:
         """Returns the op's flags, and the define for the libaio backend if the header is found."""
-        found = self._libaio_flags()
-        return [*CXX_ARGS] if found is None else [*CXX_ARGS, "-DNVME_OPS_HAVE_LIBAIO=1", *found]
+        flags = self._libaio_flags()
+        return [*CXX_ARGS] if flags is None else [*CXX_ARGS, "-DNVME_OPS_HAVE_LIBAIO=1", *flags]
 
     def is_buildable(self, verbose: bool = False) -> bool:
         """Does what the base class does; a missing libaio header is a warning."""
@@ -353,8 +353,8 @@ class EngineOpBuilder(OpBuilder):
         return installed
 
     def _libaio_flags(self) -> list[str] | None:
-        found = machine.find_compiler()
-        return machine.header_flags("libaio.h", machine.include_directories(found)) if found is not None else None
+        compiler = machine.find_compiler()
+        return machine.header_flags("libaio.h", machine.include_directories(compiler)) if compiler is not None else None
 
 
 class AsyncIOBuilder(EngineOpBuilder):
@@ -420,10 +420,10 @@ class PinMemoryBuilder(OpBuilder):
     def is_buildable(self, verbose: bool = False) -> bool:
         """Returns whether ``async_io`` can be loaded here; ``error_log`` and ``warnings`` are that op's."""
         op = self._compiled
-        found = op.is_buildable(verbose)
+        buildable = op.is_buildable(verbose)
         self.error_log, self.warnings = op.error_log, op.warnings
         self.build_problem, self.built = op.build_problem, op.built
-        return found
+        return buildable
 
     def load(self, verbose: bool = False) -> ModuleType:
         """Returns the module with ``pin_handle``, after loading ``async_io``; RuntimeError as there."""

@@ -125,10 +125,10 @@ def find_compiler() -> Compiler | None:
 
 
 def _describe(word: str) -> str:
-    found = shutil.which(word)
-    if found is None:
+    program = shutil.which(word)
+    if program is None:
         return word if word.startswith("-") else ""
-    path = os.path.realpath(found)
+    path = os.path.realpath(program)
     facts = os.stat(path)
     return f"{path} {facts.st_size} {facts.st_mtime_ns}"
 
@@ -241,8 +241,8 @@ def ninja_directory() -> str | None:
     for folder in (package.submodule_search_locations or ()) if package is not None else ():
         places += [str(Path(folder).parent / "bin"), str(Path(folder, "data", "bin"))]  # pip --target; old releases
     places = [place for place in places if os.path.isabs(place)]  # never the current folder, which may be anybody's
-    found = shutil.which("ninja", path=os.pathsep.join(places))
-    return None if found is None else str(Path(found).parent)
+    ninja = shutil.which("ninja", path=os.pathsep.join(places))
+    return None if ninja is None else str(Path(ninja).parent)
 
 
 def python_header() -> str | None:
@@ -406,16 +406,16 @@ def gpu(host: Host = _HERE) -> Requirement:
 
 
 def _model(text: str) -> str:
-    found = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
-    return found[1].strip() if found else "unknown model"
+    match = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
+    return match[1].strip() if match else "unknown model"
 
 
 def gpu_driver(host: Host = _HERE) -> Requirement:
     """Checks for NVIDIA's driver: its kernel module, and the library that comes with it."""
-    found = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", host.read_or(DRIVER_VERSION))
-    version = found[1] if found else None
+    match = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", host.read_or(DRIVER_VERSION))
+    version = match[1] if match else None
     places = [*_mapped(_CUDA, host), *_system_places(_CUDA, (*_SYSTEM_FOLDERS, *_DRIVER_FOLDERS), host)]
-    loaded, library = bool(found) or host.exists("/dev/nvidiactl"), any(map(os.path.isfile, places))
+    loaded, library = bool(match) or host.exists("/dev/nvidiactl"), any(map(os.path.isfile, places))
     if loaded:
         words = f"the driver's library {_CUDA} is not found"
         fix = "docker run --gpus all ...  # outside a container: install the driver's libraries (libnvidia-compute)"

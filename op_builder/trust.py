@@ -41,11 +41,11 @@ def shared_fallback_root() -> Path | None:
 def roots() -> list[Path]:
     """Returns where a finished op may be, best first: only folders that no other user can write to."""
     root = default_root()
-    found = [] if why_not_a_root(root) else [root]
+    usable = [] if why_not_a_root(root) else [root]
     fallback = None if os.environ.get("TORCH_EXTENSIONS_DIR") else shared_fallback_root()
     if fallback is not None and is_private(fallback.parent) and not why_not_trusted(fallback):
-        found.append(fallback)
-    return [root for root in found if not noexec(root)]
+        usable.append(fallback)
+    return [root for root in usable if not noexec(root)]
 
 
 def refusal() -> str:
@@ -100,7 +100,7 @@ def why_not_trusted(*paths: Path) -> str:
     folders above count. They may be sticky, like /tmp, in which others cannot rename what is not theirs.
     """
     real = list(map(Path, map(os.path.realpath, paths)))
-    for place in dict.fromkeys([place for each in real for place in (each, *each.parents)]):
+    for place in dict.fromkeys([place for path in real for place in (path, *path.parents)]):
         try:
             facts = os.lstat(place)
         except (FileNotFoundError, NotADirectoryError):

@@ -127,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     bad = [(op.name, op) for op in unusable]
     for folder, results in folders.items():
-        bad += [(folder, each) for each in results if each.status is Status.NO][:1]
+        bad += [(folder, failed) for failed in results if failed.status is Status.NO][:1]
     for name, result in bad:
         say(f"nvme-report: {name} cannot be used: {result.detail}\n  fix: {result.fix}")
     return 1 if bad else 0
@@ -194,10 +194,10 @@ def as_text(about: str, sections: Sections, storage: Sections, style: Style) -> 
     titled = [(name, _TITLES[name], results) for name, results in sections.items()]
     titled += [("", f"Storage at {printable(folder)}:", results) for folder, results in storage.items()]
     for name, title, results in titled:
-        if shown := [each for each in results if style.shows(name, each)]:
+        if shown := [result for result in results if style.shows(name, result)]:
             lines += _wrapped(title, style)
-            for each in shown:
-                lines += _painted(_lines(each, style, _WIDE_NAME if name == ENVIRONMENT else _NAME), style)
+            for result in shown:
+                lines += _painted(_lines(result, style, _WIDE_NAME if name == ENVIRONMENT else _NAME), style)
             lines.append(LINE)
     last = _wrapped(verdict(sections, storage)[1], style) if sections.get(OPS) else []
     return "\n".join([*lines, *last, *([] if style.verbose else _wrapped(_MORE, style))]) + "\n"
@@ -217,24 +217,24 @@ def verdict(sections: Sections, storage: Sections) -> tuple[bool, str]:
         elif op.data.get("expected") is not None:
             words.append(op.name + _reservation(op, sections))
     for folder, results in storage.items():
-        for each in [each for each in results if each.status is Status.NO][:1]:
+        for result in [result for result in results if result.status is Status.NO][:1]:
             ready = False
-            words.append(_line(each.detail if folder in each.detail else f"{folder}: {each.detail}"))
+            words.append(_line(result.detail if folder in result.detail else f"{folder}: {result.detail}"))
     return ready, f"{'ready' if ready else 'NOT ready'}: {'; '.join(words)}"
 
 
 def _reservation(op: Result, sections: Sections) -> str:
     """Returns what was not done to find out that an op can be used; an empty string if it was used."""
-    found = []
+    reservations = []
     if op.data.get("compiled", "") is None:
-        found.append("to be compiled at its first use")
-    if op.name == "gds" and not any(each.data.get("opened") for each in sections.get(CUFILE, ())):
-        found.append("a forecast: --open-driver tries it")
-    return f" ({', '.join(found)})" if found else ""
+        reservations.append("to be compiled at its first use")
+    if op.name == "gds" and not any(result.data.get("opened") for result in sections.get(CUFILE, ())):
+        reservations.append("a forecast: --open-driver tries it")
+    return f" ({', '.join(reservations)})" if reservations else ""
 
 
 def _chosen(sections: Sections) -> Result | None:
-    return next((each for each in sections.get(BACKENDS, ()) if each.name == "chosen"), None)
+    return next((result for result in sections.get(BACKENDS, ()) if result.name == "chosen"), None)
 
 
 def _lines(result: Result, style: Style, width: int) -> Iterator[str]:
@@ -278,7 +278,7 @@ def _painted(lines: Iterable[str], style: Style) -> Iterable[str]:
     """Returns the lines with their marks in colours, if there are any."""
     if not style.colour:
         return lines
-    return [_MARK.sub(lambda found: f"{_COLOURS[found[1]]}{found[0]}{_END}", line) for line in lines]
+    return [_MARK.sub(lambda match: f"{_COLOURS[match[1]]}{match[0]}{_END}", line) for line in lines]
 
 
 def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: Sections) -> str:
@@ -297,6 +297,6 @@ def as_json(version: str, unusable: Sequence[str], sections: Sections, storage: 
 
 def _results(results: Sequence[Result]) -> dict[str, Json]:
     return {
-        each.name: {"status": each.status.value, "detail": each.detail, "fix": each.fix, "data": each.data}
-        for each in results
+        result.name: {"status": result.status.value, "detail": result.detail, "fix": result.fix, "data": result.data}
+        for result in results
     }

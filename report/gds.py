@@ -93,20 +93,20 @@ def _version(path: Path) -> str | None:
         for wheel in wheels:
             with contextlib.suppress(importlib.metadata.PackageNotFoundError):
                 return importlib.metadata.version(wheel)
-    found = re.search(r"\.so\.(\d+\.\d+.*)$", path.resolve().name)
-    return found[1] if found else None
+    match = re.search(r"\.so\.(\d+\.\d+.*)$", path.resolve().name)
+    return match[1] if match else None
 
 
-def _settings(found: CuFileSettings) -> Result:
+def _settings(settings: CuFileSettings) -> Result:
     data: dict[str, Json] = {
-        "path": found.path,
-        "allow_compat_mode": found.allow_compatibility,
-        "force_compat_mode": found.force_compatibility,
-        "use_pci_p2pdma": found.peer_to_peer,
+        "path": settings.path,
+        "allow_compat_mode": settings.allow_compatibility,
+        "force_compat_mode": settings.force_compatibility,
+        "use_pci_p2pdma": settings.peer_to_peer,
     }
     values = ", ".join(f"{key} {str(value).lower()}" for key, value in data.items() if key != "path")
-    words = found.problem or f"{found.path or 'defaults, no /etc/cufile.json'}: {values}"
-    return judged("cuFile settings", words, found.fix, data, good=Status.INFO)
+    words = settings.problem or f"{settings.path or 'defaults, no /etc/cufile.json'}: {values}"
+    return judged("cuFile settings", words, settings.fix, data, good=Status.INFO)
 
 
 def _path_of_tensors(facts: _Facts) -> Result:
@@ -198,7 +198,7 @@ def read_settings(host: Host) -> CuFileSettings:
 def parse(text: str) -> object:
     """Parses JSON with ``//`` and ``/* */`` comments and trailing commas. Raises ValueError."""
     for skipped in (_STRING_OR_COMMENT, _STRING_OR_COMMA):
-        text = skipped.sub(lambda found: found[1] or "", text)
+        text = skipped.sub(lambda match: match[1] or "", text)
     return json.loads(text) if text.strip() else {}
 
 
@@ -283,10 +283,10 @@ def open_driver() -> Result:
     builder.is_buildable()
     if builder.built is None:
         return Result(_DRIVER, Status.WARNING, "not opened, because the gds op is not compiled yet", _BUILD)
-    found, end = trial.in_another_process(_open, LIMIT)
+    answer, end = trial.in_another_process(_open, LIMIT)
     if end:
         return Result(_DRIVER, Status.NO, f"the process that opened it {end}", _OFF, {"opened": False})
-    return _judge(found)
+    return _judge(answer)
 
 
 def _open() -> dict[str, Json]:
@@ -295,23 +295,23 @@ def _open() -> dict[str, Json]:
     try:
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # cuFile needs a CUDA context
-        found: dict[str, Json] = GDSBuilder().load().open_driver(machine.cufile_libraries())
-        return found
+        answer: dict[str, Json] = GDSBuilder().load().open_driver(machine.cufile_libraries())
+        return answer
     except Exception as error:
         return {"error": str(error)}
 
 
-def _judge(found: dict[str, Json]) -> Result:
-    error = found.get("error")
+def _judge(answer: dict[str, Json]) -> Result:
+    error = answer.get("error")
     if error is not None:
         words, _, fix = str(error).partition("; fix: ")
         return Result(_DRIVER, Status.NO, words, fix or _OFF, {"opened": False})
-    version = found.get("version")
+    version = answer.get("version")
     number = f"{version // 1000}.{version % 1000 // 10}" if isinstance(version, int) and version else "unknown version"
-    words = f"opens: {number}, {found.get('path')}"
-    if found.get("fake"):
+    words = f"opens: {number}, {answer.get('path')}"
+    if answer.get("fake"):
         words += ", a test double that says nothing about this machine"
-    why_not = str(found.get("why_not_direct") or "")
+    why_not = str(answer.get("why_not_direct") or "")
     words += f"; no GPUDirect Storage: {why_not}" if why_not else "; GPUDirect Storage is available"
     fix = "nvme-report  # see cuFile" if why_not else ""
-    return judged(_DRIVER, words, fix, {"opened": True, **found, "version": number})
+    return judged(_DRIVER, words, fix, {"opened": True, **answer, "version": number})

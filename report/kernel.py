@@ -71,7 +71,7 @@ def version(host: Host) -> Result:
 
 def _release(host: Host) -> tuple[int, ...]:
     text = host.read_or("/proc/sys/kernel/osrelease") or platform.release()
-    return tuple(int(each) for each in re.findall(r"\d+", text)[:2])
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 def seccomp_mode(host: Host) -> int | None:
@@ -82,8 +82,8 @@ def seccomp_mode(host: Host) -> int | None:
 
 def _of_this_process(host: Host, name: str) -> str:
     """Returns a hexadecimal number in /proc/self/status, an empty string where it is not there."""
-    found = re.search(rf"^{name}:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
-    return found[1] if found else ""
+    match = re.search(rf"^{name}:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
+    return match[1] if match else ""
 
 
 def io_uring(host: Host) -> Result:
@@ -221,7 +221,7 @@ def memlock(host: Host) -> Result:
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
     privileged = bool(int(_of_this_process(host, "CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1)
-    limits = [None if each == resource.RLIM_INFINITY else each for each in (soft, hard)]
+    limits = [None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)]
     words, fix = "unlimited" if unlimited else size_words(soft), ""
     if privileged and not unlimited:
         words += ", not binding (CAP_IPC_LOCK)"
@@ -234,8 +234,8 @@ def memlock(host: Host) -> Result:
 
 def transparent(host: Host) -> Result:
     """Reports whether the kernel uses huge pages on request (``madvise``) or for all memory (``always``)."""
-    found = re.search(r"\[(\w+)\]", host.read_or(_TRANSPARENT))
-    mode = found[1] if found else ""
+    match = re.search(r"\[(\w+)\]", host.read_or(_TRANSPARENT))
+    mode = match[1] if match else ""
     words, fix = mode, ""
     if mode not in ("always", "madvise"):
         words = mode or "not in this kernel"

@@ -46,20 +46,20 @@ def row(builder: OpBuilder, tried: Attempt | None = None) -> Result:
     if not tried.loaded and name == AsyncIOBuilder.NAME and (wrong := trial.wrong_setting()):
         return Result(name, Status.NO, wrong, fix_for(Failure(wrong)), data)
     compatible, lines = builder.is_compatible(), (builder.error_log or "not compatible").splitlines()
-    found = builder.built  # an op that is compiled needs no compiler
-    obstacle = None if tried.loaded else builder.build_problem if found is None else jit.why_not_built(builder)
+    built = builder.built  # an op that is compiled needs no compiler
+    obstacle = None if tried.loaded else builder.build_problem if built is None else jit.why_not_built(builder)
     if obstacle:
         words, _, fix = obstacle.partition("; fix: ")
-        unused = "".join(f"; {each.partition(';')[0]}" for each in tried.warnings)
+        unused = "".join(f"; {warning.partition(';')[0]}" for warning in tried.warnings)
         return Result(name, Status.NO, f"{words}{unused}", _build_fix(words, fix), data)
     if not compatible:
         parts = [line.partition("; fix: ") for line in (lines if expected else lines[:1])]
         data["warnings"] = [words for words, _, _ in parts]
         return Result(name, Status.NO, "; ".join(words for words, _, _ in parts), parts[0][2] or _build_fix(), data)
     data["compatible"] = True
-    data["compiled"] = None if found is None or not tried.loaded else found.how
+    data["compiled"] = None if built is None or not tried.loaded else built.how
     warnings, fix = _missing(builder, tried.loaded)
-    works = all("libaio" in each for each in warnings)  # equally well, on another backend
+    works = all("libaio" in warning for warning in warnings)  # equally well, on another backend
     if tried.warnings:
         warnings, fix, works = [*tried.warnings, *warnings], rebuild_command(builder), False
     data["warnings"] = warnings
@@ -95,11 +95,11 @@ def fix_for(failure: Failure) -> str:
 
 def if_needed(check: Callable[[], Result], built: Mapping[str, BuiltOp]) -> Result:
     """Runs a check of what compiles an op; its complaint becomes a fact if all ops are compiled already."""
-    found = check()
-    if found.status is not Status.NO or built.keys() < ALL_OPS.keys():
-        return found
-    words = f"{found.detail.partition(':')[0]}, nor needed: the ops are built"
-    return replace(found, status=Status.INFO, detail=words, fix="")
+    result = check()
+    if result.status is not Status.NO or built.keys() < ALL_OPS.keys():
+        return result
+    words = f"{result.detail.partition(':')[0]}, nor needed: the ops are built"
+    return replace(result, status=Status.INFO, detail=words, fix="")
 
 
 def _build_fix(problem: str = "", fix: str = "") -> str:
@@ -138,11 +138,11 @@ def would_have_libaio() -> bool:
 def compiled_with(built: Mapping[str, BuiltOp]) -> list[Result]:
     """Reports what each finished op was compiled with."""
     results = []
-    for name, found in built.items():
-        record = found.record
+    for name, op in built.items():
+        record = op.record
         cuda = record.get("cuda")
-        words = f"torch {record.get('torch')}, CUDA {cuda if cuda not in (None, 'None') else 'none'}, {found.how}"
-        data: dict[str, Json] = {"how": found.how, "library": str(found.library)}
+        words = f"torch {record.get('torch')}, CUDA {cuda if cuda not in (None, 'None') else 'none'}, {op.how}"
+        data: dict[str, Json] = {"how": op.how, "library": str(op.library)}
         data |= {key: str(record.get(key)) for key in ("torch", "cuda", "hip", "cxx11_abi", "compiler", "machine")}
         results.append(Result(f"{name} compiled with", Status.INFO, words, data=data))
     return results
@@ -151,7 +151,7 @@ def compiled_with(built: Mapping[str, BuiltOp]) -> list[Result]:
 def judged_with(op: Result, others: Sequence[Result]) -> Result:
     """Returns the result of an op, or that it cannot be used where what decides it in ``others`` says so."""
     decides = {AsyncIOBuilder.NAME: "chosen", GDSBuilder.NAME: "path of GPU tensors"}[op.name]
-    bad = [each for each in others if each.name == decides and each.status is Status.NO]
+    bad = [other for other in others if other.name == decides and other.status is Status.NO]
     if op.status in (Status.NO, Status.FAIL) or not bad:
         return op
     return replace(op, status=Status.NO, detail=bad[0].detail, fix=bad[0].fix, data={**op.data, "compatible": False})
@@ -186,10 +186,10 @@ def compiler() -> Result:
     chosen = os.environ.get("CXX", "")
     install = install_command("compiler")
     fix = f"unset CXX  # or: {install}" if chosen else install
-    found = machine.find_compiler()
-    command = " ".join(found.command) if found else ""
+    tool = machine.find_compiler()
+    command = " ".join(tool.command) if tool else ""
     wanted = chosen or ", ".join(machine.DEFAULT_COMMANDS)
-    answer, problem = _answer(found.command) if found else ("", f"not found ({wanted}): ops cannot be compiled here")
+    answer, problem = _answer(tool.command) if tool else ("", f"not found ({wanted}): ops cannot be compiled here")
     banner = "" if problem else answer.partition("\n")[0]
     data = {"CXX": chosen, "command": command, "version": banner}
     if problem:

@@ -150,14 +150,14 @@ def _alignment(host: Host, descriptor: int, direct: bool) -> Result:
 
 def _devices(host: Host, folder: str) -> list[Result]:
     mount = mount_of(host, folder)
-    found = devices_under(host, folder, mount)
-    direct = gpudirect(mount, found, bool(gpu(host).found))
-    if not found:
+    physical = devices_under(host, folder, mount)
+    direct = gpudirect(mount, physical, bool(gpu(host).found))
+    if not physical:
         return [_no_device(mount.kind if mount else "unknown"), direct]
-    rotating = any(device.kind == "rotational" for device in found)
-    words = "; ".join(map(_words, found)) + (": a rotating disk" if rotating else "")
-    devices = [{**asdict(device), "stack": list(device.stack)} for device in found]
-    data: dict[str, Json] = {"kind": found[0].kind, "devices": devices}
+    rotating = any(device.kind == "rotational" for device in physical)
+    words = "; ".join(map(_words, physical)) + (": a rotating disk" if rotating else "")
+    devices = [{**asdict(device), "stack": list(device.stack)} for device in physical]
+    data: dict[str, Json] = {"kind": physical[0].kind, "devices": devices}
     return [judged("device", words, _LIST_DISKS if rotating else "", data, good=Status.INFO), direct]
 
 

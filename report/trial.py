@@ -51,14 +51,14 @@ class Attempt:
 def attempt(builder: OpBuilder, folders: Sequence[str] = ()) -> Attempt:
     """Loads an op that is built; of ``async_io`` a handle then moves a page, also in each of ``folders``."""
     try:
-        found, end = in_another_process(lambda: _use(builder, folders), LIMIT)
+        outcome, end = in_another_process(lambda: _use(builder, folders), LIMIT)
     except OSError:  # a limit on processes or descriptors, with which a handle may work
-        found, end = _use(builder, folders), ""
+        outcome, end = _use(builder, folders), ""
     if end:
         return Attempt(loaded=True, problem=Failure(f"the process that tried it {end}"))
-    failures = {folder: each and Failure(**each) for folder, each in found.pop("folders").items()}
-    problem = found.pop("problem")
-    return Attempt(**found, problem=problem and Failure(**problem), folders=failures)
+    failures = {folder: failure and Failure(**failure) for folder, failure in outcome.pop("folders").items()}
+    problem = outcome.pop("problem")
+    return Attempt(**outcome, problem=problem and Failure(**problem), folders=failures)
 
 
 def wrong_setting() -> str:
@@ -75,24 +75,24 @@ def wrong_setting() -> str:
 
 
 def _use(builder: OpBuilder, folders: Sequence[str]) -> dict[str, Any]:
-    found: dict[str, Any] = {"loaded": False, "problem": None, "folders": {}}
-    with _noting(found, "problem"):
+    outcome: dict[str, Any] = {"loaded": False, "problem": None, "folders": {}}
+    with _noting(outcome, "problem"):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             module: Any = load_finished(builder)
-        found |= {"loaded": module is not None, "warnings": [str(each.message) for each in caught]}
+        outcome |= {"loaded": module is not None, "warnings": [str(warning.message) for warning in caught]}
         if module is None or builder.name != AsyncIOBuilder.NAME:
-            return found
+            return outcome
         from nvme_ops.io.handle import aio_handle
 
-        found["backends"] = module.backends()
+        outcome["backends"] = module.backends()
         handle = aio_handle()
-        found["backend"] = handle.backend
+        outcome["backend"] = handle.backend
         _move_page(handle, _any_file())
         for folder in folders:
-            with _noting(found["folders"], folder):
+            with _noting(outcome["folders"], folder):
                 _move_page(handle, _file_in(folder))
-    return found
+    return outcome
 
 
 @contextlib.contextmanager

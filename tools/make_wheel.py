@@ -95,9 +95,9 @@ def headers(version: str, folder: Path) -> Path:
 
         return Path(torch.__file__).parent / "include"
     with zipfile.ZipFile(io.BufferedReader(RemoteFile(wheel_url(version)), 1 << 16)) as archive:
-        wanted = [each for each in archive.infolist() if each.filename.startswith("torch/include/")]
-        for each in sorted(wanted, key=lambda each: each.header_offset):
-            archive.extract(each, folder)
+        wanted = [member for member in archive.infolist() if member.filename.startswith("torch/include/")]
+        for member in sorted(wanted, key=lambda member: member.header_offset):
+            archive.extract(member, folder)
     return folder / "torch/include"
 
 
@@ -171,7 +171,7 @@ def left_out(versions: Sequence[str], ops: Sequence[str]) -> list[str]:
     """What the wheel lacks, a line each with what adds it."""
     lines = []
     present = set(map(finished.minor, versions))
-    missing = [each for each in TORCHES if finished.minor(each) not in present]
+    missing = [release for release in TORCHES if finished.minor(release) not in present]
     if missing:
         names = ", ".join(map(finished.minor, missing))
         lines.append(f"torch {names}: there the ops are compiled on first use; --torch adds them")
@@ -203,7 +203,7 @@ def make(versions: Sequence[str], ops: Sequence[str], target: Path, jobs: int) -
         work = Path(name)
         with ThreadPoolExecutor(jobs) as threads:
             made = [
-                path for paths in threads.map(lambda each: compile_for(each, work, ops), versions) for path in paths
+                path for paths in threads.map(lambda text: compile_for(text, work, ops), versions) for path in paths
             ]
         run("build", "--outdir", work / "plain", ROOT)  # from an sdist, so that nothing is built in the checkout
         run("wheel", "unpack", next((work / "plain").glob("*.whl")), "--dest", work / "content")
@@ -214,14 +214,14 @@ def make(versions: Sequence[str], ops: Sequence[str], target: Path, jobs: int) -
         text = facts.read_text().replace("Root-Is-Purelib: true", "Root-Is-Purelib: false")
         facts.write_text(text.replace("py3-none-any", f"cp311-abi3-linux_{os.uname().machine}"))
         run("wheel", "pack", content, "--dest-dir", work)
-        found = next(work.glob("*.whl"))
+        wheel = next(work.glob("*.whl"))
         target.mkdir(parents=True, exist_ok=True)
         before = set(target.glob("*.whl"))
         # torch's libraries are in the process before the op is loaded
         run(
             "auditwheel",
             "repair",
-            found,
+            wheel,
             "-w",
             target,
             *(f"--exclude={lib}" for lib in ("libc10.so", "libtorch_cpu.so")),
@@ -244,7 +244,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         wheel = make(args.torch, args.op, args.target, args.jobs)
     except (OSError, LookupError, RuntimeError) as error:
         sys.exit(f"make_wheel: {error}")
-    for line in left_out([_version(each) for each in args.torch], args.op):
+    for line in left_out([_version(text) for text in args.torch], args.op):
         print(f"not in the wheel: {line}")
     print(wheel)
     return 0

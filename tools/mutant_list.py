@@ -58,27 +58,27 @@ def mutants_of(room: str, path: str, source: bytes) -> list[Mutant]:
     starts = [0]
     for line in source.splitlines(keepends=True):
         starts.append(starts[-1] + len(line))
-    found: list[Mutant] = []
+    mutants: list[Mutant] = []
     alike: Counter[str] = Counter()
 
     def add(node: Any, operator: str, after: str, scope: str, function: int) -> None:
         start, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         made = Mutant(room, path, node.lineno, scope, function, operator, start, end, ast.unparse(node), after)
         alike[made.name] += 1
-        found.append(replace(made, number=alike[made.name]))
+        mutants.append(replace(made, number=alike[made.name]))
 
     def walk(node: ast.AST, scope: str, function: int) -> None:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             scope = f"{scope}.{node.name}".lstrip(".")
             if not isinstance(node, ast.ClassDef):
-                function = min([node.lineno, *(each.lineno for each in node.decorator_list)])
+                function = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
         for operator, part, after in changes(node):
             add(part, operator, after, scope, function)
         for child in children(node):
             walk(child, scope, function)
 
     walk(ast.parse(source), "", 0)
-    return found
+    return mutants
 
 
 def children(node: ast.AST) -> Iterator[ast.AST]:
@@ -91,7 +91,7 @@ def children(node: ast.AST) -> Iterator[ast.AST]:
         return
     for field, value in ast.iter_fields(node):
         if field not in ("annotation", "returns", "type_params"):
-            yield from (each for each in (value if isinstance(value, list) else [value]) if isinstance(each, ast.AST))
+            yield from (item for item in (value if isinstance(value, list) else [value]) if isinstance(item, ast.AST))
 
 
 def called(node: ast.Call) -> str:
@@ -120,7 +120,7 @@ def changes(node: ast.AST) -> Iterator[tuple[str, ast.AST, str]]:
         yield "return", node, "return None"
     elif isinstance(node, ast.If | ast.IfExp | ast.While):
         always = ["False"] if isinstance(node, ast.While) else ["True", "False"]  # nothing ends a loop
-        yield from (("condition", node.test, each) for each in always if "TYPE_CHECKING" not in ast.unparse(node.test))
+        yield from (("condition", node.test, text) for text in always if "TYPE_CHECKING" not in ast.unparse(node.test))
 
 
 def is_text(node: ast.expr) -> bool:
@@ -131,11 +131,11 @@ def is_text(node: ast.expr) -> bool:
 def sample(room: str, count: int = SAMPLE) -> list[Mutant]:
     """Returns the fixed sample of a room, in the order of its files. A smaller one is a part of it."""
     files = sorted((ROOT / "nvme_ops" / room).rglob("*.py"))
-    found = [each for path in files for each in mutants_of(room, str(path.relative_to(ROOT)), path.read_bytes())]
-    return draw(found, count)
+    mutants = [mutant for path in files for mutant in mutants_of(room, str(path.relative_to(ROOT)), path.read_bytes())]
+    return draw(mutants, count)
 
 
 def draw(found: list[Mutant], count: int) -> list[Mutant]:
     """Returns so many of them, drawn by their names, in the order of their files."""
-    found.sort(key=lambda each: hashlib.sha256(f"{SEED} {each.name}".encode()).digest())
-    return sorted(found[:count], key=lambda each: (each.path, each.start, each.after))
+    found.sort(key=lambda mutant: hashlib.sha256(f"{SEED} {mutant.name}".encode()).digest())
+    return sorted(found[:count], key=lambda mutant: (mutant.path, mutant.start, mutant.after))

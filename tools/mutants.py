@@ -133,10 +133,10 @@ class Copy:
         quick = ["-p", "sitecustomize", "-m", "not slow and not gpu", "--durations=0", "-vv", *ROOMS[room]]
         _, said = self.run(quick, None, MUTANTS_LOG=str(log), MUTANTS_PART=part)
         (self.root / "sitecustomize.py").unlink()
-        passed = {found[1]: 0.0 for line in said if (found := RESULT.match(line)) and found[2] == "PASSED"}
+        passed = {match[1]: 0.0 for line in said if (match := RESULT.match(line)) and match[2] == "PASSED"}
         for line in said:
-            if (found := re.match(r"([\d.]+)s (?:call|setup) +(tests/.*)", line)) and found[2] in passed:
-                passed[found[2]] += float(found[1])
+            if (match := re.match(r"([\d.]+)s (?:call|setup) +(tests/.*)", line)) and match[2] in passed:
+                passed[match[2]] += float(match[1])
         if not passed:
             raise RuntimeError("\n".join([f"{room}: no test passes", *said[-20:]]))
         reached = defaultdict(set)
@@ -145,7 +145,7 @@ class Copy:
             if test in passed:
                 reached[function].add(test)
         log.unlink()
-        return {"room": room, "tests": passed, "reached": {each: sorted(found) for each, found in reached.items()}}
+        return {"room": room, "tests": passed, "reached": {key: sorted(tests) for key, tests in reached.items()}}
 
     def judge(self, mutant: Mutant, tests: Sequence[str], usual: float) -> dict[str, Any]:
         """Runs the tests, which usually take so long, with the change; returns the outcome."""
@@ -161,7 +161,7 @@ class Copy:
             self._write(path, source)
             os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # what make goes by
         last = next(
-            (found[1] for line in reversed(said) if (found := RESULT.match(line))), "as the tests are collected"
+            (match[1] for line in reversed(said) if (match := RESULT.match(line))), "as the tests are collected"
         )
         ended = "timeout" if status is None else {0: "survived", 3: "broken", 4: "broken"}.get(status, "killed")
         outcome = ended if tests else "unreached"  # broken: pytest could not run them, which says nothing
@@ -230,10 +230,10 @@ def sample(room: str, count: int | None) -> list[Mutant]:
 def chosen(mutant: Mutant, known: dict[str, Any]) -> list[str]:
     """Returns the tests that reach the function of a mutant, or any of its file where it is in none; quickest first."""
     place = f"{mutant.path}:{mutant.function}" if mutant.function else f"{mutant.path}:"
-    found = {test for function, tests in known["reached"].items() for test in tests if is_at(function, place)}
+    reaching = {test for function, tests in known["reached"].items() for test in tests if is_at(function, place)}
     seconds: dict[str, float] = known["tests"]
     own = f"test_{Path(mutant.path).stem}.cpp"  # is the most likely to fail; C++ that includes a header is built again
-    return sorted(found, key=lambda test: (own not in test, seconds[test], test))
+    return sorted(reaching, key=lambda test: (own not in test, seconds[test], test))
 
 
 def is_at(function: str, place: str) -> bool:
@@ -264,7 +264,7 @@ def measure(rooms: Sequence[str], args: argparse.Namespace) -> list[dict[str, An
             made = NativeCopy if room == native_mutants.ROOM else Copy
             copies = [made(Path(folder, f"{room}-{number}"), args) for number in range(args.processes)]
             wanted = sample(room, args.first)
-            if room not in known and any(each.name not in done for each in wanted):
+            if room not in known and any(mutant.name not in done for mutant in wanted):
                 known[room] = copies[0].reach(room)
                 note(known[room])
 
@@ -283,8 +283,8 @@ def measure(rooms: Sequence[str], args: argparse.Namespace) -> list[dict[str, An
                 print(f"{line['outcome']:9} {mutant.path}:{mutant.line} {change} {line.get('by', '')}", flush=True)
 
             with ThreadPoolExecutor(args.processes) as pool:
-                list(pool.map(judge, [each for each in wanted if each.name not in done]))
-    return [done[each.name] for room in rooms for each in sample(room, args.first)]
+                list(pool.map(judge, [mutant for mutant in wanted if mutant.name not in done]))
+    return [done[mutant.name] for room in rooms for mutant in sample(room, args.first)]
 
 
 def main() -> None:
@@ -304,13 +304,13 @@ def main() -> None:
     args = parser.parse_args()
     rooms = args.only or list(ROOMS)
     if args.list:
-        for mutant in (each for room in rooms for each in sample(room, args.first)):
+        for mutant in (mutant for room in rooms for mutant in sample(room, args.first)):
             print(f"{mutant.path}:{mutant.line}  {mutant.operator}: {mutant.before!r} -> {mutant.after!r}")
         return
     counts = Counter((line["room"], line["outcome"]) for line in measure(rooms, args))
-    print("".join(f"{each:>12}" for each in ("room", *OUTCOMES)))
+    print("".join(f"{word:>12}" for word in ("room", *OUTCOMES)))
     for room in rooms:
-        print("".join(f"{each:>12}" for each in (room, *(counts[room, outcome] for outcome in OUTCOMES))))
+        print("".join(f"{word:>12}" for word in (room, *(counts[room, outcome] for outcome in OUTCOMES))))
 
 
 if __name__ == "__main__":

@@ -31,34 +31,34 @@ RETURN = re.compile(r"(\] (?:\([^()]*\) )?\{ )?\breturn ([^;{}]+);")  # first th
 
 def changes(text: str) -> Iterator[tuple[str, int, int, str]]:
     """Yields operators, each with the part of the text that is replaced and what takes its place."""
-    for found in BINARY.finditer(text):
-        yield "operator", *found.span(), SWAPPED[found[0]]
-    for found in re.finditer(r"!(?=[\w(])", text):
-        yield "not", *found.span(), ""
-    for found in CONSTANT.finditer(text):
-        if int(found[0]) <= MAX_CONSTANT:
-            yield "constant", *found.span(), str(int(found[0]) + 1)
-    for found in STATEMENT.finditer(text):
-        yield "statement", *found.span(1), ""
-    for found in RETURN.finditer(text):
-        if found[1] is None and found[2] not in ("0", "nullptr"):
-            yield "return", *found.span(2), "true" if found[2] == "false" else "{}"
-    for found in re.finditer(r"\b(if|while) \(", text):
-        start = end = found.end()
+    for match in BINARY.finditer(text):
+        yield "operator", *match.span(), SWAPPED[match[0]]
+    for match in re.finditer(r"!(?=[\w(])", text):
+        yield "not", *match.span(), ""
+    for match in CONSTANT.finditer(text):
+        if int(match[0]) <= MAX_CONSTANT:
+            yield "constant", *match.span(), str(int(match[0]) + 1)
+    for match in STATEMENT.finditer(text):
+        yield "statement", *match.span(1), ""
+    for match in RETURN.finditer(text):
+        if match[1] is None and match[2] not in ("0", "nullptr"):
+            yield "return", *match.span(2), "true" if match[2] == "false" else "{}"
+    for match in re.finditer(r"\b(if|while) \(", text):
+        start = end = match.end()
         depth = 1
         while depth:
             depth += {"(": 1, ")": -1}.get(text[end], 0)
             end += 1
         if not re.search(r"\w = |;", text[start : end - 1]):  # of what is declared there, more would have to change
             yield from (
-                ("condition", start, end - 1, each) for each in ("false", "true")[: 2 if found[1] == "if" else 1]
+                ("condition", start, end - 1, value) for value in ("false", "true")[: 2 if match[1] == "if" else 1]
             )
 
 
 def mutants_of(path: str, source: bytes) -> list[Mutant]:
     """Returns all mutants of a file; what tells one from another is the text of its line."""
     code = source.decode("latin-1")  # a character for each byte
-    text = APART.sub(lambda found: re.sub(r"[^\n]", '"' if found[0][0] in "\"'" else " ", found[0]), code)
+    text = APART.sub(lambda match: re.sub(r"[^\n]", '"' if match[0][0] in "\"'" else " ", match[0]), code)
     made, alike = [], Counter[str]()
     for operator, start, end, after in changes(text):
         first, last = text.rfind("\n", 0, start) + 1, text.find("\n", start)
@@ -74,4 +74,4 @@ def mutants_of(path: str, source: bytes) -> list[Mutant]:
 def sample(count: int = SAMPLE) -> list[Mutant]:
     """Returns the fixed sample, in the order of its files. A smaller one is a part of it."""
     paths = sorted(path for layer in LAYERS for path in (ROOT / "csrc" / layer).iterdir())
-    return draw([each for path in paths for each in mutants_of(str(path.relative_to(ROOT)), path.read_bytes())], count)
+    return draw([made for path in paths for made in mutants_of(str(path.relative_to(ROOT)), path.read_bytes())], count)

@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
 def on_page_context(_: Any, page: Any, nav: Any, **_more: Any) -> None:
     """Warns of links of the navigation to parts that their pages lack; all pages are rendered by now."""
     if page.is_homepage:
-        pages = {each.url: each.content for each in nav.pages}
+        pages = {entry.url: entry.content for entry in nav.pages}
         for link in (child for item in nav.items for child in item.children or () if child.is_link):
             url, _, part = link.url.partition("#")
             if f'id="{part}"' not in (pages.get(url) or ""):

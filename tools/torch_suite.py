@@ -71,7 +71,7 @@ def pytest_runtest_call(item):
 def run(tests: Path, plugins: Path, policy: str, argv: Sequence[str]) -> dict[str, str]:
     """The outcome of each test; a test in which the process died has none, and those after it are run by another."""
     (plugins / "within_save_on_nvme.py").write_text(PLUGIN)
-    found: dict[str, str] = {}
+    results: dict[str, str] = {}
     for file in FILES:
         died: list[str] = []
         while True:
@@ -110,15 +110,15 @@ def run(tests: Path, plugins: Path, policy: str, argv: Sequence[str]) -> dict[st
             lines = re.findall(
                 rf"^{file}::(\S+)(?: (PASSED|FAILED|SKIPPED|XFAIL|XPASS|ERROR))?", done.stdout, re.MULTILINE
             )
-            found.update(lines)
+            results.update(lines)
             if not lines and not argv:
                 sys.exit(done.stdout + done.stderr)
             unfinished = [test for test, outcome in lines if not outcome]
             if not unfinished:
                 break
-            found[unfinished[-1]] = f"ended the process with {done.returncode}"
+            results[unfinished[-1]] = f"ended the process with {done.returncode}"
             died.append(f"{file}::{unfinished[-1]}")
-    return found
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,7 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = ["-k", given.k] if given.k else []
     with tempfile.TemporaryDirectory(dir="/var/tmp") as name:
         plain = run(given.tests.resolve(), Path(name), "", chosen)
-        print(f"without: {len(plain)} tests, {sum(each == 'PASSED' for each in plain.values())} pass")
+        print(f"without: {len(plain)} tests, {sum(status == 'PASSED' for status in plain.values())} pass")
         for policy, nothing in IDLE.items():
             idle = run(given.tests.resolve(), Path(name), nothing, chosen)
             within = run(given.tests.resolve(), Path(name), policy, chosen)

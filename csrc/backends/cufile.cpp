@@ -28,17 +28,17 @@ struct CudaDriver {
 
 const CudaDriver& cuda_driver() {
   static const CudaDriver driver = [] {
-    CudaDriver found;
+    CudaDriver table;
     void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
-    if (library == nullptr) return found;
+    if (library == nullptr) return table;
     const auto find = [&](const char* name, auto* function) {
       *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(::dlsym(library, name));
       return *function != nullptr;
     };
-    found.usable = find("cuPointerGetAttribute", &found.pointer_attribute) && find("cuCtxGetCurrent", &found.current) &&
-                   find("cuCtxSetCurrent", &found.make_current) &&
-                   find("cuDevicePrimaryCtxRetain", &found.retain_primary);
-    return found;
+    table.usable = find("cuPointerGetAttribute", &table.pointer_attribute) && find("cuCtxGetCurrent", &table.current) &&
+                   find("cuCtxSetCurrent", &table.make_current) &&
+                   find("cuDevicePrimaryCtxRetain", &table.retain_primary);
+    return table;
   }();
   return driver;
 }

@@ -68,14 +68,14 @@ PyObject* checksums(PyObject*, PyObject* arguments) {
     for (const Memory& memory : memories) {
       if (memory.device) raise(bad_argument("buffers must lie in CPU memory"));
     }
-    std::vector<std::uint32_t> found(memories.size());
+    std::vector<std::uint32_t> values(memories.size());
     {
       const WithoutGil released;
       for (std::size_t i = 0; i < memories.size(); ++i) {
-        found[i] = checksum(kind, memories[i].data, memories[i].bytes);
+        values[i] = checksum(kind, memories[i].data, memories[i].bytes);
       }
     }
-    return list_of(found, [](std::uint32_t number) { return checked(PyLong_FromUnsignedLong(number)); }).release();
+    return list_of(values, [](std::uint32_t number) { return checked(PyLong_FromUnsignedLong(number)); }).release();
   });
 }
 

@@ -53,9 +53,9 @@ private:
 // Returns whether torch's allocator is ours now. It is never replaced, since it has to free what it has allocated.
 bool install() {
   if (usual != nullptr) return true;
-  c10::Allocator* const found = c10::GetCPUAllocator();
-  if (found->raw_deleter() == nullptr) return false;
-  usual = found;
+  c10::Allocator* const current = c10::GetCPUAllocator();
+  if (current->raw_deleter() == nullptr) return false;
+  usual = current;
   static auto* const ours = new PoolAllocator;
   c10::SetCPUAllocator(ours);
   return c10::GetCPUAllocator() == ours;

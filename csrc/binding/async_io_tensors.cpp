@@ -63,12 +63,12 @@ Area area_of(const c10::TensorImpl& tensor, Py_ssize_t index) {
 
 std::vector<std::int64_t> integers(PyObject* object, const char* name) {
   const Ref list = sequence(object, name);
-  std::vector<std::int64_t> found(static_cast<std::size_t>(PyTuple_Size(list.get())));
-  for (std::size_t i = 0; i < found.size(); ++i) {
-    found[i] = PyLong_AsLongLong(PyTuple_GetItem(list.get(), static_cast<Py_ssize_t>(i)));
-    if (found[i] == -1 && PyErr_Occurred()) throw PythonError();
+  std::vector<std::int64_t> numbers(static_cast<std::size_t>(PyTuple_Size(list.get())));
+  for (std::size_t i = 0; i < numbers.size(); ++i) {
+    numbers[i] = PyLong_AsLongLong(PyTuple_GetItem(list.get(), static_cast<Py_ssize_t>(i)));
+    if (numbers[i] == -1 && PyErr_Occurred()) throw PythonError();
   }
-  return found;
+  return numbers;
 }
 
 void require_length(const std::vector<std::int64_t>& numbers, Py_ssize_t count) {

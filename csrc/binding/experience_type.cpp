@@ -122,10 +122,10 @@ Sample::Sample(std::shared_ptr<Learner> learner, Op op, Priority priority, const
   // Frozen, the same calls use the same tools, whether or not those before have ended.
   const bool crowd = count > 1 || (!learner->experience.frozen() && learner->in_flight.any());
   const Concurrency concurrency = crowd ? Concurrency::Crowd : waited ? Concurrency::Waited : Concurrency::Alone;
-  const std::uint64_t each = count > 0 ? bytes / count : 0;
+  const std::uint64_t mean = count > 0 ? bytes / count : 0;
   const Place place = count > 0 ? place_of(memories[0]) : Place::Pageable;
   measured = measured && bytes > 0;
-  const auto choice = learner->experience.choose({op, size_class(each), place, false, concurrency}, measured);
+  const auto choice = learner->experience.choose({op, size_class(mean), place, false, concurrency}, measured);
   use_ = std::unique_ptr<Use>(new Use{learner, choice, bytes, beside, measured});
   use_->flight = std::make_shared<Flight>(learner, priority, bytes);
   use_->start = Clock::now();

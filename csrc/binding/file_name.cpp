@@ -55,9 +55,9 @@ std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
 Ref kept_open(PyObject* object) {
   if (is_open_file(object)) return Ref::borrowed(object);
   if (PyLong_Check(object) || PyUnicode_Check(object) || PyBytes_Check(object) || PyList_Check(object)) return {};
-  Ref found(PyObject_GetAttrString(object, "_open_file"));
-  if (!found) PyErr_Clear();
-  return found;
+  Ref open_file(PyObject_GetAttrString(object, "_open_file"));
+  if (!open_file) PyErr_Clear();
+  return open_file;
 }
 
 }  // namespace

@@ -13,11 +13,11 @@ descrgetfunc get_address = nullptr;          // its getter
 
 void find_tensor_class() {
   const Ref torch = checked(PyImport_ImportModule("torch"));
-  Ref found = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
-  if (PyObject_IsInstance(found.get(), reinterpret_cast<PyObject*>(&PyType_Type)) != 1) {
+  Ref type = checked(PyObject_GetAttrString(torch.get(), "Tensor"));
+  if (PyObject_IsInstance(type.get(), reinterpret_cast<PyObject*>(&PyType_Type)) != 1) {
     raise_type_error("torch.Tensor is not a class");
   }
-  tensor_class = reinterpret_cast<PyTypeObject*>(found.release());
+  tensor_class = reinterpret_cast<PyTypeObject*>(type.release());
   Ref address = checked(PyObject_GetAttrString(reinterpret_cast<PyObject*>(tensor_class), "_cdata"));
   get_address = reinterpret_cast<descrgetfunc>(PyType_GetSlot(Py_TYPE(address.get()), Py_tp_descr_get));
   if (get_address == nullptr) raise_type_error("torch.Tensor._cdata is not a descriptor");

@@ -249,8 +249,8 @@ std::size_t BufferPool::allocation(const std::byte* memory, std::size_t bytes) c
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto after = live_.upper_bound(memory);
   if (after == live_.begin()) return 0;
-  const auto& [start, found] = *std::prev(after);
-  const std::size_t size = found.bytes;
+  const auto& [start, entry] = *std::prev(after);
+  const std::size_t size = entry.bytes;
   const bool inside = memory >= start && bytes <= size && static_cast<std::size_t>(memory - start) <= size - bytes;
   return inside ? size : 0;
 }

@@ -311,9 +311,9 @@ bool File::resident(Residency& known, std::uint64_t offset, std::uint64_t bytes,
     const bool covered = cachestat_works_.load(std::memory_order_relaxed) &&
                          known.covers(offset, bytes, end, [this](std::uint64_t from, std::uint64_t length) {
                            const std::uint64_t pages = (from + length - 1) / page_size() - from / page_size() + 1;
-                           const auto found = cached_pages(direct_.get(), from, length);
-                           if (!found) cachestat_works_.store(false, std::memory_order_relaxed);
-                           return std::pair(found.value_or(0), pages);
+                           const auto cached = cached_pages(direct_.get(), from, length);
+                           if (!cached) cachestat_works_.store(false, std::memory_order_relaxed);
+                           return std::pair(cached.value_or(0), pages);
                          });
     if (cachestat_works_.load(std::memory_order_relaxed)) return covered;
     // A read that must not wait. It can start readahead if the page is missing, so it asks for one byte only.

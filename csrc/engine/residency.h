@@ -17,12 +17,12 @@ public:
     if (offset >= from_ && offset + bytes <= until_) return resident_;
     for (;;) {
       const std::uint64_t range = std::max(bytes, std::min(window_, end - offset));
-      const auto [found, pages] = ask(offset, range);
-      const bool uniform = found == 0 || found >= pages;
+      const auto [cached, pages] = ask(offset, range);
+      const bool uniform = cached == 0 || cached >= pages;
       if (uniform || range == bytes) {
         from_ = offset;
         until_ = offset + range;
-        resident_ = found >= pages;
+        resident_ = cached >= pages;
         window_ = !uniform ? bytes : range > kUnlimited / 2 ? kUnlimited : 2 * range;
         return resident_;
       }

@@ -30,8 +30,8 @@ class Meter:
     """
 
     def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
-        found, why_not = _rapl(Path(sysfs))
-        self._parts = {part: _rapl_reader(*counter) for part, counter in found.items()}
+        counters, why_not = _rapl(Path(sysfs))
+        self._parts = {part: _rapl_reader(*counter) for part, counter in counters.items()}
         self._ignored: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail by these
         self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
 
@@ -88,19 +88,19 @@ def _rapl(sysfs: Path) -> tuple[dict[str, tuple[Path, int]], str]:
     folders = sorted((sysfs / _CLASS).glob("intel-rapl:*"))  # also AMD's; intel-rapl-mmio repeats them
     if not folders:
         return {}, f"no RAPL in {sysfs / _CLASS} (a virtual machine, or the module intel_rapl_msr is not loaded)"
-    found: dict[str, tuple[Path, int]] = {}
+    counters: dict[str, tuple[Path, int]] = {}
     why = f"no package among the counters in {sysfs / _CLASS}"
     for folder in folders:
         try:
             part = _part(folder)
-            if part is not None and part not in found:
+            if part is not None and part not in counters:
                 int(_text(folder / "energy_uj"))
-                found[part] = folder / "energy_uj", int(_text(folder / "max_energy_range_uj"))
+                counters[part] = folder / "energy_uj", int(_text(folder / "max_energy_range_uj"))
         except PermissionError:
             why = f"RAPL is readable by root only: {_FIX}"
         except (OSError, ValueError) as error:
             why = f"RAPL: {error}"
-    return found, "" if found else why
+    return counters, "" if counters else why
 
 
 def _part(folder: Path) -> str | None:

@@ -149,7 +149,7 @@ def _forked() -> None:
     for lock in list(_locks):
         if not lock._is_owned():  # by the thread that forked, in a signal handler
             lock._at_fork_reinit()  # as the modules of Python do with their own
-    _call_all([*(each._after_fork for each in list(_tracked)), *_in_child])
+    _call_all([*(tracked._after_fork for tracked in list(_tracked)), *_in_child])
 
 
 os.register_at_fork(before=lambda: _call_all(_before), after_in_parent=_count, after_in_child=_forked)
@@ -206,7 +206,7 @@ def _register_here(function: Callable[[], object]) -> None:
 
 
 def _end_all() -> None:
-    _call_all([each._at_exit for each in list(_tracked)])
+    _call_all([tracked._at_exit for tracked in list(_tracked)])
 
 
 at_exit(_end_all)

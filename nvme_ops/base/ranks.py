@@ -47,8 +47,8 @@ def expanded(folder: str | os.PathLike[str]) -> str:
 
 
 def _from_environment(name: str, default: int) -> int:
-    found = os.environ.get(name) or str(default)
+    value = os.environ.get(name) or str(default)
     try:
-        return int(found)
+        return int(value)
     except ValueError:
-        raise ValueError(f"{name}={found!r} in the environment is not a number") from None
+        raise ValueError(f"{name}={value!r} in the environment is not a number") from None

@@ -40,7 +40,7 @@ def printable(text: object, *, lines: bool = False) -> str:
 
     With ``lines``, line breaks and tabs stay.
     """
-    return (_ACTED_ON_IN_LINES if lines else _ACTED_ON).sub(lambda found: repr(found[0])[1:-1], str(text))
+    return (_ACTED_ON_IN_LINES if lines else _ACTED_ON).sub(lambda match: repr(match[0])[1:-1], str(text))
 
 
 def parse_size(text: str, *, zero: bool = False) -> int:
@@ -48,11 +48,11 @@ def parse_size(text: str, *, zero: bool = False) -> int:
 
     ``zero`` allows a size of 0. Raises ValueError for anything that is not a size.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(?:([KMGT])(i?B)?|B)?", text.strip(), re.IGNORECASE)
     size = Fraction(-1)
-    if found:
-        unit = 1000 if (found[3] or "").upper() == "B" else 1024
-        size = Fraction(found[1]) * unit ** " KMGT".index((found[2] or " ").upper())
+    if match:
+        unit = 1000 if (match[3] or "").upper() == "B" else 1024
+        size = Fraction(match[1]) * unit ** " KMGT".index((match[2] or " ").upper())
     if not (1 <= size < 1 << 63 or (zero and size == 0)):
         raise ValueError(f"{text!r} is not a size; examples: 512M, 2GiB (powers of 1024), 5GB (of 1000)")
     return int(size)
@@ -70,10 +70,10 @@ def bytes_of(name: str, value: object, least: int = 1) -> int:
             raise ValueError(f"{name}: {error}") from None
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be bytes or a size such as '4G', not {type(value).__name__}")
-    found = operator.index(value)
-    if found < least:
-        raise ValueError(f"{name} must be at least {counted(least, 'byte')}, not {found}")
-    return found
+    nbytes = operator.index(value)
+    if nbytes < least:
+        raise ValueError(f"{name} must be at least {counted(least, 'byte')}, not {nbytes}")
+    return nbytes
 
 
 def size_words(size: float) -> str:
@@ -136,8 +136,8 @@ def columns_text(lines: Sequence[Sequence[str]]) -> str:
     width = terminal_width()
     lines = [[printable(cell) for cell in line] for line in lines]
     first, *others = (max(map(len, column)) for column in zip(*lines, strict=True))
-    label = min(first, max(width // 3, width - sum(2 + each for each in others)))
-    others = [min(each, width - label - 2) for each in others]
+    label = min(first, max(width // 3, width - sum(2 + other for other in others)))
+    others = [min(other, width - label - 2) for other in others]
     blocks: list[list[int]] = [[]]
     for number in range(len(others)):
         if blocks[-1] and label + sum(2 + others[other] for other in [*blocks[-1], number]) > width:

@@ -202,7 +202,7 @@ def _work(future: SaveFuture, place: str, plan: Plan, turn: Turn, handle: aio_ha
     turn.end()  # last, since it waits for a lock: a signal handler that has interrupted its holder may await the result
     with api.turns_lock:
         _kept[:] = [max(_kept, key=torch.Tensor.numel)] if _kept else []
-        for earlier in [each for each in _failed if each._retrieved]:
+        for earlier in [failed for failed in _failed if failed._retrieved]:
             _failed.remove(earlier)
 
 

@@ -101,17 +101,17 @@ class _Result(NamedTuple):
 def _info(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.contents import contents
 
-    found = contents(args.path, args.format)
-    yield _Result(found, _listing(found))
+    saved = contents(args.path, args.format)
+    yield _Result(saved, _listing(saved))
 
 
-def _listing(found: Contents) -> Iterator[str]:
-    kept = sum(item.checksum is not None for item in found.tensors)
-    yield f"{found.format}: {len(found.tensors)} tensors, {size_words(found.bytes)}, {kept} with checksums"
-    for key, text in found.metadata.items():
+def _listing(saved: Contents) -> Iterator[str]:
+    kept = sum(item.checksum is not None for item in saved.tensors)
+    yield f"{saved.format}: {len(saved.tensors)} tensors, {size_words(saved.bytes)}, {kept} with checksums"
+    for key, text in saved.metadata.items():
         yield from fitted(printable(f"  {key}: {text if len(text) <= 200 else text[:200] + '...'}")).split("\n")
     lines = [["", "dtype", "shape", ""]]
-    lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in found.items]
+    lines += [[item.name, item.dtype, str(list(item.shape)), size_words(item.bytes)] for item in saved.items]
     yield from columns_text(lines).split("\n")
 
 
@@ -120,38 +120,38 @@ def _verify(args: argparse.Namespace) -> Iterator[_Result]:
 
     for path in (args.path, *args.more):
         with OpenFiles() as files:  # so that no save changes what was listed
-            found = contents(path, args.format, files)
-            checked = [item for item in found.items if item.checksum is not None]
+            saved = contents(path, args.format, files)
+            checked = [item for item in saved.items if item.checksum is not None]
             with byte_bar(sum(item.bytes for item in checked), "verify") as advance:
-                wrong = damaged(found, advance, files)
-        tensors = sum(item.checksum is not None for item in found.tensors)  # data.pkl is checked, too, but is none
-        bare = len(found.tensors) - tensors
-        lines = [*(f"DAMAGED {name}" for name in wrong), _verdict(found, bool(checked), tensors, bare, wrong)]
+                wrong = damaged(saved, advance, files)
+        tensors = sum(item.checksum is not None for item in saved.tensors)  # data.pkl is checked, too, but is none
+        bare = len(saved.tensors) - tensors
+        lines = [*(f"DAMAGED {name}" for name in wrong), _verdict(saved, bool(checked), tensors, bare, wrong)]
         document: dict[str, Any] = {"checked": tensors, "without_checksum": bare, "damaged": wrong}
         if args.more:
             lines, document = [f"{path}: {line}" for line in lines], {"path": path, **document}
-        yield _Result(document, lines, 1 if wrong or (found.items and not checked) else 0)
+        yield _Result(document, lines, 1 if wrong or (saved.items and not checked) else 0)
 
 
-def _verdict(found: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
-    if found.items and not any_checked:
+def _verdict(saved: Contents, any_checked: bool, checked: int, bare: int, wrong: Sequence[str]) -> str:
+    if saved.items and not any_checked:
         return "[NO CHECKSUMS] it was saved by another program, or without checksums: nothing to compare with"
     rest = f"; {bare} have no checksum" if bare else ""
     if wrong:
-        names = {item.name for item in found.tensors}
+        names = {item.name for item in saved.tensors}
         parts = f"{checked} tensors" + ("" if names.issuperset(wrong) else " and what describes them")
         return f"[DAMAGED] {len(wrong)} of {parts} are not what was saved{rest}"
-    return f"[OKAY] {checked} tensors, {size_words(found.bytes)}, are what was saved{rest}"
+    return f"[OKAY] {checked} tensors, {size_words(saved.bytes)}, are what was saved{rest}"
 
 
 def _clean(args: argparse.Namespace) -> Iterator[_Result]:
     from nvme_ops.checkpoint.leftovers import clean
 
-    found = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
-    lines = [f"{path}: {size_words(size)}" for path, size in found.items()]
+    sizes = {path: size for folder in args.folders for path, size in clean(folder, args.dry_run).items()}
+    lines = [f"{path}: {size_words(size)}" for path, size in sizes.items()]
     done = "would be removed" if args.dry_run else "removed"
-    lines.append(f"{len(found)} files, {size_words(sum(found.values()))}, {done}" if found else "nothing was left here")
-    yield _Result({"removed": not args.dry_run, "files": found}, lines)
+    lines.append(f"{len(sizes)} files, {size_words(sum(sizes.values()))}, {done}" if sizes else "nothing was left here")
+    yield _Result({"removed": not args.dry_run, "files": sizes}, lines)
 
 
 def _diff(args: argparse.Namespace) -> Iterator[_Result]:
@@ -160,12 +160,12 @@ def _diff(args: argparse.Namespace) -> Iterator[_Result]:
     with OpenFiles() as ours, OpenFiles() as theirs:
         first, second = contents(args.first, args.format, ours), contents(args.second, args.format, theirs)
         with byte_bar(first.bytes, "diff") as advance:
-            found = compare(first, second, advance, ours, theirs)
-    lines = [f"only in the first: {name}" for name in found.only_first]
-    lines += [f"only in the second: {name}" for name in found.only_second]
-    lines += [f"dtype or shape differs: {name}" for name in found.described]
-    lines += [f"values differ: {name}" for name in found.values]
-    yield _Result(found, lines or [f"the same {len(first.tensors)} tensors"], int(bool(found)))
+            difference = compare(first, second, advance, ours, theirs)
+    lines = [f"only in the first: {name}" for name in difference.only_first]
+    lines += [f"only in the second: {name}" for name in difference.only_second]
+    lines += [f"dtype or shape differs: {name}" for name in difference.described]
+    lines += [f"values differ: {name}" for name in difference.values]
+    yield _Result(difference, lines or [f"the same {len(first.tensors)} tensors"], int(bool(difference)))
 
 
 def _convert(args: argparse.Namespace) -> Iterator[_Result]:

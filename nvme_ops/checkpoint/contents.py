@@ -66,9 +66,9 @@ def damaged(found: Contents, on_progress: OnProgress = lambda _: None, files: Op
     return wrong
 
 
-def _reading(found: Contents, files: OpenFiles | None) -> _Reading:
+def _reading(saved: Contents, files: OpenFiles | None) -> _Reading:
     """Returns what opens a listed file. Those of DCP, perhaps thousands, are kept while ``.metadata`` is open."""
-    return opened if files is None or found.format == "dcp" else files.opened
+    return opened if files is None or saved.format == "dcp" else files.opened
 
 
 def compare(
@@ -119,8 +119,8 @@ def _different(
     ours, theirs = [item for item, _ in pairs], [other for _, other in pairs]
     owners = [item.name for item in ours for _ in range(0, item.bytes, ring.piece)]
     with reading(ours[0].path) as fd, reading_other(theirs[0].path) as other_fd:
-        found = zip(owners, _pieces(ring, fd, ours), _pieces(Ring(), other_fd, theirs), strict=True)
-        for name, piece, against in found:
+        pieces = zip(owners, _pieces(ring, fd, ours), _pieces(Ring(), other_fd, theirs), strict=True)
+        for name, piece, against in pieces:
             if name not in different and not torch.equal(piece, against):
                 different[name] = None
             on_progress(piece.numel())

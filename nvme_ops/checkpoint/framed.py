@@ -66,9 +66,9 @@ def write(
     with InFlight(_MAX_GROUPS, abandon=True) as in_flight:
         for group in grouped(small, _nbytes, _SMALL_GROUP):
             tensors = [one.data for one in group]
-            data = [each if each.device.type == "cpu" and is_plain(each) else _copied(each) for each in tensors]
+            data = [value if value.device.type == "cpu" and is_plain(value) else _copied(value) for value in tensors]
             crcs = checksums_of(data, CHECKSUM) if checksums else [0] * len(group)
-            parts = [(one.start, each) for one, each in zip(group, data, strict=True)]
+            parts = [(one.start, tensor) for one, tensor in zip(group, data, strict=True)]
             submit(parts + [part for one, crc in zip(group, crcs, strict=True) for part in one.around(crc)])
         for group in grouped(large, _nbytes, _LARGE_GROUP):
             places = [(one.start, one.data) for one in group]

@@ -26,10 +26,10 @@ def clean(folder: str, dry_run: bool = False) -> dict[str, int]:
     A shard counts only if its header says that it belongs to another save than the index. Data files of a DCP
     checkpoint are left to its next save: what it still needs is in ``.metadata``, a pickle, which is not loaded here.
     """
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
 
     def take(path: str) -> None:
-        found[path] = os.path.getsize(path)
+        sizes[path] = os.path.getsize(path)
         if not dry_run:
             os.unlink(path)
 
@@ -43,7 +43,7 @@ def clean(folder: str, dry_run: bool = False) -> dict[str, int]:
     for path in lock_files(folder):
         with suppress(OSError), abandoned(path):
             take(path)
-    return dict(sorted(found.items()))
+    return dict(sorted(sizes.items()))
 
 
 def _take_unnamed(path: str, folder: str, take: Callable[[str], None]) -> None:

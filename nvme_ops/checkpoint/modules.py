@@ -52,15 +52,15 @@ def covered(tensors: Mapping[str, Any], names: Iterable[str]) -> set[str]:
 
 def state_to_fill(module: torch.nn.Module) -> dict[str, Any]:
     """Returns the state dict, to be filled. Raises ValueError if filling it would not change the module."""
-    for name, each in itertools.chain(module.named_parameters(), module.named_buffers()):
-        require_writable(name, each)
+    for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
+        require_writable(name, tensor)
     return dict(module.state_dict())
 
 
 def require_writable(name: str, tensor: torch.Tensor) -> None:
     """Raises ValueError for a tensor on storage that cannot be changed."""
-    found = offloaded_in(tensor)
-    if found is not None and not found.writable:
+    offloaded = offloaded_in(tensor)
+    if offloaded is not None and not offloaded.writable:
         raise ValueError(
             f"tensor {name!r} cannot be filled: its values are streamed from storage; load into the model before it is "
             "streamed, or create another one from the other file"
@@ -73,8 +73,8 @@ def _place(tensor: torch.Tensor) -> Any:
         return tensor.place
     if is_traceable_wrapper_subclass(tensor):
         names, context = tensor.__tensor_flatten__()
-        inner = [each for name in names if isinstance(each := getattr(tensor, name), torch.Tensor)]
-        return type(tensor), repr(context), *((_place(each), each.dtype, each.shape, each.stride()) for each in inner)
+        inner = [value for name in names if isinstance(value := getattr(tensor, name), torch.Tensor)]
+        return type(tensor), repr(context), *((_place(part), part.dtype, part.shape, part.stride()) for part in inner)
     try:
         return tensor.data_ptr() or (tensor.untyped_storage()._cdata, tensor.storage_offset())
     except RuntimeError:  # a subclass that has no storage

@@ -127,7 +127,7 @@ def _cut(
     """Returns tensors over parts of ``base``, but not views of it: they share no version counter."""
     tensors: list[torch.Tensor] = [base] * len(wanted)
     aligned: list[int] = []
-    found: list[tuple[int, Kind]] = []
+    kinds: list[tuple[int, Kind]] = []
     run = 0
     for index in sorted(range(len(wanted)), key=[start for start, _, _ in wanted].__getitem__):
         start, end, kind = wanted[index]
@@ -143,7 +143,7 @@ def _cut(
             tensors[index] = base[place : place + end - start].clone().view(dtype).view(shape)
         else:
             aligned.append(index)
-            found.append((place, kind))
-    for index, tensor in zip(aligned, placed(base, found), strict=True):
+            kinds.append((place, kind))
+    for index, tensor in zip(aligned, placed(base, kinds), strict=True):
         tensors[index] = tensor
     return tensors

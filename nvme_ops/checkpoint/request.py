@@ -126,10 +126,10 @@ class Targets:
 
     def __init__(self, into: Mapping[str, Any] | torch.nn.Module) -> None:
         """Takes a state dict or a module. Raises ValueError for tensors on storage that cannot be changed."""
-        found = state_to_fill(into) if isinstance(into, torch.nn.Module) else into
-        self._tensors = {name: value for name, value in found.items() if isinstance(value, torch.Tensor)}
-        for name, each in self._tensors.items():
-            require_writable(name, each)
+        state = state_to_fill(into) if isinstance(into, torch.nn.Module) else into
+        self._tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+        for name, tensor in self._tensors.items():
+            require_writable(name, tensor)
 
     def require(self, path: str, names: Iterable[str], request: Request) -> None:
         """Raises KeyError unless every name has a tensor and, without ``keys``, every tensor one of the names.

@@ -46,8 +46,8 @@ class SafetensorsPlan(Plan):
         places = list(zip([entry.start for entry in self.header.entries.values()], self.tensors, strict=True))
         with replacing(path, self.options.durable, self.options.recycle) as file:
             kind = pieces.CHECKSUM if self.options.checksums else None
-            found = pieces.write(handle, file.fd, places, kind, borrowed)
-            text, self.seal = integrity.sealed(self.header.text, found) if found else (self.header.text, None)
+            checksums = pieces.write(handle, file.fd, places, kind, borrowed)
+            text, self.seal = integrity.sealed(self.header.text, checksums) if checksums else (self.header.text, None)
             head = struct.pack("<Q", len(text)) + text
             written = torch.frombuffer(bytearray(head), dtype=torch.uint8)
             handle.submit_pwrite(written, file.fd, 0, priority=Priority.WRITEBACK).result()
@@ -103,8 +103,8 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
             made = [torch.empty(shape, dtype=dtype, device=device) for _, _, (dtype, shape) in wanted]
             tensors = dict(zip(entries, made, strict=True))
         else:
-            found = new_tensors.read(request.handle, fd, wanted, device, request.mmap, ahead)
-            tensors = dict(zip(entries, found, strict=True))
+            values = new_tensors.read(request.handle, fd, wanted, device, request.mmap, ahead)
+            tensors = dict(zip(entries, values, strict=True))
     if request.verify and device.type != "meta":
         integrity.check(path, expected, tensors)
     return tensors
@@ -141,12 +141,12 @@ def _one_device(map_location: Any) -> torch.device:
 
 
 def _expected(header: layout.Header, path: str) -> dict[str, int]:
-    found = integrity.recorded(header, path)
-    if found is None and header.entries:
+    checksums = integrity.recorded(header, path)
+    if checksums is None and header.entries:
         raise ValueError(f"{path} has no checksums to verify: it was saved by another program, or with checksums=False")
     if integrity.differs(header.text, header.metadata):
         raise ChecksumError(path, [integrity.HEADER])
-    return found or {}
+    return checksums or {}
 
 
 def contents(path: str, files: OpenFiles, part: integrity.ShardEntry | None = None) -> Contents:
@@ -160,8 +160,8 @@ def contents(path: str, files: OpenFiles, part: integrity.ShardEntry | None = No
         items.append(Item(name, entry.dtype, entry.shape, path, entry.start, entry.end, checksum))
     metadata = {key: text for key, text in header.metadata.items() if key not in integrity.OURS}
     wrong = {integrity.HEADER} if integrity.differs(header.text, header.metadata) else set()
-    if part is not None and (found := part.wrong(path, header.metadata)):
-        wrong.add(found)
+    if part is not None and (item := part.wrong(path, header.metadata)):
+        wrong.add(item)
     return Contents("safetensors", items, metadata, sorted(wrong))
 
 
@@ -270,12 +270,12 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 def _require_own_memory(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises SharedMemoryError for tensors that share memory, as safetensors does: they would be stored twice."""
-    in_memory = [name for name, each in tensors.items() if not isinstance(each, OffloadedTensor)]
+    in_memory = [name for name, tensor in tensors.items() if not isinstance(tensor, OffloadedTensor)]
     shared = native().overlapping([tensors[name] for name in in_memory])
     pair = None if shared is None else [in_memory[index] for index in shared]
     places: dict[Any, str] = {}
-    for name, each in tensors.items():
-        if isinstance(each, OffloadedTensor) and (first := places.setdefault(each.stored_at, name)) is not name:
+    for name, tensor in tensors.items():
+        if isinstance(tensor, OffloadedTensor) and (first := places.setdefault(tensor.stored_at, name)) is not name:
             pair = pair or [first, name]
     if pair is not None:
         before, name = pair

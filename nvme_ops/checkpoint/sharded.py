@@ -89,7 +89,7 @@ class ShardedPlan:
             shard.tensors = list(itertools.islice(tensors, len(shard.header.entries)))
         work = list(zip(self.shards, names, strict=True))
         if borrowed is not None:  # first the shards with borrowed tensors, which a caller waits for
-            work.sort(key=lambda each: not any(map(borrowed.holds, each[0].tensors)))
+            work.sort(key=lambda job: not any(map(borrowed.holds, job[0].tensors)))
         begun: list[str] = []
         try:
             for shard, file in work:
@@ -174,7 +174,7 @@ def _load(
     names = request.chosen(index.places, index.path, targets)
     if targets is not None:
         targets.require(index.path, names, request)
-    found: dict[str, torch.Tensor] = {}
+    loaded: dict[str, torch.Tensor] = {}
     requests = {
         path: replace(request, keys=tuple(some), part=index.part(path)) for path, some in index.shards(names).items()
     }
@@ -183,12 +183,12 @@ def _load(
             for path, asked in requests.items():
                 targets.require_fit(path, _format(path).kinds(path, asked))
         for path, asked in requests.items():
-            found.update(_format(path).read(path, targets, asked))
+            loaded.update(_format(path).read(path, targets, asked))
     except KeyError as error:
         raise FormatError(f"{index.path}: weight_map does not match its shard: {error.args[0]}") from None
     if request.verify and index.fits is False:
         raise ChecksumError(index.path, [integrity.INDEX])
-    return {name: found[name] for name in names}
+    return {name: loaded[name] for name in names}
 
 
 def contents(path: str, files: OpenFiles) -> Contents:
@@ -201,15 +201,15 @@ def contents(path: str, files: OpenFiles) -> Contents:
 
 def _contents(index: ShardedIndex, files: OpenFiles) -> Contents:
     files.close()  # shards of another save
-    found = Contents("sharded", [], index.metadata)
+    saved = Contents("sharded", [], index.metadata)
     if index.fits is False:
-        found.damaged.append(integrity.INDEX)
+        saved.damaged.append(integrity.INDEX)
     for path, names in index.shards(index.places).items():
         shard = _format(path).contents(path, files, index.part(path))
-        found.items.extend(_items(index, path, names, shard))
+        saved.items.extend(_items(index, path, names, shard))
         wrong = [name if name == integrity.INDEX else _in_shard(name, path) for name in shard.damaged]
-        found.damaged.extend(name for name in wrong if name not in found.damaged)
-    return found
+        saved.damaged.extend(name for name in wrong if name not in saved.damaged)
+    return saved
 
 
 def _items(index: ShardedIndex, path: str, names: Iterable[str], shard: Contents) -> Iterator[Item]:

@@ -60,9 +60,9 @@ class StridedTensor:
 def fill(handle: aio_handle, wanted: Iterable[StridedTensor], ring: Ring | None = None) -> None:
     """Fills tensors through a ring; converts the dtype where it differs. Raises as ``Ring.read``."""
     ring = ring or Ring()
-    blocks = [block for each in wanted for block in each.blocks(ring.piece)]
-    for (part, _), found in zip(blocks, ring.read(handle, (place for _, place in blocks)), strict=True):
-        view = found.view(part.dtype).as_strided(part.target.shape, part.stride)
+    blocks = [block for tensor in wanted for block in tensor.blocks(ring.piece)]
+    for (part, _), piece in zip(blocks, ring.read(handle, (place for _, place in blocks)), strict=True):
+        view = piece.view(part.dtype).as_strided(part.target.shape, part.stride)
         if part.marks:
             torch._utils.set_tensor_metadata(view, dict(part.marks))
         part.target.copy_(view)

@@ -44,21 +44,21 @@ def load(path: str, into: Mapping[str, Any] | torch.nn.Module | None, request: R
 
 def flattened(obj: Any) -> dict[str, torch.Tensor]:
     """Returns the tensors in nested containers and modules by their names."""
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
 
-    def walk(name: str, each: Any) -> None:
-        if isinstance(each, torch.nn.Module):
-            each = state_to_fill(each)
-        if isinstance(each, torch.Tensor):
-            if name in found:
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, torch.nn.Module):
+            value = state_to_fill(value)
+        if isinstance(value, torch.Tensor):
+            if name in tensors:
                 raise ValueError(f"two tensors are called {name!r} when their places are joined by dots")
-            found[name] = each
-        elif isinstance(each, Mapping | list | tuple):
-            for key, child in each.items() if isinstance(each, Mapping) else enumerate(each):
+            tensors[name] = value
+        elif isinstance(value, Mapping | list | tuple):
+            for key, child in value.items() if isinstance(value, Mapping) else enumerate(value):
                 walk(f"{name}.{key}" if name else str(key), child)
 
     walk("", obj)
-    return found
+    return tensors
 
 
 def read(path: str, targets: Targets | None, request: Request) -> dict[str, torch.Tensor]:
@@ -75,25 +75,25 @@ def read(path: str, targets: Targets | None, request: Request) -> dict[str, torc
                 verify_others(archive)
             known = _described(archive)
             names = request.chosen(known, path, targets)
-            described = {name: each for name in names if isinstance(each := known[name], DenseTensor)}
+            described = {name: tensor for name in names if isinstance(tensor := known[name], DenseTensor)}
             if len(described) == len(names):
                 return _fill_or_make(archive, described, targets, request)
         whole = everything(file, request.map_location if targets is None else "cpu", request.verify)
         try:
-            found = flattened(whole)
+            tensors = flattened(whole)
         except RecursionError as error:
             raise FormatError(f"{path}: containers are nested too deeply") from error
-    names = request.chosen(found, path, targets)
+    names = request.chosen(tensors, path, targets)
     if targets is None:
-        return {name: found[name] for name in names}
-    taken = targets.take(path, {name: (found[name].dtype, tuple(found[name].shape)) for name in names}, request)
+        return {name: tensors[name] for name in names}
+    taken = targets.take(path, {name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names}, request)
     for name in taken:
-        if found[name].layout != torch.strided:
+        if tensors[name].layout != torch.strided:
             raise ValueError(
-                f"{path}: tensor {name!r} is {found[name].layout} in the file, and the one to fill is dense"
+                f"{path}: tensor {name!r} is {tensors[name].layout} in the file, and the one to fill is dense"
             )
     for name, target in taken.items():
-        target.copy_(found[name].detach())
+        target.copy_(tensors[name].detach())
     return taken
 
 
@@ -104,18 +104,18 @@ def kinds(path: str, request: Request) -> dict[str, Kind]:
         archive = file.archive()
         known = {} if archive is None else _described(archive)
     asked = known if request.keys is None else request.keys
-    return {name: (each.dtype, each.shape) for name in asked if isinstance(each := known.get(name), DenseTensor)}
+    return {name: (tensor.dtype, tensor.shape) for name in asked if isinstance(tensor := known.get(name), DenseTensor)}
 
 
 def _described(archive: Archive) -> dict[str, DenseTensor | OtherTensor]:
     root, _ = torch_pickle.read(archive.pickled(), archive.path)
     known: dict[str, DenseTensor | OtherTensor] = {}
-    for name, each in torch_pickle.tensors(root, archive.path):
+    for name, tensor in torch_pickle.tensors(root, archive.path):
         if name in known:
             raise ValueError(f"{archive.path}: two tensors are called {name!r} when their places are joined by dots")
-        known[name] = each
-        if isinstance(each, DenseTensor):
-            require_record(archive, each.storage.record, each.storage.size)
+        known[name] = tensor
+        if isinstance(tensor, DenseTensor):
+            require_record(archive, tensor.storage.record, tensor.storage.size)
     return known
 
 
@@ -124,32 +124,32 @@ def _fill_or_make(
 ) -> dict[str, torch.Tensor]:
     if targets is None:
         return _make(archive, described, request.map_location)
-    taken = targets.take(archive.path, {name: (each.dtype, each.shape) for name, each in described.items()}, request)
+    taken = targets.take(archive.path, {name: (entry.dtype, entry.shape) for name, entry in described.items()}, request)
     torch_read.fill(archive, described, taken)
     if request.verify:
-        plain = {name: each for name, each in described.items() if each.contiguous and not each.metadata}
-        held = [(each.storage.record, taken[name]) for name, each in plain.items() if is_plain(taken[name])]
-        torch_read.verify(archive, held, [each.storage.record for each in described.values()])
+        plain = {name: tensor for name, tensor in described.items() if tensor.contiguous and not tensor.metadata}
+        held = [(tensor.storage.record, taken[name]) for name, tensor in plain.items() if is_plain(taken[name])]
+        torch_read.verify(archive, held, [tensor.storage.record for tensor in described.values()])
     return taken
 
 
 @collector_paused()
 def _make(archive: Archive, described: Mapping[str, DenseTensor], map_location: Any) -> dict[str, torch.Tensor]:
     by_record: dict[str, list[DenseTensor]] = {}
-    for each in described.values():
-        by_record.setdefault(each.storage.record, []).append(each)
+    for tensor in described.values():
+        by_record.setdefault(tensor.storage.record, []).append(tensor)
     wanted = {record: (*torch_read.union(some), some[0].storage.location) for record, some in by_record.items()}
     fetch = fetcher(archive, map_location, wanted)
-    found: dict[str, torch.UntypedStorage] = {}
+    storages: dict[str, torch.UntypedStorage] = {}
     for record, (_, _, location) in wanted.items():
         storage = fetch(record).untyped_storage()
         if callable(map_location):
             moved = map_location(storage, location)
             storage = default_restore_location(storage, location) if moved is None else moved
-        found[record] = storage
+        storages[record] = storage
     return {
-        name: torch_read.rebuilt(each, found[each.storage.record], wanted[each.storage.record][0])
-        for name, each in described.items()
+        name: torch_read.rebuilt(tensor, storages[tensor.storage.record], wanted[tensor.storage.record][0])
+        for name, tensor in described.items()
     }
 
 
@@ -187,8 +187,8 @@ def _legacy_contents(file: TorchFile) -> Contents:
 
 def _listed(root: Any, storages: Iterable[Storage], path: str) -> Iterator[tuple[Storage, str, str, tuple[int, ...]]]:
     """Yields each storage with its name, dtype and shape: those of a tensor that is all of it, if there is one."""
-    plain = [each for _, each in torch_pickle.tensors(root, path) if isinstance(each, DenseTensor)]
-    views = {each.storage.record: each for each in reversed(plain)}
+    plain = [tensor for _, tensor in torch_pickle.tensors(root, path) if isinstance(tensor, DenseTensor)]
+    views = {tensor.storage.record: tensor for tensor in reversed(plain)}
     names = names_by_record(root, path)
     seen: Counter[str] = Counter()
     for storage in storages:
@@ -215,9 +215,9 @@ def metadata(archive: Archive) -> dict[str, str]:
     if METADATA not in archive.records:
         return {}
     try:
-        found = json.loads(archive.content(METADATA))
+        document = json.loads(archive.content(METADATA))
     except (ValueError, RecursionError) as error:
         refuse(archive.path, f"record {METADATA!r} is not JSON: {error}")
-    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+    if not isinstance(document, dict) or not all(isinstance(value, str) for value in document.values()):
         refuse(archive.path, f"record {METADATA!r} is not an object of strings")
-    return found
+    return document

@@ -61,8 +61,8 @@ def _whole(archive: Archive, map_location: Any, content: bytes) -> dict[str, _Wa
     """Returns the byte range of each record of a storage, all of it, and the location."""
     if isinstance(map_location, Mapping) or (map_location is None and _mentions_device(content)):
         _, mentioned = torch_pickle.read(content, archive.path)
-        return {each.record: (0, each.size, each.location) for each in mentioned}
-    return {name: (0, each.size, "cpu") for name, each in archive.records.items() if name.startswith("data/")}
+        return {storage.record: (0, storage.size, storage.location) for storage in mentioned}
+    return {name: (0, entry.size, "cpu") for name, entry in archive.records.items() if name.startswith("data/")}
 
 
 def _mentions_device(content: bytes) -> bool:
@@ -91,10 +91,10 @@ def fetcher(archive: Archive, map_location: Any, wanted: Mapping[str, _Wanted]) 
     by_device: dict[torch.device, dict[str, tuple[int, int]]] = {}
     for record, (start, end, location) in wanted.items():
         by_device.setdefault(device_of(location), {})[record] = start, end
-    found: dict[str, torch.Tensor] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for device, extents in by_device.items():
-        found |= torch_read.read(archive, extents, device)
-    return found.__getitem__
+        tensors |= torch_read.read(archive, extents, device)
+    return tensors.__getitem__
 
 
 def _device_of(map_location: Any, path: str, location: str) -> torch.device:
@@ -248,22 +248,22 @@ class _Maker(Unpickler):
             return _CLASSES[module, name]
         if module in ("torch", "torch.storage") and name.endswith("Storage"):
             return dtype_of_storage(name)
-        found = getattr(torch, name, None) if module == "torch" else None
-        if isinstance(found, torch.dtype):
-            return found
+        value = getattr(torch, name, None) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
         raise NotReadError(f"{module}.{name}")
 
     def persistent_load(self, identity: Any, /) -> _TypedStorage:
         """Returns what stands for a storage until ``fill``."""
         self._unused += 1
-        found = self._kinds.get(identity)
-        if found is None:
+        storage = self._kinds.get(identity)
+        if storage is None:
             _, dtype, key, location, count = identity
             record, whole = "data/" + key, (0, count * dtype.itemsize, location)
             if self._storages.setdefault(record, whole) != whole:
                 raise NotReadError("a storage that is described in two ways")
-            found = self._kinds[identity] = _TypedStorage(record, dtype, self._device_of(location))
-        return found
+            storage = self._kinds[identity] = _TypedStorage(record, dtype, self._device_of(location))
+        return storage
 
     def _tensor(
         self,

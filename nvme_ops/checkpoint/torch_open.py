@@ -41,10 +41,10 @@ class TorchFile:
         Raises:
             FormatError: torch did not write this file, or it is damaged.
         """
-        found = os.fstat(self.fd)
-        if not stat.S_ISREG(found.st_mode):
-            refuse(self.path, "is a folder" if stat.S_ISDIR(found.st_mode) else "is not a regular file")
-        if found.st_size == 0:
+        status = os.fstat(self.fd)
+        if not stat.S_ISREG(status.st_mode):
+            refuse(self.path, "is a folder" if stat.S_ISDIR(status.st_mode) else "is not a regular file")
+        if status.st_size == 0:
             refuse(self.path, "is an empty file")
         if not is_zip(self.fd):
             # tarfile would try to decompress the file first, however large it claims to be
@@ -56,8 +56,8 @@ class TorchFile:
             refuse(self.path, f"the zip directory has no record {PICKLE!r}: torch.save did not write this file")
         if {record.method for record in archive.records.values()} != {zipfile.ZIP_STORED}:
             full = sum(record.size for record in archive.records.values())
-            if full > _MAX_EXPANSION * found.st_size:
-                what = f"its compressed records would expand to {full} bytes, from a file of {found.st_size}"
+            if full > _MAX_EXPANSION * status.st_size:
+                what = f"its compressed records would expand to {full} bytes, from a file of {status.st_size}"
                 refuse(self.path, what)
             return None
         archive.mapped = self.mapped
@@ -133,8 +133,8 @@ def require_undamaged(archive: Archive, wrong: Sequence[str]) -> None:
 
 def names_by_record(root: Any, path: str) -> dict[str, list[str]]:
     """Returns the names of the tensors in each record."""
-    found: dict[str, list[str]] = {}
-    for name, each in torch_pickle.tensors(root, path):
-        for storage in [each.storage] if isinstance(each, DenseTensor) else each.storages:
-            found.setdefault(storage.record, []).append(name)
-    return found
+    names: dict[str, list[str]] = {}
+    for name, tensor in torch_pickle.tensors(root, path):
+        for storage in [tensor.storage] if isinstance(tensor, DenseTensor) else tensor.storages:
+            names.setdefault(storage.record, []).append(name)
+    return names

@@ -44,10 +44,10 @@ def read(archive: Archive, extents: Mapping[str, tuple[int, int]], device: torch
     memories = new_tensors.read(archive.handle, archive.fd, wanted, device, mapped)
     if with_headers:
         archive.learn(extents, [(start, memory) for (start, _), memory in zip(spans, memories, strict=True)])
-    found = _parts(archive, extents, memories, spans, device)
+    parts = _parts(archive, extents, memories, spans, device)
     if archive.verified:
-        verify(archive, found.items(), found)
-    return found
+        verify(archive, parts.items(), parts)
+    return parts
 
 
 def _bytes(size: int, device: torch.device) -> torch.Tensor:
@@ -63,23 +63,23 @@ def _parts(
 ) -> dict[str, torch.Tensor]:
     """Cuts the records out of the spans of the file that were read."""
     empty = _bytes(0, device)
-    found = dict(zip(extents, [empty.data for _ in extents], strict=True))
+    tensors = dict(zip(extents, [empty.data for _ in extents], strict=True))
     by_span: list[list[tuple[str, int, int]]] = [[] for _ in spans]
     places = sorted([(archive.starts[name] + start, end - start, name) for name, (start, end) in extents.items()])
     number = 0
     for start, length, name in places:
         if length == 0:
-            give_storages(found, _bytes(1, device), [(name, 0, 0)])
+            give_storages(tensors, _bytes(1, device), [(name, 0, 0)])
             continue
         while start >= spans[number][1]:
             number += 1
         by_span[number].append((name, start - spans[number][0], length))
     for memory, parts in zip(memories, by_span, strict=True):
         aligned = [part for part in parts if part[1] % ALIGNMENT == 0]
-        give_storages(found, memory, aligned)
+        give_storages(tensors, memory, aligned)
         for name, place, length in set(parts).difference(aligned):
-            give_storages(found, memory[place : place + length].clone(), [(name, 0, length)])
-    return found
+            give_storages(tensors, memory[place : place + length].clone(), [(name, 0, length)])
+    return tensors
 
 
 class Zip:
@@ -130,7 +130,7 @@ def rebuilt(described: DenseTensor, storage: torch.UntypedStorage, first: int) -
 
 def union(described: Sequence[DenseTensor]) -> tuple[int, int]:
     """Returns the byte range of their storage that covers all of these tensors, from an aligned byte on."""
-    extents = [each.extent for each in described if each.extent[1]]
+    extents = [tensor.extent for tensor in described if tensor.extent[1]]
     first = min((start for start, _ in extents), default=0)
     return first // ALIGNMENT * ALIGNMENT, max((end for _, end in extents), default=0)
 
@@ -140,12 +140,12 @@ def fill(archive: Archive, described: Mapping[str, DenseTensor], targets: Mappin
     archive.locate([described[name].storage.record for name in targets])
     plain, others = [], []
     for name, target in targets.items():
-        each = described[name]
-        start = archive.starts[each.storage.record] + each.offset * each.dtype.itemsize
-        if each.contiguous and not each.metadata:
+        tensor = described[name]
+        start = archive.starts[tensor.storage.record] + tensor.offset * tensor.dtype.itemsize
+        if tensor.contiguous and not tensor.metadata:
             plain.append((start, target))
         else:
-            others.append(StridedTensor(archive.fd, start, each.dtype, each.stride, target, each.metadata))
+            others.append(StridedTensor(archive.fd, start, tensor.dtype, tensor.stride, target, tensor.metadata))
     pieces.read_into(archive.handle, archive.fd, plain)
     strided.fill(archive.handle, others)
 
@@ -155,11 +155,11 @@ def verify(archive: Archive, held: Iterable[tuple[str, torch.Tensor]], records: 
 
     Raises ChecksumError with the names of the tensors in those that differ.
     """
-    whole = [(record, each) for record, each in held if each.nbytes == archive.records[record].size]
-    values = pieces.checksums_anywhere([each for _, each in whole], CHECKSUM)
-    found = [(record, value) for (record, _), value in zip(whole, values, strict=True)]
+    whole = [(record, tensor) for record, tensor in held if tensor.nbytes == archive.records[record].size]
+    values = pieces.checksums_anywhere([tensor for _, tensor in whole], CHECKSUM)
+    checksums = [(record, value) for (record, _), value in zip(whole, values, strict=True)]
     names = sorted(set(records) - {record for record, _ in whole})
     archive.locate(names)
     places = [Place(archive.fd, archive.starts[name], archive.records[name].size) for name in names]
-    found += zip(names, pieces.checksums_in_files(archive.handle, places, [CHECKSUM] * len(names)), strict=True)
-    require_undamaged(archive, [name for name, value in found if value != archive.records[name].crc])
+    checksums += zip(names, pieces.checksums_in_files(archive.handle, places, [CHECKSUM] * len(names)), strict=True)
+    require_undamaged(archive, [name for name, value in checksums if value != archive.records[name].crc])

@@ -87,18 +87,18 @@ class Pickler(pickle.Pickler):
         finally:
             self.persistent_id = _NO_ID  # a bound method would keep this object alive, and with it the tensors
 
-    def _id_of(self, each: Any) -> tuple[Any, ...] | None:
+    def _id_of(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the persistent id of a storage; None for anything else."""
-        kind = type(each)
+        kind = type(value)
         if kind is Reference:
             if not self._everywhere:
                 self.persistent_id = _NO_ID
-            return tuple(each)
+            return tuple(value)
         if kind is torch.UntypedStorage:
-            return tuple(self._refer(each, torch.uint8, kind, each.nbytes()))
+            return tuple(self._refer(value, torch.uint8, kind, value.nbytes()))
         if kind is torch.storage.TypedStorage:
-            named = getattr(torch, each._pickle_storage_type())
-            return tuple(self._refer(each._untyped_storage, each.dtype, named, each._size()))
+            named = getattr(torch, value._pickle_storage_type())
+            return tuple(self._refer(value._untyped_storage, value.dtype, named, value._size()))
         return None
 
     def _refer(self, storage: torch.UntypedStorage, dtype: torch.dtype, kind: Any, elements: int) -> Reference:
@@ -106,9 +106,9 @@ class Pickler(pickle.Pickler):
         if device.type == "meta":
             raise TypeError("a storage on the meta device has no bytes to save")
         if address := storage.data_ptr():
-            found = self._dtypes.setdefault((device, address), dtype)
-            if found != dtype:
-                raise RuntimeError(f"views of the same memory as {found} and as {dtype} cannot be saved together")
+            known = self._dtypes.setdefault((device, address), dtype)
+            if known != dtype:
+                raise RuntimeError(f"views of the same memory as {known} and as {dtype} cannot be saved together")
         key = self._keys.setdefault(place, str(len(self._keys)))
         if key not in self.storages:
             if device not in self._empty:
@@ -141,13 +141,13 @@ class Pickler(pickle.Pickler):
         return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, each.requires_grad, hooks)
 
 
-def _is_plain(each: Any, offloaded: bool) -> bool:
+def _is_plain(value: Any, offloaded: bool) -> bool:
     """Returns whether a tensor consists of dtype, shape, strides, bytes and ``requires_grad`` alone."""
-    if each.dtype not in _STORAGES or each.layout != torch.strided or each.device.type not in ("cpu", "cuda"):
+    if value.dtype not in _STORAGES or value.layout != torch.strided or value.device.type not in ("cpu", "cuda"):
         return False
-    if each.is_nested or each.is_conj() or each.is_neg() or each._backward_hooks or (_NAMES and each.has_names()):
+    if value.is_nested or value.is_conj() or value.is_neg() or value._backward_hooks or (_NAMES and value.has_names()):
         return False
-    return is_dense(each) if offloaded else not each.__dict__
+    return is_dense(value) if offloaded else not value.__dict__
 
 
 @collector_paused()
@@ -206,8 +206,8 @@ class TorchPlan(Plan):
         if self.options.metadata:
             texts[METADATA] = json.dumps(dict(self.options.metadata), ensure_ascii=False).encode()
         data = {name: torch.frombuffer(bytearray(text), dtype=torch.uint8) for name, text in texts.items()}
-        data |= {f"data/{key}": each for key, each in enumerate(self.tensors)}
-        records = [ZipRecord(FOLDER + name.encode(), each.nbytes, each) for name, each in data.items()]
+        data |= {f"data/{key}": tensor for key, tensor in enumerate(self.tensors)}
+        records = [ZipRecord(FOLDER + name.encode(), tensor.nbytes, tensor) for name, tensor in data.items()]
         small = [record for record in records if record.size < LARGE]
         records = small + [record for record in records if record.size >= LARGE]
         return records, lay_out(records)

@@ -60,8 +60,8 @@ def parser() -> argparse.ArgumentParser:
         commands.add_parser(name, help=words, description=words).add_argument(
             "path", metavar="PATH", help="a store, or a folder of tars or MDS shards"
         )
-    for each in commands.choices.values():
-        each.add_argument("--json", action="store_true", help="one JSON document instead of text")
+    for subparser in commands.choices.values():
+        subparser.add_argument("--json", action="store_true", help="one JSON document instead of text")
     return made
 
 
@@ -107,8 +107,8 @@ def _info(args: argparse.Namespace) -> int:
     with SampleStore(args.path) as store:
         index, paths = store.index, store._files.paths
         if store.columns:
-            columns = [{"name": each.name, "dtype": "str" if each.text else each.kind, "shape": list(each.shape)}
-                       for each in store.columns.all]  # fmt: skip
+            columns = [{"name": field.name, "dtype": "str" if field.text else field.kind, "shape": list(field.shape)}
+                       for field in store.columns.all]  # fmt: skip
             words = list(map(str, store.columns.all))
         else:
             words = index.more.get("column_names", [])
@@ -117,26 +117,26 @@ def _info(args: argparse.Namespace) -> int:
             {"path": path, "bytes": file.nbytes, "samples": count}
             for path, file, count in zip(paths, index.files, index.counts(), strict=True)
         ]
-        found: dict[str, Any] = {"kind": index.kind, "samples": len(store), "bytes": store.nbytes}
-        found |= {
+        document: dict[str, Any] = {"kind": index.kind, "samples": len(store), "bytes": store.nbytes}
+        document |= {
             "record_bytes": index.record_bytes,
             "alignment": index.alignment,
             "columns": columns,
             "class_names": store.class_names,
         }
-        found["files"] = files
+        document["files"] = files
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(document, indent=2))
         return 0
     mean = f", {size_words(store.nbytes // len(store))} each" if len(store) else ""
     print(f"{index.kind}: {len(store)} samples, {size_words(store.nbytes)}{mean}")
-    for each in words:
-        show(f"  column {each}")
-    if classes := found["class_names"]:
+    for word in words:
+        show(f"  column {word}")
+    if classes := document["class_names"]:
         some = ", ".join(classes[:10]) + (", ..." if len(classes) > 10 else "")
         show(printable(f"  {len(classes)} classes: {some}"))
-    for each in found["files"]:
-        show(f"  {each['path']}: {each['samples']} samples, {size_words(each['bytes'])}")
+    for entry in document["files"]:
+        show(f"  {entry['path']}: {entry['samples']} samples, {size_words(entry['bytes'])}")
     return 0
 
 
@@ -145,10 +145,10 @@ def _verify(args: argparse.Namespace) -> int:
 
     damaged: list[str] = []
     with SampleStore(args.path, verify=True) as store, byte_bar(store.nbytes, "verify") as advance:
-        each = store.nbytes / max(1, len(store))
+        mean = store.nbytes / max(1, len(store))
         for numbers in store.ranges(_AT_ONCE):
             damaged += _damaged(store, numbers)
-            advance(int(each * numbers.stop) - int(each * numbers.start))
+            advance(int(mean * numbers.stop) - int(mean * numbers.start))
         checked = store.index.checksums is not None
     if args.json:
         print(json.dumps({"samples": len(store), "checksums": checked, "damaged": damaged}, indent=2))

@@ -225,18 +225,18 @@ class Columns:
     def as_json(self) -> list[dict[str, Any]]:
         """Returns what an index keeps about the columns."""
         names = ("name", "shape", "text", "number")
-        return [{"dtype": each.kind, **{name: getattr(each, name) for name in names}} for each in self.all]
+        return [{"dtype": column.kind, **{name: getattr(column, name) for name in names}} for column in self.all]
 
     @classmethod
     def from_json(cls, given: Sequence[Mapping[str, Any]]) -> Columns:
         """Reverses ``as_json``. Raises ValueError, KeyError, TypeError or AttributeError for anything else."""
         specs: dict[str, Spec] = {}
-        for each in given:
-            dtype = getattr(torch, each["dtype"])
-            spec: Spec = str if each["text"] else (dtype, tuple(int(length) for length in each["shape"]))
-            if each.get("number"):
+        for column in given:
+            dtype = getattr(torch, column["dtype"])
+            spec: Spec = str if column["text"] else (dtype, tuple(int(length) for length in column["shape"]))
+            if column.get("number"):
                 spec = {stored: kind for kind, stored in _NUMBERS.items()}[dtype]
-            specs[str(each["name"])] = spec
+            specs[str(column["name"])] = spec
         return cls(specs[_UNNAMED]) if list(specs) == [_UNNAMED] else cls(specs)
 
 

@@ -56,7 +56,7 @@ def open_source(path: str, dtype: str | None = None, shape: Sequence[int] = ()) 
         return _npy(path)
     if os.path.isfile(path) and path.endswith(".parquet"):
         return _parquet([path])
-    if any(each.matches(path) for each in formats.FORMATS.values()):
+    if any(candidate.matches(path) for candidate in formats.FORMATS.values()):
         return _store(path)
     if tars := webdataset.compressed(path):
         return _compressed(path, tars)
@@ -150,12 +150,12 @@ def _raw(path: str, dtype: str, shape: Sequence[int]) -> SampleSource:
         kind = numpy.dtype(dtype)
     except TypeError as error:
         raise FormatError(f"{dtype!r} is not a NumPy dtype") from error
-    each = kind.itemsize * math.prod(shape)
-    if each < 1 or min(shape, default=1) < 1:
+    length = kind.itemsize * math.prod(shape)
+    if length < 1 or min(shape, default=1) < 1:
         raise FormatError(f"a sample of the shape {tuple(shape)} has no bytes")
-    count, rest = divmod(os.path.getsize(path), each)
+    count, rest = divmod(os.path.getsize(path), length)
     if rest or not count:
-        raise FormatError(f"{path}: {os.path.getsize(path)} bytes are not samples of {each} bytes")
+        raise FormatError(f"{path}: {os.path.getsize(path)} bytes are not samples of {length} bytes")
     return _rows_source(numpy.memmap(path, kind, "r", shape=(count, *shape)), numpy, path)
 
 
@@ -188,14 +188,14 @@ def _parquet(paths: list[str]) -> SampleSource:
             with parquet.ParquetFile(path) as file:
                 if file.schema_arrow != schema:
                     raise FormatError(f"{path}: other columns than those of {paths[0]}")
-                each = os.path.getsize(path) / max(1, file.metadata.num_rows)
+                mean = os.path.getsize(path) / max(1, file.metadata.num_rows)
                 for number, row in enumerate(
-                    row for batch in file.iter_batches(_rows(each)) for row in batch.to_pylist()
+                    row for batch in file.iter_batches(_rows(mean)) for row in batch.to_pylist()
                 ):
                     missing = next((name for name, value in row.items() if value is None), None)
                     if missing is not None:
                         raise FormatError(f"{path}: column {missing!r} has no value in some row")
-                    yield row, int(each * (number + 1)) - int(each * number)
+                    yield row, int(mean * (number + 1)) - int(mean * number)
 
     return SampleSource(columns, samples(), sum(map(os.path.getsize, paths)), paths[0])
 
@@ -224,10 +224,10 @@ def _store(path: str) -> SampleSource:
         raise FormatError(f"{path}: has no samples")
 
     def samples() -> Iterator[tuple[Sample, int]]:
-        each = store.nbytes // max(1, len(store))
+        mean = store.nbytes // max(1, len(store))
         for numbers in store.ranges(_AT_ONCE):
             for sample in store.read(numbers):
-                yield sample if store.columns is not None else _plain(sample), each
+                yield sample if store.columns is not None else _plain(sample), mean
 
     others = _others(path, ".tar") if store.index.kind == "webdataset" and os.path.isdir(path) else ()
     return SampleSource(columns, samples(), store.nbytes, path, store.class_names, others)

@@ -48,9 +48,9 @@ def index_of(path: str, checksums: bool = False) -> own.SampleIndex:
         FormatError: it is no store, or it is damaged.
     """
     os.stat(path)
-    for each in FORMATS.values():
-        if each.matches(path):
-            return each.make_index(path, checksums)
+    for candidate in FORMATS.values():
+        if candidate.matches(path):
+            return candidate.make_index(path, checksums)
     if webdataset.compressed(path):
         raise FormatError(f"{path}: its tars are compressed: nvme-data convert makes a store of them")
     raise FormatError(

@@ -85,8 +85,8 @@ class SampleIndex:
         """Returns each record's file. torch.searchsorted would wake torch's threads, which then spin for a while."""
         if len(self.files) == 1:
             return torch.zeros_like(numbers)
-        found = [bisect_right(self._bounds, number) - 1 for number in numbers.tolist()]
-        return torch.tensor(found, dtype=torch.int64, device="cpu")
+        places = [bisect_right(self._bounds, number) - 1 for number in numbers.tolist()]
+        return torch.tensor(places, dtype=torch.int64, device="cpu")
 
     @property
     def stride(self) -> int | None:
@@ -160,13 +160,13 @@ def read_index(path: str, sections: Sequence[str] = ("ends",)) -> SampleIndex:
     with opened(path) as fd:
         header, body = _header(fd, path)
         try:
-            files = [DataFile(**each) for each in header.pop("files")]
-            found = header.pop("sections")
+            files = [DataFile(**entry) for entry in header.pop("files")]
+            stored = header.pop("sections")
             index = SampleIndex(files=files, path=path, **header)
             _require_possible(index)
             for name in sections:
-                if name in found:
-                    setattr(index, name, _section(fd, path, name, body, found[name], index.records))
+                if name in stored:
+                    setattr(index, name, _section(fd, path, name, body, stored[name], index.records))
         except (LookupError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError, EOFError) as error:
             if isinstance(error, FormatError):
                 raise
@@ -259,11 +259,11 @@ def foreign_index(
     prefix = os.fsdecode(os.fsencode(single)[:200])
     name = f".{prefix}{'.' * bool(single)}{FOREIGN}"  # hidden: programs list these folders
     path = os.path.join(folder, name)
-    found = [os.stat(os.path.join(folder, each)) for each in names]
+    stats = [os.stat(os.path.join(folder, entry)) for entry in names]
     # A program that changes a file can set back the modification time, but not the change time.
-    changes = repr([(each.st_ino, each.st_ctime_ns) for each in found]).encode()
+    changes = repr([(status.st_ino, status.st_ctime_ns) for status in stats]).encode()
     stamp = checksums_of([about + changes], "crc32c")[0]
-    now = [(name, each.st_size, each.st_mtime_ns) for name, each in zip(names, found, strict=True)]
+    now = [(name, status.st_size, status.st_mtime_ns) for name, status in zip(names, stats, strict=True)]
     try:
         kept = read_index(path)
         before = [(file.name, file.nbytes, file.stamp) for file in kept.files]

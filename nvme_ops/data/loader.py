@@ -210,8 +210,8 @@ class Loader:
             if position + step > count:
                 if self.drop_last:
                     return
-                each = -(-(count - position) // self.num_replicas)
-                places = range(position + self.rank * each, position + (self.rank + 1) * each)
+                share = -(-(count - position) // self.num_replicas)
+                places = range(position + self.rank * share, position + (self.rank + 1) * share)
                 yield torch.cat([order.at(place % count, place % count + 1) for place in places]), count
                 return
             if not begin <= position <= position + step <= begin + len(chunk):
@@ -242,7 +242,7 @@ class Loader:
         if pool is None or self.decode is None:
             return _Batch(read, position, [])
         given = [(read, self.decode, first, self._threads, stop) for first in range(self._threads)]
-        return _Batch(read, position, [pool.submit(_decoded, *each) for each in given])
+        return _Batch(read, position, [pool.submit(_decoded, *arguments) for arguments in given])
 
     def _end(self, batch: _Batch) -> Any:
         begin = time.perf_counter()
@@ -326,12 +326,12 @@ def _decoded(read: Read, decode: Callable[[Sample], Any], first: int, step: int,
 
 def _int(name: str, value: Any, least: int) -> int:
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except TypeError:
-        found = least - 1
-    if isinstance(value, bool) or found < least:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
         raise ValueError(f"{name} must be an int of at least {least}, not {value!r}")
-    return found
+    return number
 
 
 def _ranks(rank: int | None, num_replicas: int | None) -> tuple[int, int]:

@@ -57,8 +57,8 @@ class Segment:
     def new(cls, path: str) -> Segment:
         """Creates and locks the next file of the log at ``path``. Raises OSError."""
         while True:
-            found = segments(path)
-            number = int(found[-1].rpartition(".")[2]) + 1 if found else 0
+            paths = segments(path)
+            number = int(paths[-1].rpartition(".")[2]) + 1 if paths else 0
             name = f"{path}.{number:06d}"
             with contextlib.suppress(FileExistsError):  # another process has taken the number
                 fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -136,8 +136,8 @@ def segments(path: str | os.PathLike[str]) -> list[str]:
     """Returns the files of a log, oldest first. Raises OSError."""
     folder, name = os.path.split(os.path.abspath(os.fspath(path)))
     pattern = re.compile(re.escape(name) + r"\.(\d{6,})")
-    found = [entry for entry in os.listdir(folder) if pattern.fullmatch(entry)]
-    return [os.path.join(folder, entry) for entry in sorted(found, key=lambda entry: int(entry.rpartition(".")[2]))]
+    entries = [entry for entry in os.listdir(folder) if pattern.fullmatch(entry)]
+    return [os.path.join(folder, entry) for entry in sorted(entries, key=lambda entry: int(entry.rpartition(".")[2]))]
 
 
 def is_owned_by(path: str, owner: int) -> bool:
@@ -150,10 +150,10 @@ def is_owned_by(path: str, owner: int) -> bool:
 
 def records_of(path: str | os.PathLike[str]) -> Iterator[bytes]:
     """Implements ``AsyncLog.read``."""
-    found = segments(path)
-    if not found:
+    paths = segments(path)
+    if not paths:
         raise FileNotFoundError(errno.ENOENT, "no log of this name", os.fspath(path))
-    for segment in found:
+    for segment in paths:
         try:
             if not stat.S_ISREG(os.stat(segment).st_mode):  # not made by a log
                 continue
@@ -207,11 +207,11 @@ def _next_block(file: File, damaged: int, nbytes: int) -> int | None:
         part = _read_at(file, place, min(_SEARCHED, nbytes - place))
         if not part:  # the file was truncated meanwhile
             return None
-        found = part.find(_MAGIC)
-        while found >= 0:
-            if _block(file, place + found, nbytes) is not None:
-                return place + found
-            found = part.find(_MAGIC, found + 1)
+        index = part.find(_MAGIC)
+        while index >= 0:
+            if _block(file, place + index, nbytes) is not None:
+                return place + index
+            index = part.find(_MAGIC, index + 1)
         place += max(1, len(part) - len(_MAGIC) + 1)
     return None
 

@@ -36,8 +36,8 @@ def matches(path: str) -> bool:
     if not os.path.isfile(os.path.join(path, _LIST)):
         return False
     try:
-        found = parse_json(content_of(os.path.join(path, _LIST), _MAX))
-        return isinstance(found, dict) and "shards" in found
+        document = parse_json(content_of(os.path.join(path, _LIST), _MAX))
+        return isinstance(document, dict) and "shards" in document
     except ValueError:
         return any(name.endswith(".mds") for name in os.listdir(path))
     except OSError:
@@ -55,7 +55,7 @@ def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001
         if any(shard[key] != columns[key] for shard in shards for key in _KEYS):
             raise FormatError("its shards have different columns")
         counts = [int(shard["samples"]) for shard in shards]
-        if min(counts) < 0 or any(b"\0" in os.fsencode(each) for each in names):
+        if min(counts) < 0 or any(b"\0" in os.fsencode(entry) for entry in names):
             raise ValueError("an impossible shard")
     except FormatError as error:
         raise FormatError(f"{name}: {error}") from error

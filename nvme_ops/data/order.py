@@ -42,13 +42,13 @@ class Permutation:
         """Returns the number at each of ``places``; both are int64."""
         if self._sorted is not None:
             return self._sorted[places]
-        found = self._rounds(places)
-        outside = (found >= self._count).nonzero()[:, 0]
+        permuted = self._rounds(places)
+        outside = (permuted >= self._count).nonzero()[:, 0]
         while len(outside):
-            moved = self._rounds(found[outside])
-            found[outside] = moved
+            moved = self._rounds(permuted[outside])
+            permuted[outside] = moved
             outside = outside[moved >= self._count]
-        return found
+        return permuted
 
     def _rounds(self, values: torch.Tensor) -> torch.Tensor:
         left_bits, right_bits = self._sizes
@@ -102,13 +102,13 @@ class EpochOrder:
 
     def _in_shards(self, places: torch.Tensor) -> torch.Tensor:
         which = torch.searchsorted(torch.tensor(self._starts, device="cpu"), places, right=True) - 1
-        found = torch.empty_like(places)
+        numbers = torch.empty_like(places)
         for number in which.unique().tolist():
             file, mine = self._files[number], which == number
             if self._inside is None or self._inside[0] != file:
                 self._inside = file, Permutation(self._counts[file], self._seed + 1 + file)
-            found[mine] = self._inside[1](places[mine] - self._starts[number]) + self._firsts[file]
-        return found
+            numbers[mine] = self._inside[1](places[mine] - self._starts[number]) + self._firsts[file]
+        return numbers
 
 
 def _mixed(seed: int) -> int:

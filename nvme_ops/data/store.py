@@ -187,20 +187,20 @@ class SampleStore(Closing, torch.utils.data.Dataset[Any]):
         wrong = TypeError("numbers of samples must be a sequence of integers")
         too_large = IndexError(f"{self.path}: there are no such samples: it has {count}")
         try:
-            found = cpu_tensor(numbers)
+            tensor = cpu_tensor(numbers)
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             listed = not isinstance(numbers, str) and isinstance(numbers, Sequence)
-            raise (too_large if listed and all(isinstance(each, int) for each in numbers) else wrong) from error
-        no_integers = found.is_floating_point() or found.is_complex() or found.dtype == torch.bool
-        if found.dim() != 1 or (found.numel() and no_integers):
+            raise (too_large if listed and all(isinstance(number, int) for number in numbers) else wrong) from error
+        no_integers = tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool
+        if tensor.dim() != 1 or (tensor.numel() and no_integers):
             raise wrong
-        if found.dtype == torch.uint64 and (found.view(torch.int64) < 0).any():
+        if tensor.dtype == torch.uint64 and (tensor.view(torch.int64) < 0).any():
             raise too_large
-        found = found.to(torch.int64)
-        outside = (found < -count) | (found >= count)
+        tensor = tensor.to(torch.int64)
+        outside = (tensor < -count) | (tensor >= count)
         if outside.any():
-            raise IndexError(f"{self.path}: there is no sample {int(found[outside][0])}: it has {count}")
-        return torch.where(found < 0, found + count, found)
+            raise IndexError(f"{self.path}: there is no sample {int(tensor[outside][0])}: it has {count}")
+        return torch.where(tensor < 0, tensor + count, tensor)
 
     def room(self, numbers: torch.Tensor) -> int:
         """Returns how many bytes ``submit`` allocates for these checked numbers. Raises FormatError."""
@@ -406,8 +406,8 @@ class Read(Owned):
         index = self._store.index
         if index.checksums is None:
             return
-        found, wanted = checksums_of(self._split(self._lengths), "crc32c"), index.checksums[self._numbers].tolist()
-        wrong = [k for k, (one, other) in enumerate(zip(found, wanted, strict=True)) if one != other & _UINT32]
+        crcs, wanted = checksums_of(self._split(self._lengths), "crc32c"), index.checksums[self._numbers].tolist()
+        wrong = [k for k, (one, other) in enumerate(zip(crcs, wanted, strict=True)) if one != other & _UINT32]
         if wrong:
             files = index.locate(self._numbers)[0]
             names = [f"sample {int(self._numbers[k])}" for k in wrong]
@@ -501,14 +501,14 @@ class DataFiles:
 
     def open(self, number: int) -> OpenDataFile:
         """Returns an open file, to be kept while a transfer uses it. Raises what the constructor raises."""
-        found = self._open.get(number) or self._alive.get(number)
-        if found is not None:
-            return found
+        opened = self._open.get(number) or self._alive.get(number)
+        if opened is not None:
+            return opened
         with self._lock:
             while len(self._open) >= self.most:
                 self._open.popitem(last=False)
-            found = self._open[number] = self._alive[number] = self._open_file(number)
-            return found
+            opened = self._open[number] = self._alive[number] = self._open_file(number)
+            return opened
 
     def close(self) -> None:
         """Closes the files that no transfer uses, and the others when their transfers have ended."""

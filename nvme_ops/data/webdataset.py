@@ -78,12 +78,12 @@ def _places(path: str) -> RecordOffsets:
         size = os.fstat(fd).st_size
         for member, after in _walk(file, size, f"{path}: not a tar that can be read in place"):
             end = after
-            found = key_of(member.name)
-            if found is not None and member.islnk():
+            parts = key_of(member.name)
+            if parts is not None and member.islnk():
                 links.append(f"{member.name} -> {member.linkname}")
-            elif found is not None and member.isreg() and (not keys or keys[-1] != found[0]):
+            elif parts is not None and member.isreg() and (not keys or keys[-1] != parts[0]):
                 starts.append(member.offset)
-                keys.append(found[0])
+                keys.append(parts[0])
         if end < size and os.pread(fd, _BLOCK, end) != bytes(_BLOCK):  # tarfile also stops at a bad header
             raise FormatError(f"{path}: damaged or cut off at byte {end}: a tar ends with blocks of zeros")
     if end == size:
@@ -138,16 +138,16 @@ def sample(record: torch.Tensor) -> Sample:
     """Returns a dict: each file's bytes, a view of ``record``, by its extension; and the key. Raises FormatError."""
     sample: dict[str, object] = {}
     for name, content in _members(record):
-        found = key_of(name)
-        if found is not None and sample.setdefault(KEY, found[0]) == found[0]:
-            _add(sample, found, content)
+        parts = key_of(name)
+        if parts is not None and sample.setdefault(KEY, parts[0]) == parts[0]:
+            _add(sample, parts, content)
     if not sample:
         raise FormatError("it has no files: the tar has changed since the store was opened")
     return sample
 
 
-def _add(sample: dict[str, object], found: tuple[str, str], content: object) -> None:
-    key, extension = found
+def _add(sample: dict[str, object], parts: tuple[str, str], content: object) -> None:
+    key, extension = parts
     if extension in sample:
         raise FormatError(f"{key!r} has two files {extension!r}")
     sample[extension] = content
@@ -163,16 +163,16 @@ def samples_of(path: str) -> Iterator[tuple[Sample, int]]:
         try:
             with tarfile.open(fileobj=file, mode="r|*") as tar:
                 for member in tar:
-                    found = key_of(member.name) if member.isreg() else None
-                    content = None if found is None else tar.extractfile(member)
+                    parts = key_of(member.name) if member.isreg() else None
+                    content = None if parts is None else tar.extractfile(member)
                     tar.members = []  # type: ignore[attr-defined]  # it would grow
-                    if found is None or content is None:
+                    if parts is None or content is None:
                         continue
-                    if sample and sample[KEY] != found[0]:
+                    if sample and sample[KEY] != parts[0]:
                         yield sample, file.tell()
                         sample = {}
-                    sample.setdefault(KEY, found[0])
-                    _add(sample, found, content.read())
+                    sample.setdefault(KEY, parts[0])
+                    _add(sample, parts, content.read())
         except FormatError as error:
             raise FormatError(f"{path}: {error}") from error
         except Exception as error:  # tarfile and what decompresses raise many kinds
@@ -185,7 +185,7 @@ def samples_of(path: str) -> Iterator[tuple[Sample, int]]:
 
 def _members(record: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
     """Returns the name and the content of each regular file in part of a tar."""
-    view, found, place = bytes_of(record), [], 0
+    view, contents, place = bytes_of(record), [], 0
     while place + _BLOCK <= len(view):
         head = bytes(view[place : place + _BLOCK])
         if head.count(0) == _BLOCK:
@@ -193,14 +193,14 @@ def _members(record: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
         plain = _plain(head)
         if plain is None:
             members = _walk(io.BytesIO(view), len(view), "it is not part of a tar")
-            return [(each.name, _content(record, each, end)) for each, end in members if each.isreg()]
+            return [(member.name, _content(record, member, end)) for member, end in members if member.isreg()]
         name, size = plain
         begin = place + _BLOCK
         if begin + size > len(view):
             raise FormatError(f"{name!r} does not fit its record of {len(view)} bytes")
-        found.append((name, record[begin : begin + size]))
+        contents.append((name, record[begin : begin + size]))
         place = begin + aligned(size, _BLOCK)
-    return found
+    return contents
 
 
 def _content(record: torch.Tensor, member: tarfile.TarInfo, end: int) -> torch.Tensor:

@@ -319,10 +319,10 @@ def _tensor(values: array[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _checksum(parts: Sequence[Any]) -> int:
-    found = checksums_of(list(parts), "crc32c")
-    value = found[0]
-    for part, each in zip(parts[1:], found[1:], strict=True):
-        value = joined_checksum(value, each, len(part), "crc32c")
+    checksums = checksums_of(list(parts), "crc32c")
+    value = checksums[0]
+    for part, checksum in zip(parts[1:], checksums[1:], strict=True):
+        value = joined_checksum(value, checksum, len(part), "crc32c")
     return value
 
 
@@ -390,9 +390,9 @@ def settle_abandoned(index: str) -> None:
         path = os.path.join(folder, name)
         # Another user's claim could name any folder.
         with contextlib.suppress(OSError):
-            if (found := _CLAIM.fullmatch(name)) and os.lstat(path).st_uid == os.geteuid():
+            if (match := _CLAIM.fullmatch(name)) and os.lstat(path).st_uid == os.geteuid():
                 with abandoned(path):
-                    _settle(index, path, found[1])
+                    _settle(index, path, match[1])
 
 
 def _settle(index: str, path: str, store: str) -> None:
@@ -416,7 +416,7 @@ def _folders(index: str, path: str) -> list[str]:
     """Returns the folder of the index, and those the claim names unless it is a copy, made for another index."""
     mine = os.path.dirname(index)
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        found = parse_json(content_of(path, _MAX_CLAIM))
-        if found["index"] == index:
-            return list(dict.fromkeys([mine, *map(str, found["folders"])]))
+        claim = parse_json(content_of(path, _MAX_CLAIM))
+        if claim["index"] == index:
+            return list(dict.fromkeys([mine, *map(str, claim["folders"])]))
     return [mine]

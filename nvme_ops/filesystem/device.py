@@ -85,9 +85,9 @@ def devices(host: Host, number: int) -> list[Device]:
 
 def devices_under(host: Host, path: str, mount: Mount | None) -> list[Device]:
     """Returns the physical devices under the file system of ``path``, which is mounted as ``mount``; perhaps none."""
-    found = devices(host, os.stat(path).st_dev)
-    if found or mount is None:
-        return found
+    physical = devices(host, os.stat(path).st_dev)
+    if physical or mount is None:
+        return physical
     upper = next((option[9:] for option in mount.options if option.startswith("upperdir=")), "")
     if os.path.exists(upper):  # an overlay writes there. Inside a container the path does not exist
         return devices(host, os.stat(upper).st_dev)
@@ -207,15 +207,15 @@ def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | 
         raise no_folder(folder)
     status = os.stat(place)
     if stat.S_ISBLK(status.st_mode):
-        found, kind, number = devices(host, status.st_rdev), BARE, ""
+        physical, kind, number = devices(host, status.st_rdev), BARE, ""
     else:
         try:
             mount = mount_of(host, place)
         except OSError:  # no /proc
             mount = None
-        found, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
+        physical, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
         number = _file_system_id(place, mount)
-    disks = tuple(sorted(_described(host, device) for device in found))
+    disks = tuple(sorted(_described(host, device) for device in physical))
     processors, gpu = len(os.sched_getaffinity(0)), _gpu() if way != "cpu" else ""
     return Identity(disks, kind, number, os.uname().release, processors, way, backend, gpu)
 

@@ -133,9 +133,9 @@ def replacing(
             if temporary and is_ours():
                 with suppress(OSError):
                     os.unlink(temporary)
-            for each in (fd, folder_fd):
+            for descriptor in (fd, folder_fd):
                 with suppress(OSError):  # any write error was reported by fdatasync
-                    os.close(each)
+                    os.close(descriptor)
     except OSError as error:
         if error.filename is None and error.errno is not None:
             error.strerror = f"write: {error.strerror}"
@@ -196,7 +196,7 @@ class Publication(Lock):
 
         ``names_in`` returns the files that a manifest names, given its path and a descriptor.
         """
-        found: set[str] = set()
+        names: set[str] = set()
         prefix = f"{os.path.basename(self.manifest)}{_REPLACED}"
         for name in os.listdir(self.folder):
             if name.startswith(prefix):
@@ -205,8 +205,8 @@ class Publication(Lock):
                     if try_lock(fd):  # nobody reads it, or the file system has no locks
                         os.unlink(path)
                     else:
-                        found.update(names_in(path, fd))
-        return found
+                        names.update(names_in(path, fd))
+        return names
 
     def sweep(self, names: Iterable[str], kept: Collection[str]) -> None:
         """Removes those of the files ``names`` in the manifest's folder that are not in ``kept``; ignores errors."""

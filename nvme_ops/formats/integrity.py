@@ -103,6 +103,6 @@ def recorded(header: Header, path: str) -> dict[str, int] | None:
 def check(path: str, expected: Mapping[str, int], tensors: Mapping[str, torch.Tensor]) -> None:
     """Raises ChecksumError if any tensor's bytes do not match its checksum."""
     names = list(tensors)
-    found = zip(names, checksums_anywhere(list(tensors.values())), strict=True)
-    if wrong := [name for name, value in found if value != expected[name]]:
+    checksums = zip(names, checksums_anywhere(list(tensors.values())), strict=True)
+    if wrong := [name for name, value in checksums if value != expected[name]]:
         raise ChecksumError(path, wrong)

@@ -61,7 +61,7 @@ def in_protocol_2(content: bytes, path: str) -> bytes:
                 return content
         elif name == "STACK_GLOBAL":
             pair = [text for _, text in made[-2:]]
-            if len(pair) < 2 or None in pair or any("\n" in str(each) for each in pair):
+            if len(pair) < 2 or None in pair or any("\n" in str(value) for value in pair):
                 return content  # not as Python writes it
             made[-2:] = [(pickle.GLOBAL + "{}\n{}\n".format(*pair).encode(), None)]
         else:

@@ -119,18 +119,18 @@ class Scaled(WeightFormat):
 
     def select(self, index: int) -> Scaled:
         """Returns the part of the scale for an index of packed matrices."""
-        return self._mapped(lambda each: each[index if each.shape[0] > 1 else 0])
+        return self._mapped(lambda tensor: tensor[index if tensor.shape[0] > 1 else 0])
 
     def unsqueeze(self, dim: int) -> Scaled:
         """Returns the format of the same values with one more dimension."""
-        return self._mapped(lambda each: each.unsqueeze(dim))
+        return self._mapped(lambda tensor: tensor.unsqueeze(dim))
 
     @staticmethod
     def concatenated(formats: Sequence[Scaled], shapes: Sequence[Sequence[int]], dim: int) -> Scaled:
         """Returns the format of weights of these shapes when they are concatenated."""
-        steps = [shape[dim] // each.scale.shape[dim] for each, shape in zip(formats, shapes, strict=True)]
+        steps = [shape[dim] // scaled.scale.shape[dim] for scaled, shape in zip(formats, shapes, strict=True)]
         least = math.gcd(*steps)
-        counts = [math.lcm(*sizes) for sizes in zip(*(each.scale.shape for each in formats), strict=True)]
+        counts = [math.lcm(*sizes) for sizes in zip(*(scaled.scale.shape for scaled in formats), strict=True)]
 
         def repeated(scale: torch.Tensor, step: int) -> torch.Tensor:
             for place, count in enumerate(counts):
@@ -138,11 +138,11 @@ class Scaled(WeightFormat):
                 scale = scale if times == 1 else scale.repeat_interleave(times, place)
             return scale
 
-        scales = [repeated(each.scale, step) for each, step in zip(formats, steps, strict=True)]
+        scales = [repeated(scaled.scale, step) for scaled, step in zip(formats, steps, strict=True)]
         zero = None
-        if any(each.zero is not None for each in formats):
-            zeros = [torch.zeros_like(each.scale) if each.zero is None else each.zero for each in formats]
-            zero = torch.cat([repeated(each, step) for each, step in zip(zeros, steps, strict=True)], dim)
+        if any(scaled.zero is not None for scaled in formats):
+            zeros = [torch.zeros_like(scaled.scale) if scaled.zero is None else scaled.zero for scaled in formats]
+            zero = torch.cat([repeated(tensor, step) for tensor, step in zip(zeros, steps, strict=True)], dim)
         return Scaled(torch.cat(scales, dim), zero)
 
     def expand(self, stored: torch.Tensor, out: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ def read_scale(name: str, stored: torch.Tensor, shape: Sequence[int], blocks: Se
     for dim, size in enumerate(shape):
         if (count := scale.shape[dim]) > 1:
             likely = [named.get(dim, 0), *(1 << power for power in range(16)), size // count]
-            block = next((each for each in likely if each and -(-size // each) == count), 0)
+            block = next((length for length in likely if length and -(-size // length) == count), 0)
             if block == 0:
                 raise wrong
             step = math.gcd(size, block)

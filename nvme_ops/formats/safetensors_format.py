@@ -168,12 +168,12 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
         except (ValueError, RecursionError):  # includes FormatError
             return None
         place = end + 1
-    found = _PLAIN.findall(decoded, place)
-    if not found or decoded[0] != "{" or decoded[place - 1] not in "{,":
+    matches = _PLAIN.findall(decoded, place)
+    if not matches or decoded[0] != "{" or decoded[place - 1] not in "{,":
         return None
-    columns = list(zip(*found, strict=True))
+    columns = list(zip(*matches, strict=True))
     written = sum(map(len, itertools.chain.from_iterable(columns)))
-    if written + len(found) * _BETWEEN != len(decoded) - place:
+    if written + len(matches) * _BETWEEN != len(decoded) - place:
         return None  # there is something else between the entries
     names, dtypes, dimensions, first, last, after = columns
     known = {key: _kind(*key) for key in set(zip(dtypes, dimensions, strict=True))}
@@ -183,7 +183,7 @@ def _read_plainly(text: bytes, start: int, path: str) -> _Described | None:
         if kind is None or end - begin != kind[1]:
             return None
         entries[name] = TensorEntry(dtype, kind[0], start + begin, start + end)
-    if "".join(after) != "," * (len(found) - 1) + "}" or len(entries) < len(found) or "__metadata__" in entries:
+    if "".join(after) != "," * (len(matches) - 1) + "}" or len(entries) < len(matches) or "__metadata__" in entries:
         return None
     return metadata, entries
 
@@ -209,11 +209,11 @@ def _read_strictly(text: bytes, start: int, path: str) -> _Described:
 
 def unique_names(path: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """Returns the JSON object of these names and values. Raises FormatError if a name comes twice."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    document = dict(pairs)
+    if len(document) < len(pairs):
         (name, _), *_ = Counter(name for name, _ in pairs).most_common(1)
         refuse(path, f"the name {name!r} appears twice")
-    return found
+    return document
 
 
 class _Object(dict[str, Any]):
@@ -252,7 +252,7 @@ def _parse(text: bytes, path: str) -> _Object:
         raise
     except (ValueError, RecursionError) as error:
         refuse(path, f"header is not JSON: {error}")
-    if "\\u" in decoded and any(found[1] for found in _LONE_SURROGATE.finditer(decoded)):
+    if "\\u" in decoded and any(match[1] for match in _LONE_SURROGATE.finditer(decoded)):
         refuse(path, "header is not JSON: half a surrogate pair")
     if not isinstance(document, _Object):
         refuse(path, "header is not a JSON object")
@@ -300,4 +300,4 @@ def _entry(name: str, info: Any, start: int, path: str) -> TensorEntry:
 
 
 def _are_sizes(value: Any) -> bool:
-    return isinstance(value, list) and all(type(each) is int and 0 <= each < 2**64 for each in value)
+    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**64 for size in value)

@@ -36,10 +36,10 @@ class ShardedIndex:
 
     def shards(self, names: Iterable[str]) -> dict[str, list[str]]:
         """Returns the paths of the shards that have these tensors, each with the names of its tensors."""
-        found: dict[str, list[str]] = {}
+        shards: dict[str, list[str]] = {}
         for name in names:
-            found.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
-        return found
+            shards.setdefault(os.path.join(os.path.dirname(self.path), self.places[name]), []).append(name)
+        return shards
 
     def part(self, path: str) -> integrity.ShardEntry:
         """Returns what the index says about a shard."""
@@ -118,7 +118,7 @@ def names_for(folder: str, index: str, stem: str, count: int) -> list[str]:
     except FormatError:
         old = os.listdir(folder)
     pattern = _pattern(stem)
-    generations = [int(found["generation"] or 1) for found in map(pattern.fullmatch, set(old)) if found]
+    generations = [int(match["generation"] or 1) for match in map(pattern.fullmatch, set(old)) if match]
     mark = f"-g{max(generations) + 1}" if generations else ""
     return [f"{stem}{mark}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
 

@@ -26,12 +26,12 @@ def read(fd: int, path: str) -> tuple[Any, list[Storage], dict[str, int]]:
     """
     size = os.fstat(fd).st_size
     (_, _, machine, content, keys), place = _pickles(fd, size, path)
-    root, found = torch_pickle.read(content, path)
+    root, mentioned = torch_pickle.read(content, path)
     told, _ = torch_pickle.read(machine, path)
     if not isinstance(told, dict) or told.get("little_endian") is not True:
         refuse(path, "was written on a machine of the other byte order")
     named, _ = torch_pickle.read(keys, path)
-    storages = {storage.key: storage for storage in found}
+    storages = {storage.key: storage for storage in mentioned}
     if not isinstance(named, list) or sorted(map(str, named)) != sorted(storages):
         refuse(path, "lists other storages than its object has")
     starts = {}
@@ -43,22 +43,22 @@ def read(fd: int, path: str) -> tuple[Any, list[Storage], dict[str, int]]:
             refuse(path, f"storage {key!r} of {storage.size} bytes is not at byte {place} of {size}")
         starts[storage.record] = place
         place += storage.size
-    return root, found, starts
+    return root, mentioned, starts
 
 
 def _pickles(fd: int, size: int, path: str) -> tuple[list[bytes], int]:
     """Returns the five pickles, and where they end."""
     length = _FIRST
     while True:
-        content, place, found = os.pread(fd, length, 0), 0, list[bytes]()
-        while len(found) < 5:
+        content, place, pickles = os.pread(fd, length, 0), 0, list[bytes]()
+        while len(pickles) < 5:
             problem, end = walk(content, CODES, place)
             if problem:
                 break
-            found.append(content[place:end])
+            pickles.append(content[place:end])
             place = end
         else:
-            return found, place
+            return pickles, place
         if len(content) >= size or length >= _MOST or end < len(content):
-            refuse(path, f"pickle {len(found) + 1} of 5: {problem}")
+            refuse(path, f"pickle {len(pickles) + 1} of 5: {problem}")
         length *= 2

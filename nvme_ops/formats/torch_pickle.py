@@ -210,10 +210,10 @@ def tensors(root: Any, path: str) -> Iterator[tuple[str, DenseTensor | OtherTens
     seen = set()
     while waiting:
         name, node, depth = waiting.pop()
-        if (found := tensor(node, name, path)) is not None:
+        if (described := tensor(node, name, path)) is not None:
             if depth > _DEEPEST:
                 refuse(path, f"data.pkl: a tensor is nested in more than {_DEEPEST} levels")
-            yield name, found
+            yield name, described
             continue
         if not isinstance(node, dict | list | tuple | Call) or id(node) in seen:
             continue
@@ -285,24 +285,24 @@ def _described(arguments: tuple[Any, ...], dtype_place: int | None, metadata_pla
     metadata = arguments[metadata_place] if metadata_place and len(arguments) > metadata_place else None
     requires_grad = len(arguments) > 4 and bool(arguments[4])
     marks = dict(metadata) if isinstance(metadata, Mapping) else {}
-    found = DenseTensor(storage, dtype, offset, shape, stride, requires_grad, parameter=False, metadata=marks)
-    if found.extent[1] > storage.size:
+    dense = DenseTensor(storage, dtype, offset, shape, stride, requires_grad, parameter=False, metadata=marks)
+    if dense.extent[1] > storage.size:
         raise ValueError(
             f"size {shape} and stride {stride} from {offset} on reach beyond the {storage.size} bytes of its storage"
         )
-    return found
+    return dense
 
 
 def _storages(call: Call) -> list[Storage]:
     """Returns all storages that appear anywhere in the tree."""
-    found: dict[str, Storage] = {}
+    by_key: dict[str, Storage] = {}
     waiting: list[Any] = [call]
     seen = set()
     while waiting:
         node = waiting.pop()
         if isinstance(node, Storage):
-            found[node.key] = node
+            by_key[node.key] = node
         elif isinstance(node, dict | list | tuple | Call) and id(node) not in seen:
             seen.add(id(node))
             waiting.extend(child for _, child in _children(node))
-    return list(found.values())
+    return list(by_key.values())

@@ -170,8 +170,8 @@ class Archive:
                 number += 1
                 record = self.records[name]
                 mark, *_, name_length, extra_length = _LOCAL.unpack_from(content, place)
-                found = bytes(content[place + _LOCAL.size : place + _LOCAL.size + len(record.name)])
-                if mark != _LOCAL_MARK or name_length != len(record.name) or found != record.name:
+                local_name = bytes(content[place + _LOCAL.size : place + _LOCAL.size + len(record.name)])
+                if mark != _LOCAL_MARK or name_length != len(record.name) or local_name != record.name:
                     refuse(self.path, f"record {name!r}: its header is not at byte {record.header}")
                 start = record.header + _LOCAL.size + name_length + extra_length
                 if start + record.stored > record.limit:
@@ -187,10 +187,10 @@ class Archive:
         self.handle.submit_pread(memory, self.fd, record.header).result()
         self.learn([name], [(record.header, memory)])
         start = self.starts[name] - record.header
-        found = bytes(bytes_of(memory)[start : start + record.size])
-        if self.verified and zlib.crc32(found) != record.crc:
+        content = bytes(bytes_of(memory)[start : start + record.size])
+        if self.verified and zlib.crc32(content) != record.crc:
             raise ChecksumError(self.path, [name])
-        return found
+        return content
 
     def pickled(self) -> bytes:
         """Returns the pickle, in protocol 2. Raises as ``content``, and UnsafeError where that cannot express it."""

@@ -55,7 +55,7 @@ def install() -> None:
     numbers = Version(version).release[:2]
     builders = importlib.import_module(_MODULE)
     if not _KNOWN[0] <= numbers < _KNOWN[1] or not hasattr(builders, _BUILDERS[0]):
-        known = " to before ".join(".".join(map(str, each)) for each in _KNOWN)
+        known = " to before ".join(".".join(map(str, bound)) for bound in _KNOWN)
         raise RuntimeError(f"DeepSpeed {version} is not supported, only versions from {known}")
     for name in _BUILDERS:
         theirs, ours = getattr(builders, name, None), getattr(op_builder, name)
@@ -117,8 +117,8 @@ def main(argv: Sequence[str]) -> NoReturn:
         SystemExit: there is no such program, or it cannot run.
     """
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-    found = argv[0] if os.path.isfile(argv[0]) else shutil.which(argv[0], path=path)
-    if found is None:
+    target = argv[0] if os.path.isfile(argv[0]) else shutil.which(argv[0], path=path)
+    if target is None:
         raise SystemExit(f"{argv[0]}: no such program")
     site = str(Path(__file__).parent / "at_start")
     environment = {
@@ -127,12 +127,12 @@ def main(argv: Sequence[str]) -> NoReturn:
         "PYTHONPATH": os.pathsep.join([site, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "NVME_OPS_DEEPSPEED": "1",
     }
-    command = [*([sys.executable] if _is_python(found) else []), os.path.join(".", found), *argv[1:]]
+    command = [*([sys.executable] if _is_python(target) else []), os.path.join(".", target), *argv[1:]]
     sys.stdout.flush()
     try:
         os.execve(command[0], command, environment)
     except OSError as error:
-        raise SystemExit(f"{found}: {error.strerror}: it is no program in Python, and no other that can run") from None
+        raise SystemExit(f"{target}: {error.strerror}: it is no program in Python, and no other that can run") from None
 
 
 def _is_python(program: str) -> bool:

@@ -78,8 +78,8 @@ class safe_open(Closing):  # noqa: N801  (safetensors' name)
 
     def metadata(self) -> dict[str, str] | None:
         """Returns the strings in the header except those of nvme_ops for ``verify``; None if there are none."""
-        found = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
-        return found or None
+        metadata = {key: text for key, text in self._header.metadata.items() if key not in integrity.OURS}
+        return metadata or None
 
     def get_tensor(self, name: str) -> Any:
         """Reads a tensor or array. Raises KeyError for an unknown name, OSError or EOFError if reading fails."""
@@ -141,22 +141,22 @@ class TensorSlice:
 
     def __getitem__(self, index: Any) -> Any:
         """Reads a new, contiguous tensor or array. Raises IndexError; TypeError for a dtype that NumPy lacks."""
-        found = self._read(index)
-        return found.numpy() if self._file._numpy else found
+        tensor = self._read(index)
+        return tensor.numpy() if self._file._numpy else tensor
 
     def _read(self, index: Any) -> torch.Tensor:
         first, *rest = index if isinstance(index, tuple) and index else (index,)
         rows = self._shape[0] if self._shape else 0
         if isinstance(first, slice) and first.step in (None, 1) and self._shape:
             start, stop, _ = first.indices(rows)
-            found = self._rows(start, max(start, stop))
-            return found[(slice(None), *rest)].contiguous() if rest else found
+            tensor = self._rows(start, max(start, stop))
+            return tensor[(slice(None), *rest)].contiguous() if rest else tensor
         if isinstance(first, int) and not isinstance(first, bool) and self._shape:
             if not -rows <= first < rows:
                 raise IndexError(f"index {first} is out of bounds for dimension 0 with size {rows}")
             return self._rows(first % rows, first % rows + 1)[(0, *rest)].contiguous()
-        found = self._file._read(self._entry.start, self._entry.end, self._dtype, self._shape)
-        return found if index is Ellipsis or index == () else found[index].contiguous()
+        tensor = self._file._read(self._entry.start, self._entry.end, self._dtype, self._shape)
+        return tensor if index is Ellipsis or index == () else tensor[index].contiguous()
 
     def _rows(self, start: int, stop: int) -> torch.Tensor:
         size = (self._entry.end - self._entry.start) // max(1, self._shape[0])

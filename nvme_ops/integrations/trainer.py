@@ -81,7 +81,7 @@ def use_nvme(
         raise TypeError(f"trainer must be transformers' Trainer or a subclass of it: {kind} has no {missing[0]}")
     if trainer.is_deepspeed_enabled:
         raise ValueError("DeepSpeed offloads itself: to NVMe with nvme_ops.integrations.deepspeed.install()")
-    if trainer.is_fsdp_enabled or any(hasattr(each, "device_mesh") for each in trainer.model.parameters()):
+    if trainer.is_fsdp_enabled or any(hasattr(parameter, "device_mesh") for parameter in trainer.model.parameters()):
         raise ValueError(
             "use_nvme is not for models divided over ranks by FSDP or tensor parallelism: use plain torchrun (DDP), or "
             "fully_shard and NvmeOptimizer in a loop of your own"
@@ -93,8 +93,8 @@ def use_nvme(
             _require_movable(trainer, trainer.optimizer)
     if activations_budget is not None:
         activations_budget = bytes_of("activations_budget", activations_budget, least=0)
-        if found := _offloading(trainer.args):
-            raise ValueError(f"{found} moves activations to the CPU: leave it out, or give activations_budget=None")
+        if option := _offloading(trainer.args):
+            raise ValueError(f"{option} moves activations to the CPU: leave it out, or give activations_budget=None")
     Session(folder, name="trainer").close()  # raises what is wrong with the folder now, not in the first step
     if (before := getattr(trainer, "nvme_training", None)) is not None:
         before.close()
@@ -189,9 +189,9 @@ class NvmeTraining(Closing):
         """Logs what was moved, too, but does not leave it in ``logs``: metrics of an evaluation may be added up."""
         used = {"optimizer": _nvme_optimizer(self._trainer), "activations": self._saving}
         moved = {
-            f"nvme_{name}_bytes_{way}": getattr(each.stats(), f"bytes_{way}")
-            for name, each in used.items()
-            if each is not None
+            f"nvme_{name}_bytes_{way}": getattr(part.stats(), f"bytes_{way}")
+            for name, part in used.items()
+            if part is not None
             for way in ("read", "written")
         }
         logged = {**logs, **moved}
@@ -199,29 +199,29 @@ class NvmeTraining(Closing):
         logs.update({name: value for name, value in logged.items() if name not in moved})
 
     def _on_save_optimizer_and_scheduler(self, own: Any, output_dir: str) -> None:
-        found = _nvme_optimizer(self._trainer)
+        nvme_optimizer = _nvme_optimizer(self._trainer)
 
         def write(folder: str) -> None:
             if self._trainer.args.should_save:
                 optimizer, scheduler = (os.path.join(folder, name) for name in _FILES)
-                save(found.state_dict(), optimizer)  # type: ignore[union-attr]
+                save(nvme_optimizer.state_dict(), optimizer)  # type: ignore[union-attr]
                 torch.save(self._trainer.lr_scheduler.state_dict(), scheduler)
 
-        if found is None or not self._checkpoints:
+        if nvme_optimizer is None or not self._checkpoints:
             own(output_dir)
         else:
             _instead_of_base(self._trainer, own, write, output_dir)
 
     def _on_load_optimizer_and_scheduler(self, own: Any, checkpoint: str | None) -> None:
         """Loads the states chunk by chunk; the trainer would load all at once, each rank to its device."""
-        found = _nvme_optimizer(self._trainer)
+        nvme_optimizer = _nvme_optimizer(self._trainer)
         files = [os.path.join(checkpoint, name) for name in _FILES] if checkpoint else []
 
         def read(_: str | None) -> None:
-            found.load_state_dict(load(files[0], mmap=True))  # type: ignore[union-attr]
+            nvme_optimizer.load_state_dict(load(files[0], mmap=True))  # type: ignore[union-attr]
             self._trainer.lr_scheduler.load_state_dict(torch.load(files[1], weights_only=True))
 
-        if found is None or not files or not all(map(os.path.isfile, files)):
+        if nvme_optimizer is None or not files or not all(map(os.path.isfile, files)):
             own(checkpoint)
         else:
             _instead_of_base(self._trainer, own, read, checkpoint)
@@ -262,7 +262,7 @@ def _instead_of_base(trainer: Any, own: Any, ours: Callable[[Any], None], argume
     """Calls ``ours`` instead of Trainer's method; if a subclass overrides that, when its method calls it."""
     theirs = getattr(own, "__func__", None)
     name = getattr(theirs, "__name__", "")
-    base = next((each for each in reversed(type(trainer).__mro__) if name in vars(each)), None)
+    base = next((kind for kind in reversed(type(trainer).__mro__) if name in vars(kind)), None)
     if base is None or vars(base)[name] is theirs:
         ours(argument)
         return
@@ -290,8 +290,8 @@ def _unwrapped(optimizer: Any) -> Any:
 
 def _nvme_optimizer(trainer: Any) -> NvmeOptimizer | None:
     """Returns the trainer's optimizer if it is an ``NvmeOptimizer``, made by ``use_nvme`` or by the user."""
-    found = _unwrapped(trainer.optimizer)
-    return found if isinstance(found, NvmeOptimizer) else None
+    optimizer = _unwrapped(trainer.optimizer)
+    return optimizer if isinstance(optimizer, NvmeOptimizer) else None
 
 
 def _require_movable(trainer: Any, optimizer: Any) -> None:

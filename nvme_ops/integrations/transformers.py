@@ -81,8 +81,8 @@ def installed() -> Iterator[None]:
     try:
         yield
     finally:
-        for each in leave:
-            each()
+        for undo in leave:
+            undo()
 
 
 def nvme_optimizer(

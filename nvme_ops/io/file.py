@@ -108,8 +108,8 @@ class File(_RawFile):
         if not isinstance(mode, str):
             raise TypeError(f"mode must be a str, not {type(mode).__name__}")
         plain = mode.replace("b", "", 1)
-        if isinstance(path, str) and (found := URL.match(path)):
-            raise ValueError(f"{path}: {found[0]} is no local file: copy it to one, or mount it")
+        if isinstance(path, str) and (match := URL.match(path)):
+            raise ValueError(f"{path}: {match[0]} is no local file: copy it to one, or mount it")
         if plain not in _FLAGS:
             raise ValueError(f"mode must be one of {', '.join(map(repr, _FLAGS))}, not {mode!r}")
         self._name = path
@@ -328,9 +328,9 @@ class File(_RawFile):
         """
         self._pending.difference_update([operation for operation in list(self._pending) if operation.done()])
         arguments = (op,), (tensor,), (self._open_file,), (offset,), (False,)
-        known, found = itertools.tee(map(self._engine.submit, *arguments))
+        known, begun = itertools.tee(map(self._engine.submit, *arguments))
         self._pending.update(known)
-        return IoFuture(next(found))
+        return IoFuture(next(begun))
 
     def _settle(self) -> None:
         for operation in list(self._pending):

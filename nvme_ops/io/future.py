@@ -152,8 +152,8 @@ class IoFuture(_Future):
 
     def _has_ended(self) -> bool:
         """Returns whether the transfer has ended; of several that are joined, without doing what is done at the end."""
-        found: bool = getattr(self._operation, "has_ended", self._operation.done)()
-        return found
+        ended: bool = getattr(self._operation, "has_ended", self._operation.done)()
+        return ended
 
     @never_raising
     def __repr__(self) -> str:

@@ -86,10 +86,10 @@ class Stream(lifetime.Tracked):
     @_in_turn
     def read(self, count: int) -> bytes:
         """Returns ``count`` bytes from the position on, or fewer at the end of the file."""
-        found = self._reader().read(count, self._position)
-        if found is not None:
-            self._position += len(found)
-            return found
+        data = self._reader().read(count, self._position)
+        if data is not None:
+            self._position += len(data)
+            return data
         count = max(0, min(count, self._size() - self._position))
         content = bytearray(count)
         with memoryview(content) as view:

@@ -57,8 +57,8 @@ class Step(NamedTuple):
 
     def __call__(self, values: torch.Tensor) -> torch.Tensor:
         """Returns the result of this step in memory."""
-        found: Any = self.function(values, *self.args, **self.kwargs)
-        made: torch.Tensor = found if self.part is None else found[self.part]
+        result: Any = self.function(values, *self.args, **self.kwargs)
+        made: torch.Tensor = result if self.part is None else result[self.part]
         return made
 
 
@@ -204,8 +204,8 @@ class OffloadedTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """A tensor over the same values without autograd's history; assigning replaces the values."""
-        found: torch.Tensor = _data.__get__(self)
-        return found
+        values: torch.Tensor = _data.__get__(self)
+        return values
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -259,9 +259,9 @@ class OffloadedTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if (lazily := cls.lazy.get(func)) is not None:
-            found = lazily(*args, **kwargs)
-            if found is not NotImplemented:
-                return found
+            result = lazily(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
         if operators.is_view(func) and args and isinstance(args[0], OffloadedTensor):
             return args[0]._viewed(func, args[1:], kwargs)
         if (count := operators.members(func, args)) > 1:
@@ -269,7 +269,7 @@ class OffloadedTensor(torch.Tensor):
             try:
                 return operators.one_by_one(func, count, args, kwargs)
             finally:
-                _count_changes(each for each in listed if not isinstance(each, OffloadedTensor))
+                _count_changes(tensor for tensor in listed if not isinstance(tensor, OffloadedTensor))
         return _run_in_memory(func, args, kwargs)
 
     def _viewed(self: Made, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Made | list[Made]:
@@ -280,7 +280,7 @@ class OffloadedTensor(torch.Tensor):
             func, args, kwargs = _as_strided, _relative(self._outline, *args, **kwargs), {}
         if isinstance(outlines, torch.Tensor):
             return self._derived(outlines, Step(func, args, kwargs))
-        return [self._derived(each, Step(func, args, kwargs, part)) for part, each in enumerate(outlines)]
+        return [self._derived(outline, Step(func, args, kwargs, part)) for part, outline in enumerate(outlines)]
 
 
 _data: Any = torch._C.TensorBase.data
@@ -298,20 +298,20 @@ def _outlines(outline: torch.Tensor, func: Any, args: tuple[Any, ...], kwargs: d
     known: dict[Any, Any] = vars(outline).setdefault("_nvme_ops_views", {})
     key = (func, *args) if not kwargs else None
     try:
-        found = known.get(key)
+        view = known.get(key)
     except TypeError:  # a list among the arguments
-        key = found = None
-    if found is None:
-        found = func(outline, *args, **kwargs)
+        key = view = None
+    if view is None:
+        view = func(outline, *args, **kwargs)
         if key is not None and len(known) < _MAX_VIEWS:
-            known[key] = found
-    return found
+            known[key] = view
+    return view
 
 
 def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     """Runs an operation on the values in memory; tensors that it writes to change on storage."""
     named = list(kwargs.values())
-    lent = {id(each): each for each in operators.leaves((args, named)) if isinstance(each, OffloadedTensor)}
+    lent = {id(leaf): leaf for leaf in operators.leaves((args, named)) if isinstance(leaf, OffloadedTensor)}
     written, listed = _written(func, args, kwargs)
     use_scratch = bool(written) and operators.has_out(func) and not _outputs_fit(func, args, kwargs, written)
     values: dict[int, torch.Tensor] = {}
@@ -319,11 +319,11 @@ def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
     try:
         with contextlib.ExitStack() as uses:
             if len(lent) > 1:
-                for kind in {type(each) for each in lent.values()}:
-                    kind._lend_together({key: each for key, each in lent.items() if type(each) is kind}, values)
-            for key, each in lent.items():
+                for kind in {type(tensor) for tensor in lent.values()}:
+                    kind._lend_together({key: tensor for key, tensor in lent.items() if type(tensor) is kind}, values)
+            for key, tensor in lent.items():
                 if key not in values:
-                    values[key] = each._lend(uses, key in written)
+                    values[key] = tensor._lend(uses, key in written)
                 if use_scratch and key in written:
                     targets[key], values[key] = values[key], torch.empty_like(values[key])
             uses.callback(targets.clear)
@@ -336,13 +336,13 @@ def _run_in_memory(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
             result = func(*operators.mapped(in_memory, args), **options)
             if func.namespace in ("c10d", "_c10d_functional"):
                 _wait(result)
-            for key, each in written.items():
-                _require_shape(func, values[key], each)
+            for key, tensor in written.items():
+                _require_shape(func, values[key], tensor)
                 if key in targets:
                     targets[key].copy_(values[key])
             _count_changes(listed)
-            back = {id(values[key]): each for key, each in written.items()}
-            return _returned(result, back, {each.untyped_storage()._cdata for each in values.values()})
+            back = {id(values[key]): tensor for key, tensor in written.items()}
+            return _returned(result, back, {memory.untyped_storage()._cdata for memory in values.values()})
     except BaseException as error:
         if not isinstance(error, Exception):  # Ctrl-C: the operation may have changed them
             _count_changes(written.values())
@@ -371,8 +371,8 @@ def _outputs_fit(func: Any, args: Any, kwargs: Mapping[str, Any], written: dict[
         func(*operators.mapped(outline, args), **options)
     except Exception:  # an operation may refuse outlines alone; if not, torch raises this for the values too
         return False
-    for key, each in written.items():
-        _require_shape(func, outlines[key], each)
+    for key, tensor in written.items():
+        _require_shape(func, outlines[key], tensor)
     return True
 
 
@@ -386,19 +386,19 @@ def _require_shape(func: Any, result: torch.Tensor, tensor: OffloadedTensor) -> 
 
 def _count_changes(listed: Iterable[torch.Tensor]) -> None:
     """Increments the versions of tensors in lists, which torch does in calls for each that are not made here."""
-    for each in listed:
-        if not each.is_inference():
-            torch.autograd.graph.increment_version(each)
+    for tensor in listed:
+        if not tensor.is_inference():
+            torch.autograd.graph.increment_version(tensor)
 
 
 def _wait(result: Any) -> None:
     """Waits for collectives, which use memory that is only lent for the operation."""
-    for each in operators.leaves((result,)):
-        if isinstance(each, torch.Tensor):
-            if type(each) is torch.Tensor:
-                torch.ops._c10d_functional.wait_tensor(each)
-        elif hasattr(each, "wait"):
-            each.wait()
+    for leaf in operators.leaves((result,)):
+        if isinstance(leaf, torch.Tensor):
+            if type(leaf) is torch.Tensor:
+                torch.ops._c10d_functional.wait_tensor(leaf)
+        elif hasattr(leaf, "wait"):
+            leaf.wait()
 
 
 def _returned(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -> Any:
@@ -410,34 +410,34 @@ def _returned(result: Any, back: dict[int, OffloadedTensor], memory: set[int]) -
             return result.clone() if result.untyped_storage()._cdata in memory else result
         return result
     if isinstance(result, list | tuple):
-        found = [_returned(each, back, memory) for each in result]
-        return found if type(result) is list else type(result)(found) if type(result) is tuple else result
+        items = [_returned(item, back, memory) for item in result]
+        return items if type(result) is list else type(result)(items) if type(result) is tuple else result
     return result
 
 
 def _written(func: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[dict[int, OffloadedTensor], list[torch.Tensor]]:
     """Returns the tensors on storage that an operation writes to, and those for ``_count_changes``."""
-    found: dict[int, OffloadedTensor] = {}
+    written: dict[int, OffloadedTensor] = {}
     listed: list[torch.Tensor] = []
     uncounted = not func._schema.name.startswith(("aten::_fused_", "aten::_amp_"))
     for number, name, is_list in operators.writes(func):
         if not operators.writes_now(func, args, kwargs):
             continue
         value = args[number] if number < len(args) else kwargs.get(name)
-        for each in operators.leaves((value,)):
-            if isinstance(each, OffloadedTensor):
+        for leaf in operators.leaves((value,)):
+            if isinstance(leaf, OffloadedTensor):
                 if torch.Tag.inplace_view in func.tags or func in operators.SHAPE_CHANGES:
                     raise RuntimeError(
                         f"{func}: a tensor whose values are on storage keeps shape and memory: assign the result to "
                         "its .data, or do it in memory before"
                     )
-                each._require_writable(func)
-                if any(step.function in operators.BITS.values() for step in each._steps):
+                leaf._require_writable(func)
+                if any(step.function in operators.BITS.values() for step in leaf._steps):
                     raise RuntimeError(f"{func}: cannot write to a conjugated or negated view: change its base")
-                found[id(each)] = each
-            if is_list and uncounted and isinstance(each, torch.Tensor):
-                listed.append(each)
-    return found, listed
+                written[id(leaf)] = leaf
+            if is_list and uncounted and isinstance(leaf, torch.Tensor):
+                listed.append(leaf)
+    return written, listed
 
 
 def _relative(outline: torch.Tensor, size: Any, stride: Any, offset: int | None = None) -> tuple[Any, ...]:
@@ -485,19 +485,19 @@ def _set(tensor: Any, source: torch.Tensor) -> Any:
 
 def cat_one_by_one(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
     """Concatenates tensors, reading one after the other: together they may not fit in memory."""
-    outlines = [each._outline if isinstance(each, OffloadedTensor) else each.to("meta") for each in tensors]
+    outlines = [tensor._outline if isinstance(tensor, OffloadedTensor) else tensor.to("meta") for tensor in tensors]
     outline = torch.cat(outlines, dim)
     made = torch.empty_like(outline, device=tensors[0].device)
     begin = 0
-    for each in tensors:
-        if each.shape != (0,):  # torch ignores such, whatever the dimensions of the others
-            made.narrow(dim, begin, each.shape[dim]).copy_(each)
-            begin += each.shape[dim]
+    for tensor in tensors:
+        if tensor.shape != (0,):  # torch ignores such, whatever the dimensions of the others
+            made.narrow(dim, begin, tensor.shape[dim]).copy_(tensor)
+            begin += tensor.shape[dim]
     return made
 
 
 OffloadedTensor.lazy.update({aten.set_.source_Tensor: _set, aten.cat.default: cat_one_by_one})
-OffloadedTensor.lazy.update({each.default: _made_like(each.default) for each in _MAKERS})
+OffloadedTensor.lazy.update({maker.default: _made_like(maker.default) for maker in _MAKERS})
 OffloadedTensor.lazy.update(dict.fromkeys((aten.detach.default, aten.alias.default, aten.lift_fresh.default), _same))
 
 

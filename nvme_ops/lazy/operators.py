@@ -27,7 +27,7 @@ def is_view(func: Any) -> bool:
     returns = func._schema.returns
     if func in _VIEWS:
         return True
-    return bool(returns) and all(each.alias_info is not None and not each.alias_info.is_write for each in returns)
+    return bool(returns) and all(result.alias_info is not None and not result.alias_info.is_write for result in returns)
 
 
 @functools.cache
@@ -66,29 +66,29 @@ def members(func: Any, args: Any) -> int:
 
 def one_by_one(func: Any, count: int, args: Any, kwargs: Any) -> Any:
     """Runs an operation on lists for one member of each at a time, since all of them may not fit in memory."""
-    given = {**dict(zip([each.name for each in func._schema.arguments], args, strict=False)), **kwargs}
+    given = {**dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)), **kwargs}
 
     def of(name: str, value: Any, number: int) -> Any:
         if isinstance(value, list | tuple) and len(value) == count:
             return [value[number]]
         return value[number : number + 1] if name == "scalars" and isinstance(value, torch.Tensor) else value
 
-    found: list[Any] = []
+    results: list[Any] = []
     for number in range(count):
         result = func(**{name: of(name, value, number) for name, value in given.items()})
-        found += result or []
-    return found if func._schema.returns else None
+        results += result or []
+    return results if func._schema.returns else None
 
 
 def leaves(value: Any) -> Iterator[Any]:
     """Yields the values in nested lists and tuples, the only containers that operators take."""
-    for each in value:
-        if isinstance(each, list | tuple):
-            yield from leaves(each)
+    for item in value:
+        if isinstance(item, list | tuple):
+            yield from leaves(item)
         else:
-            yield each
+            yield item
 
 
 def mapped(function: Callable[[Any], Any], values: Any) -> list[Any]:
     """Calls a function with each of ``leaves``; returns the results in lists, nested in the same way."""
-    return [mapped(function, each) if isinstance(each, list | tuple) else function(each) for each in values]
+    return [mapped(function, value) if isinstance(value, list | tuple) else function(value) for value in values]

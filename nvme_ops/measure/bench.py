@@ -120,7 +120,7 @@ def _check(args: Namespace) -> None:
     args.engines = [name.replace("-", "_") for name in args.engines]
     if unknown := [name for name in args.engines if name not in (*ENGINES, "all")]:
         raise ValueError(f"--engine {unknown[0]}: there are {', '.join(ENGINES)}, and all")
-    wanted = [name for name, each in ENGINES.items() if args.gpu or not each.gpu_only]
+    wanted = [name for name, engine in ENGINES.items() if args.gpu or not engine.gpu_only]
     args.engines = wanted if "all" in args.engines else list(dict.fromkeys(args.engines))
     if args.use_gds:
         if not args.gpu:

@@ -65,9 +65,9 @@ class Case:
     def __init__(self, write: bool, reached: str, rows: Sequence[Row]) -> None:
         self.write, self.reached = write, reached
         self.samples = {row.name: row.samples for row in rows}
-        taken = {row.name: kept for row in rows if (kept := [each for each in row.samples if each is not None])}
-        self.medians = {name: statistics.median(each.rate for each in samples) for name, samples in taken.items()}
-        self.busy = {name: statistics.median((each.cpu_seconds or 0) / each.seconds for each in samples)
+        taken = {row.name: kept for row in rows if (kept := [sample for sample in row.samples if sample is not None])}
+        self.medians = {name: statistics.median(sample.rate for sample in samples) for name, samples in taken.items()}
+        self.busy = {name: statistics.median((sample.cpu_seconds or 0) / sample.seconds for sample in samples)
                      for name, samples in taken.items()}  # fmt: skip
         self.noise = self._least_difference()
         self.ceiling = two_lanes(LOCKED) if self.faster(two_lanes(LOCKED), LOCKED) else LOCKED
@@ -78,7 +78,7 @@ class Case:
 
     def _least_difference(self) -> float:
         """Returns the least difference between two medians that counts, by the noise of the rates in their rounds."""
-        around = [[each and math.log(each.rate / median) for each in self.samples[name]]
+        around = [[sample and math.log(sample.rate / median) for sample in self.samples[name]]
                   for name, median in self.medians.items()]  # fmt: skip
         known = [[value for value in taken if value is not None] for taken in zip(*around, strict=True)]
         levels = [statistics.median(values or [0.0]) for values in known]
@@ -89,7 +89,7 @@ class Case:
 
     def faster(self, name: str, other: str) -> bool:
         """Returns whether a row is faster beyond the noise, and in all rounds but one in five."""
-        ratios = paired_ratios(*(self.samples.get(each, []) for each in (name, other)))
+        ratios = paired_ratios(*(self.samples.get(row, []) for row in (name, other)))
         against = sum(ratio <= 1 for ratio in ratios)
         return bool(ratios) and statistics.median(ratios) > 1 + self.noise and against <= len(ratios) // 5
 
@@ -112,14 +112,14 @@ class Case:
     def _found(self) -> list[Finding]:
         """Returns the steps beyond the noise, the most costly first."""
         gap = 1 / self.medians[self.reached] - 1 / self.medians[self.ceiling]
-        found = []
+        findings = []
         for name, slow, fast, fix in self._steps():
             if self.faster(fast, slow):
                 share = (1 / self.medians[slow] - 1 / self.medians[fast]) / gap
                 evidence = ", ".join(f"{row} {rate_words(self.medians[row])}" for row in (slow, fast))
-                found.append(Finding(name, min(1.0, max(0.0, share)), evidence, fix))
+                findings.append(Finding(name, min(1.0, max(0.0, share)), evidence, fix))
         unclear = Finding("several small parts", 1.0, "no single step is beyond the noise", "take more --rounds")
-        return sorted(found, key=lambda finding: -finding.share) or [unclear]
+        return sorted(findings, key=lambda finding: -finding.share) or [unclear]
 
     def lines(self) -> list[str]:
         """Returns the verdict, then the findings with their figures and what to change."""
@@ -127,9 +127,9 @@ class Case:
         words = f"{rate_words(reached)} reached, {reached / ceiling:.0%} of the ceiling of {rate_words(ceiling)}"
         limit = f"most is lost to: {self.findings[0].name}" if self.findings else "the device is the limit"
         lines = [f"{'write' if self.write else 'read'}: {words}; {limit}"]
-        for number, each in enumerate(self.findings, 1):
-            lines.append(f"{number}. {each.name}: {each.share:.0%} of the gap")
-            lines += [f"   measured: {each.evidence}", f"   change: {each.fix}"]
+        for number, finding in enumerate(self.findings, 1):
+            lines.append(f"{number}. {finding.name}: {finding.share:.0%} of the gap")
+            lines += [f"   measured: {finding.evidence}", f"   change: {finding.fix}"]
         return [*lines, f"Differences below {self.noise:.0%} cannot be distinguished from noise (try more --rounds)."]
 
 
@@ -168,10 +168,10 @@ def parser() -> argparse.ArgumentParser:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     made = parser()
     args = made.parse_args(argv)
-    found = re.fullmatch(r"cpu|cuda(?::(\d+))?", args.device)
-    if found is None:
+    match = re.fullmatch(r"cpu|cuda(?::(\d+))?", args.device)
+    if match is None:
         made.error(f"--device {args.device}: neither cpu nor cuda:N")
-    args.gpu = None if args.device == "cpu" else int(found[1] or 0)
+    args.gpu = None if args.device == "cpu" else int(match[1] or 0)
     if args.rounds < 2:
         made.error(f"--rounds {args.rounds}: at least 2, or nothing is known of the noise")
     if args.write and os.path.isfile(args.path):
@@ -194,7 +194,7 @@ def _explain(args: argparse.Namespace) -> list[str]:
             page += [*_direction(replace(task), args.rounds), ""]
         page.append(f"file: {size_words(nbytes)}, {cached or 0:.0%} of it in the page cache before; {_device_of(path)}")
         checks = [kernel.io_uring(host), kernel.memlock(host), kernel.transparent(host)]
-        page += [f"refused: {each.name}: {each.detail}; fix: {each.fix}" for each in checks if each.status.needs_fix]
+        page += [f"refused: {fact.name}: {fact.detail}; fix: {fact.fix}" for fact in checks if fact.status.needs_fix]
         return [*page, f"machine: {machine.facts(machine.machine())}"]
 
 
@@ -226,7 +226,7 @@ def _device_of(path: str) -> str:
     mount = mount_of(Host(), path)
     if mount is not None and mount.kind in MEMORY:
         raise files.NotUsable(f"{path} is on {mount.kind}, which lives in memory: there is no device to explain")
-    parts = [part for each in devices_under(Host(), path, mount) for part in (each.name, each.kind, each.model)]
+    parts = [part for device in devices_under(Host(), path, mount) for part in (device.name, device.kind, device.model)]
     return ", ".join(filter(None, [f"{mount.kind} on {mount.point}" if mount else "", *parts]))
 
 

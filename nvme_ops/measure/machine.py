@@ -39,7 +39,7 @@ def machine() -> dict[str, str]:
 
 def facts(*found: Mapping[str, object]) -> str:
     """Returns names and values on one line."""
-    return "; ".join(f"{name} {words}" for each in found for name, words in each.items())
+    return "; ".join(f"{name} {words}" for mapping in found for name, words in mapping.items())
 
 
 def place(folder: str) -> dict[str, str]:

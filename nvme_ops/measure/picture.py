@@ -36,7 +36,7 @@ class _Panel:
 
 
 def _panels(document: Mapping[str, Any], width: float) -> Iterator[_Panel]:
-    folders = {name: each["tables"] for name, each in document.get("folders", {}).items() if each.get("tables")}
+    folders = {name: entry["tables"] for name, entry in document.get("folders", {}).items() if entry.get("tables")}
     for folder, tables in [*folders.items(), ("", document.get("tables", []))]:
         for table in tables:
             rows = [row for row in table["rows"] if row["spread"]]

@@ -183,9 +183,9 @@ def paired_ratios(mine: Sequence[Sample | None], reference: Sequence[Sample | No
 
 def cached_share_of(samples: Sequence[Sample | None]) -> float | None:
     """Returns the share of all bytes that came from the page cache; None for writes and for reads that bypass it."""
-    known = [each for each in samples if each is not None and each.from_page_cache is not None]
-    cached = sum((each.from_page_cache or 0) * each.amount for each in known)
-    return cached / sum(each.amount for each in known) if known else None
+    known = [sample for sample in samples if sample is not None and sample.from_page_cache is not None]
+    cached = sum((sample.from_page_cache or 0) * sample.amount for sample in known)
+    return cached / sum(sample.amount for sample in known) if known else None
 
 
 def summed(rows: Sequence[Row]) -> list[Sample | None]:
@@ -207,7 +207,7 @@ def noise(series: Iterable[Sequence[float | None]]) -> float | None:
     Values are logarithms of rates or ratios, round by round. The median of how much each differs from the one before is
     robust, and slow changes of the machine do not count.
     """
-    pairs = (pair for each in series for pair in itertools.pairwise(each))
+    pairs = (pair for values in series for pair in itertools.pairwise(values))
     differences = [abs(after - before) for before, after in pairs if before is not None and after is not None]
     return statistics.median(differences) / _MEDIAN_DIFFERENCE if differences else None
 

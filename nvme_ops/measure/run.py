@@ -137,7 +137,7 @@ def _make_rows(options: Namespace, tasks: list[Task], processes: contextlib.Exit
         return make_rows(tasks[0], everyone), []
     sums: _Sums = []
     remotes = [processes.enter_context(Remote(make_rows, replace(task), everyone)) for task in tasks]
-    rows = [_joint_rows(options, each.name, remotes, number, sums) for number, each in enumerate(everyone)]
+    rows = [_joint_rows(options, contender.name, remotes, number, sums) for number, contender in enumerate(everyone)]
     return list(itertools.chain.from_iterable(rows)), sums
 
 
@@ -145,8 +145,8 @@ def _joint_rows(options: Namespace, name: str, remotes: list[Remote], number: in
     """Returns a row of all processes; with --scaling also rows of each alone, and of the first 2, 3, ..."""
     if not options.scaling:
         return [joint_row(name, remotes, number)]
-    each = zip(options.places, remotes, strict=True)
-    alone = [joint_row(f"{name}, {place.folder} alone", [remote], number) for place, remote in each]
+    pairs = zip(options.places, remotes, strict=True)
+    alone = [joint_row(f"{name}, {place.folder} alone", [remote], number) for place, remote in pairs]
     together = []
     for count in range(2, len(remotes) + 1):
         label = name if count == len(remotes) else f"{name}, the first {count}"
@@ -194,8 +194,8 @@ def verdict(result: BenchResult) -> str:
 
 def _page_cache_text(result: BenchResult) -> str:
     shares = {row.name: cached_share_of(row.samples) for row in result.table.rows}
-    found = ", ".join(f"{name} {share_words(share)}" for name, share in shares.items() if share)
-    return f"read from the page cache: {found}. So far memory was measured, not the device." if found else ""
+    words = ", ".join(f"{name} {share_words(share)}" for name, share in shares.items() if share)
+    return f"read from the page cache: {words}. So far memory was measured, not the device." if words else ""
 
 
 def ds_io_lines(result: BenchResult) -> str:
@@ -217,7 +217,7 @@ def as_document(result: BenchResult) -> dict[str, Any]:
     """Returns the run as JSON."""
     options = {**vars(result.options)}
     words = options.pop("words")
-    options |= {name: [asdict(each) for each in options[name]] for name in ("places", "settings")}
+    options |= {name: [asdict(entry) for entry in options[name]] for name in ("places", "settings")}
     return {
         "command": ["nvme-bench", *words],
         "machine": result.machine,

@@ -56,8 +56,8 @@ def leave_on_signals() -> None:
         if not is_ours():
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
-        for each in SIGNALS:
-            signal.signal(each, signal.SIG_IGN)
+        for ignored in SIGNALS:
+            signal.signal(ignored, signal.SIG_IGN)
         sys.exit(128 + number)
 
     for number in SIGNALS:

@@ -28,7 +28,7 @@ _Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
 
 
 def _figures(words: Callable[[float], str], *names: str) -> dict[str, _Column]:
-    return {name: (lambda each, name=name: each.figures.get(name), words) for name in names}  # type: ignore[misc]
+    return {name: (lambda run, name=name: run.figures.get(name), words) for name in names}  # type: ignore[misc]
 
 
 def _per_gib(sample: Sample, value: float | None) -> float | None:
@@ -49,12 +49,12 @@ def _ratio(value: float) -> str:
 
 #: The columns that a table can have beside its unit: the value of a pass, and how to show the median.
 COLUMNS: dict[str, _Column] = {
-    "end to end GB/s": (lambda each: each.end_to_end and each.amount / each.end_to_end / 1e9, lambda v: rounded(v, 4)),
-    "CPU s/GiB": (lambda each: _per_gib(each, each.cpu_seconds), "{:.3f}".format),
-    "peak memory": (lambda each: each.peak_bytes, _bytes),
-    FROM_PAGE_CACHE: (lambda each: each.from_page_cache, share_words),
-    "submit us": (lambda each: each.submit_seconds and each.submit_seconds / 1e-6, _ratio),
-    "J/GiB": (lambda each: _per_gib(each, total(each.joules) if each.joules else None), _ratio),
+    "end to end GB/s": (lambda run: run.end_to_end and run.amount / run.end_to_end / 1e9, lambda v: rounded(v, 4)),
+    "CPU s/GiB": (lambda run: _per_gib(run, run.cpu_seconds), "{:.3f}".format),
+    "peak memory": (lambda run: run.peak_bytes, _bytes),
+    FROM_PAGE_CACHE: (lambda run: run.from_page_cache, share_words),
+    "submit us": (lambda run: run.submit_seconds and run.submit_seconds / 1e-6, _ratio),
+    "J/GiB": (lambda run: _per_gib(run, total(run.joules) if run.joules else None), _ratio),
     **_figures(share_words, "of the bound", "hits"),
     **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer", "LRU step"),
     **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding", "LRU reads"),
@@ -83,7 +83,7 @@ class Table:
 
     def against(self, row: Row, name: str) -> list[float]:
         """Returns the row over the row ``name``, round by round: ratios of times if the unit is one, else of rates."""
-        other: list[Sample | None] = next((each.samples for each in self.rows if each.name == name), [])
+        other: list[Sample | None] = next((entry.samples for entry in self.rows if entry.name == name), [])
         pair = (other, row.samples) if self.unit in TIMES else (row.samples, other)
         return paired_ratios(*pair)
 
@@ -127,9 +127,9 @@ def cells(document: Mapping[str, Any]) -> list[Cells]:
     unit, reference = document["unit"], document["reference"]
     made = []
     for row in document["rows"]:
-        found = row["spread"]
-        value = {f"{unit} (min - max)": with_range(found, 4)}
-        columns = {name: COLUMNS[name][1](each["median"]) if each else "-" for name, each in row["columns"].items()}
+        figures = row["spread"]
+        value = {f"{unit} (min - max)": with_range(figures, 4)}
+        columns = {name: COLUMNS[name][1](cell["median"]) if cell else "-" for name, cell in row["columns"].items()}
         ratio = "-" if row["name"] == reference else with_range(row["against_reference"], 3)
         ratios = {f"/ {reference}": ratio, f"/ {document['peers']}": with_range(row["against_peer"], 3)}
         made.append({"": row["name"], **value, **columns, **ratios, "note": row["note"]})

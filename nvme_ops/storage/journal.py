@@ -98,7 +98,7 @@ class Journal(Tracked):
         end = _durable_end(lines, marks) if restarted else whole
         if self.is_covered and marks and end == marks[-1][1]:
             end = whole
-        found: dict[str, Value] = {}
+        values: dict[str, Value] = {}
         for line in lines:
             if self._end >= end:
                 break
@@ -110,18 +110,18 @@ class Journal(Tracked):
                 key, value = _read(line)
             except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
                 raise FormatError(f"{self.path}: line {self._lines} of the index is damaged: {error}") from error
-            found.pop(key, None)
+            values.pop(key, None)
             if value is not None:
-                found[key] = value
+                values[key] = value
         if not lines:
-            self.compact(found, found)
+            self.compact(values, values)
         elif restarted and self._end < len(content):
-            self._rewrite(found, found)
+            self._rewrite(values, values)
             self.is_covered = True
         else:
             with naming("ftruncate", self.path):
                 os.ftruncate(self._fd, self._end)
-        return found
+        return values
 
     def record(self, key: str, value: Value | None) -> None:
         """Records a new value of the key, or with None that it has no value any more."""

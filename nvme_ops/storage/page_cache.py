@@ -45,8 +45,8 @@ class PageCache:
             return handle
         if now >= self._renewal:
             self._filled, self._renewal = set(), now + _RENEWAL
-        missing = [each for each in extents if each not in self._filled]
-        self._filled.update(each for each in missing if each[2] >= _LARGE)
+        missing = [extent for extent in extents if extent not in self._filled]
+        self._filled.update(extent for extent in missing if extent[2] >= _LARGE)
         return _filling(handle) if missing else handle
 
 

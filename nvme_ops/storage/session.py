@@ -66,9 +66,9 @@ def read_owner(fd: int) -> dict[str, object] | None:
     if not content.strip(b"\0"):  # a power failure may leave the length without the bytes
         return {}
     with contextlib.suppress(ValueError):
-        found = parse_json(content)
-        if isinstance(found, dict) and found.get("magic") == MAGIC and found.get("version", VERSION) == VERSION:
-            return found
+        owner = parse_json(content)
+        if isinstance(owner, dict) and owner.get("magic") == MAGIC and owner.get("version", VERSION) == VERSION:
+            return owner
     return None
 
 
@@ -207,10 +207,10 @@ class Session(Closing, Usable, Tracked):
         for place in self._places:
             kept, mine = place.before.get("place"), place.before.get("fingerprint") == self.fingerprint
             if isinstance(kept, list) and place.before.get("keep") is True and mine and any(_files(place.folder)):
-                known = len(kept) == 2 and all(type(each) is int for each in kept)
+                known = len(kept) == 2 and all(type(number) is int for number in kept)
                 part = f"part {kept[0] + 1} of {kept[1]}" if known else "a part"
-                for each in self._places:
-                    each.removed = not each.before
+                for location in self._places:
+                    location.removed = not location.before
                 raise FileNotFoundError(
                     errno.ENOENT,
                     f"has {part} of the kept session {self.name!r}, and the folders given are "

@@ -50,7 +50,7 @@ class WeightFile:
         """Returns the handle that reads extents of this file."""
         if self.cache is None:
             return self.handle
-        return self.cache.reader(self.handle, [(self.path, each.start, each.nbytes) for each in extents])
+        return self.cache.reader(self.handle, [(self.path, extent.start, extent.nbytes) for extent in extents])
 
     def require_unchanged(self) -> None:
         """Raises FormatError if the file was written or truncated since it was opened; ChangedFileError if perhaps."""
@@ -106,7 +106,7 @@ class Source:
 
     def placed(self) -> Iterator[tuple[FileExtent, int]]:
         """Yields each extent with the byte of the tensor at which it begins."""
-        return zip(self.extents, accumulate((each.nbytes for each in self.extents), initial=0), strict=False)
+        return zip(self.extents, accumulate((extent.nbytes for extent in self.extents), initial=0), strict=False)
 
     def rows(self, begin: int, end: int) -> Source:
         """Returns the part from index ``begin`` to ``end`` of the first dimension."""
@@ -135,22 +135,22 @@ class Source:
 
     def holders(self) -> Iterator[tuple[Source, int]]:
         """Yields this source and those that it is a part of, each with the byte at which this one begins in it."""
-        found: tuple[Source, int] | None = (self, 0)
-        while found is not None:
-            yield found
-            holder, begin = found
-            found = None if holder.holder is None else (holder.holder[0], begin + holder.holder[1])
+        pair: tuple[Source, int] | None = (self, 0)
+        while pair is not None:
+            yield pair
+            holder, begin = pair
+            pair = None if holder.holder is None else (holder.holder[0], begin + holder.holder[1])
 
     def range(self, begin: int, nbytes: int) -> list[FileExtent]:
         """Returns the extents of ``nbytes`` bytes that begin at byte ``begin`` of the tensor."""
-        found = []
+        extents = []
         for file, start, length in self.extents:
             skipped = min(begin, length)
             taken = min(length - skipped, nbytes)
             if taken:
-                found.append(FileExtent(file, start + skipped, taken))
+                extents.append(FileExtent(file, start + skipped, taken))
             begin, nbytes = begin - skipped, nbytes - taken
-        return found
+        return extents
 
 
 def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
@@ -158,14 +158,14 @@ def concatenated(sources: Sequence[Source], dim: int) -> Source | None:
     first = sources[0]
     dim %= len(first.shape)
     outer = math.prod(first.shape[:dim])
-    if outer * len(sources) > _MAX_EXTENTS or any(each.dtype != first.dtype for each in sources):
+    if outer * len(sources) > _MAX_EXTENTS or any(source.dtype != first.dtype for source in sources):
         return None
     extents: list[FileExtent] = []
     for index in range(outer):
-        for each in sources:
-            block = each.nbytes // outer
-            extents += each.range(index * block, block)
-    shape = (*first.shape[:dim], sum(each.shape[dim] for each in sources), *first.shape[dim + 1 :])
+        for source in sources:
+            block = source.nbytes // outer
+            extents += source.range(index * block, block)
+    shape = (*first.shape[:dim], sum(source.shape[dim] for source in sources), *first.shape[dim + 1 :])
     return Source(extents, first.dtype, shape)
 
 
@@ -186,13 +186,13 @@ def narrowed(source: Source, dim: int, begin: int, end: int) -> Source | None:
 
 def _joined(extents: Sequence[FileExtent]) -> tuple[FileExtent, ...]:
     """Joins extents that follow each other in one file."""
-    found: list[FileExtent] = []
+    joined: list[FileExtent] = []
     for extent in extents:
-        if found and found[-1].file is extent.file and found[-1].start + found[-1].nbytes == extent.start:
-            found[-1] = FileExtent(extent.file, found[-1].start, found[-1].nbytes + extent.nbytes)
+        if joined and joined[-1].file is extent.file and joined[-1].start + joined[-1].nbytes == extent.start:
+            joined[-1] = FileExtent(extent.file, joined[-1].start, joined[-1].nbytes + extent.nbytes)
         else:
-            found.append(extent)
-    return tuple(found)
+            joined.append(extent)
+    return tuple(joined)
 
 
 def submit_reads(
@@ -207,6 +207,6 @@ def submit_reads(
     for file in by_file:
         file.require_unchanged()
     return [
-        file.reader(extents).submit_preadv(targets, file.file, [each.start for each in extents], priority=priority)
+        file.reader(extents).submit_preadv(targets, file.file, [part.start for part in extents], priority=priority)
         for file, (targets, extents) in by_file.items()
     ]

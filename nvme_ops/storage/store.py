@@ -286,7 +286,7 @@ class TensorStore(Closing, Owned):
                     del self._values[key]
                 self._release(value)
                 mine = [self._writing[key]] if key in self._writing else []
-                self._failed = [each for each in [*self._failed, *mine] if not each.retrieved]
+                self._failed = [write for write in [*self._failed, *mine] if not write.retrieved]
             if self._writing.pop(key, None) is not None:
                 self._bytes_written -= value.nbytes
         if error is not None:
@@ -446,13 +446,13 @@ class TensorStore(Closing, Owned):
             reader.exception()
         with self._lock:
             failed, self._failed = self._failed, []
-        found: list[BaseException] = []
-        for each in failed:
-            each.wait(None)  # another thread may still be ending it
-            if not each.retrieved and (failure := each.exception()) is not None:
-                found.append(failure)
-        if found:
-            raise found[0]
+        failures: list[BaseException] = []
+        for write in failed:
+            write.wait(None)  # another thread may still be ending it
+            if not write.retrieved and (failure := write.exception()) is not None:
+                failures.append(failure)
+        if failures:
+            raise failures[0]
 
     def sync(self) -> None:
         """Calls ``wait``, then makes everything durable; in a kept session, also the record of where it is.

@@ -62,15 +62,15 @@ class Striping:
             folder = min(range(len(self.weights)), key=lambda index: self._loads[index] + nbytes / self.weights[index])
             self._add_load(folder, nbytes)
             return [Part(folder, 0, nbytes)]
-        found, begin, share = [], 0, 0.0
+        parts, begin, share = [], 0, 0.0
         for folder, weight in enumerate(self.weights):
             share += weight
             end = nbytes if folder == len(self.weights) - 1 else min(nbytes, round(nbytes * share / PAGE) * PAGE)
             if end > begin:
-                found.append(Part(folder, begin, end - begin))
+                parts.append(Part(folder, begin, end - begin))
                 self._add_load(folder, end - begin)
                 begin = end
-        return found
+        return parts
 
     def _add_load(self, folder: int, nbytes: int) -> None:
         self._loads[folder] += nbytes / self.weights[folder]
@@ -148,7 +148,7 @@ class StripedSlabs(Tracked):
         given = [1.0] if weights is None and count == 1 else weights
         self._striping = Striping(given) if given is not None else None
         self.handles = [handle, *(copy(handle) for _ in range(count - 1))]
-        self._engines = [engine_of(each) for each in self.handles]
+        self._engines = [engine_of(handle) for handle in self.handles]
         self.paths = [session.path(number, name) for number in range(count)]
         self._fds: list[int] = []
         self._files: list[OpenFile] = []
@@ -232,15 +232,15 @@ class StripedSlabs(Tracked):
         self, moves: Iterable[tuple[Piece, torch.Tensor]], transfers: list[IoFuture], write: bool, priority: Priority
     ) -> None:
         """Submits transfers between pieces and contiguous tensors, all of a folder in one call."""
-        found: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
+        by_folder: dict[int, tuple[list[torch.Tensor], list[int]]] = {}
         for (folder, _, _, extent), tensor in moves:
-            tensors, starts = found.setdefault(folder, ([], []))
+            tensors, starts = by_folder.setdefault(folder, ([], []))
             tensors.append(tensor)
             starts.append(extent.start)
         op = Op.WRITE if write else Op.READ
         begun: set[Operation] = set()
         try:
-            for folder, (tensors, starts) in found.items():
+            for folder, (tensors, starts) in by_folder.items():
                 submit = self._engines[folder].submit_many
                 transfers.append(IoFuture(submit(op, tensors, self._files[folder], starts, priority, begun)))
         except BaseException:

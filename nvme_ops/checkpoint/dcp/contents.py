@@ -71,11 +71,11 @@ def described(path: str, files: OpenFiles) -> tuple[Contents, Metadata]:
     """Returns what a folder contains, and its ``.metadata``. Raises as ``contents``."""
     file = os.path.join(path, METADATA)
     with files.opened(file) as fd:
-        found = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
+        metadata = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
         raise FormatError(f"{file}: not the metadata of a checkpoint")
     with consistent(path):
-        return Contents("dcp", list(_items(path, found))), found
+        return Contents("dcp", list(_items(path, metadata))), metadata
 
 
 @contextmanager
@@ -92,7 +92,7 @@ def consistent(folder: str) -> Iterator[None]:
 
 def _items(folder: str, metadata: Metadata) -> Iterator[Item]:
     entries = metadata.state_dict_metadata.items()
-    chunks = {name: {each.offsets: each for each in getattr(entry, "chunks", ())} for name, entry in entries}
+    chunks = {name: {chunk.offsets: chunk for chunk in getattr(entry, "chunks", ())} for name, entry in entries}
     for index, info in metadata.storage_data.items():
         name, dtype, shape = _described(metadata.state_dict_metadata[index.fqn], chunks[index.fqn], index)
         known = getattr(info, ATTRIBUTE, {})

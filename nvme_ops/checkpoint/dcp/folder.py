@@ -39,8 +39,8 @@ def metadata_of(path: str | os.PathLike[str], rank: int | None) -> str:
 
 def new_name(path: str, prefix: str) -> str:
     """Returns an unused name for a data file: ``prefix`` and a number, such as ``__0_0.distcp``."""
-    found = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]
-    return f"{prefix}{max((int(match[2]) for match in found), default=-1) + 1}.distcp"
+    matches = [match for name in os.listdir(path) if (match := _DATA.fullmatch(name)) and match[1] == prefix]
+    return f"{prefix}{max((int(match[2]) for match in matches), default=-1) + 1}.distcp"
 
 
 def metadata_bytes(metadata: Any) -> bytes:
@@ -60,9 +60,9 @@ def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loa
         OSError: it cannot be read.
     """
     content = read_whole(fd, path)
-    if found := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
-        content = content[: found.start()]
-        if checksums_of([content], CHECKSUM)[0] != int(found[1], 16):
+    if match := _CHECKSUM.search(content, max(0, len(content) - _CHECKSUM_BYTES)):
+        content = content[: match.start()]
+        if checksums_of([content], CHECKSUM)[0] != int(match[1], 16):
             raise ChecksumError(path, [os.path.basename(path)])
     try:
         return loads(content)

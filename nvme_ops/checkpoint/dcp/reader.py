@@ -116,8 +116,8 @@ class NvmeStorageReader(filesystem.FileSystemReader):
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Records which checkpoint this rank has found, if all read the same one."""
-        found = None if self._reading is None or self._alone else self._reading.identity
-        return dataclasses.replace(super().prepare_local_plan(plan), storage_data=found)
+        identity = None if self._reading is None or self._alone else self._reading.identity
+        return dataclasses.replace(super().prepare_local_plan(plan), storage_data=identity)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         """Raises FormatError if ranks found different checkpoints because a save replaced one."""
@@ -209,15 +209,15 @@ class Loading:
         """Reads items to compare their checksums, each item once; ``read`` then raises for damaged ones."""
         items = {one.place: one for one in wanted if self._verify and one.place not in self._verified}
         self._verified.update(items)
-        found = checksums_in_files(self._handle, list(items), [CHECKSUM] * len(items), ring=self._ring)
-        wrong = (one for one, value in zip(items.values(), found, strict=True) if value != one.checksum)
+        checksums = checksums_in_files(self._handle, list(items), [CHECKSUM] * len(items), ring=self._ring)
+        wrong = (one for one, value in zip(items.values(), checksums, strict=True) if value != one.checksum)
         self._damaged |= {one.name: None for one in wrong}
 
     def read(self, wanted: Sequence[tuple[PlannedItem, TensorRecord]]) -> None:
         """Fills the planner's tensors. Raises ChecksumError with the names of all damaged ones."""
-        wanted = sorted(wanted, key=lambda each: (each[0].place.file, each[1].start))  # neighbours are read as one run
+        wanted = sorted(wanted, key=lambda pair: (pair[0].place.file, pair[1].start))  # neighbours are read as one run
         with InFlight() as in_flight:
-            for group in grouped(wanted, lambda each: each[1].nbytes, _GROUP):
+            for group in grouped(wanted, lambda pair: pair[1].nbytes, _GROUP):
                 in_flight.add(*self._start(group))
         if self._damaged:
             raise ChecksumError(self._folder, list(self._damaged))
@@ -252,7 +252,7 @@ class Loading:
             else:
                 in_parts.append(one)
         with InFlight() as in_flight:  # if this fails, it waits for the reads
-            into, paths, starts = ([each[column] for each in reads] for column in range(3))
+            into, paths, starts = ([read[column] for read in reads] for column in range(3))
             in_flight.add(future := self._handle.submit_preadv(into, paths, starts))
             self.verify_in_files(in_parts)
             strided.fill(self._handle, others, self._ring)
@@ -262,8 +262,8 @@ class Loading:
     def _finish(self, targets: Sequence[tuple[PlannedItem, torch.Tensor]], whole: Sequence[_WholeItem]) -> None:
         payloads = checksums_of([target for _, _, target, _ in whole], CHECKSUM)
         for (one, head, target, tail), payload in zip(whole, payloads, strict=True):
-            found = joined_checksum(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
-            if checksum_of(tail, CHECKSUM, found) != one.checksum:
+            crc = joined_checksum(checksum_of(head, CHECKSUM), payload, target.nbytes, CHECKSUM)
+            if checksum_of(tail, CHECKSUM, crc) != one.checksum:
                 self._damaged[one.name] = None
         for one, target in targets:
             self._planner.commit_tensor(one.item, target)
@@ -306,14 +306,14 @@ def tensor_in(
     """
     place = getattr(info, ATTRIBUTE, {}).get("data")
     if place is not None and shape is not None:
-        found: TensorRecord | None = TensorRecord(info.offset + place, dtype, shape)
+        record: TensorRecord | None = TensorRecord(info.offset + place, dtype, shape)
     elif getattr(info, "transform_descriptors", None) or info.length < least:
         return None
     else:
-        found = find(path, info.offset, info.length)
-    if found and not info.offset <= found.start <= found.start + found.nbytes <= info.offset + info.length:
-        raise FormatError(f"{path}: {name!r}: {found.nbytes} bytes of data do not fit an item of {info.length} bytes")
-    return found
+        record = find(path, info.offset, info.length)
+    if record and not info.offset <= record.start <= record.start + record.nbytes <= info.offset + info.length:
+        raise FormatError(f"{path}: {name!r}: {record.nbytes} bytes of data do not fit an item of {info.length} bytes")
+    return record
 
 
 def find(path: str, offset: int, length: int) -> TensorRecord | None:

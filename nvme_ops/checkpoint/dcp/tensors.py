@@ -71,10 +71,10 @@ def _tensor(
     if 0 in shape:
         return torch.empty(shape, dtype=dtype, device="cpu")
     parts: list[tuple[_Sizes, Source | torch.Tensor]] = []
-    for each in entry.chunks:
-        if 0 not in each.sizes:
-            info = places[()] if len(entry.chunks) == 1 and () in places else places[tuple(each.offsets)]
-            parts.append((tuple(each.offsets), _chunk(folder, name, each, dtype, info, file)))
+    for chunk in entry.chunks:
+        if 0 not in chunk.sizes:
+            info = places[()] if len(entry.chunks) == 1 and () in places else places[tuple(chunk.offsets)]
+            parts.append((tuple(chunk.offsets), _chunk(folder, name, chunk, dtype, info, file)))
     chunks = [_Chunk(offsets, part) for offsets, part in parts if isinstance(part, Source)]
     if len(chunks) == len(parts):
         for dim in reversed(range(len(shape))):
@@ -116,30 +116,30 @@ def _loaded(path: str, name: str, info: Any, dtype: torch.dtype, shape: _Sizes) 
     with opened(path) as fd:
         content = os.pread(fd, info.length, info.offset)
     try:
-        found = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        value = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged one can raise anything
         refuse(path, f"{name!r}: {error_text(error)}")
-    if not isinstance(found, torch.Tensor) or (found.dtype, tuple(found.shape)) != (dtype, shape):
+    if not isinstance(value, torch.Tensor) or (value.dtype, tuple(value.shape)) != (dtype, shape):
         refuse(path, f"{name!r} is not stored as a tensor of {dtype} {list(shape)}")
-    return found.detach()
+    return value.detach()
 
 
 def _joined(chunks: Sequence[_Chunk], dim: int) -> list[_Chunk]:
     """Joins chunks that differ in this dimension alone and follow each other there."""
     rows: dict[Any, list[_Chunk]] = {}
-    for each in sorted(chunks, key=lambda each: each.offsets):
-        shape = each.source.shape
-        others = [offsets[:dim] + offsets[dim + 1 :] for offsets in (each.offsets, shape)]
-        rows.setdefault(tuple(others), []).append(each)
-    found = []
+    for chunk in sorted(chunks, key=lambda chunk: chunk.offsets):
+        shape = chunk.source.shape
+        others = [offsets[:dim] + offsets[dim + 1 :] for offsets in (chunk.offsets, shape)]
+        rows.setdefault(tuple(others), []).append(chunk)
+    joined = []
     for row in rows.values():
         reached = row[0].offsets[dim]
-        for each in row:
-            if each.offsets[dim] != reached:
+        for chunk in row:
+            if chunk.offsets[dim] != reached:
                 return list(chunks)  # a gap, or an overlap
-            reached += each.source.shape[dim]
-        whole = row[0].source if len(row) == 1 else concatenated([each.source for each in row], dim)
+            reached += chunk.source.shape[dim]
+        whole = row[0].source if len(row) == 1 else concatenated([chunk.source for chunk in row], dim)
         if whole is None:
             return list(chunks)
-        found.append(_Chunk(row[0].offsets, whole))
-    return found
+        joined.append(_Chunk(row[0].offsets, whole))
+    return joined

@@ -102,7 +102,7 @@ def tuned(make: Callable[..., _Handle], path: str | os.PathLike[str], way: str, 
     kept = load(identify(path, way, handle.backend))
     if kept is None:
         return cast("_Handle", handle)
-    found = settings_of(kept).as_json()
-    if "num_threads" in given or found["intra_op_parallelism"] == 1:
-        del found["intra_op_parallelism"]
-    return make(**{**found, **given})
+    settings = settings_of(kept).as_json()
+    if "num_threads" in given or settings["intra_op_parallelism"] == 1:
+        del settings["intra_op_parallelism"]
+    return make(**{**settings, **given})

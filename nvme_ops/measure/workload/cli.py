@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = _parse(argv)
     jobs: dict[str, Any] = {}
-    found = {
+    document = {
         "command": ["nvme-bench", "workload", *argv],
         "machine": machine(),
         "folders": {args.folder: place(args.folder)},
@@ -99,10 +99,10 @@ def main(argv: Sequence[str]) -> int:
             for name in dict.fromkeys(args.jobs):
                 jobs[name] = {"wrong": [], "notes": {}, "source": JOBS[name].source, "fed": {}, "curves": {}}
                 (_write if JOBS[name].writes else _read)(JOBS[name], args, jobs[name])
-        found["interrupted"] = False
+        document["interrupted"] = False
     finally:
-        if any(job["curves"] for job in jobs.values()) or not found["interrupted"]:
-            deliver(args, found, "")
+        if any(job["curves"] for job in jobs.values()) or not document["interrupted"]:
+            deliver(args, document, "")
     wrong = [name for job in jobs.values() for name in job["wrong"]]
     if wrong:
         say(f"nvme-bench: wrong data: {', '.join(wrong)}")
@@ -148,16 +148,16 @@ def _table() -> Iterator[_Add]:
 
 
 @contextlib.contextmanager
-def _line(name: str, found: dict[str, Any], add: _Add) -> Iterator[None]:
+def _line(name: str, outcome: dict[str, Any], add: _Add) -> Iterator[None]:
     """Adds a line with the reason if the block fails, and goes on."""
     row = Row(name)
     with kept_as_note(row):
         yield
     if row.note:
         add(name, note=row.note)
-        found["notes"][name] = row.note
+        outcome["notes"][name] = row.note
     if row.wrong:
-        found["wrong"].append(name)
+        outcome["wrong"].append(name)
 
 
 def _sizes(job: Job, total: int) -> list[int]:
@@ -168,7 +168,7 @@ def _sizes(job: Job, total: int) -> list[int]:
     return [int(min(most, max(least, chance.gauss(job.record, job.spread)))) for _ in range(count)]
 
 
-def _read(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _read(job: Job, args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     sizes = _sizes(job, args.size)
     compute, nbytes = job.compute * args.slower, sum(sizes)
     show(
@@ -176,15 +176,15 @@ def _read(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
         f"{rate_words(job.batch * job.record / compute)} and {job.batch / compute:,.0f} samples/s for an accelerator; "
         f"a data set of {size_words(nbytes)}"
     )
-    found |= {"compute": compute, "nbytes": nbytes}
+    outcome |= {"compute": compute, "nbytes": nbytes}
     with _table() as add:
         for name in list(READERS) if "all" in args.reader else dict.fromkeys(args.reader):
-            with _line(name, found, add), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
-                _measure_reader(name, DataSet(Path(folder), sizes, job.batch, args.workers), job, args, found, add)
+            with _line(name, outcome, add), scratch_folder(args.folder, nbytes + nbytes // 8) as folder:
+                _measure_reader(name, DataSet(Path(folder), sizes, job.batch, args.workers), job, args, outcome, add)
 
 
 def _measure_reader(
-    name: str, data: DataSet, job: Job, args: argparse.Namespace, found: dict[str, Any], add: _Add
+    name: str, data: DataSet, job: Job, args: argparse.Namespace, outcome: dict[str, Any], add: _Add
 ) -> None:
     show_progress(f"{job.name}: writing {size_words(data.nbytes)} for {name}")
     reader = made(READERS[name], data)
@@ -193,7 +193,7 @@ def _measure_reader(
     results: list[Fed] = []
 
     def at(count: int) -> Fed:
-        fed = feed(reader, count, found["compute"], args.seconds)
+        fed = feed(reader, count, outcome["compute"], args.seconds)
         show_progress(f"{job.name}, {name}: {count} accelerators, {fed.utilization:.0%} busy")
         results.append(fed)
         return fed
@@ -205,10 +205,10 @@ def _measure_reader(
             search(at)
     finally:
         if results:
-            results.sort(key=lambda each: each.accelerators)
-            most = max((each.accelerators for each in results if each.utilization >= FED), default=0)
-            found["fed"][name], found["curves"][name] = most, [_as_json(each) for each in results]
-            shown = next((each for each in results if each.accelerators == max(1, most)), results[0])
+            results.sort(key=lambda result: result.accelerators)
+            most = max((result.accelerators for result in results if result.utilization >= FED), default=0)
+            outcome["fed"][name], outcome["curves"][name] = most, [_as_json(result) for result in results]
+            shown = next((result for result in results if result.accelerators == max(1, most)), results[0])
             fed = str(shown.accelerators) if shown.utilization >= FED else "0" if shown.accelerators == 1 else "fewer"
             add(name, size_words(reader.data.nbytes), fed, *_figures(shown))
 
@@ -224,7 +224,7 @@ def _as_json(fed: Fed) -> dict[str, Any]:
     return {**kept, "fed_from": FED, "wait_p50": fed.wait(0.5), "wait_p99": fed.wait(0.99)}
 
 
-def _write(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _write(job: Job, args: argparse.Namespace, outcome: dict[str, Any]) -> None:
     from nvme_ops.measure.workload import saving
 
     whole = int(job.record)
@@ -232,11 +232,11 @@ def _write(job: Job, args: argparse.Namespace, found: dict[str, Any]) -> None:
     compute = job.compute * args.slower * nbytes / whole
     scaled = f" (of {size_words(whole)} every {job.compute:g} s)" if nbytes < whole else ""
     show(f"\n{job.name}: {job.words}; {size_words(nbytes)} after every {compute:.3g} s of computing{scaled}")
-    found |= {"compute": compute, "nbytes": nbytes}
+    outcome |= {"compute": compute, "nbytes": nbytes}
     with _table() as add, scratch_folder(args.folder, 3 * nbytes + 256 * MIB) as folder:
         for name in saving.WAYS:
             show_progress(f"{job.name}: {name}")
-            with _line(name, found, add):
+            with _line(name, outcome, add):
                 fed = saving.measured(name, Path(folder), nbytes, compute, args.seconds)
-                found["curves"][name] = [_as_json(fed)]
+                outcome["curves"][name] = [_as_json(fed)]
                 add(name, "-", "-", *_figures(fed))
