@@ -73,18 +73,18 @@ def record_path(library: Path) -> Path:
     return library.with_name(f"{stem(library.name) or library.name.partition('.')[0]}.{RECORD}")
 
 
-def mismatch(found: BuiltOp, requirements: Mapping[str, str]) -> str:
-    """Returns why ``found`` must not be loaded by a process with ``requirements``; an empty string if it fits."""
-    if problem := _why_not_as_safe_as_this_module(found.library):
+def mismatch(built: BuiltOp, requirements: Mapping[str, str]) -> str:
+    """Returns why ``built`` must not be loaded by a process with ``requirements``; an empty string if it fits."""
+    if problem := _why_not_as_safe_as_this_module(built.library):
         return problem
-    if not found.record:
-        return f"{record_path(found.library).name} is missing"
-    if found.record.get(MARK):
+    if not built.record:
+        return f"{record_path(built.library).name} is missing"
+    if built.record.get(MARK):
         requirements = portable_requirements(requirements)
     differences = [
-        f"{name}: built for {found.record.get(name)}, here {wanted}"
+        f"{name}: built for {built.record.get(name)}, here {wanted}"
         for name, wanted in requirements.items()
-        if found.record.get(name) != wanted
+        if built.record.get(name) != wanted
     ]
     return "; ".join("its sources changed" if text.startswith("sources:") else text for text in differences)
 

@@ -201,20 +201,20 @@ _NFS = ("nfs", "nfs4")
 _ELSEWHERE = "lsblk -o NAME,FSTYPE,TRAN,MOUNTPOINT  # then choose a folder on ext4 or xfs on an NVMe device"
 
 
-def gpudirect(mount: Mount | None, found: Sequence[Device], has_gpu: bool) -> Result:
+def gpudirect(mount: Mount | None, devices: Sequence[Device], has_gpu: bool) -> Result:
     """Reports whether data can move directly between this file system and a GPU; a complaint only with a GPU."""
-    reason, fix = obstacle(mount, found)
+    reason, fix = obstacle(mount, devices)
     data: dict[str, Json] = {"supported": not reason, "reason": reason}
     words = f"not supported: {reason}"
     if mount is not None and not reason:
-        on = f"{mount.kind} on {', '.join(device.name for device in found) or 'RDMA'}"
+        on = f"{mount.kind} on {', '.join(device.name for device in devices) or 'RDMA'}"
         words = f"supported: {_DISTRIBUTED.get(mount.kind, on)}"
     if not has_gpu:
         return Result(_GDS, Status.INFO, words, data=data)
     return Result(_GDS, Status.WARNING if reason else Status.OKAY, words, fix, data)
 
 
-def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
+def obstacle(mount: Mount | None, devices: Sequence[Device]) -> tuple[str, str]:
     """Returns why GPUDirect Storage is not supported, and the fix; two empty strings if nothing is known against it."""
     if mount is None:
         return "the file system is not known", "mount -t proc proc /proc"
@@ -228,9 +228,9 @@ def obstacle(mount: Mount | None, found: Sequence[Device]) -> tuple[str, str]:
         return "overlay is the container's own file system", "docker run -v /mnt/nvme:/mnt/nvme ..."
     if mount.kind not in _LOCAL:
         return f"{mount.kind} is not among the file systems that NVIDIA lists", _ELSEWHERE
-    if not found:
+    if not devices:
         return "the device under the file system is not known", _ELSEWHERE
-    for device in found:
+    for device in devices:
         for name in device.stack[:-1]:
             if name.startswith(("dm-", "loop", "zram", "bcache", "drbd", "nbd")):
                 return f"it lies on {name}, and only NVMe devices and RAID of them are listed", _ELSEWHERE

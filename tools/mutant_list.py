@@ -135,7 +135,7 @@ def sample(room: str, count: int = SAMPLE) -> list[Mutant]:
     return draw(mutants, count)
 
 
-def draw(found: list[Mutant], count: int) -> list[Mutant]:
+def draw(mutants: list[Mutant], count: int) -> list[Mutant]:
     """Returns so many of them, drawn by their names, in the order of their files."""
-    found.sort(key=lambda mutant: hashlib.sha256(f"{SEED} {mutant.name}".encode()).digest())
-    return sorted(found[:count], key=lambda mutant: (mutant.path, mutant.start, mutant.after))
+    mutants.sort(key=lambda mutant: hashlib.sha256(f"{SEED} {mutant.name}".encode()).digest())
+    return sorted(mutants[:count], key=lambda mutant: (mutant.path, mutant.start, mutant.after))

@@ -53,11 +53,11 @@ def contents(path: str | os.PathLike[str], format: str | None = None, files: Ope
     return format_of(name, format).contents(name, files)
 
 
-def damaged(found: Contents, on_progress: OnProgress = lambda _: None, files: OpenFiles | None = None) -> list[str]:
+def damaged(listing: Contents, on_progress: OnProgress = lambda _: None, files: OpenFiles | None = None) -> list[str]:
     """Returns the names of what is damaged: bytes that do not match their checksums. Skips tensors without one."""
-    wrong = list(found.damaged)
-    reading = _reading(found, files)
-    for path, group in itertools.groupby(found.items, lambda item: item.path):
+    wrong = list(listing.damaged)
+    reading = _reading(listing, files)
+    for path, group in itertools.groupby(listing.items, lambda item: item.path):
         items = [(item, *item.checksum) for item in group if item.checksum is not None]
         with reading(path) as fd:
             places = [Place(fd, item.start, item.bytes) for item, _, _ in items]

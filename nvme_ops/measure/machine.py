@@ -37,9 +37,9 @@ def machine() -> dict[str, str]:
     }
 
 
-def facts(*found: Mapping[str, object]) -> str:
+def facts(*mappings: Mapping[str, object]) -> str:
     """Returns names and values on one line."""
-    return "; ".join(f"{name} {words}" for mapping in found for name, words in mapping.items())
+    return "; ".join(f"{name} {words}" for mapping in mappings for name, words in mapping.items())
 
 
 def place(folder: str) -> dict[str, str]:

@@ -155,11 +155,11 @@ def cells_text(rows: Sequence[Cells]) -> str:
     return columns_text([head, *(list(row.values()) for row in rows)])
 
 
-def with_range(found: Mapping[str, float] | None, digits: int) -> str:
+def with_range(figures: Mapping[str, float] | None, digits: int) -> str:
     """Returns the median and, in brackets, minimum and maximum of a ``spread``; ``-`` for nothing."""
-    if found is None:
+    if figures is None:
         return "-"
-    median, low, high = (rounded(found[name], digits) for name in ("median", "min", "max"))
+    median, low, high = (rounded(figures[name], digits) for name in ("median", "min", "max"))
     return f"{median} ({low} - {high})"
 
 

@@ -115,8 +115,8 @@ class Tier:
         """Returns memory for a share; see there."""
         if nbytes < 1:
             raise ValueError(f"nbytes must be at least 1, not {nbytes}")
-        found = self._hand_out(nbytes, share, at_end, self._part)
-        return None if found is None else found[1]
+        made = self._hand_out(nbytes, share, at_end, self._part)
+        return None if made is None else made[1]
 
     def place(self, memory: torch.Tensor) -> int:
         """Returns where allocated memory begins; see ``Share``."""
@@ -125,8 +125,8 @@ class Tier:
 
     def lend(self, nbytes: int, share: Share) -> object | None:
         """Gives up memory of a share; see there."""
-        found = self._hand_out(nbytes, share, True, self._give_up)
-        return None if found is None else found[0]
+        made = self._hand_out(nbytes, share, True, self._give_up)
+        return None if made is None else made[0]
 
     def _hand_out(self, nbytes: int, share: Share, at_end: bool, make: Callable[[int, int], Made]) -> Made | None:
         size = in_pages(nbytes)
@@ -219,8 +219,8 @@ class HostTier(Tier):
         at_end = at_end or share.at_end
         which = "last" if at_end else "first" if self._two_ended else "smallest"
         boundary = self.nbytes if share.at_end else self.boundary
-        while (found := self._holes.find(size, which, boundary)) is not None:
-            start, free = found
+        while (hole := self._holes.find(size, which, boundary)) is not None:
+            start, free = hole
             from_end = at_end and start + free <= boundary
             if self._holes.take(start, free, size, from_end):  # else a signal handler was here
                 return start + (free - size if from_end else 0)

@@ -198,23 +198,24 @@ def _generate(args: argparse.Namespace) -> int:
     return 0
 
 
-def reached_text(found: Mapping[str, Any]) -> str:
+def reached_text(document: Mapping[str, Any]) -> str:
     """Returns a ``GenerationStats.document`` as a few lines of text."""
 
     def bound(which: str) -> str:
-        return "no limit" if found[which] is None else rounded(found[which], 3)
+        return "no limit" if document[which] is None else rounded(document[which], 3)
 
-    lines = [f"first token after {seconds_words(found['first_token'])}"]
-    if found["tokens_per_second"] is not None:
+    lines = [f"first token after {seconds_words(document['first_token'])}"]
+    if document["tokens_per_second"] is not None:
         lines += [
-            f"{rounded(found['tokens_per_second'], 3)} tokens/s, {share_words(found['share_of_bound'] or 0)} of what "
-            f"is possible: {bound('reading_bound')} if reading were all, {bound('computing_bound')} if computing were",
-            f"{size_words(round(found['bytes_per_step'] / len(found['tokens'])))} read for each token, at "
-            f"{rate_words(found['rate_reached'])} of {rate_words(found['rate'])}",
+            f"{rounded(document['tokens_per_second'], 3)} tokens/s, "
+            f"{share_words(document['share_of_bound'] or 0)} of what is possible: "
+            f"{bound('reading_bound')} if reading were all, {bound('computing_bound')} if computing were",
+            f"{size_words(round(document['bytes_per_step'] / len(document['tokens'])))} read for each token, at "
+            f"{rate_words(document['rate_reached'])} of {rate_words(document['rate'])}",
         ]
-    if found["joules_per_1000_tokens"] is not None:
-        lines.append(f"{rounded(found['joules_per_1000_tokens'], 3)} J for 1,000 tokens")
-    weights, process = size_words(found["peak_weights"]), size_words(found["peak_process"])
+    if document["joules_per_1000_tokens"] is not None:
+        lines.append(f"{rounded(document['joules_per_1000_tokens'], 3)} J for 1,000 tokens")
+    weights, process = size_words(document["peak_weights"]), size_words(document["peak_process"])
     return "\n".join([*lines, f"peak memory: weights {weights}, process {process}"])
 
 

@@ -95,7 +95,7 @@ class Memory(Usable):
     def join(self, user: Policy[Any]) -> None:
         """Adds a user. Raises ValueError, naming all users and what they need, if the memory is too small for them."""
         with self.residency.lock:
-            needs = [(each.name, each.least()) for each in (*self._users, user)]
+            needs = [(member.name, member.least()) for member in (*self._users, user)]
             least = sum(nbytes for _, nbytes in needs)
             if least > self._free():
                 parts = ", ".join(f"{size_words(nbytes)} for {name}" for name, nbytes in needs)
@@ -109,7 +109,7 @@ class Memory(Usable):
     def has_room(self, user: Policy[Any], nbytes: int) -> bool:
         """Returns whether a user could have so many bytes beside what others need at least."""
         with self.residency.lock:
-            return nbytes <= self._free() - sum(each.least() for each in self._users if each is not user)
+            return nbytes <= self._free() - sum(other.least() for other in self._users if other is not user)
 
     def leave(self, user: Policy[Any]) -> None:
         """Removes a user; others get its memory."""

@@ -68,7 +68,7 @@ def load(identity: Identity) -> Any:
     return None
 
 
-def keep(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Path:
+def keep(identity: Identity, settings: Settings, results: Mapping[str, Any]) -> Path:
     """Stores settings and what else was found, in place of what was stored before; returns the file.
 
     Raises OSError, also if others can write to the folder, and RuntimeError without a home folder.
@@ -77,7 +77,7 @@ def keep(identity: Identity, settings: Settings, found: Mapping[str, Any]) -> Pa
     make_folder(os.fspath(path.parent), mode=0o755)
     if problem := trust.why_not_trusted(path.parent):
         raise PermissionError(f"others could change what is kept in {path.parent}: {problem}")
-    document = {"tuned": {**found, "aio": settings.as_json()}, "format": FORMAT, "identity": asdict(identity)}
+    document = {"tuned": {**results, "aio": settings.as_json()}, "format": FORMAT, "identity": asdict(identity)}
     publish(os.fspath(path), (json.dumps(document, indent=2) + "\n").encode(), mode=0o600)
     return path
 

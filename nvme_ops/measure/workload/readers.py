@@ -60,9 +60,9 @@ class DataSet:
         """Returns all samples, in order."""
         return map(self.sample, range(len(self.sizes)))
 
-    def is_sample(self, found: Any) -> bool:
-        """Returns whether ``found``, bytes or a tensor, is a sample."""
-        content = found if isinstance(found, bytes) else bytes(found.numpy().data)
+    def is_sample(self, sample: Any) -> bool:
+        """Returns whether ``sample``, bytes or a tensor, is one of these."""
+        content = sample if isinstance(sample, bytes) else bytes(sample.numpy().data)
         number = int.from_bytes(content[:_NUMBER], "little")
         return number < len(self.sizes) and content == self.sample(number)
 

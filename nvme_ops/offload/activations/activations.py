@@ -64,8 +64,8 @@ class _Saved:
         try:
             self._files.move(stored.pieces, memory, stored.transfers, False, priority)
         except BaseException:
-            for each in stored.transfers[before:]:
-                each.request_cancel()  # nobody will ask how it ended
+            for transfer in stored.transfers[before:]:
+                transfer.request_cancel()  # nobody will ask how it ended
             raise
         transfers = stored.transfers[before:]
         if stored.checksum is None:
@@ -169,8 +169,8 @@ class Activations(Policy[Unit]):
         with self.lock:
             self._collect()
             ticket = None
-            for each in (place,) if place.part is None else (place, whole_of(tensor)):
-                known = self._by_place.get(each)  # which has these bytes already
+            for part in (place,) if place.part is None else (place, whole_of(tensor)):
+                known = self._by_place.get(part)  # which has these bytes already
                 if known is not None and known.has_bytes_of(tensor):
                     ticket = known.ticket() if known.ticket is not None else None
                     break
@@ -228,10 +228,10 @@ class Activations(Policy[Unit]):
                 memory = None
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
-        found: torch.Tensor = memory
-        if found._version != unit.handed_out or (vars(found) and is_changed(found, unit.handed_out)):
+        tensor: torch.Tensor = memory
+        if tensor._version != unit.handed_out or (vars(tensor) and is_changed(tensor, unit.handed_out)):
             raise modified(unit.dtype, unit.shape)
-        return found
+        return tensor
 
     def find(self, places: Sequence[StoragePart], version: int) -> Ticket | None:
         """Returns the ticket of a unit of one of these places and this version, put before and unchanged since."""
@@ -513,23 +513,23 @@ class Activations(Policy[Unit]):
         if self.present and self._bytes > self._kept:
             self._shrink(self._kept, used=False)
         young = set(itertools.chain.from_iterable(self._young.values()))
-        for each in list(self.to_write):
+        for entry in list(self.to_write):
             over = self._bytes - self._writing_bytes > self._kept
             surplus = self._last_pass - self._kept - (self._this_pass - self._held_bytes)
             if not over and (surplus <= 0 or self._writing_bytes > self._most // 2):
                 break
-            if each.number in young:
+            if entry.number in young:
                 continue
-            if each.memory is None or each.memory.untyped_storage().nbytes() < each.nbytes:
-                del self.to_write[each]  # its ticket was freed just now, or it was resized and needs no room
-                self._held_bytes -= each.nbytes
-                self._bytes -= each.nbytes
+            if entry.memory is None or entry.memory.untyped_storage().nbytes() < entry.nbytes:
+                del self.to_write[entry]  # its ticket was freed just now, or it was resized and needs no room
+                self._held_bytes -= entry.nbytes
+                self._bytes -= entry.nbytes
                 continue
-            if each.trouble is None:
-                self._write(each)
-            if each.trouble is not None and over:
-                self._write_or_raise(each)
-            elif each.trouble is not None:  # raised when the budget needs its memory
+            if entry.trouble is None:
+                self._write(entry)
+            if entry.trouble is not None and over:
+                self._write_or_raise(entry)
+            elif entry.trouble is not None:  # raised when the budget needs its memory
                 break
         much = self._bytes - unit.nbytes > self._most
         oldest = next(iter(self._writing), None) if much else None
@@ -538,8 +538,8 @@ class Activations(Policy[Unit]):
     def _write_or_raise(self, unit: Unit) -> None:
         """Tries once more to write a unit if there was no room, and raises why it fails."""
         if _is_full(unit.trouble) and self._stored.leaving:
-            for each in itertools.chain.from_iterable(stored.transfers for stored in self._stored.leaving):
-                each.exception()  # then its space is free
+            for transfer in itertools.chain.from_iterable(stored.transfers for stored in self._stored.leaving):
+                transfer.exception()  # then its space is free
             self._collect()
             self._write(unit)
         failure, unit.trouble = unit.trouble, None
@@ -619,10 +619,10 @@ def _is_full(failure: BaseException | None) -> TypeGuard[OSError]:
 
 def _without_frames(failure: OSError) -> OSError:
     """Returns the error; it and those that led to it lose their frames, which would keep tensors alive."""
-    each: BaseException | None = failure
-    while each is not None:
-        each.__traceback__ = None
-        each = each.__context__
+    error: BaseException | None = failure
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
     return failure
 
 

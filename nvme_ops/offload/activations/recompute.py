@@ -121,9 +121,9 @@ class Again:
 
     @torch.no_grad()
     def _compute(self) -> torch.Tensor:
-        leaves = [each.value() if isinstance(each, Kept | Copied | Saved) else each for each in self.leaves]
+        leaves = [leaf.value() if isinstance(leaf, Kept | Copied | Saved) else leaf for leaf in self.leaves]
         args, kwargs = tree_unflatten(leaves, self.shape)
-        device = next(each.device.type for each in leaves if isinstance(each, torch.Tensor))
+        device = next(leaf.device.type for leaf in leaves if isinstance(leaf, torch.Tensor))
         begin = time.perf_counter()
         with torch.autocast(device, enabled=False):
             made = self.function(*args, **kwargs)
@@ -165,9 +165,9 @@ class Choice(TorchDispatchMode):
         if not is_repeatable(func):
             made = func(*args, **kwargs)
             if may_write(func):  # versions say nothing: collectives increment none, nor do writes to ``tensor.data``
-                for each in tree_flatten((args, kwargs))[0]:
-                    if isinstance(each, torch.Tensor) and each.layout == torch.strided and not each.is_nested:
-                        self._recipes.pop(each.untyped_storage()._cdata, None)
+                for leaf in tree_flatten((args, kwargs))[0]:
+                    if isinstance(leaf, torch.Tensor) and leaf.layout == torch.strided and not leaf.is_nested:
+                        self._recipes.pop(leaf.untyped_storage()._cdata, None)
             return made
         begin = time.perf_counter()
         made = func(*args, **kwargs)
@@ -177,9 +177,9 @@ class Choice(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor) and place_of(tensor, self._least) is not None:
                 if leaves is None:
                     flat, shape = tree_flatten((args, kwargs))
-                    if any(isinstance(each, torch.Tensor) and each.is_inference() for each in flat):
+                    if any(isinstance(leaf, torch.Tensor) and leaf.is_inference() for leaf in flat):
                         break  # their changes are not counted
-                    leaves = [self._leaf(each) if isinstance(each, torch.Tensor) else each for each in flat]
+                    leaves = [self._leaf(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in flat]
                 origin = StorageWeakRef(tensor.untyped_storage())
                 number, version = next(self._numbers), tensor._version
                 self._note(TensorRecipe(func, number, leaves, shape, index, tensor.nbytes, origin, version), seconds)
@@ -199,7 +199,7 @@ class Choice(TorchDispatchMode):
 
     def _note(self, recipe: TensorRecipe, seconds: float) -> None:
         if len(self._recipes) > 64:
-            self._recipes = {key: each for key, each in self._recipes.copy().items() if not each.origin.expired()}
+            self._recipes = {key: known for key, known in self._recipes.copy().items() if not known.origin.expired()}
         self._recipes[recipe.origin.cdata] = recipe
         self._seconds[recipe.kind] = min(seconds, self._seconds.get(recipe.kind, seconds))
 

@@ -149,8 +149,8 @@ def _keep(_: torch.Tensor) -> None:
 
 def made_of(fetched: torch.Tensor) -> dict[Layout, tuple[torch.Tensor, int]]:
     """Returns tensors made over the memory of another one, which live as long as that does, with their versions."""
-    found: dict[Layout, tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
-    return found
+    made: dict[Layout, tuple[torch.Tensor, int]] = vars(fetched).setdefault("_nvme_ops_made", {})
+    return made
 
 
 def is_changed(fetched: torch.Tensor, version: int) -> bool:
@@ -158,7 +158,7 @@ def is_changed(fetched: torch.Tensor, version: int) -> bool:
     if fetched._version != version:
         return True
     made = vars(fetched).get("_nvme_ops_made")
-    return made is not None and any(value._version != each for value, each in made.values())
+    return made is not None and any(value._version != old for value, old in made.values())
 
 
 def place_of(tensor: torch.Tensor, least: int) -> StoragePart | None:

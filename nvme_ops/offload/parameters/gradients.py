@@ -46,13 +46,13 @@ class SwappedGradient(SwappedTensor):
 
     def known_norm(self) -> torch.Tensor:
         """Returns the 2-norm, which is remembered until the values change."""
-        found = self._resident.norm
-        if found is None:
+        norm = self._resident.norm
+        if norm is None:
             with self._residents.used(self._resident, "backward") as values:
-                found = torch.linalg.vector_norm(values)
+                norm = torch.linalg.vector_norm(values)
             if not self._resident.is_used():  # else others may change them unnoticed
-                self._resident.norm = found
-        return found
+                self._resident.norm = norm
+        return norm
 
     def scale_later(self, by: torch.Tensor) -> bool:
         """Has the values multiplied when they arrive the next time. Returns False if the caller has to do it now."""
@@ -67,7 +67,7 @@ class SwappedGradient(SwappedTensor):
 
     def _is_observed(self) -> bool:
         """Returns whether the current values are in use, or are to be copied."""
-        return self._resident.is_used() or any(each() is not None for each in self._resident.copies)
+        return self._resident.is_used() or any(copy() is not None for copy in self._resident.copies)
 
     def _assign(self, value: torch.Tensor) -> None:
         del value
@@ -79,8 +79,8 @@ def _zero(tensor: Any) -> Any:
 
 
 def _zero_each(tensors: Sequence[torch.Tensor]) -> None:
-    for each in tensors:
-        each.zero_()
+    for tensor in tensors:
+        tensor.zero_()
 
 
 SwappedGradient.lazy.update({aten.zero_.default: _zero, aten._foreach_zero_.default: _zero_each})
@@ -107,7 +107,7 @@ class SwappedGradients(Swapped):
         self._most_leaving = most_leaving
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # Parameters own their hooks, and these own this: it lives as long as any of them, and must not own them.
-        self._every, self._large = [weakref.ref(each) for each in every], [weakref.ref(each) for each in large]
+        self._every, self._large = [weakref.ref(tensor) for tensor in every], [weakref.ref(tensor) for tensor in large]
         self._leaving: deque[_Leaving] = deque()
         self._uses_if_unshared = _uses_by_autograd()
         self._lock = forkable_lock()
@@ -133,14 +133,14 @@ class SwappedGradients(Swapped):
         Returns:
             The norm of all gradients before, a tensor without dimensions.
         """
-        every = [parameter for each in self._every if (parameter := each()) is not None]
+        every = [parameter for reference in self._every if (parameter := reference()) is not None]
         if norm_type != 2.0:
             return torch.nn.utils.clip_grad_norm_(every, max_norm, norm_type)
-        grads = [each.grad for each in every if each.grad is not None]
+        grads = [parameter.grad for parameter in every if parameter.grad is not None]
         if not grads:
             return torch.tensor(0.0)  # on torch's default device, as torch does
         norms = [
-            each.known_norm() if isinstance(each, SwappedGradient) else torch.linalg.vector_norm(each) for each in grads
+            grad.known_norm() if isinstance(grad, SwappedGradient) else torch.linalg.vector_norm(grad) for grad in grads
         ]
         total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         scale = torch.clamp(max_norm / (total + 1e-6), max=1.0)
@@ -158,12 +158,12 @@ class SwappedGradients(Swapped):
         Together they have to fit in the budget. They are written again afterwards.
         """
         with contextlib.ExitStack() as uses:
-            for each in params:
-                grad = each.grad
+            for parameter in params:
+                grad = parameter.grad
                 if isinstance(grad, SwappedGradient):
                     values = uses.enter_context(grad.lent(change=True))  # a write to `data` would go unnoticed
-                    uses.callback(_restore_placeholder, each, grad, values)
-                    each.grad = values
+                    uses.callback(_restore_placeholder, parameter, grad, values)
+                    parameter.grad = values
             yield
 
     def close(self) -> None:
@@ -193,10 +193,10 @@ class SwappedGradients(Swapped):
         """
         with self._lock:
             self._adding.pop(threading.get_ident(), None)
-            if any(each() is parameter for each in self._adding.values()):
+            if any(reference() is parameter for reference in self._adding.values()):
                 return
             uses = zip(_uses_of_grad(parameter), self._uses_if_unshared, strict=True)
-            is_unshared = all(found <= most for found, most in uses)
+            is_unshared = all(count <= most for count, most in uses)
             grad = parameter.grad
             if isinstance(grad, SwappedGradient):
                 grad.known_norm()  # of values that are in memory now
@@ -224,16 +224,16 @@ class SwappedGradients(Swapped):
     def _limit_leaving(self) -> None:
         """Waits for the oldest writes until the others are within the limit. Raises OSError if a gradient is lost."""
         waiting = tuple(self._leaving)  # other threads may append
-        nbytes = sum(each.nbytes for each in waiting)
-        for each in waiting:
+        nbytes = sum(gradient.nbytes for gradient in waiting)
+        for gradient in waiting:
             if nbytes <= self._most_leaving:
                 return
-            failure = each.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
+            failure = gradient.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
             with contextlib.suppress(ValueError):  # another thread has waited for it, too
-                self._leaving.remove(each)
-            nbytes -= each.nbytes
-            resident = each.resident()
-            if failure is not None and resident is not None and resident.leaving is each.writing:
+                self._leaving.remove(gradient)
+            nbytes -= gradient.nbytes
+            resident = gradient.resident()
+            if failure is not None and resident is not None and resident.leaving is gradient.writing:
                 raise failure
 
 
@@ -282,15 +282,15 @@ def swap_gradients(
     if isinstance(params, torch.nn.Module):
         raise TypeError("params must be parameters, not a module: model.parameters()")
     params = list(params)
-    if wrong := [each for each in params if not isinstance(each, torch.Tensor)]:
+    if wrong := [parameter for parameter in params if not isinstance(parameter, torch.Tensor)]:
         raise TypeError(f"params must be parameters, not {type(wrong[0]).__name__}: model.parameters()")
-    every = [each for each in params if each.requires_grad]
-    large = [each for each in every if each.nbytes >= least]
+    every = [parameter for parameter in params if parameter.requires_grad]
+    large = [parameter for parameter in every if parameter.nbytes >= least]
     if not large:
         raise ValueError("there are no parameters that take a gradient, or none of min_bytes or more")
-    if any(each in _owners for each in large):
+    if any(parameter in _owners for parameter in large):
         raise ValueError("the gradients of these parameters are swapped already")
-    if any(hasattr(each, "to_local") for each in large):
+    if any(hasattr(parameter, "to_local") for parameter in large):
         raise TypeError("gradients of a DTensor cannot be swapped")
     device = device_of_all(large, "the parameters are")
     if several_ranks():
@@ -317,7 +317,7 @@ def several_ranks() -> bool:
 
 def require_one_rank(params: Sequence[torch.Tensor]) -> None:
     """Raises ValueError if ranks reduce gradients after each is complete, for which torch has no hook."""
-    if several_ranks() and not all(hasattr(each, "to_local") for each in params):
+    if several_ranks() and not all(hasattr(parameter, "to_local") for parameter in params):
         raise ValueError(
             'overlap="backward" is not for parameters whose gradients several ranks reduce after they are complete, as '
             "DistributedDataParallel does: shard them with fully_shard, or leave overlap out"
@@ -335,12 +335,12 @@ def _uses_of_grad(parameter: torch.Tensor) -> tuple[int, int, int]:
 
 def _uses_by_autograd() -> tuple[int, int, int]:
     """Returns ``_uses_of_grad`` in a hook for a gradient that nobody else refers to; it depends on torch's version."""
-    found: list[tuple[int, int, int]] = []
+    uses: list[tuple[int, int, int]] = []
     sample = torch.ones(1, device="cpu", requires_grad=True)
-    sample.register_post_accumulate_grad_hook(lambda each: found.append(_uses_of_grad(each)))
+    sample.register_post_accumulate_grad_hook(lambda parameter: uses.append(_uses_of_grad(parameter)))
     with torch.enable_grad():
         (sample * 2.0).sum().backward()
-    return found[0]
+    return uses[0]
 
 
 def _restore_placeholder(parameter: torch.Tensor, grad: SwappedGradient, values: torch.Tensor) -> None:

@@ -313,8 +313,8 @@ class Residents(Policy[Resident]):
     def settle(self) -> None:
         """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""
         with self.lock:
-            found = [*self._all.values(), *self.present]
-        self._residency.settle(self, found)
+            residents = [*self._all.values(), *self.present]
+        self._residency.settle(self, residents)
 
     def wait_until_written(self, resident: Resident) -> None:
         """Waits until a write under way has ended. Raises OSError; then values in memory stay, and others are lost."""
@@ -386,19 +386,19 @@ class Residents(Policy[Resident]):
         for number, (at, _) in enumerate(self._order.ahead()):
             next_use.setdefault(at, number)
 
-        def when(each: Resident) -> int:
-            return next_use.get(each.place, _NEVER) if self._at.get(each.place) is each else _NEVER
+        def when(resident: Resident) -> int:
+            return next_use.get(resident.place, _NEVER) if self._at.get(resident.place) is resident else _NEVER
 
-        return sorted((each for each in self.present if when(each) > after), key=when, reverse=True)
+        return sorted((resident for resident in self.present if when(resident) > after), key=when, reverse=True)
 
     def _write_early(self) -> None:
         """Starts to write changed tensors, but for the last two, so that their memory is free in time."""
         if self._nbytes <= self.share.nbytes:
             return
-        for each in list(self.to_write)[:-_CHANGING]:
-            self.to_write.pop(each, None)
+        for resident in list(self.to_write)[:-_CHANGING]:
+            self.to_write.pop(resident, None)
             with contextlib.suppress(OSError):  # it is retried, and raised, when memory is needed
-                self._residency.write_back(self, each)
+                self._residency.write_back(self, resident)
 
     def out_of_memory(self, entry: Resident) -> MemoryError:
         """Returns an error that says what others have."""

@@ -45,26 +45,26 @@ class SwappedParams(Swapped):
         """
         require_switches(change=change)
         with contextlib.ExitStack() as uses:
-            found = []
-            for each in params:
-                if isinstance(each, SwappedTensor):
-                    found.append(uses.enter_context(each.lent(change)))
+            tensors = []
+            for parameter in params:
+                if isinstance(parameter, SwappedTensor):
+                    tensors.append(uses.enter_context(parameter.lent(change)))
                     if change:
-                        torch.autograd.graph.increment_version(each)
+                        torch.autograd.graph.increment_version(parameter)
                 else:
-                    found.append(each.detach())
-            yield found
+                    tensors.append(parameter.detach())
+            yield tensors
 
     def restore(self) -> None:
         """Replaces all parameters by ordinary ones in memory, and closes this. Make a new optimizer afterwards."""
         restored: dict[int, torch.nn.Parameter] = {}
-        for module, name, each in _places(self._module):
-            if isinstance(each, SwappedTensor):
-                if id(each) not in restored:
-                    restored[id(each)] = torch.nn.Parameter(each.to_memory(), each.requires_grad)
-                    restored[id(each)].grad = each.grad
-                setattr(module, name, restored[id(each)])
-                note_replaced([each])
+        for module, name, parameter in _places(self._module):
+            if isinstance(parameter, SwappedTensor):
+                if id(parameter) not in restored:
+                    restored[id(parameter)] = torch.nn.Parameter(parameter.to_memory(), parameter.requires_grad)
+                    restored[id(parameter)].grad = parameter.grad
+                setattr(module, name, restored[id(parameter)])
+                note_replaced([parameter])
         self.close()
 
     def close(self) -> None:
@@ -125,51 +125,51 @@ def swap_params(
     if not isinstance(module, torch.nn.Module):
         raise TypeError(f"module must be a torch.nn.Module, not {type(module).__name__}")
     every = list(_places(module))
-    target = _device_of([each for _, _, each in every], device)
-    large = {id(each): each for _, _, each in every if each.nbytes >= least}
+    target = _device_of([parameter for _, _, parameter in every], device)
+    large = {id(parameter): parameter for _, _, parameter in every if parameter.nbytes >= least}
     if not large:
         raise ValueError("the module has no parameters, or none of min_bytes or more")
     with contextlib.ExitStack() as undo:
         residents = Residents(folder, "parameters", given=given, device=target, checksums=checksums, handle=handle)
         undo.callback(residents.close)
         made: dict[int, torch.nn.Parameter] = {}
-        names = {id(each): name for name, each in module.named_parameters()}
-        for key, each in large.items():
-            resident = Resident(names[key], each, target)
-            residents.add(resident, None if each.is_meta else each.detach())
-            made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), each.requires_grad)
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        for key, parameter in large.items():
+            resident = Resident(names[key], parameter, target)
+            residents.add(resident, None if parameter.is_meta else parameter.detach())
+            made[key] = torch.nn.Parameter(SwappedTensor(residents, resident), parameter.requires_grad)
         swapped: list[Any] = list(made.values())
-        forward: list[Use] = [(each.resident.place, "forward") for each in swapped]
-        backward: list[Use] = [(each.resident.place, "backward") for each in reversed(swapped)]
+        forward: list[Use] = [(parameter.resident.place, "forward") for parameter in swapped]
+        backward: list[Use] = [(parameter.resident.place, "backward") for parameter in reversed(swapped)]
         residents.foresee([*forward, *backward])
-        if any(each.is_meta for _, _, each in every):
+        if any(parameter.is_meta for _, _, parameter in every):
             _initialize(module, made, target, param_init_fn)
         else:
-            for key, each in large.items():
-                made[key].grad = each.grad
+            for key, parameter in large.items():
+                made[key].grad = parameter.grad
             residents.settle()
             note_replaced(large.values())
-            for owner, name, each in every:
-                if id(each) in made:
-                    setattr(owner, name, made[id(each)])  # not _parameters[name]: an RNN has to notice it
+            for owner, name, parameter in every:
+                if id(parameter) in made:
+                    setattr(owner, name, made[id(parameter)])  # not _parameters[name]: an RNN has to notice it
         undo.pop_all()
     return SwappedParams(module, residents)
 
 
 def _places(module: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, torch.nn.Parameter]]:
     """Yields each parameter of a module with its owner and name, a tied one several times."""
-    for each in module.modules():
-        for name, parameter in list(each._parameters.items()):
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
             if parameter is not None:
-                yield each, name, parameter
+                yield owner, name, parameter
 
 
 def _device_of(parameters: Sequence[torch.Tensor], device: str | torch.device | None) -> torch.device:
     """Returns where the parameters are used. Raises ValueError or TypeError if they cannot be swapped."""
-    for each in parameters:
-        if isinstance(each, SwappedTensor):
+    for parameter in parameters:
+        if isinstance(parameter, SwappedTensor):
             raise ValueError("the parameters of this module are swapped already")
-        if hasattr(each, "to_local"):
+        if hasattr(parameter, "to_local"):
             raise TypeError("a DTensor cannot be swapped: swap the parameters of a module that is not sharded")
     own = device_of_all(parameters, "the parameters are")
     if own.type == "meta":
@@ -188,7 +188,7 @@ def _initialize(
 ) -> None:
     """Gives tensors on the meta device memory, as ``to_empty`` does, and has them initialized, children first."""
     affected = {
-        id(each) for each in module.modules() if any(one.is_meta for one in [*each.parameters(), *each.buffers()])
+        id(owner) for owner in module.modules() if any(one.is_meta for one in [*owner.parameters(), *owner.buffers()])
     }
     places: dict[int, list[tuple[torch.nn.Module, str]]] = {}
     for owner, name, parameter in _places(module):
@@ -209,24 +209,24 @@ def _initialize(
                 owner._buffers[name] = buffers.setdefault(id(buffer), _unset(buffer, device))
                 empty.append((owner, name))
 
-    def visit(each: torch.nn.Module) -> None:
-        if id(each) not in affected:
+    def visit(submodule: torch.nn.Module) -> None:
+        if id(submodule) not in affected:
             return
-        if param_init_fn is None and _is_transformers(each):
-            each.initialize_weights()  # type: ignore[operator]
+        if param_init_fn is None and _is_transformers(submodule):
+            submodule.initialize_weights()  # type: ignore[operator]
             return
-        for child in each.children():
+        for child in submodule.children():
             visit(child)
-        reset: Any = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
+        reset: Any = getattr(submodule, "reset_parameters", None) or getattr(submodule, "_reset_parameters", None)
         if param_init_fn is not None:
-            param_init_fn(each)
+            param_init_fn(submodule)
         elif reset is not None:
             reset()
 
     visit(module)
-    for each in module.modules():
-        if _is_transformers(each):
-            each.tie_weights()  # type: ignore[operator]  # it knows whose values remain
+    for submodule in module.modules():
+        if _is_transformers(submodule):
+            submodule.tie_weights()  # type: ignore[operator]  # it knows whose values remain
     for (owner, name), *others in places.values():
         for other, its_name in others:
             setattr(other, its_name, getattr(owner, name))
@@ -263,7 +263,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
 
 def _require_set(module: torch.nn.Module, empty: Iterable[tuple[torch.nn.Module, str]], reason: str) -> None:
     """Raises ValueError if tensors, by owner and name, were not initialized: torch would compute with garbage."""
-    prefixes = {id(each): f"{prefix}." if prefix else "" for prefix, each in module.named_modules()}
+    prefixes = {id(owner): f"{prefix}." if prefix else "" for prefix, owner in module.named_modules()}
     missing = []
     for owner, name in empty:
         tensor = getattr(owner, name)
@@ -289,7 +289,7 @@ _hooks: list[Any] = []  # of all optimizers' steps, while there are such paramet
 
 def note_replaced(parameters: Iterable[torch.Tensor]) -> None:
     """Makes an optimizer raise RuntimeError at its next step if it is to train any of these parameters."""
-    _replaced.update(WeakIdRef(each, _forget) for each in parameters)
+    _replaced.update(WeakIdRef(parameter, _forget) for parameter in parameters)
     _update_hook()
 
 
@@ -309,10 +309,10 @@ def _update_hook() -> None:
 
 def _require_current(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for group in optimizer.param_groups:
-        for each in group["params"]:
-            if each.requires_grad and WeakIdRef(each) in _replaced:
+        for tensor in group["params"]:
+            if tensor.requires_grad and WeakIdRef(tensor) in _replaced:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(each.shape)} of this {type(optimizer).__name__} is no longer its "
+                    f"a parameter of shape {tuple(tensor.shape)} of this {type(optimizer).__name__} is no longer its "
                     "module's: swap_params, or restore() of what it returned, has put another in its place, which this "
                     "optimizer would not train. Make the optimizer after swap_params, and anew after restore()"
                 )

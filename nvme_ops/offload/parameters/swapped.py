@@ -136,7 +136,7 @@ class SwappedTensor(OffloadedTensor):
         """Returns a copy that is converted when it is used."""
         copies = self._resident.copies
         if len(copies) >= _MANY:
-            copies[:] = [each for each in copies if each() is not None]
+            copies[:] = [reference for reference in copies if reference() is not None]
         copy = _Copy(self._derived(self._outline), conversion)
         copies.append(weakref.ref(copy))
         return copy.whole()

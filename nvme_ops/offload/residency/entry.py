@@ -59,9 +59,9 @@ class Entry:
 
     def is_used(self) -> bool:
         """Returns whether others hold tensors over its memory: to compute with, to wait for, or perhaps to write to."""
-        for each in (self.arrival, self.leaving):
-            if each is not None:
-                each.done()  # a transfer that has ended releases its tensors when it is asked
+        for transfer in (self.arrival, self.leaving):
+            if transfer is not None:
+                transfer.done()  # a transfer that has ended releases its tensors when it is asked
         return self.values is not None and tensors_over(self.values) > self.own_tensors
 
     def is_arriving(self) -> bool:

@@ -39,7 +39,7 @@ class ModelFiles:
         """Starts to fill an entry's memory; see ``Backing``. Raises FormatError if a file was changed."""
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)  # before those of the transfer, which go with it
-        transfers = submit_reads([(each, memory[at : at + each.nbytes]) for each, at in entry.reads], priority)
+        transfers = submit_reads([(extent, memory[at : at + extent.nbytes]) for extent, at in entry.reads], priority)
         transfer = transfers[0] if len(transfers) == 1 else joined(transfers)
         return values, transfer, sum(extent.nbytes for extent, _ in entry.reads)
 

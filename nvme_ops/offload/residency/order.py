@@ -75,9 +75,9 @@ class Order(Generic[Weight]):
         self._uses_in_round = 0
         alive = {thread.ident for thread in threading.enumerate()}
         self._last = {thread: last for thread, last in self._last.items() if thread in alive}
-        found = list(self._uses.items())
-        self._uses = {weight: uses * _DECAY for weight, uses in found}
-        return found
+        weights = list(self._uses.items())
+        self._uses = {weight: uses * _DECAY for weight, uses in weights}
+        return weights
 
     def _thread(self) -> int:
         return 0 if self._together else threading.get_ident()

@@ -32,15 +32,15 @@ def placement(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[
     weights = [weight for weight in weights if weight[1] * _RARE >= most_used]
     # The others pass through memory of twice the largest of them, so keeping the largest weights may leave more memory
     # for the rest. Each size is tried as the largest that is not kept.
-    found: list[tuple[float, set[Weight]]] = []
+    choices: list[tuple[float, set[Weight]]] = []
     for limit in sorted({nbytes for _, _, nbytes in weights}, reverse=True):
         large = [weight for weight in weights if weight[2] > limit]
         capacity = memory - 2 * limit - min(IN_FLIGHT, memory // 8) - sum(nbytes for _, _, nbytes in large)
         if capacity >= 0:
             small = [weight for weight in weights if weight[2] <= limit]
             kept = {weight for weight, _, _ in large} | worth_keeping(small, capacity)
-            found.append((sum(uses * nbytes for weight, uses, nbytes in weights if weight in kept), kept))
-    return max(found, key=lambda each: each[0], default=(0, set[Weight]()))[1]
+            choices.append((sum(uses * nbytes for weight, uses, nbytes in weights if weight in kept), kept))
+    return max(choices, key=lambda choice: choice[0], default=(0, set[Weight]()))[1]
 
 
 def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -> set[Weight]:

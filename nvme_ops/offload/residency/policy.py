@@ -133,8 +133,8 @@ class Policy(Usable, Generic[E]):
                 return
             self._closed = True
         if self._is_ours():
-            for each in list(self.present):
-                for arrival in (each.arrival, each.leaving):
+            for entry in list(self.present):
+                for arrival in (entry.arrival, entry.leaving):
                     if arrival is not None:
                         arrival.exception()
-                self.discard(each)
+                self.discard(entry)

@@ -73,7 +73,7 @@ class Residency:
                 elif all(
                     arrival is None or self.await_arrival(policy, entry, arrival, entry in begun)
                     for entry, arrival in zip(uses, arrivals, strict=True)
-                ) and (not change or all(self._note_change(policy, *each) for each in zip(uses, values, strict=True))):
+                ) and (not change or all(self._note_change(policy, *pair) for pair in zip(uses, values, strict=True))):
                     for entry in uses:
                         if (queued := entry.queued) is not None:
                             queued.before(values[0].device)
@@ -90,8 +90,8 @@ class Residency:
         for entry in sorted(missing, key=_size, reverse=True):
             if not self.begin(policy, entry, Priority.DEMAND, spared=together):
                 if len(together) > 1:
-                    for each in together:
-                        self.evict(policy, each)
+                    for victim in together:
+                        self.evict(policy, victim)
                 return False
         return True
 
@@ -173,8 +173,8 @@ class Residency:
                     other.give_back()
             if (memory := take(entry)) is not None:
                 return memory
-        for owner, each in self._leavers(policy, entry, after):
-            if each not in spared and self.evict(owner, each):
+        for owner, victim in self._leavers(policy, entry, after):
+            if victim not in spared and self.evict(owner, victim):
                 memory = take(entry)
                 if memory is not None:
                     return memory
@@ -193,20 +193,20 @@ class Residency:
         others: list[Policy[Any]] = []
         if len(self._policies) > 1 and policy.has_share_for(entry):
             others = sorted(
-                (each for each in self._policies if each is not policy), key=lambda each: not each.gives_way
+                (other for other in self._policies if other is not policy), key=lambda other: not other.gives_way
             )
         for other in others:
-            for each in _nearest(policy, other):
-                is_astray = other.gives_way and not other.share.is_inside(each.memory)
+            for victim in _nearest(policy, other):
+                is_astray = other.gives_way and not other.share.is_inside(victim.memory)
                 if is_astray or other.share.bytes_in_use > other.share.nbytes:
-                    yield other, each
-        first = [each for each in others if after < 0 and each.gives_way > policy.gives_way]
+                    yield other, victim
+        first = [other for other in others if after < 0 and other.gives_way > policy.gives_way]
         for other in first:
-            yield from ((other, each) for each in _nearest(policy, other))
-        yield from ((policy, each) for each in policy.victims(after))
+            yield from ((other, victim) for victim in _nearest(policy, other))
+        yield from ((policy, victim) for victim in policy.victims(after))
         for other in others if after < 0 else ():
             if other not in first:
-                yield from ((other, each) for each in _nearest(policy, other))
+                yield from ((other, victim) for victim in _nearest(policy, other))
 
     def await_arrival(self, policy: Policy[E], entry: E, arrival: IoFuture, begun: bool) -> bool:
         """Waits for the transfer of an entry. Raises why it failed if it was ``begun`` for this wait.
@@ -262,12 +262,12 @@ class Residency:
     def make_room(self, policy: Policy[E], nbytes: int, after: int) -> None:
         """Evicts entries, or starts to write them, until so much will be free. Call it with the lock."""
         room = policy.share.nbytes - policy.share.bytes_in_use + _bytes_leaving(policy)
-        for each in policy.victims(after):
+        for victim in policy.victims(after):
             if room >= nbytes:
                 return
-            if each.memory is not None and (each.leaving is None or each.leaving.done()):
-                room += each.memory.nbytes
-                self.evict(policy, each)
+            if victim.memory is not None and (victim.leaving is None or victim.leaving.done()):
+                room += victim.memory.nbytes
+                self.evict(policy, victim)
 
     def put_away(self, policy: Policy[E], entry: E) -> None:
         """Takes an entry out of memory now, and waits until it is written. Raises MemoryError if it is in use."""
@@ -340,25 +340,25 @@ class Residency:
 
     def settle(self, policy: Policy[E], entries: Collection[E]) -> None:
         """Writes all changes and waits until they are stored. Raises OSError; the values then stay in memory."""
-        for each in entries:
-            self.wait_until_written(policy, each)  # a write may have begun before the last change
+        for entry in entries:
+            self.wait_until_written(policy, entry)  # a write may have begun before the last change
             with self.lock:
-                self.write_back(policy, each)
-        for each in entries:
-            self.wait_until_written(policy, each)
+                self.write_back(policy, entry)
+        for entry in entries:
+            self.wait_until_written(policy, entry)
 
 
 def _nearest(policy: Policy[Any], other: Policy[Any]) -> list[Any]:
     """Returns what may leave of another's memory, first what lies nearest to that of a policy, for one piece."""
-    victims = [each for each in other.victims(-1) if each.memory is not None and not each.is_used()]
-    return sorted(victims, key=lambda each: other.share.place(each.memory), reverse=policy.share.at_end)
+    victims = [victim for victim in other.victims(-1) if victim.memory is not None and not victim.is_used()]
+    return sorted(victims, key=lambda victim: other.share.place(victim.memory), reverse=policy.share.at_end)
 
 
 def _bytes_leaving(policy: Policy[E]) -> int:
     """Returns the memory of entries that are being written."""
     with policy.lock:
-        leaving = [each for each in policy.present if each.leaving is not None and not each.leaving.done()]
-    return sum(each.memory.nbytes for each in leaving if each.memory is not None)
+        leaving = [entry for entry in policy.present if entry.leaving is not None and not entry.leaving.done()]
+    return sum(entry.memory.nbytes for entry in leaving if entry.memory is not None)
 
 
 def _size(entry: Entry) -> int:
