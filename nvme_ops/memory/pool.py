@@ -22,6 +22,7 @@ from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import bytes_of, never_raising, size_words
 from nvme_ops.io.tensors import pool_buffer
+from nvme_ops.memory.page_locked import PageLocked, reuse, wait_for_copies
 
 T = TypeVar("T")
 
@@ -141,7 +142,9 @@ class Pool(Tracked):
     Args:
         budget: bytes, or a size such as ``"64M"``. A lease counts as what is allocated for it: a power of two of
             pages, from 2 MiB on a multiple of 2 MiB.
-        pinned: lease page-locked memory, from which an accelerator copies at full speed; ignored without one.
+        pinned: lease page-locked memory, from which an accelerator copies at full speed; ignored without one. Ordinary
+            memory where the system refuses to lock it, which a RuntimeWarning says once. Memory that was leased before
+            is leased again when all GPUs have done what was queued. In a forked child, a GPU's has zeros in it.
 
     Raises:
         ValueError: a budget below 1.
@@ -158,6 +161,7 @@ class Pool(Tracked):
         self._lock = threading.RLock()
         self._in_use = self._peak = 0
         self._leased: Held[int] = Held()  # the charge of each lease
+        self._pieces: list[PageLocked] = []  # those that are free are reused
         self._waiting: deque[_Waiting] = deque()  # first come, first served
         self._by_thread: dict[int, int] = {}  # bytes leased in with blocks
 
@@ -275,18 +279,29 @@ class Pool(Tracked):
             )
 
     def _allocate(self, nbytes: int, mine: _Waiting) -> torch.Tensor:
-        owner: Any  # freed with the last tensor over the memory, which ``_leased`` notices
-        if self._pinned:
+        owner: Any = None  # freed with the last tensor over the memory, which ``_leased`` notices
+        if self._pieces:
+            with self._lock:
+                owner, unfitting = reuse(self._pieces, mine.charge, self._budget - self._in_use)
+            unfitting.clear()  # without the lock, as it may take a while
+        with self._lock:
+            # memory cached for reuse must not come on top of the budget
+            if self._in_use + native().pool_statistics()["cached_bytes"] - mine.charge > self._budget:
+                native().trim_pool()
+        if owner is not None:
+            wait_for_copies()
+        elif not self._pinned:
+            owner = pool_buffer(nbytes)
+        elif _has_xpu():  # which registers no memory
             locked = torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
             owner = (ctypes.c_ubyte * nbytes).from_address(locked.data_ptr())
             owner.keeps = locked
         else:
+            piece = PageLocked(mine.charge)
             with self._lock:
-                # memory cached for reuse must not come on top of the budget
-                if self._in_use + native().pool_statistics()["cached_bytes"] - mine.charge > self._budget:
-                    native().trim_pool()
-            owner = pool_buffer(nbytes)
-        tensor = torch.frombuffer(owner, dtype=torch.uint8)
+                self._pieces.append(piece)
+                owner = piece.lend()
+        tensor = torch.frombuffer(owner, dtype=torch.uint8, count=nbytes)
         with self._lock:
             self._leased.pass_on(mine.held, owner)
         return tensor
@@ -317,7 +332,11 @@ class _Waiting:
 
 def can_pin() -> bool:
     """Returns whether there is an accelerator that copies faster from page-locked memory."""
-    return bool(torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available()))
+    return torch.cuda.is_available() or _has_xpu()
+
+
+def _has_xpu() -> bool:
+    return hasattr(torch, "xpu") and torch.xpu.is_available()
 
 
 def charge_of(nbytes: int) -> int:

@@ -57,7 +57,8 @@ class Ring:
         pool: supplies the memory; the ring makes do with fewer than ``depth`` buffers when no more are free at once.
             Allocated outside any pool when None.
         buffer: bytes of one buffer, at most ``pool.largest``. One page of it is reserved so that data keep their offset
-            within a page. By default 8 MiB; without a pool, 8 MiB and that page.
+            within a page. By default 8 MiB; without a pool, 8 MiB and that page, unless it is page-locked: torch keeps
+            that memory for the next ring, in powers of two.
         depth: the number of buffers.
         pinned: without a pool, whether the memory is page-locked, for copies to and from an accelerator.
         priority: of the transfers.
@@ -76,12 +77,12 @@ class Ring:
         priority: Priority = Priority.DEMAND,
     ) -> None:
         self._pool, self._most, self._depth, self._priority = pool, depth, depth, priority
-        self._size = buffer or (PIECE + PAGE if pool is None else PIECE)
+        self._pinned = pinned and can_pin()
+        self._size = buffer or (PIECE + PAGE if pool is None and not self._pinned else PIECE)
         if pool is not None:
             self._size = min(self._size, pool.largest)
         if self._size < 2 * PAGE:
             raise MemoryError(f"a ring needs buffers of {2 * PAGE} bytes, and the pool has at most {self._size}")
-        self._pinned = pinned and can_pin()
         self._leases: list[Any] = []
         self._buffers: list[torch.Tensor] = []
         self._uses: dict[int, IoFuture] = {}  # by buffer: its transfer

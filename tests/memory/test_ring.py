@@ -147,6 +147,12 @@ def test_a_ring_takes_no_more_than_its_pool_has(stored: tuple[Path, torch.Tensor
         Ring(Pool(5000))
 
 
+def test_buffers_that_torch_locks_are_of_sizes_that_it_does_not_round_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ring(pinned=True).piece == 8 * MIB
+    monkeypatch.setattr("nvme_ops.memory.ring.can_pin", lambda: True)
+    assert Ring(pinned=True).piece == 8 * MIB - 4 * KIB  # one page is reserved
+
+
 # Transfers without buffers
 
 
