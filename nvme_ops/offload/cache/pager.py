@@ -314,10 +314,18 @@ class Pager(Policy[Entry]):
         pages = layer.pages()
         try:
             layer.move_to(self._room(_Room(layer, nbytes)), pages)
+            self._close_gap(layer)
         except MemoryError:  # there is no room beside the old memory
             pages.clear()
             self._residency.put_away(self, layer)
             self._residency.fetch(self, layer, layer)
+
+    def _close_gap(self, layer: PagedLayer) -> None:
+        """Moves a layer's tail to the end of the memory, where layers that have grown have left gaps between tails."""
+        with self.lock:
+            tail, before = self.share.allocate(layer.tail_bytes, at_end=True), layer.tail
+            if tail is not None and before is not None and self.share.place(tail) > self.share.place(before):
+                layer.tail = tail.copy_(before)
 
     def _room(self, room: _Room) -> torch.Tensor:
         self._ask(room.nbytes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from nvme_ops.storage.source import FileExtent, Source, submit_reads
 MANY_ROWS = 4
 # How often reading ahead is planned while the memory is used once: planning looks at every weight that fits.
 _PLANS = 64
+_STAYED = 1.25  # times the uses of others that a weight counts which has stayed until now
 
 
 @dataclass(repr=False)
@@ -97,13 +99,16 @@ class Window(Policy[_Weight]):
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = tier_on(share.device, expanding).share() if expanding else None
         self._weights: dict[Source, _Weight] = {}
-        self._order = Order([self._weight(source) for source in foreseen])
+        weights = [self._weight(source) for source in foreseen]
+        self._order = Order(weights)
         self._keep: set[_Weight] = set()
+        self._has_gaps = False  # between weights that stay, since others no longer do
         self._passed = 0  # bytes of weights used since reading ahead was planned
         self._complete = False  # all weights that the model uses are in memory
         self.experts, self._packed, self._share_of_experts = experts, packed, share_of_experts
-        self._counts: Sequence[tuple[_Weight, float]] = ()  # how often each was used
+        self._counts: Sequence[tuple[_Weight, float]] = [(weight, 1.0) for weight in weights]  # how often each is used
         self._whole = set[Source]()  # packed weights that were used as a whole
+        self._place()
         residency.join(self)
 
     @property
@@ -238,7 +243,8 @@ class Window(Policy[_Weight]):
             memory = self._expanding.allocate(entry.nbytes)
             if memory is not None:
                 return memory
-        return super().allocate(entry)
+        # those that stay lie side by side, or pieces between them would be too small for others
+        return self.share.allocate(max(1, entry.nbytes), at_end=entry not in self._keep)
 
     def out_of_memory(self, entry: _Weight) -> MemoryError:
         """Returns an error that says what others have."""
@@ -278,22 +284,23 @@ class Window(Policy[_Weight]):
             nbytes -= self.experts.share.nbytes
         if nbytes != self.share.nbytes:
             self.share.nbytes, self._passed = nbytes, nbytes  # has reading ahead planned anew
-            inside = {weight for weight in self._keep if weight.memory is None or self.share.is_inside(weight.memory)}
-            self._place(inside)
+            self._place()
 
     def _choose(self, counts: Sequence[tuple[_Weight, float]]) -> None:
         """Chooses anew which weights stay in memory, by how often each was used."""
         self._counts = counts
         self._place()
 
-    def _place(self, preferred: Container[_Weight] = ()) -> None:
-        """Chooses which weights stay; uses of those ``preferred`` count twice, or many would be read at each change."""
+    def _place(self) -> None:
+        """Chooses which weights stay, rather those that have stayed, or many would be read at each change."""
+        stayed = {weight for weight in self._keep if weight.memory is None or self.share.is_inside(weight.memory)}
         weights = [
-            (weight, uses * (2.0 if weight in preferred else 1.0), weight.room)
+            (weight, uses * (_STAYED if weight in stayed else 1.0), weight.room)
             for weight, uses in self._counts
             if uses > 0
         ]
-        self._keep = placement(weights, self.share.nbytes)
+        kept, self._keep = self._keep, placement(weights, self.share.nbytes)
+        self._has_gaps = self._has_gaps or not kept <= self._keep
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
@@ -310,9 +317,22 @@ class Window(Policy[_Weight]):
         used = always.union(wanted)
         for unused in [weight for weight in self.present if weight not in used]:
             self.discard(unused)
+        if self._has_gaps:
+            self._close_gaps()
         for number, weight in enumerate(wanted):
             if weight.values is None and not self._residency.begin(self, weight, Priority.PREFETCH, number):
                 break
+
+    def _close_gaps(self) -> None:
+        """Moves weights that stay, the last ones first, into gaps between others that left."""
+        self._has_gaps = False
+        place: Any = self.share.place
+        kept = [weight for weight in self._keep if weight.memory is not None and not weight.is_arriving()]
+        with torch.inference_mode(False):
+            for weight in sorted(kept, key=lambda weight: place(weight.memory), reverse=True):
+                memory = None if weight.is_used() else self.share.allocate(max(1, weight.nbytes))
+                if memory is not None and place(memory) < place(weight.memory):
+                    weight.move(memory)
 
     def victims(self, after: int) -> Iterable[_Weight]:
         """Returns prefetched weights, those used last first, then weights that are kept, then those in use."""
