@@ -267,6 +267,8 @@ def test_a_write_that_ctrl_c_has_hidden_writes_over_nothing(session: Session, ag
     with pytest.raises(KeyboardInterrupt):
         store.put("a", pattern(MIB, 1))
     handle.will()
+    if again == "a":  # which waits for it
+        threading.Timer(0.05, handle.go.set).start()
     store.put(again, pattern(MIB, 2)).result()
     handle.go.set()
     hidden[0].wait(None)
