@@ -58,6 +58,7 @@ def pool() -> Iterator[Pool]:
 
 def test_a_part_comes_back_with_the_last_tensor_over_it(pool: Pool) -> None:
     share = HostTier(4 * MIB, pool).share()
+    assert share.peak == 0
     part: Any = share.allocate(3 * MIB)
     assert (part.nbytes, part.data_ptr() % 4096) == (3 * MIB, 0)
     view = part[4096:].view(torch.float32)
@@ -81,7 +82,7 @@ def test_no_part_is_lost_whatever_a_signal_handler_does_at_any_moment(pool: Pool
     share = HostTier(4 * MIB, pool).share()
 
     def use() -> None:
-        parts = [share.allocate(MIB) for _ in range(3)]
+        parts = [share.allocate(nbytes) for nbytes in (MIB // 2, MIB, MIB)]
         del parts[1]
         parts.append(share.allocate(2 * MIB))
 

@@ -20,6 +20,7 @@ import torch
 from nvme_ops.io.tensors import pool_buffer
 from nvme_ops.memory import page_locked
 from nvme_ops.memory.pool import Pool
+from nvme_ops.memory.ring import Ring
 from nvme_ops.offload import NvmeOptimizer
 from tests.conftest import MIB, in_child, in_threads, run_python
 from tests.device.kinds import on_a_gpu
@@ -160,6 +161,7 @@ def test_other_accelerators_lock_memory_with_torch(the_device: PrivateDevice, mo
             assert memory.is_pinned()
             del memory
         assert pool.bytes_in_use == 0
+        assert Ring(pinned=True).take().is_pinned()
 
 
 # Copies under way, which torch does not wait for

@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -88,6 +89,15 @@ def test_a_place_that_fits_comes_in_one_piece_and_small_ones_together(stored: tu
     assert torch.equal(next(ring.read(handle, [Place(path, 7, 100)])), data[7:107])
 
 
+def test_large_places_lie_in_a_page_as_in_the_file(stored: tuple[Path, torch.Tensor]) -> None:
+    path, data = stored
+    places = [Place(path, start, 100 * KIB) for start in (5, 4096 + 192, 70_001)]
+    for place, piece in zip(places, Ring(buffer=MIB).read(aio_handle(), places), strict=True):
+        assert torch.equal(piece, data[place.start : place.start + place.nbytes])
+        assert piece.data_ptr() % 64 == 0
+        assert place.start % 64 or piece.data_ptr() % 4096 == place.start % 4096
+
+
 # Writing
 
 
@@ -138,7 +148,9 @@ def test_a_transfer_that_fails_is_raised_and_waited_for(stored: tuple[Path, torc
 def test_a_ring_takes_no_more_than_its_pool_has(stored: tuple[Path, torch.Tensor], budget: int) -> None:
     pool = Pool(budget)
     ring = Ring(pool, depth=4)
-    pieces = [piece.clone() for piece in ring.read(aio_handle(), [Place(stored[0], 5, 300_000)])]
+    with mock.patch.object(Pool, "lease", autospec=True, side_effect=Pool.lease) as lease:
+        pieces = [piece.clone() for piece in ring.read(aio_handle(), [Place(stored[0], 5, 300_000)])]
+    assert {call.kwargs.get("timeout") for call in lease.mock_calls[1:]} <= {0}, "only for the first one it waits"
     assert torch.equal(torch.cat(pieces), stored[1][5:300_005])
     assert pool.peak <= budget
     del ring

@@ -19,6 +19,7 @@ import torch
 from nvme_ops.base.text import MIB
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import cli, from_pretrained, stream_weights
+from nvme_ops.offload.plan import probe
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import GenerationStats
@@ -124,13 +125,15 @@ def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None
 
 
 def test_the_plan_knows_lists_of_experts(folder: Path) -> None:
-    model = mixtral()
-    for layer in model.model.layers:
-        layer.mlp.experts = torch.nn.ModuleList(torch.nn.Linear(128, 256) for _ in range(16))
-    with stream_weights(model, folder, memory_budget=2 * MIB) as streamed:
-        experts = sizes_of(streamed)[0].experts
-        assert (experts.experts, experts.used_per_token) == (64, 8)
-        assert 0 < experts.memory == streamed._nvme_window.experts.share.nbytes
+    for count in (16, 2):
+        model = mixtral()
+        for layer in model.model.layers:
+            layer.mlp.gate = torch.nn.Linear(128, count, bias=False)
+            layer.mlp.experts = torch.nn.ModuleList(torch.nn.Linear(128, 256) for _ in range(count))
+        with stream_weights(model, folder, memory_budget=2 * MIB) as streamed:
+            experts = sizes_of(streamed)[0].experts
+            assert (experts.experts, experts.used_per_token) == (4 * count, 8)
+            assert 0 < experts.memory == streamed._nvme_window.experts.share.nbytes
 
 
 def count_joules(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,6 +227,21 @@ def test_the_page_cache_is_measured_where_it_would_have_the_weights(
     assert measured(MIB) == (False, False)
 
 
+def test_a_rate_is_measured_until_its_time_is_over() -> None:
+    class Done:
+        def exception(self, timeout: float | None = None) -> None:
+            begun.append("ended")
+
+    def submit(memory: torch.Tensor, path: str, start: int) -> Any:
+        begun.append(path)
+        return Done()
+
+    for seconds, expected in ((1000.0, 5), (0.0, 1)):
+        begun: list[str] = []
+        assert probe._rate(((submit, torch.zeros(9), "file", 0) for _ in range(5)), seconds) > 0
+        assert (begun.count("file"), begun.count("ended")) == (expected, expected)
+
+
 def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:
     shared = Path("/dev/shm")
     if not shared.is_dir() or os.stat(shared).st_dev == os.stat(llama).st_dev:
@@ -310,6 +328,15 @@ def test_what_is_refused(llama: Path, folder: Path, capsys: Capture) -> None:
         assert (out, err.count("\n")) == ("", 1)
         assert err.startswith("nvme-offload: ")
         assert reason in err
+
+
+def test_numbers_are_above_0_and_four_batches_are_planned(capsys: Capture) -> None:
+    words = ["plan", "model", "--memory", "1G"]
+    assert cli.parser().parse_args(words).batch == [1, 4, 16, 64]
+    for wrong in ("0", "nan", "x"):
+        with pytest.raises(SystemExit):
+            cli.parser().parse_args([*words, "--watts", wrong])
+        assert f"--watts: '{wrong}' is not a number above 0" in capsys.readouterr().err
 
 
 def test_without_transformers() -> None:

@@ -235,7 +235,8 @@ def test_shares_are_bounds_that_may_change_and_parts_lie_at_both_ends(tier: Any)
 
 
 def test_parts_of_two_kinds_do_not_lie_among_each_other() -> None:
-    share: Any = tier_on(CPU, 64 * KIB, two_ended=True).share()
+    tier = tier_on(CPU, 64 * KIB, two_ended=True)
+    share: Any = tier.share()
     low: list[Any] = [share.allocate(4 * KIB) for _ in range(4)]
     high: list[Any] = [share.allocate(8 * KIB, at_end=True) for _ in range(3)]
     start, end = low[0].data_ptr(), low[0].data_ptr() + 64 * KIB
@@ -243,6 +244,10 @@ def test_parts_of_two_kinds_do_not_lie_among_each_other() -> None:
     del low[1:], high[1]  # the smallest hole is between the others
     assert share.allocate(4 * KIB).data_ptr() == start + 4 * KIB
     assert share.allocate(8 * KIB, at_end=True).data_ptr() == end - 16 * KIB
+    share.at_end = True
+    for boundary, inside in ((40 * KIB, [True, True]), (44 * KIB, [True, False])):  # the second begins at 40 KiB
+        tier.boundary = boundary
+        assert [share.is_inside(part) for part in high] == inside
 
 
 def test_what_is_lent_is_given_back_to_the_system(tier: Any) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import errno
 import functools
+import os
 import pickle
 import shutil
 import tempfile
@@ -18,6 +20,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from nvme_ops.offload import NvmeCache
+from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import KIB, MIB
 
 transformers = pytest.importorskip("transformers")
@@ -157,6 +160,29 @@ def test_what_cannot_be_is_refused(folder: Path) -> None:
         held.clear()
         cache.update(states, states, 3)
     assert not list(folder.iterdir())
+
+
+def test_no_more_room_is_made_than_another_layer_needs(folder: Path) -> None:
+    states = torch.zeros(1, 4, 64, 128)
+    with NvmeCache(folder, "1408K") as cache:
+        for layer in range(4):
+            cache.update(states, states, layer)
+        assert cache._pager.share.nbytes - cache._pager.share.bytes_in_use == 2 * states.nbytes
+        assert cache.stats().bytes_written == 0
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_files_that_cannot_grow(folder: Path, monkeypatch: pytest.MonkeyPatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code), "slab")
+
+    monkeypatch.setattr(StripedSlabs, "allocate", refuse)
+    states = torch.zeros(1, 4, 64, 128)
+    with NvmeCache(folder, 1 << 20) as cache, pytest.raises(OSError, match=os.strerror(code)) as caught:  # noqa: PT012
+        for layer in range(5):
+            cache.update(states, states, layer)
+    assert (caught.value.errno, caught.value.filename) == (code, "slab")
+    assert ("of keys and values of layer" in str(caught.value)) == (code == errno.ENOSPC)
 
 
 # Generations

@@ -101,8 +101,12 @@ def test_kept_states_go_on_where_they_ended_and_no_others(folder: Path) -> None:
         with pytest.raises(ValueError, match=word):
             kept(folder, model, **{"memory_budget": "8M", **options})
     for options, steps in (({"memory_budget": "16M"}, 3), ({"name": "another"}, 0)):
-        with kept(folder, small(), **options) as optimizer:
+        with (
+            mock.patch("nvme_ops.filesystem.files.sync_folder") as synced,
+            kept(folder, small(), **options) as optimizer,
+        ):
             assert optimizer.steps == steps
+            assert mock.call(str(folder.parent)) in synced.mock_calls, "so that a power failure leaves the names"
     assert (inner / "foreign").read_text() == "not ours"
     assert (folder / "notes.txt").read_text() == "mine"
 
@@ -486,6 +490,8 @@ def test_a_flush_that_fails_is_told_once_and_its_data_written_anew(
     optimizer._states._flush.wait()  # type: ignore[union-attr]
     flushes.fail = lambda _: False
     flushed = len(flushes.files)
+    if file == "record":
+        assert all(map(is_it, flushes.files[-2:])), "and once more, that it is void"
     arguments = {"save_states": [folder / "states"], "load_states": [folder / "states of 2"]}.get(then, [])
     with pytest.raises(OSError, match=r"fdatasync.*Input/output error") as caught:
         getattr(optimizer, then)(*arguments)

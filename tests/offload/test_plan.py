@@ -368,6 +368,7 @@ def test_what_does_not_stay_passes_through_twice_its_size() -> None:
     kept = placement(large, 64 * MIB)
     assert "large" in kept, "as that leaves more for the others"
     assert len(kept) - 1 == 64 - 30 - 2 - 8
+    assert "large" in placement(large, 76 * MIB), "although it could pass through, beside fewer others"
     long_ago = [("table", 0.01, 30 * MIB), *((number, 2.0, MIB) for number in range(50))]
     kept = placement(long_ago, 40 * MIB)
     assert "table" not in kept

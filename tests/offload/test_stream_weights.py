@@ -235,6 +235,8 @@ def test_of_experts_and_embeddings_what_is_asked_for_is_read(folder: Path) -> No
     with streamed(model, folder, "17M") as opened:
         assert torch.equal(model(TOKENS), wanted)
         assert opened.stats().bytes_read == 4 * 4 * KIB  # tokens 1, 2, 3 and 5
+        model(torch.tensor([0]))
+        assert opened.stats().bytes_read == 5 * 4 * KIB
         everything = torch.arange(4096)
         assert torch.equal(model(everything), model(everything))
         before = opened.stats()
@@ -322,7 +324,7 @@ PARTS: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
     lambda t: t.unsqueeze(1),
     lambda t: torch.stack([t[3], t[1], t[3]]),
     lambda t: torch.cat([t[4:], t[:2]]),
-    lambda t: t.to(torch.float64),
+    lambda t: t.to("cpu", torch.float64),
     lambda t: t[0].t()[3:5],
     lambda t: t.permute(1, 0, 2).as_strided((4, 5), (7, 2), 11),
     lambda t: t.view(torch.int32)[::3].view(torch.float32),
@@ -344,6 +346,11 @@ def test_a_part_is_made_without_reading(folder: Path) -> None:
             assert (part.shape, part.dtype) == (wanted.shape, wanted.dtype)
             assert torch.equal(part + 0, wanted)
             assert torch.equal(values(part), wanted)
+        whole: Any = moved[0]
+        assert whole.narrow(0, 0, 6).source is whole.source, "it is read and kept once"
+        for part in (whole[1:3], whole[1:3].permute(1, 0, 2)):
+            with pytest.raises(RuntimeError, match="for a part of a weight"):  # in torch it may reach beyond
+                part.as_strided((2,), (1,), 0)
         for make in COMPUTED:
             result = make(moved[0])
             assert type(result) is torch.Tensor

@@ -20,6 +20,7 @@ from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.parameters import residents
 from nvme_ops.offload.parameters.gradients import SwappedGradient
+from nvme_ops.storage.store import StoreFuture
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, WrappedEngine
@@ -53,6 +54,10 @@ def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
         assert len(weight.resident.copies) <= 100
         kept.fill_(3)
         assert weight[2:4].sum(1).tolist() == [128, 192]
+        half = weight.detach().to(torch.bfloat16)
+        again = half.to(torch.float32)
+        half.fill_(5)
+        assert again[2:4].sum(1).tolist() == [128, 192], "a copy of a copy has values of its own"
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -273,6 +278,8 @@ def test_gradients_are_usual_ones_where_a_program_gives_them(folder: Path) -> No
             assert weight.grad is mine
             assert mine.mean().item() == number + 1
         weight.grad = grad
+    del grad
+    assert not any(isinstance(tracked, StoreFuture) for tracked in gc.get_objects()), "what was written is kept"
     assert [param.grad is None for param in model.parameters()] == [True, False], "the bias is small"
     weight.sum().backward()
     assert type(weight.grad) is torch.Tensor

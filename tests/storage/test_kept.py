@@ -351,8 +351,21 @@ def test_an_index_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: p
         written = Path(path).read_bytes()
         store.sync()
         assert Path(path).read_bytes() == written, "nothing is new"
+        store.put("b", torch.ones(5))
+        failing(monkeypatch, "fdatasync", path)
+        with pytest.raises(OSError, match="fdatasync"):
+            store.sync()
+        store.put("b", torch.ones(5))
+        with monkeypatch.context() as patch:
+            patch.setattr(journal, "replacing", refuse)
+            with pytest.raises(OSError, match="neither be made durable nor rewritten"):
+                store.sync()
     with kept(folder) as session, TensorStore(session) as store:
-        assert list(store) == ["a"]
+        assert sorted(store) == ["a", "b"]
+
+
+def refuse(_: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import signal
@@ -303,11 +304,16 @@ def test_a_child_forked_while_somebody_looks_has_no_lock(folder: Path, monkeypat
 # Places that cannot be used
 
 
-def test_what_is_no_folder(folder: Path) -> None:
+def test_what_is_no_folder(folder: Path, unraisable: list[Any]) -> None:
     (folder / "file").touch()
     with pytest.raises(NotADirectoryError) as caught:
         Session([folder, folder / "file"], name="job")
     assert caught.value.filename == str(folder / "file")
     with pytest.raises(ValueError, match="at least one"):
         Session([], name="job")
+    with pytest.raises(TypeError, match="name must be a str"):
+        Session(folder, name=1)  # type: ignore[arg-type]
     assert ours(folder) == []
+    del caught
+    gc.collect()
+    assert unraisable == [], "what was not made needs no end"
