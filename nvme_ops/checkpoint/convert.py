@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
 
 from nvme_ops.base.errors import ChangedFileError, ChecksumError, named
+from nvme_ops.base.settings import LARGE
 from nvme_ops.base.text import size_words
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
 from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
 from nvme_ops.checkpoint.format import format_name, plan_for
+from nvme_ops.checkpoint.framed import SMALL
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
 from nvme_ops.checkpoint.request import FileFormat, SaveOptions, listed
 from nvme_ops.checkpoint.sharded import from_one_save
@@ -27,17 +31,13 @@ from nvme_ops.formats.mistaken import refuse
 from nvme_ops.formats.sharded_index import ShardedIndex, resolved, shards_of
 from nvme_ops.formats.torch_pickle import Call, DenseTensor
 from nvme_ops.formats.torch_zip import Archive, is_zip
+from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import shared_handle
-from nvme_ops.io.tensors import cut, is_dense
-from nvme_ops.memory.ring import Ring
-from nvme_ops.memory.tier import tier_on
-from nvme_ops.offload.residency.residency import Residency
+from nvme_ops.io.tensors import cut, empty, is_dense
+from nvme_ops.memory.ring import Place, Ring
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_tensors
-from nvme_ops.offload.weights.window import Window, memory_for
 from nvme_ops.storage.source import FileExtent, Source, WeightFile
 
-#: Bytes of the window through which tensors are read, unless one that is transposed or has gaps needs more.
-BUDGET = 64 << 20
 # The most bytes that a byte of the source may become, where they are more than _PLENTY.
 _MAX_EXPANSION, _PLENTY = 16, 1 << 30
 _TRIES = 4  # while saves replace the source
@@ -65,7 +65,7 @@ def convert(
     verify: bool = True,
     on_progress: _Begin | None = None,
 ) -> Conversion:
-    """Writes the tensors of one checkpoint as another one, atomically, in about 130 MiB of memory.
+    """Writes the tensors of one checkpoint as another one, atomically, in about 80 MiB of memory.
 
     safetensors files store a tensor with several names under one of them; the other names are in the metadata, as when
     ``nvme_ops.save`` saves a module. Files of ``torch.save`` that are compressed, older than torch 1.6 or have other
@@ -99,13 +99,13 @@ def convert(
 def _convert(
     source: str, target: str, key: str, format: str | None, options: SaveOptions, verify: bool, begin: _Begin | None
 ) -> Conversion:
-    weights = _CountedWeights()
+    weights: Any = Weights()
     with contextlib.ExitStack() as ends:
         reader = _Reader(weights, ends, verify)
         is_dcp = os.path.exists(os.path.join(source, ".metadata"))
         tensors, metadata = reader.read_dcp(source, key) if is_dcp else reader.read(resolved(source), key)
         tied: dict[str, str] = {}
-        if format_name(target, format) == "torch":
+        if is_torch := format_name(target, format) == "torch":
             tensors, metadata = with_ties(tensors, metadata)
         else:
             tensors, tied = without_ties(_named(tensors, source))
@@ -121,13 +121,10 @@ def _convert(
                 f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
                 f"times as {tuple(tensors[name].shape)}, and safetensors holds all one by one: convert it to .pt"
             )
-        pieces = [part for tensor in plan.tensors for part in cut(tensor, Ring().piece)]
-        sources = [part.source for part in pieces if isinstance(part, StoredTensor)]
-        nbytes = memory_for(max([BUDGET, *(each.room for each in sources)]), sources)
-        weights.window = Window(Residency(), tier_on(torch.device("cpu"), nbytes).share(), sources)
-        ends.callback(weights.window.close)
-        if begin is not None:
-            weights.on_progress = ends.enter_context(begin(total))
+        # as they are written: files of torch begin with small ones
+        ordered = sorted(plan.tensors, key=lambda each: is_torch * ((each.nbytes >= LARGE) + (each.nbytes >= SMALL)))
+        weights.window = _Pieces(ordered, (lambda _: None) if begin is None else ends.enter_context(begin(total)))
+        ends.callback(weights.window.reads.close)
         plan.write(target, shared_handle())
     return Conversion(path, len(tensors), total, tied)
 
@@ -143,22 +140,43 @@ def _replaced(path: str) -> list[str]:
     return [path, *(os.path.join(folder, each) for each in (f"{stem}.safetensors", *shards))]
 
 
-class _CountedWeights(Weights):
-    """Reports how many bytes are read."""
+class _Pieces:
+    """Stands for a window: reads the pieces in which tensors are written, each once, ahead of their use.
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.on_progress: OnProgress = lambda _: None
-        self._seen: set[Source] = set()
+    Args:
+        tensors: in the order in which they are written.
+        on_progress: gets the bytes of each piece when it is used.
+    """
+
+    room = staticmethod(lambda _, nbytes: empty(nbytes, dtype=torch.uint8))
+
+    def __init__(self, tensors: Iterable[torch.Tensor], on_progress: OnProgress) -> None:
+        # of no more priority, since hardly anything is written while demanded reads are in flight
+        ring, self._on_progress = Ring(priority=Priority.PREFETCH), on_progress
+        parts = (part for each in tensors for part in cut(each, ring.piece) if isinstance(part, StoredTensor))
+        # without repetitions: all pieces of a transposed tensor are made of all that is stored of it
+        order = [next(some) for _, some in itertools.groupby((part.source for part in parts), attrgetter("extents"))]
+        places = [Place(file.file, start, nbytes) for each in order for file, start, nbytes in each.extents]
+        self.reads = ring.read(shared_handle(), places)  #: to be closed before the files
+        self._order, self._last = iter(order), Source((), torch.uint8, (0,))
+        self._values = self._whole = empty(max([0, *(each.nbytes for each in order)]), dtype=torch.uint8)
 
     def fetch(self, source: Source) -> torch.Tensor:
-        if source not in self._seen:
-            self._seen.add(source)
-            self.on_progress(source.nbytes)
-        values = super().fetch(source)
-        for extent in source.extents:  # only now, after the read, does this cover all of it
-            extent.file.require_unchanged()
-        return values
+        """Returns what is stored, valid until another source is fetched."""
+        while source.extents != self._last.extents:
+            piece = self._last = next(self._order)
+            self._on_progress(piece.nbytes)
+            try:
+                self._values = next(self.reads)
+                if self._values.nbytes < piece.nbytes:  # in several places, or larger than a buffer
+                    self._values = self._whole[: self._values.nbytes].copy_(self._values)
+                while (filled := self._values.nbytes) < piece.nbytes:
+                    self._values = self._whole[: filled + (part := next(self.reads)).nbytes]
+                    self._values[filled:] = part
+            finally:
+                for extent in piece.extents:  # only now, after the read, does this cover all of it
+                    extent.file.require_unchanged()
+        return self._values.view(source.dtype).view(source.shape)
 
 
 class _Reader:

@@ -98,46 +98,34 @@ def write(
         borrowed: tensors that are read first.
     """
     first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.holds(tensor)]
-    checksums = [0] * len(places)
+    checksums: dict[int, int] = {}
     for chosen in (first, sorted(set(range(len(places))) - set(first))):
-        if not chosen:
-            continue
-        values = _write([places[index] for index in chosen], handle, fd, kind)
-        for index, value in zip(chosen, values, strict=False):
-            checksums[index] = value
-        if borrowed is not None and chosen is first:
-            borrowed.release(places[index][1] for index in first)
-    return checksums if kind else []
+        checksums |= _write(places, chosen, handle, fd, kind)
+        if borrowed is not None:
+            borrowed.release(places[index][1] for index in chosen)
+    return [checksums.get(index, 0) for index in range(len(places))] if kind else []
 
 
-def _write(places: Sequence[tuple[int, torch.Tensor]], handle: aio_handle, fd: int, kind: str | None) -> list[int]:
-    direct = [index for index, (_, tensor) in enumerate(places) if is_plain_on_host(tensor)]
-    others = sorted(set(range(len(places))) - set(direct))
+def _write(
+    places: Sequence[tuple[int, torch.Tensor]], chosen: Sequence[int], handle: aio_handle, fd: int, kind: str | None
+) -> dict[int, int]:
+    """Writes the ``chosen`` tensors; returns the checksum of each by its index."""
+    direct = [index for index in chosen if is_plain_on_host(places[index][1])]
+    others = sorted(set(chosen) - set(direct))
     checksums: dict[int, int] = {}
     with InFlight(abandon=True) as in_flight:  # when interrupted: the file is then removed
-        sources = [places[index][1] for index in direct]
+        sources, starts = [places[index][1] for index in direct], [places[index][0] for index in direct]
         if direct:
-            starts = [places[index][0] for index in direct]
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
-        if others:
-            checksums |= _write_copies(handle, fd, places, others, kind)
+        ring = Ring(pinned=any(places[index][1].is_cuda for index in others), priority=Priority.WRITEBACK)
+        parts = [(index, start, part) for index in others for start, part in _parts(*places[index], ring.piece)]
+        copies = ring.write(handle, fd, ((start, part) for _, start, part in parts))
+        for (index, _, _), held in zip(parts, copies, strict=True):
+            if kind:
+                checksums[index] = checksum_of(held, kind, checksums.get(index, 0))
         if kind:  # while the writes are in flight
             checksums |= zip(direct, checksums_of(sources, kind), strict=True)
-    return [checksums.get(index, 0) for index in range(len(places))]
-
-
-def _write_copies(
-    handle: aio_handle, fd: int, places: Sequence[tuple[int, torch.Tensor]], chosen: Sequence[int], kind: str | None
-) -> dict[int, int]:
-    """Writes copies of the ``chosen`` tensors; returns the checksum of each by its index."""
-    ring = Ring(pinned=any(places[index][1].is_cuda for index in chosen), priority=Priority.WRITEBACK)
-    parts = [(index, start, part) for index in chosen for start, part in _parts(*places[index], ring.piece)]
-    values = dict.fromkeys(chosen, 0)
-    copies = ring.write(handle, fd, ((start, part) for _, start, part in parts))
-    for (index, _, _), held in zip(parts, copies, strict=True):
-        if kind:
-            values[index] = checksum_of(held, kind, values[index])
-    return values
+    return checksums
 
 
 def _parts(start: int, tensor: torch.Tensor, size: int) -> Iterator[tuple[int, torch.Tensor]]:

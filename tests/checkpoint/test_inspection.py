@@ -5,12 +5,13 @@ It writes as ``save`` does, whose tests kill it, fill the disk and have others a
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
 import pickle
 import re
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from pathlib import Path
@@ -24,14 +25,18 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 import nvme_ops
 from nvme_ops.base.errors import FormatError
-from nvme_ops.checkpoint import convert as converter
+from nvme_ops.base.settings import LARGE
 from nvme_ops.checkpoint.cli import main
 from nvme_ops.checkpoint.contents import contents
 from nvme_ops.checkpoint.convert import convert
 from nvme_ops.checkpoint.dcp.tensors import _Chunk, _joined
+from nvme_ops.checkpoint.framed import SMALL
 from nvme_ops.dcp import NvmeStorageWriter
+from nvme_ops.io.engine import Priority
 from nvme_ops.io.file import shared_handle
-from nvme_ops.offload.residency.order import Order
+from nvme_ops.io.future import IoFuture
+from nvme_ops.io.handle import aio_handle
+from nvme_ops.memory import ring
 from nvme_ops.offload.weights.window import read_now
 from nvme_ops.storage.source import FileExtent, Source, WeightFile
 from tests.checkpoint.torch_files import OBJECTS
@@ -167,14 +172,82 @@ def test_an_expanded_tensor_is_not_written_one_by_one_without_end(folder: Path) 
     assert (mask.shape, mask.stride()) == ((1 << 22, 1 << 22), (0, 0))
 
 
-def test_many_small_tensors_take_no_look_at_all_of_them_for_each(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.save({f"{number}": torch.full((4,), float(number)) for number in range(1000)}, folder / "source.pt")
+FORMATS = pytest.mark.parametrize("name", ["target.pt", "target.safetensors", "target"])
+
+
+@FORMATS
+def test_many_small_tensors_are_read_together(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {f"{number}": torch.full((4,), float(number)) for number in range(1000)}
+    torch.save(kept, folder / "source.pt")
     with monkeypatch.context() as patch:
-        looks = watched(patch, Order, "ahead", lambda *_: None)
-        convert(str(folder / "source.pt"), str(folder / "target.safetensors"))
-    assert 0 < len(looks) < 200
-    loaded = nvme_ops.load(folder / "target.safetensors")
-    assert all((loaded[f"{number}"] == number).all() for number in range(1000))
+        reads = watched(patch, aio_handle, "submit_preadv", lambda *_, **__: None)
+        convert(str(folder / "source.pt"), str(folder / name), verify=False)
+    assert 0 < len(reads) < 20
+    assert equal(dict(sorted(nvme_ops.load(folder / name).items())), dict(sorted(kept.items())))
+
+
+@FORMATS
+@pytest.mark.parametrize("source", ["source.pt", "source.safetensors", "source", "dcp"])
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_between_which_formats_tell(
+    source: str, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order in which tensors are written depends on their sizes, and they are read in this order."""
+    monkeypatch.setattr(ring, "PIECE", 1 << 20)  # bytes, so that some have several pieces
+    sizes = [5, LARGE, 3 << 20, LARGE - 1, SMALL - 4, SMALL, 1, 1 << 20, (1 << 20) + 8, 2 * LARGE]
+    kept = {f"{number:02}": torch.randint(0, 99, (size,), dtype=torch.int8) for number, size in enumerate(sizes)}
+    kept |= {f"wide{number}": torch.randn(300, 10 + 500 * number) for number in range(4)}
+    kept |= {f"turned{number}": torch.randn(300, 10 + 700 * number).t() for number in range(4)}
+    if source == "dcp":
+        dcp.save(kept, storage_writer=NvmeStorageWriter(folder / source))
+    else:
+        nvme_ops.save(kept, folder / source)
+    convert(str(folder / source), str(folder / name))
+    assert equal(dict(sorted(nvme_ops.load(folder / name, verify=True).items())), dict(sorted(kept.items())))
+
+
+@FORMATS
+def test_the_next_piece_is_read_before_one_is_written(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also the first one of the next tensor; and it is not demanded, which would hold the write back."""
+    monkeypatch.setattr(ring, "PIECE", SMALL)
+    nvme_ops.save({f"{number}": torch.ones(3, SMALL >> 2) for number in range(5)}, folder / "source.safetensors")
+    with monkeypatch.context() as patch:
+        calls = watched(patch, aio_handle, "submit_preadv", lambda *_, priority, **__: priority)
+        patch.setattr(aio_handle, "submit_pwrite", note_large(aio_handle.submit_pwrite, calls))
+        convert(str(folder / "source.safetensors"), str(folder / name), verify=False)
+    assert Counter(calls) == {Priority.PREFETCH: 15, "write": 15}
+    before = [calls[:place].count(Priority.PREFETCH) for place, each in enumerate(calls) if each == "write"]
+    assert all(found >= min(15, number + 2) for number, found in enumerate(before))
+
+
+def note_large(submit: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
+    def noted(handle: aio_handle, data: torch.Tensor, *given: Any, **options: Any) -> Any:
+        if data.nbytes >= SMALL:
+            calls.append("write")
+        return submit(handle, data, *given, **options)
+
+    return noted
+
+
+def test_a_write_that_fails_while_the_next_piece_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ring, "PIECE", SMALL)
+    nvme_ops.save({f"{number}": torch.ones(3, SMALL >> 2) for number in range(5)}, folder / "source.safetensors")
+    nvme_ops.save({"a": torch.ones(3)}, folder / "target.safetensors")
+    files, opened = {each: each.read_bytes() for each in folder.iterdir()}, os.listdir("/proc/self/fd")
+    writes = list[None]()
+
+    def full(*_: Any, **__: Any) -> None:
+        writes.append(None)
+        if len(writes) == 4:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    watched(monkeypatch, aio_handle, "submit_pwrite", full)
+    cancelled = watched(monkeypatch, IoFuture, "request_cancel", lambda *_: None)
+    with pytest.raises(OSError, match="No space left") as failure:
+        convert(str(folder / "source.safetensors"), str(folder / "target.safetensors"))
+    assert {each: each.read_bytes() for each in folder.iterdir()} == files
+    assert len(os.listdir("/proc/self/fd")) == len(opened)
+    assert cancelled, failure  # what was read ahead, even while the error is kept
 
 
 # What it refuses
@@ -278,7 +351,7 @@ def once(act: Callable[[], object]) -> Callable[[int], AbstractContextManager[Ca
 @pytest.fixture(params=["source.pt", "source.safetensors", "source"])
 def source(request: pytest.FixtureRequest, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Has NEW, and is read with memory for two tensors."""
-    monkeypatch.setattr(converter, "BUDGET", 2 * NEW["weight0"].nbytes)
+    monkeypatch.setattr(ring, "PIECE", NEW["weight0"].nbytes)
     path = folder / str(request.param)
     nvme_ops.save(NEW, path, max_shard_size=None if path.suffix else "600KB")
     nvme_ops.save(OLD, folder / "target.safetensors")

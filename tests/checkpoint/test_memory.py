@@ -96,7 +96,7 @@ WORK: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object], int]] = 
     "load, to a device": (dict, load(PLAIN, map_location="privateuseone:0"), SIZE),
     "load, into": (plain, load_into(PLAIN), 0),
     "load, into turned": (turned, load_into(TURNED), 0),
-    "convert": (dict, convert_both, 2 * ALLOWED),  # its window too
+    "convert": (dict, convert_both, 0),
 }
 
 
