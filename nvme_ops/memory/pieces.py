@@ -99,7 +99,7 @@ def write(
     """
     first = [index for index, (_, tensor) in enumerate(places) if borrowed is not None and borrowed.holds(tensor)]
     checksums: dict[int, int] = {}
-    for chosen in (first, sorted(set(range(len(places))) - set(first))):
+    for chosen in filter(None, (first, sorted(set(range(len(places))) - set(first)))):
         checksums |= _write(places, chosen, handle, fd, kind)
         if borrowed is not None:
             borrowed.release(places[index][1] for index in chosen)
@@ -117,12 +117,13 @@ def _write(
         sources, starts = [places[index][1] for index in direct], [places[index][0] for index in direct]
         if direct:
             in_flight.add(handle.submit_pwritev(sources, fd, starts, priority=Priority.WRITEBACK))
-        ring = Ring(pinned=any(places[index][1].is_cuda for index in others), priority=Priority.WRITEBACK)
-        parts = [(index, start, part) for index in others for start, part in _parts(*places[index], ring.piece)]
-        copies = ring.write(handle, fd, ((start, part) for _, start, part in parts))
-        for (index, _, _), held in zip(parts, copies, strict=True):
-            if kind:
-                checksums[index] = checksum_of(held, kind, checksums.get(index, 0))
+        if others:
+            ring = Ring(pinned=any(places[index][1].is_cuda for index in others), priority=Priority.WRITEBACK)
+            parts = [(index, start, part) for index in others for start, part in _parts(*places[index], ring.piece)]
+            copies = ring.write(handle, fd, ((start, part) for _, start, part in parts))
+            for (index, _, _), held in zip(parts, copies, strict=True):
+                if kind:
+                    checksums[index] = checksum_of(held, kind, checksums.get(index, 0))
         if kind:  # while the writes are in flight
             checksums |= zip(direct, checksums_of(sources, kind), strict=True)
     return checksums
