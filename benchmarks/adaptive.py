@@ -212,7 +212,7 @@ def summary(table: Table) -> str:
     return f"of the best fixed tool ({best.name}): {', '.join(words)}"
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder. An adaptive handle begins with the default settings."""
     args = run.args
     path = command.data_file(scratch, args.size)
@@ -226,7 +226,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Ta
             table = Table(group, title, "GB/s", rows, ADAPTIVE, ("CPU s/GiB",))
             yield table
             work.file.close()
-            command.note(found, summary(table))
+            command.note(result, summary(table))
 
 
 _FLAGS = {"--sizes": ("of a tensor", ["4K", "64K", "1M", "16M", "256M"], size)}

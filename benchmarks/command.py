@@ -37,10 +37,10 @@ STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
 
 @dataclass(frozen=True)
 class Program:
-    """A benchmark. ``tables(run, scratch, found)`` makes the tables of one folder, one after the other.
+    """A benchmark. ``tables(run, scratch, result)`` makes the tables of one folder, one after the other.
 
     Tables whose rows have no samples yet are measured when they are yielded. ``scratch`` is empty, with room for
-    ``copies`` files of ``--size``; what is put into ``found`` is in the JSON file.
+    ``copies`` files of ``--size``; what is put into ``result`` is in the JSON file.
     """
 
     groups: Mapping[str, str]
@@ -150,10 +150,10 @@ class Run:
         interleave(rows, rounds or self.args.rounds, show_progress, warmups)
 
 
-def note(found: dict[str, Any], words: str) -> None:
+def note(result: dict[str, Any], words: str) -> None:
     """Prints and keeps a remark about the last table."""
     print(words, flush=True)
-    found.setdefault("notes", []).append(words)
+    result.setdefault("notes", []).append(words)
 
 
 def data_file(scratch: str, size: int) -> str:
@@ -243,11 +243,11 @@ class Alike:
     def __init__(self, what: str) -> None:
         self._what, self._expected = what, list[Any]()
 
-    def require(self, found: list[Any], in_memory: bool) -> None:
+    def require(self, values: list[Any], in_memory: bool) -> None:
         """Raises WrongData if they differ."""
         if in_memory and not self._expected:
-            self._expected = found
-        if self._expected and found != self._expected:
+            self._expected = values
+        if self._expected and values != self._expected:
             raise WrongData(f"{self._what} differ from those of the model in memory")
 
 

@@ -214,7 +214,7 @@ def make_store(folder: Path, records: int) -> None:
     write_index(str(folder / NAME), index)
 
 
-def index_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+def index_tables(args: Namespace, scratch: Path, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of one index; each pass is a new process, with cold files."""
     command.show_progress(f"writing {args.records:,} samples")
     folder, peaks = scratch / "index", list[int]()
@@ -230,10 +230,10 @@ def index_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Itera
             for which, name in enumerate(("SampleStore", "the first shuffled batch of 256"))]  # fmt: skip
     yield Table("index", f"{args.records:,} samples of varying size, cold", "s", rows)
     if peaks:
-        command.note(found, f"memory for both: {size_words(int(statistics.median(peaks)))}")
+        command.note(result, f"memory for both: {size_words(int(statistics.median(peaks)))}")
 
 
-def log_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterator[Table]:
+def log_tables(args: Namespace, scratch: Path, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of one rate, with the median time of a call.
 
     Records are due one by one at the rate; a row that falls behind goes on as fast as it can.
@@ -276,14 +276,14 @@ def log_tables(args: Namespace, scratch: Path, found: dict[str, Any]) -> Iterato
         ]
         yield Table("log", f"records of 200 bytes, {args.rate:,} a second, each call", "us", rows)
     for name, times in latest.items():
-        command.note(found, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
+        command.note(result, f"99 % of each pass of {name}: {rounded(statistics.median(times) / 1e3, 3)} us")
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the tables of one folder."""
     for group, make in {"random": random_tables, "index": index_tables, "log": log_tables}.items():
         if group in run.args.groups:
-            yield from make(run.args, Path(scratch), found)
+            yield from make(run.args, Path(scratch), result)
 
 
 def copies(args: Namespace) -> int:

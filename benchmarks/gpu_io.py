@@ -261,7 +261,7 @@ def aims(measured: Table) -> Iterator[str]:
             yield f"{words}: {reached}"
 
 
-def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Table]:
+def tables(run: command.Run, scratch: str, result: dict[str, Any]) -> Iterator[Table]:
     """Yields the table of each direction. The rows' memory and processes end with it."""
     args, device = run.args, torch.device(run.args.device)
     path = command.data_file(scratch, args.size)
@@ -274,7 +274,7 @@ def tables(run: command.Run, scratch: str, found: dict[str, Any]) -> Iterator[Ta
             measured = Table(group, f"{GROUPS[group]}, {size_words(work.size)}", "GB/s", rows, HOST)
             yield measured
         for words in aims(measured):
-            command.note(found, words)
+            command.note(result, words)
 
 
 _FLAGS = {

@@ -98,16 +98,16 @@ class Contender(NamedTuple):
 
 
 def work_of(
-    each: Contender, run: command.Run, scratch: str, same: command.Alike, spares: int, **job: Any
+    contender: Contender, run: command.Run, scratch: str, same: command.Alike, spares: int, **job: Any
 ) -> dict[str, Any]:
     """Returns what a contender's process has found."""
-    for package in ("transformers", *(name.partition(".")[0] for name in each.imports)):
+    for package in ("transformers", *(name.partition(".")[0] for name in contender.imports)):
         if importlib.util.find_spec(package) is None:
             raise Unavailable(f"not installed: pip install {package}")
-    job = {"budget": run.args.budget, "feed": "", "load": each.load.__name__, **job}
+    job = {"budget": run.args.budget, "feed": "", "load": contender.load.__name__, **job}
     with cgroups.limited_memory(job["budget"] + spares * _SPARE) if spares else contextlib.nullcontext("") as group:
         result = command.work("inference", scratch, run.args, group=group, **job)
-    same.require(result["tokens"], each.name == MEMORY)
+    same.require(result["tokens"], contender.name == MEMORY)
     return result
 
 

@@ -111,18 +111,18 @@ def _convert(
             tensors, tied = without_ties(_named(tensors, source))
         plan = plan_for(named(target), tensors, format, replace(options, metadata={**metadata, **tied}))
         path = plan.target(target)
-        for each in _replaced(path):
-            if os.path.realpath(each) in reader.paths:
-                raise ValueError(f"{each} is part of the source: name another target")
+        for replaced in _replaced(path):
+            if os.path.realpath(replaced) in reader.paths:
+                raise ValueError(f"{replaced} is part of the source: name another target")
         total = sum(tensor.nbytes for tensor in plan.tensors)
         if total > max(_PLENTY, _MAX_EXPANSION * reader.nbytes):
-            name = max(tensors, key=lambda each: tensors[each].nbytes)
+            name = max(tensors, key=lambda name: tensors[name].nbytes)
             raise ValueError(
                 f"{source} would become {size_words(total)}: {name!r} is expanded, each of its elements seen many "
                 f"times as {tuple(tensors[name].shape)}, and safetensors holds all one by one: convert it to .pt"
             )
         # as they are written: files of torch begin with small ones
-        ordered = sorted(plan.tensors, key=lambda each: is_torch * ((each.nbytes >= LARGE) + (each.nbytes >= SMALL)))
+        ordered = sorted(plan.tensors, key=lambda value: is_torch * ((value.nbytes >= LARGE) + (value.nbytes >= SMALL)))
         weights.window = _Pieces(ordered, (lambda _: None) if begin is None else ends.enter_context(begin(total)))
         ends.callback(weights.window.reads.close)
         plan.write(target, shared_handle())
@@ -137,7 +137,7 @@ def _replaced(path: str) -> list[str]:
     folder, name = os.path.split(path)
     stem = name.removesuffix(suffix)
     shards = shards_of(folder, stem) if os.path.isdir(folder) else []
-    return [path, *(os.path.join(folder, each) for each in (f"{stem}.safetensors", *shards))]
+    return [path, *(os.path.join(folder, name) for name in (f"{stem}.safetensors", *shards))]
 
 
 class _Pieces:
@@ -153,13 +153,13 @@ class _Pieces:
     def __init__(self, tensors: Iterable[torch.Tensor], on_progress: OnProgress) -> None:
         # of no more priority, since hardly anything is written while demanded reads are in flight
         ring, self._on_progress = Ring(priority=Priority.PREFETCH), on_progress
-        parts = (part for each in tensors for part in cut(each, ring.piece) if isinstance(part, StoredTensor))
+        parts = (part for tensor in tensors for part in cut(tensor, ring.piece) if isinstance(part, StoredTensor))
         # without repetitions: all pieces of a transposed tensor are made of all that is stored of it
         order = [next(some) for _, some in itertools.groupby((part.source for part in parts), attrgetter("extents"))]
-        places = [Place(file.file, start, nbytes) for each in order for file, start, nbytes in each.extents]
+        places = [Place(file.file, start, nbytes) for source in order for file, start, nbytes in source.extents]
         self.reads = ring.read(shared_handle(), places)  #: to be closed before the files
         self._order, self._last = iter(order), Source((), torch.uint8, (0,))
-        self._values = self._whole = empty(max([0, *(each.nbytes for each in order)]), dtype=torch.uint8)
+        self._values = self._whole = empty(max([0, *(source.nbytes for source in order)]), dtype=torch.uint8)
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns what is stored, valid until another source is fetched."""
@@ -205,13 +205,13 @@ class _Reader:
         from nvme_ops.checkpoint.dcp.tensors import sources_of  # slow to import
 
         if self._verify:
-            found = contents(folder, None, self._files)
-            if wrong := damaged(found, files=self._files):
+            listing = contents(folder, None, self._files)
+            if wrong := damaged(listing, files=self._files):
                 raise ChecksumError(folder, wrong)
         sources = sources_of(folder, key, self._files, self._data_file)
         return {
-            name: StoredTensor(self._weights, each) if isinstance(each, Source) else each
-            for name, each in sources.items()
+            name: StoredTensor(self._weights, entry) if isinstance(entry, Source) else entry
+            for name, entry in sources.items()
         }, {}
 
     def _data_file(self, path: str, fd: int = -1) -> WeightFile:
@@ -230,13 +230,13 @@ class _Reader:
         for shard in shards:  # before one is verified, which may take longer than a save
             with self._files.opened(shard):
                 pass
-        found: dict[str, torch.Tensor] = {}
+        merged: dict[str, torch.Tensor] = {}
         for shard, names in shards.items():
             tensors, _ = self._file(shard, key, index.part(shard))
             if missing := [name for name in names if name not in tensors]:
                 refuse(index.path, f"weight_map says that {missing[0]!r} is in {shard}, and it is not")
-            found.update((name, tensors[name]) for name in names)
-        return {name: found[name] for name in index.places}, index.metadata
+            merged.update((name, tensors[name]) for name in names)
+        return {name: merged[name] for name in index.places}, index.metadata
 
     def _file(
         self, path: str, key: str, part: ShardEntry | None = None
@@ -256,20 +256,20 @@ class _Reader:
         if part is not None:
             part.require(path, header.metadata, False)  # raises if it belongs to another save
         stored = stored_tensors(file, header, self._weights)
-        found = {
-            name: each if each.nbytes else torch.empty(each.shape, dtype=each.dtype, device="cpu")
-            for name, each in stored
+        tensors = {
+            name: tensor if tensor.nbytes else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            for name, tensor in stored
         }
-        return found, header.metadata
+        return tensors, header.metadata
 
     def _require_undamaged(self, path: str, format: FileFormat, part: ShardEntry | None) -> None:
         try:
-            found = format.contents(path, self._files, part)
+            listing = format.contents(path, self._files, part)
         except ValueError:
             if format is safetensors_file:
                 raise
             return  # compressed, so verified when it is loaded as a whole; or older, without checksums
-        if wrong := damaged(found, files=self._files):
+        if wrong := damaged(listing, files=self._files):
             raise ChecksumError(path, wrong)
 
     def _of_torch(self, file: WeightFile, fd: int, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
@@ -279,57 +279,57 @@ class _Reader:
         if archive is not None:
             root, _ = torch_pickle.read(archive.pickled(), file.path)
             entries = _entry(root, key, file.path)
-            described = {name: torch_pickle.tensor(each, str(name), file.path) for name, each in entries.items()}
-            _require_tensors(entries, [name for name, each in described.items() if each is None], file.path)
+            described = {name: torch_pickle.tensor(entry, str(name), file.path) for name, entry in entries.items()}
+            _require_tensors(entries, [name for name, tensor in described.items() if tensor is None], file.path)
             plain = {
-                name: each
-                for name, each in described.items()
-                if isinstance(each, DenseTensor) and type(name) in (str, int)  # others are recorded calls
+                name: tensor
+                for name, tensor in described.items()
+                if isinstance(tensor, DenseTensor) and type(name) in (str, int)  # others are recorded calls
             }
-            if len(plain) == len(entries) and not any(each.metadata for each in plain.values()):
+            if len(plain) == len(entries) and not any(tensor.metadata for tensor in plain.values()):
                 return self._views(file, archive, plain), metadata
         verify = self._verify and is_zip(fd)  # others have no checksums
         loaded = _entry(torch_load.everything(opened, "cpu", verify), key, file.path)
-        others = [name for name, each in loaded.items() if not isinstance(each, torch.Tensor)]
+        others = [name for name, value in loaded.items() if not isinstance(value, torch.Tensor)]
         _require_tensors(loaded, others, file.path)
         return _apart(loaded), metadata
 
     def _views(
         self, file: WeightFile, archive: Archive, described: Mapping[Any, DenseTensor]
     ) -> dict[Any, torch.Tensor]:
-        for each in described.values():
-            require_record(archive, each.storage.record, each.storage.size)
-        archive.locate({each.storage.record for each in described.values()})
+        for tensor in described.values():
+            require_record(archive, tensor.storage.record, tensor.storage.size)
+        archive.locate({tensor.storage.record for tensor in described.values()})
         known: dict[Any, Source] = {}  # tied tensors share a source
 
-        def view(each: DenseTensor) -> torch.Tensor:
-            begin, end = each.extent
+        def view(tensor: DenseTensor) -> torch.Tensor:
+            begin, end = tensor.extent
             if begin == end:
-                return torch.empty(each.shape, dtype=each.dtype, device="cpu")
-            extent = FileExtent(file, archive.starts[each.storage.record] + begin, end - begin)
-            shape = each.shape if each.contiguous else ((end - begin) // each.dtype.itemsize,)
-            source = known.setdefault((extent, each.dtype, shape), Source([extent], each.dtype, shape))
-            found = StoredTensor(self._weights, source)
-            if each.contiguous:
-                return found
-            strided: Any = found.as_strided(each.shape, each.stride)
+                return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            extent = FileExtent(file, archive.starts[tensor.storage.record] + begin, end - begin)
+            shape = tensor.shape if tensor.contiguous else ((end - begin) // tensor.dtype.itemsize,)
+            source = known.setdefault((extent, tensor.dtype, shape), Source([extent], tensor.dtype, shape))
+            stored = StoredTensor(self._weights, source)
+            if tensor.contiguous:
+                return stored
+            strided: Any = stored.as_strided(tensor.shape, tensor.stride)
             made: torch.Tensor = strided if is_dense(strided) else strided.to_memory()
             return made
 
-        return {name: view(each) for name, each in described.items()}
+        return {name: view(tensor) for name, tensor in described.items()}
 
 
 def _apart(tensors: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     """Copies tensors that are parts of larger storages, since safetensors refuses tensors that share memory."""
     made: dict[Any, torch.Tensor] = {}
 
-    def own(each: torch.Tensor) -> torch.Tensor:
-        if not is_strided(each) or each.untyped_storage().nbytes() == each.nbytes:
-            return each
-        place = each.data_ptr(), each.dtype, each.shape, each.stride()
-        return made.setdefault(place, each.detach().clone())
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        if not is_strided(tensor) or tensor.untyped_storage().nbytes() == tensor.nbytes:
+            return tensor
+        place = tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+        return made.setdefault(place, tensor.detach().clone())
 
-    return {name: own(each) for name, each in tensors.items()}
+    return {name: own(tensor) for name, tensor in tensors.items()}
 
 
 def _named(tensors: Mapping[Any, torch.Tensor], path: str) -> dict[str, torch.Tensor]:

@@ -119,26 +119,26 @@ class Pickler(pickle.Pickler):
             location = self._locations[device] = torch.serialization.location_tag(storage)
         return Reference("storage", kind, key, location, elements)
 
-    def reducer_override(self, each: Any) -> Any:
+    def reducer_override(self, obj: Any) -> Any:
         """Returns how a plain tensor or parameter is rebuilt; leaves everything else to torch and pickle."""
-        if isinstance(each, torch.UntypedStorage | torch.storage.TypedStorage | Reference):
+        if isinstance(obj, torch.UntypedStorage | torch.storage.TypedStorage | Reference):
             raise UnexpectedStorageError
-        offloaded = isinstance(each, OffloadedTensor)
-        if (type(each) not in _PLAIN and not offloaded) or not _is_plain(each, offloaded):
+        offloaded = isinstance(obj, OffloadedTensor)
+        if (type(obj) not in _PLAIN and not offloaded) or not _is_plain(obj, offloaded):
             return NotImplemented
         hooks: OrderedDict[Any, Any] = OrderedDict()
-        if type(each) is torch.nn.Parameter or (offloaded and isinstance(each, torch.nn.Parameter)):
-            return torch._utils._rebuild_parameter, (each.data, each.requires_grad, hooks)
-        kind, size, stride = _STORAGES[each.dtype], tuple(each.shape), each.stride()
+        if type(obj) is torch.nn.Parameter or (offloaded and isinstance(obj, torch.nn.Parameter)):
+            return torch._utils._rebuild_parameter, (obj.data, obj.requires_grad, hooks)
+        kind, size, stride = _STORAGES[obj.dtype], tuple(obj.shape), obj.stride()
         if offloaded:
-            key = self._keys.setdefault((each.place, size, stride), str(len(self._keys)))
-            self.storages.setdefault(key, dense_bytes(each))
-            reference, offset = Reference("storage", kind, key, str(each.device), each.numel()), 0
+            key = self._keys.setdefault((obj.place, size, stride), str(len(self._keys)))
+            self.storages.setdefault(key, dense_bytes(obj))
+            reference, offset = Reference("storage", kind, key, str(obj.device), obj.numel()), 0
         else:
-            storage, offset = each.untyped_storage(), int(each.storage_offset())
-            reference = self._refer(storage, each.dtype, kind, storage.nbytes() // each.element_size())
+            storage, offset = obj.untyped_storage(), int(obj.storage_offset())
+            reference = self._refer(storage, obj.dtype, kind, storage.nbytes() // obj.element_size())
         self.persistent_id = self._id_of
-        return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, each.requires_grad, hooks)
+        return torch._utils._rebuild_tensor_v2, (reference, offset, size, stride, obj.requires_grad, hooks)
 
 
 def _is_plain(value: Any, offloaded: bool) -> bool:

@@ -79,9 +79,9 @@ class Held(Generic[T]):
                 self.interrupted = held != list(self._all.values())  # a signal handler may have been here
             while self._freed:
                 gone = self._freed[0]  # removed only after it was given back
-                found = self._all.pop(id(gone), None)
-                if found is not None:
-                    give_back(found[0])
+                entry = self._all.pop(id(gone), None)
+                if entry is not None:
+                    give_back(entry[0])
                 if self._freed and self._freed[0] is gone:  # a signal handler may have been here
                     self._freed.popleft()
         except BaseException:
@@ -270,8 +270,8 @@ class Pool(Tracked):
     def _refuse_deadlock(self) -> None:
         """Raises DeadlockError if the memory that the first thread waits for is held by threads that also wait."""
         first = self._waiting[0]
-        waiting = [each for each in self._waiting if not each.over]
-        stuck = sum(self._by_thread.get(thread, 0) for thread in {each.thread for each in waiting})
+        waiting = [waiter for waiter in self._waiting if not waiter.over]
+        stuck = sum(self._by_thread.get(thread, 0) for thread in {waiter.thread for waiter in waiting})
         if first.charge + stuck > self._budget:
             raise DeadlockError(
                 f"{size_words(first.charge)} are requested and will never be free: {size_words(stuck)} of the pool's "

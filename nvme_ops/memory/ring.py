@@ -114,8 +114,8 @@ class Ring:
         failure: BaseException | None = None
         while self._uses:
             number = next(iter(self._uses))
-            found = self._uses[number].exception()  # if interrupted, it is still recorded
-            failure = failure or found
+            error = self._uses[number].exception()  # if interrupted, it is still recorded
+            failure = failure or error
             del self._uses[number]
         if failure is not None:
             raise failure
@@ -139,7 +139,7 @@ class Ring:
         except BaseException as error:
             if not isinstance(error, Exception):
                 self._leases = [lease for lease in self._leases if lease.tensor is not buffer]
-                self._buffers = [each for each in self._buffers if each is not buffer]
+                self._buffers = [other for other in self._buffers if other is not buffer]
             raise
 
     def _new_buffer(self) -> torch.Tensor:

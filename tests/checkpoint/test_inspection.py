@@ -216,8 +216,8 @@ def test_the_next_piece_is_read_before_one_is_written(name: str, folder: Path, m
         patch.setattr(aio_handle, "submit_pwrite", note_large(aio_handle.submit_pwrite, calls))
         convert(str(folder / "source.safetensors"), str(folder / name), verify=False)
     assert Counter(calls) == {Priority.PREFETCH: 15, "write": 15}
-    before = [calls[:place].count(Priority.PREFETCH) for place, each in enumerate(calls) if each == "write"]
-    assert all(found >= min(15, number + 2) for number, found in enumerate(before))
+    before = [calls[:place].count(Priority.PREFETCH) for place, call in enumerate(calls) if call == "write"]
+    assert all(reads >= min(15, number + 2) for number, reads in enumerate(before))
 
 
 def note_large(submit: Callable[..., Any], calls: list[Any]) -> Callable[..., Any]:
@@ -233,7 +233,7 @@ def test_a_write_that_fails_while_the_next_piece_is_read(folder: Path, monkeypat
     monkeypatch.setattr(ring, "PIECE", SMALL)
     nvme_ops.save({f"{number}": torch.ones(3, SMALL >> 2) for number in range(5)}, folder / "source.safetensors")
     nvme_ops.save({"a": torch.ones(3)}, folder / "target.safetensors")
-    files, opened = {each: each.read_bytes() for each in folder.iterdir()}, os.listdir("/proc/self/fd")
+    files, opened = {path: path.read_bytes() for path in folder.iterdir()}, os.listdir("/proc/self/fd")
     writes = list[None]()
 
     def full(*_: Any, **__: Any) -> None:
@@ -245,7 +245,7 @@ def test_a_write_that_fails_while_the_next_piece_is_read(folder: Path, monkeypat
     cancelled = watched(monkeypatch, IoFuture, "request_cancel", lambda *_: None)
     with pytest.raises(OSError, match="No space left") as failure:
         convert(str(folder / "source.safetensors"), str(folder / "target.safetensors"))
-    assert {each: each.read_bytes() for each in folder.iterdir()} == files
+    assert {path: path.read_bytes() for path in folder.iterdir()} == files
     assert len(os.listdir("/proc/self/fd")) == len(opened)
     assert cancelled, failure  # what was read ahead, even while the error is kept
 

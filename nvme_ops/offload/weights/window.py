@@ -193,8 +193,8 @@ class Window(Policy[_Weight]):
         if len(indices) * MANY_ROWS > source.shape[0]:
             return None
         weight = self._weight(source)
-        while (found := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
-            values, arrival = found
+        while (held := self._found(weight)) is not None:  # not recorded as a use: it would be read ahead again
+            values, arrival = held
             if arrival is None or self._residency.await_arrival(self, weight, arrival, begun=False):
                 return values[list(indices)]
         row = source.nbytes // source.shape[0]
