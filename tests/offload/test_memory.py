@@ -86,6 +86,43 @@ def test_a_cache_larger_than_what_weights_leave_is_written(llama: Path, folder: 
         assert model._nvme_window.nbytes >= model._nvme_window.least()
 
 
+def read_in_a_pass(model: Any, inputs: torch.Tensor) -> int:
+    before = model.stats().bytes_read
+    with torch.no_grad():
+        model(inputs)
+    return int(model.stats().bytes_read - before)
+
+
+def test_weights_that_have_stayed_stay_while_others_take_memory(folder: Path) -> None:
+    """Else each change of what there is would have others read in their place."""
+    plain, inputs, memory = layers(60), torch.ones(1, 256), Memory("14M")
+    wanted = plain.eval()(inputs)
+    streamed: Any = stream_weights(copy.deepcopy(plain), folder, memory=memory)
+    size = sum(parameter.nbytes for parameter in plain.parameters())
+    passes = [read_in_a_pass(streamed, inputs) for _ in range(4)]
+    assert max(passes[1:]) == min(passes[1:]) < size / 4, "what stays is chosen before the first pass"
+    lent, in_vain = [], 0
+    for _ in range(6):
+        lent.append(memory.lend(MIB // 2))
+        in_vain += read_in_a_pass(streamed, inputs) - read_in_a_pass(streamed, inputs)
+    assert in_vain < 3 * MIB
+    assert torch.equal(streamed(inputs), wanted)
+
+
+def test_tails_move_together_when_layers_have_grown(folder: Path) -> None:
+    memory, grown = Memory("8M"), torch.rand(2, 4, 40, 64)
+    with NvmeCache(folder, memory=memory) as cache:
+        for _ in range(8):
+            for number in range(6):
+                keys, values = cache.update(grown, grown + 1, number)
+                assert torch.equal(keys[:, :, -40:], grown)
+                assert torch.equal(values[:, :, :40], grown + 1)
+        pager: Any = cache._pager
+        tails = sorted((layer.tail for layer in pager._layers), key=pager.share.place)
+        ends = [pager.share.place(tail) + tail.nbytes for tail in tails]
+        assert ends[:-1] == [pager.share.place(tail) for tail in tails[1:]]
+
+
 def test_several_models_in_one_memory_compute_in_threads_as_alone(folder: Path) -> None:
     inputs, memory = torch.ones(2, 256), Memory("3M")
     models = [layers(6) for _ in range(3)]

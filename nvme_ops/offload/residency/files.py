@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -25,13 +24,6 @@ class FileEntry(Entry):
     def __init__(self, reads: Sequence[tuple[FileExtent, int]], nbytes: int) -> None:
         super().__init__(nbytes)
         self.reads = reads
-
-    def move(self, memory: torch.Tensor) -> None:
-        """Moves its bytes to another memory. Nobody else may use its values."""
-        before: Any = self.memory
-        memory.copy_(before)
-        self.memory, self.values = memory, self.over(memory)
-        self.own_tensors = tensors_over(self.values)
 
     def over(self, memory: torch.Tensor) -> torch.Tensor:
         """Returns the tensor in its memory."""

@@ -265,7 +265,7 @@ def stream(
     nbytes = memory_for(left, [*foreseen, *others])
     undo = contextlib.ExitStack()
     if memory is None:
-        residency, tier = Residency(), tier_on(device, nbytes + share, two_ended=True)
+        residency, tier = Residency(), tier_on(device, nbytes + share)
         shares = tier.share(nbytes), tier.share(share)
     else:
         residency, shares = memory.residency, (memory.share(device), memory.share(device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from typing import Any
 
 import torch
 
@@ -102,7 +101,6 @@ class Window(Policy[_Weight]):
         weights = [self._weight(source) for source in foreseen]
         self._order = Order(weights)
         self._keep: set[_Weight] = set()
-        self._has_gaps = False  # between weights that stay, since others no longer do
         self._passed = 0  # bytes of weights used since reading ahead was planned
         self._complete = False  # all weights that the model uses are in memory
         self.experts, self._packed, self._share_of_experts = experts, packed, share_of_experts
@@ -243,8 +241,7 @@ class Window(Policy[_Weight]):
             memory = self._expanding.allocate(entry.nbytes)
             if memory is not None:
                 return memory
-        # those that stay lie side by side, or pieces between them would be too small for others
-        return self.share.allocate(max(1, entry.nbytes), at_end=entry not in self._keep)
+        return super().allocate(entry)
 
     def out_of_memory(self, entry: _Weight) -> MemoryError:
         """Returns an error that says what others have."""
@@ -299,8 +296,7 @@ class Window(Policy[_Weight]):
             for weight, uses in self._counts
             if uses > 0
         ]
-        kept, self._keep = self._keep, placement(weights, self.share.nbytes)
-        self._has_gaps = self._has_gaps or not kept <= self._keep
+        self._keep = placement(weights, self.share.nbytes)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
@@ -317,22 +313,9 @@ class Window(Policy[_Weight]):
         used = always.union(wanted)
         for unused in [weight for weight in self.present if weight not in used]:
             self.discard(unused)
-        if self._has_gaps:
-            self._close_gaps()
         for number, weight in enumerate(wanted):
             if weight.values is None and not self._residency.begin(self, weight, Priority.PREFETCH, number):
                 break
-
-    def _close_gaps(self) -> None:
-        """Moves weights that stay, the last ones first, into gaps between others that left."""
-        self._has_gaps = False
-        place: Any = self.share.place
-        kept = [weight for weight in self._keep if weight.memory is not None and not weight.is_arriving()]
-        with torch.inference_mode(False):
-            for weight in sorted(kept, key=lambda weight: place(weight.memory), reverse=True):
-                memory = None if weight.is_used() else self.share.allocate(max(1, weight.nbytes))
-                if memory is not None and place(memory) < place(weight.memory):
-                    weight.move(memory)
 
     def victims(self, after: int) -> Iterable[_Weight]:
         """Returns prefetched weights, those used last first, then weights that are kept, then those in use."""
