@@ -217,6 +217,8 @@ def test_what_is_wrong_is_said(llama: Path, folder: Path) -> None:
             stream_weights(layers(2), folder, **given)
         with pytest.raises(TypeError, match="either memory_budget= or memory="):
             NvmeCache(folder, **given)
+    with pytest.raises(ValueError, match="a quarter of memory must be at least 1 MiB, not 512 KiB"):
+        NvmeOptimizer([torch.ones(9)], torch.optim.SGD, folder, memory=Memory("2M"))
     with pytest.raises(TypeError, match="memory must be a Memory, not str"):
         stream_weights(layers(2), folder, memory="16M")  # type: ignore[arg-type]
     for wrong in (0, 100, "16X"):

@@ -162,8 +162,10 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
         if overlap not in (None, "backward"):
             raise ValueError(f"overlap must be None or 'backward', not {overlap!r}")
         given = budget_of(memory_budget, memory, "256M")
-        if isinstance(given, int) and given < MIN_BUDGET:
-            raise ValueError(f"memory_budget must be at least {size_words(MIN_BUDGET)}, not {size_words(given)}")
+        what = "memory_budget" if isinstance(given, int) else "a quarter of memory"
+        budget = given if isinstance(given, int) else given.nbytes // 4
+        if budget < MIN_BUDGET:
+            raise ValueError(f"{what} must be at least {size_words(MIN_BUDGET)}, not {size_words(budget)}")
         self._failed_with: list[Any] = []  # identities of the gradients of a failed step
         self._has_shown: set[torch.Tensor] = set()  # what state lacks of these the program has deleted
         self._shown: weakref.WeakValueDictionary[torch.Tensor, ParameterStates] = weakref.WeakValueDictionary()
@@ -193,9 +195,8 @@ class NvmeOptimizer(Closing, torch.optim.Optimizer):
                 self._arrange()
             else:
                 if record["buffer"] > self._states.buffer:
-                    needed = "memory_budget" if memory is None else "a quarter of memory"
-                    needed = f"{needed} must be {size_words(4 * record['buffer'])}"
-                    raise ValueError(f"{name!r} was kept with larger chunks: {needed}")
+                    needed = size_words(4 * record["buffer"])
+                    raise ValueError(f"{name!r} was kept with larger chunks: {what} must be {needed}")
                 self._states.buffer = record["buffer"]
                 if (division := self._division_for(record["made"])) is None:
                     raise ValueError(
