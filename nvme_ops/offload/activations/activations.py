@@ -348,14 +348,16 @@ class Activations(Policy[Unit]):
             self._bytes = self._held_bytes = self._writing_bytes = 0  # Ctrl-C may have left others
             if self._this_pass:
                 self._end_pass()
+        budget = self.share.nbytes
         if (memory := self._memory) is not None:
             # others get what they have lent beyond what units take, and one step
             del self._borrowed[1 + -(-self._bytes // memory.step) if self._units else 0 :]
             if not self._units and self._wanted:
                 self._wanted = 0
                 memory.balance()
+            budget = len(self._borrowed) * memory.step  # the rest is others' again
         # kept for reuse: what the budget has room for, or else what the layer at work needs
-        self._native.trim_pool(max(_AT_WORK * self._largest, self.share.nbytes - self._bytes))
+        self._native.trim_pool(max(_AT_WORK * self._largest, budget - self._bytes))
 
     def _set_limits(self) -> None:
         """Decides how much may be in memory, and how much of that need not be on its way."""
@@ -387,9 +389,13 @@ class Activations(Policy[Unit]):
             self._borrowed.append(part)
 
     def give_back(self) -> None:
-        """Returns the memory of what the program has dropped."""
-        if self.is_usable():
+        """Returns the memory of what the program has dropped, and starts to write what has no room any more."""
+        if self.is_usable() and self._memory is not None:
             self._collect()
+            self._borrowed.clear()  # and taken again at the end, where others may have left since
+            self._borrow(self._memory, self._bytes)
+            if self._bytes > self.share.nbytes and (oldest := next(iter(self.to_write), None)) is not None:
+                self._write_some(oldest)
 
     def least(self) -> int:
         """Returns the bytes that the layer at work needs, during a pass, if others leave them."""
