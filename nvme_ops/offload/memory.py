@@ -31,6 +31,10 @@ class _Outside(Policy[Entry]):
         del after
         return ()
 
+    def out_of_memory(self, entry: Entry) -> MemoryError:
+        """Returns the error to raise when others use all memory."""
+        return MemoryError(f"others use all memory: {size_words(entry.nbytes)} in one piece are needed")
+
 
 class Memory(Usable):
     """A budget that all of ``nvme_ops.offload`` can share.
@@ -84,13 +88,20 @@ class Memory(Usable):
             return self._tier.share(0)
 
     def lend(self, nbytes: int) -> object:
-        """Gives up memory that a user takes besides its share; it is back with the last reference to the result."""
-        with self.residency.lock:
-            lent = self.residency.borrow(self._lender, nbytes)
-            if lent is None:
-                raise ValueError(f"a Memory of {size_words(self.nbytes)} has no {size_words(nbytes)} in one piece left")
-            self.balance()
-            return lent
+        """Gives up memory that a user takes besides its share; it is back with the last reference to the result.
+
+        Waits while others write what has to leave.
+
+        Raises:
+            ValueError: others need it at least.
+            MemoryError: others use all of it.
+        """
+        if not self.has_room(self._lender, nbytes):
+            raise ValueError(f"{self!r} has no {size_words(nbytes)} left beside what these need at least")
+        give_up: Any = self._lender.share.lend
+        lent = self.residency.room(self._lender, Entry(nbytes), -1, lambda entry: give_up(entry.nbytes))
+        self.balance()
+        return lent
 
     def join(self, user: Policy[Any]) -> None:
         """Adds a user. Raises ValueError, naming all users and what they need, if the memory is too small for them."""

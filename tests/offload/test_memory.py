@@ -209,6 +209,40 @@ def test_all_of_training_shares_one_memory(folder: Path) -> None:
     memory.close()
 
 
+def test_what_training_uses_is_in_one_piece_beside_what_it_saves(folder: Path) -> None:
+    """Saved tensors take memory where there is some, among parameters if need be, and must not stay there."""
+    module = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(64)])
+    plain, inputs = copy.deepcopy(module), torch.rand(512, 128)
+    options: dict[str, Any] = {"memory": Memory("6400K")}
+    swap_params(module, folder, min_bytes=1, **options)
+    swap_gradients(module.parameters(), folder, min_bytes=1, **options)
+    saving = save_on_nvme(folder, min_bytes=1, **options)
+    optimizer = NvmeOptimizer(module.parameters(), torch.optim.AdamW, folder, **options)
+    reference = torch.optim.AdamW(plain.parameters())
+    for _ in range(8):
+        with saving:
+            loss = module(inputs).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected = plain(inputs).sum()
+        expected.backward()
+        reference.step()
+        reference.zero_grad()
+        assert torch.equal(loss, expected)
+
+
+def test_what_is_lent_waits_for_what_others_are_writing(folder: Path) -> None:
+    memory = Memory("2M")
+    with torch.device("meta"):
+        module = layers(8)
+    with swap_params(module, folder, min_bytes=1, memory=memory):  # makes zeros, which are not written yet
+        lent = memory.lend(MIB)
+        with pytest.raises(ValueError, match=r"Memory of 2 MiB: swapped parameters> has no 1 MiB left beside what"):
+            memory.lend(MIB)
+        del lent
+
+
 def test_what_is_wrong_is_said(llama: Path, folder: Path) -> None:
     memory = Memory("16M")
     both: list[dict[str, Any]] = [{}, {"memory": memory, "memory_budget": "1M"}]

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from nvme_ops.base.native import native
 from nvme_ops.offload import NvmeOptimizer, swap_params
 from tests.contract.conftest import lost_unraisable
 from tests.contract.faulty import Faulty, interrupt_two_waits
@@ -63,6 +64,19 @@ def test_states_of_other_options_are_refused_where_there_is_no_room(
                 less.load_state_dict(state)
         assert differ([values(model), states(less)], before) == ""
         train(model, less, 2, 3)
+
+
+def test_large_tensors_that_an_update_makes_do_not_fragment_the_heap(folder: Path) -> None:
+    model, made = network(), list[torch.Tensor]()
+    hook = register_optimizer_step_pre_hook(lambda *_: made.append(torch.empty(1 << 20)))
+    try:
+        with adamw(model, folder) as optimizer:
+            backward(model, 0)
+            optimizer.step()
+            assert any(map(native().in_pool, made))
+    finally:
+        hook.remove()
+    assert not native().in_pool(torch.empty(1 << 20)), "torch's own allocator is back"
 
 
 def test_the_states_of_a_parameter_can_be_looked_up(folder: Path) -> None:

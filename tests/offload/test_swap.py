@@ -16,6 +16,7 @@ import torch
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nvme_ops import aio_handle
+from nvme_ops.base.native import native
 from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.parameters import residents
@@ -354,6 +355,18 @@ def test_a_gradient_that_could_not_be_written_is_lost_whenever_it_is_used(folder
             assert model.weight.grad is not None
             with pytest.raises(OSError, match="Input/output error"):
                 model.weight.grad.sum()
+
+
+def test_gradients_leave_memory_once_they_are_written(folder: Path) -> None:
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512, bias=False) for _ in range(16)))
+    with swap_gradients(model.parameters(), folder, memory_budget="8M"):
+        before = native().pool_statistics()["live_bytes"]
+        model(torch.ones(1, 512)).sum().backward()
+        after = native().pool_statistics()
+        assert 0 < after["live_bytes"] - before <= 2 * 1024 * KIB, "a quarter of the budget is being written"
+        assert after["cached_bytes"] <= 4 * 1024 * KIB
+    made = torch.empty(1024 * KIB, dtype=torch.uint8)
+    assert not native().in_pool(made), "torch's own allocator is back"
 
 
 def test_a_conjugated_gradient_is_one(folder: Path) -> None:

@@ -28,6 +28,7 @@ from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pool import Pool
 from nvme_ops.memory.ring import Ring
+from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Buffers, Memory
 from nvme_ops.offload.optimizer.chunks import NOTHING, Chunk, Division, Version, key_of
 from nvme_ops.offload.optimizer.records import Flush, Records, scalars_to_json
@@ -149,7 +150,8 @@ class States(Usable):
         A chunk whose ``updated`` is not empty is written, and then done. If its states cannot be written, its
         parameters get their old values back.
         """
-        return self._pass(chunks, self._read, self._write, self._ended)
+        with large_tensors_pooled(keep=self.buffer if self._shared is None else 0):
+            yield from self._pass(chunks, self._read, self._write, self._ended)
 
     def copy_out(self, chunks: Iterable[Chunk], write: _Move) -> None:
         """Passes the states of each chunk that has any to ``write``."""

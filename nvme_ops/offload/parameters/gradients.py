@@ -17,10 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from nvme_ops.base import ranks
 from nvme_ops.base.lifetime import forkable_lock
+from nvme_ops.base.native import native
 from nvme_ops.base.text import bytes_of
 from nvme_ops.io.arguments import require_switches
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
+from nvme_ops.memory.torch_memory import large_tensors_pooled
 from nvme_ops.offload.memory import Memory, budget_of
 from nvme_ops.offload.parameters.residents import Resident, Residents, Swapped
 from nvme_ops.offload.parameters.swapped import SwappedTensor
@@ -112,6 +114,8 @@ class SwappedGradients(Swapped):
         self._uses_if_unshared = _uses_by_autograd()
         self._lock = forkable_lock()
         self._adding: dict[int, weakref.ref[torch.Tensor]] = {}  # by thread: the parameter to whose gradient it adds
+        self._undo = contextlib.ExitStack()
+        self._undo.enter_context(large_tensors_pooled())  # gradients, too
         places = [str(number) for number in range(len(large))]
         residents.foresee([(place, "step") for place in places])
         for parameter, place in zip(large, places, strict=True):
@@ -177,6 +181,7 @@ class SwappedGradients(Swapped):
                     parameter.grad = None
                 del _owners[parameter]
         self._leaving.clear()
+        self._undo.close()
         self._residents.close()
 
     # Hooks of autograd
@@ -228,13 +233,13 @@ class SwappedGradients(Swapped):
         for gradient in waiting:
             if nbytes <= self._most_leaving:
                 return
-            failure = gradient.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
+            gradient.writing.exception()  # it leaves the queue only afterwards: Ctrl-C may interrupt this
             with contextlib.suppress(ValueError):  # another thread has waited for it, too
                 self._leaving.remove(gradient)
+            if (resident := gradient.resident()) is not None:
+                self._residents.wait_until_written(resident)  # which lets go of the gradient
             nbytes -= gradient.nbytes
-            resident = gradient.resident()
-            if failure is not None and resident is not None and resident.leaving is gradient.writing:
-                raise failure
+            native().trim_pool(self._most_leaving)
 
 
 def swap_gradients(

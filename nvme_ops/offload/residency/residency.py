@@ -123,14 +123,16 @@ class Residency:
             _log.debug("%s: brings %s, %s", _name(policy), entry, priority.name)
         return True
 
-    def room(self, policy: Policy[E], entry: E, after: int) -> torch.Tensor:
-        """Waits for memory that is not to hold an entry's stored values; see ``begin`` for ``after``."""
+    def room(
+        self, policy: Policy[E], entry: E, after: int, take: Callable[[E], torch.Tensor | None] | None = None
+    ) -> torch.Tensor:
+        """Waits for memory that is not to hold an entry's stored values; see ``memory_for``."""
         patience = Patience(policy.patience)
         while True:
             seen = native().endings()
             with self.lock:
                 policy.require_open()
-                memory = self.memory_for(policy, entry, after)
+                memory = self.memory_for(policy, entry, after, take=take)
             if memory is not None:
                 return memory
             self._wait_for_memory(policy, entry, patience, seen)
