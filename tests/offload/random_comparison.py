@@ -13,13 +13,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 import nvme_ops
-from nvme_ops.offload import save_on_nvme, stream_weights, swap_gradients, swap_params
+from nvme_ops.offload import Memory, save_on_nvme, stream_weights, swap_gradients, swap_params
 from nvme_ops.offload.parameters import residents
 from nvme_ops.offload.weights import window
 from nvme_ops.offload.weights.stored import StoredTensor
@@ -52,6 +53,14 @@ def opened(capability: str, model: nn.Module, folder: str, rng: random.Random) -
             budget += 4 * PAGE
         with model:  # type: ignore[attr-defined]
             yield contextlib.nullcontext(), model
+    elif capability == "one_memory":
+        options: Any = {"memory": Memory(budget + 8 * PAGE * max(sizes)), "min_bytes": 1, "checksums": checksum}
+        with (
+            swap_params(model, folder, **options) as swapped,
+            swap_gradients(model.parameters(), folder, **options),
+            contextlib.closing(save_on_nvme(folder, **options)) as saving,
+        ):
+            yield saving, swapped
     else:
         saving = save_on_nvme(
             folder, min_bytes=1, memory_budget=rng.choice([0, 0, PAGE, 6 * PAGE]), checksums=checksum,
@@ -241,13 +250,14 @@ class Comparison:
                     return
         self.ours.forget_all()
         self.plain.forget_all()
-        residents.Residents.patience = window.Window.patience = 3.0  # of a device that is slow, and of nobody else
         gc.collect()
-        for (name, mine), its in zip(self.ours.model.named_parameters(), self.plain.model.parameters(), strict=True):
-            with torch.no_grad():
-                now = (
-                    mine.to_memory() if isinstance(mine, StoredTensor) else mine
-                )  # there may be no room for it as a whole
-                if (differs := difference(snapshot(now), snapshot(its))) and known:
-                    self._fail(f"m.{name} at the end", differs)
-                    return
+        with contextlib.ExitStack() as patches:  # of a device that is slow, and of nobody else
+            for owner in (residents.Residents, window.Window):
+                patches.enter_context(mock.patch.object(owner, "patience", 3.0))
+            named = self.ours.model.named_parameters()
+            for (name, mine), its in zip(named, self.plain.model.parameters(), strict=True):
+                with torch.no_grad():  # there may be no room for it as a whole
+                    now = mine.to_memory() if isinstance(mine, StoredTensor) else mine
+                    if (differs := difference(snapshot(now), snapshot(its))) and known:
+                        self._fail(f"m.{name} at the end", differs)
+                        return

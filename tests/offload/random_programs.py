@@ -22,8 +22,7 @@ import torch
 
 from nvme_ops.base import lifetime
 from nvme_ops.offload.experts import experts
-from nvme_ops.offload.parameters import residents
-from nvme_ops.offload.residency import placement
+from nvme_ops.offload.residency import placement, policy
 from nvme_ops.offload.weights import window
 from tests.offload.elsewhere import apart
 from tests.offload.random_comparison import Comparison, Outcome, Side, differences, opened
@@ -31,7 +30,7 @@ from tests.offload.random_mixture import Mixture, MixtureWriter
 from tests.offload.random_model import Model, Statement
 from tests.offload.random_statements import Writer
 
-CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "stream_mixture", "save_on_nvme")
+CAPABILITIES = ("swap_params", "swap_gradients", "stream_weights", "stream_mixture", "save_on_nvme", "one_memory")
 LONGEST = 20  # seconds that a program may take
 
 
@@ -67,9 +66,8 @@ def model_of(capability: str, seed: int, without: Sequence[str] = ()) -> Model |
 def run_many(capability: str, seeds: range, folder: str, without: Sequence[str] = ()) -> tuple[list[str], int]:
     """Runs the programs of seeds in children; returns failures, and how many statements were equal on both sides."""
     for owner, name, value in (  # memory that others hold is given up soon, and small weights are streamed too
-        (residents.Residents, "patience", 0.03), (lifetime, "_POLL", 0.01), (window.Window, "patience", 0.03),
-        (experts.Experts, "patience", 0.03),
-        (placement, "_SMALL", 0),
+        *((owner, "patience", 0.005) for owner in (policy.Policy, window.Window, experts.Experts)),
+        (lifetime, "_POLL", 0.002), (placement, "_SMALL", 0),
     ):  # fmt: skip
         setattr(owner, name, value)
     torch.set_num_threads(1)

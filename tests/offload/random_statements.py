@@ -313,7 +313,7 @@ class Writer:
         return self.rng.choice([name for name, value in known if not value.dim() and value.requires_grad])
 
     def _saving(self, _: Words) -> str:
-        return "with saving: " if self.capability == "save_on_nvme" and self.rng.random() < 0.8 else ""
+        return "with saving: " if self.capability in ("save_on_nvme", "one_memory") and self.rng.random() < 0.8 else ""
 
 
 #: The other words.
