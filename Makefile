@@ -57,7 +57,7 @@ ops: $(if $(TORCH),$(TORCH_INSTALLED),$(VENV)/installed)
 	@$(WITH_ENV) python -c 'from nvme_ops.op_builder import ALL_OPS; [ALL_OPS[op].load(True) for op in "$(OPS)".split()]'
 
 test: build
-	$(PYTEST) -m 'not slow' $(PYTEST_ARGS)
+	$(PYTEST) -m 'not (slow or nightly)' $(PYTEST_ARGS)
 
 test-all: build
 	$(PYTEST) $(PYTEST_ARGS)

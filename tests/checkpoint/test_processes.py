@@ -339,7 +339,7 @@ def rounds_of(folder: Path, name: str, seed: int, rounds: int) -> int:
     return program.rounds
 
 
-@pytest.mark.parametrize("rounds", [60, pytest.param(1700, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.mark.parametrize("rounds", [60, pytest.param(1700, marks=[pytest.mark.nightly, pytest.mark.timeout(1200)])])
 @NAMES
 def test_processes_at_random(quick_folder: Path, name: str, rounds: int) -> None:
     seed = 1 if rounds == 60 else random.SystemRandom().randrange(1 << 32)

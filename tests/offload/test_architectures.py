@@ -195,7 +195,7 @@ def test_one_class_of_a_kind(name: str, quick_folder: Path, monkeypatch: pytest.
     compare([name], quick_folder, monkeypatch)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("part", range(PARTS))
 def test_every_class(part: int, quick_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compare(list(classes())[part::PARTS], quick_folder, monkeypatch)

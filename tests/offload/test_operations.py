@@ -245,7 +245,7 @@ def operate(name: str, folder: Path) -> list[str]:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("part", ["some", *(pytest.param(part, marks=pytest.mark.slow) for part in range(3))])
+@pytest.mark.parametrize("part", ["some", *(pytest.param(part, marks=pytest.mark.nightly) for part in range(3))])
 @alone
 def test_as_with_usual_tensors_or_refused(part: Any, folder: Path) -> None:
     names = [*OTHERS, *random.Random(0).sample(NAMES, 40)] if part == "some" else NAMES[part::3]
