@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import os
 from pathlib import Path
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from nvme_ops.offload import stream_weights
 from tests.conftest import MIB, contents, store
 from tests.device.kinds import CHUNK, READS, WRITES, Simulated, on_simulated, sample, still_works
+from tests.offload.models import Tied
 
 pytestmark = on_simulated
 
@@ -76,3 +79,35 @@ def test_validation_finds_what_differs(device: Simulated, folder: Path) -> None:
     assert caught.value.filename == str(path)
     del caught
     still_works(device, handle, folder)
+
+
+def test_in_random_order_some_of_what_is_queued_has_happened(device: Simulated) -> None:
+    seen, ones = set[bool](), torch.ones(64, dtype=torch.uint8).pin_memory()
+    for seed in range(40):
+        with device.in_random_order(seed), device.on() as stream:
+            there = device.empty(64)
+            there.copy_(ones, non_blocking=True)
+            seen.add(bool((device.peek(there) == 1).all()))
+            device.synchronize(stream)
+            assert (device.peek(there) == 1).all()
+        assert seed or not any(seen), "and in the usual order nothing has"
+    assert seen == {True, False}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
+def test_streamed_weights_are_right_in_any_order_of_work(device: Simulated, folder: Path, seeds: int) -> None:
+    model, tokens = Tied().eval(), torch.tensor([[1, 2, 2], [5, 1, 3]])
+    there = device.device()
+    wanted = copy.deepcopy(model).to(there)(tokens.to(there)).cpu()
+    with (
+        device.computing(),
+        stream_weights(model, folder, memory_budget="1200K", device=there, handle=device.handle()) as streamed,
+    ):
+        given = tokens.to(there)
+        for seed in range(seeds):
+            with device.in_random_order(seed), device.on() as stream:
+                outputs = [streamed(given) for _ in range(3)]
+                device.synchronize(stream)
+            assert all(torch.equal(output.cpu(), wanted) for output in outputs), seed
+        del outputs

@@ -125,7 +125,7 @@ class DeviceState(ctypes.Structure):
 
     _fields_ = [
         ("copies", Calls),
-        *_numbers("device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once"),
+        *_numbers("device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"),
     ]
 
 
@@ -221,6 +221,10 @@ class PrivateDevice(Double):
     def computing(self) -> contextlib.AbstractContextManager[None]:
         """For programs that free what is queued, whose memory a real device gives away in the order of its stream."""
         return self._with("copying_at_once", 1)
+
+    def in_random_order(self, seed: int) -> contextlib.AbstractContextManager[None]:
+        """Runs some of what is queued early, in an order that a real device may have; with 0 nothing."""
+        return self._with("random", seed * 0x9E3779B97F4A7C15 % (1 << 63))
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:

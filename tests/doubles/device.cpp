@@ -3,7 +3,9 @@
 //
 // A stream is the list of what was queued on it; an event is a place in such a list. Work runs, in order, when its
 // stream or an event behind it is synchronised, or when a stream runs that was told to wait for such an event. So what
-// a program does not wait for has not happened, every time and not only when a real device is slow.
+// a program does not wait for has not happened, every time and not only when a real device is slow. In another mode
+// some of it has happened: after each call random streams run some of what they have, in an order that a real device
+// may have.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -13,6 +15,7 @@
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -43,6 +46,7 @@ struct DeviceState {
   Number events;                 // alive
   Number pinned_memory;          // whether there is any that is page-locked
   Number copying_at_once;        // from one tensor to another of the device
+  Number random;                 // the state of what chooses which work runs early; 0: none does
 };
 
 // A thread's device, and its stream of each, in the order of Current in __init__.py.
@@ -126,6 +130,21 @@ struct Block {
 std::array<Device, kDevices>& devices = *new std::array<Device, kDevices>;
 std::map<const char*, Block>& blocks = *new std::map<const char*, Block>;
 bool unrecorded = false;  // the next event is refused
+
+// Runs some of what is queued, if that is wanted, with the lock held.
+void run_some() {
+  if (state.random == 0) return;
+  for (Device& device : devices) {
+    for (Stream& stream : device.streams) {
+      auto next = static_cast<std::uint64_t>(state.random.load());  // xorshift64
+      next ^= next << 13;
+      next ^= next >> 7;
+      next ^= next << 17;
+      state.random = static_cast<std::int64_t>(next);
+      if (next % 2 == 0) stream.run(std::min(stream.queued, stream.done + next / 2 % 4));
+    }
+  }
+}
 
 Stream& stream_of(const c10::Stream& stream) {
   auto& streams = devices.at(static_cast<std::size_t>(stream.device_index())).streams;
@@ -245,6 +264,7 @@ public:
   }
   bool queryStream(const c10::Stream& queried) const override {
     const Lock lock(mutex);
+    run_some();
     return stream_of(queried).queue.empty();
   }
   void synchronizeStream(const c10::Stream& waited) const override {
@@ -261,6 +281,7 @@ public:
     if (*event == nullptr) *event = (++state.events, new Event);
     TORCH_CHECK(!std::exchange(unrecorded, false), "an event was refused by the private device");
     *static_cast<Event*>(*event) = {&stream_of(on), stream_of(on).queued};
+    run_some();
   }
   void block(void* event, const c10::Stream& waiting) const override {
     const Lock lock(mutex);
@@ -268,6 +289,7 @@ public:
   }
   bool queryEvent(void* event) const override {
     const Lock lock(mutex);
+    run_some();
     return !is_recorded(event) || static_cast<Event*>(event)->stream->done >= static_cast<Event*>(event)->position;
   }
   void synchronizeEvent(void* event) const override {
@@ -333,6 +355,7 @@ void queue(Stream& stream, const Copy& copy) {
   unrecorded |= fault.result == kUnrecorded;
   if (kind_of(copy.to) != kDevice) std::memset(copy.to, kUnwritten, copy.bytes);  // shows that no data have come yet
   stream.add({copy, {}, fault.result == kFails});
+  run_some();
 }
 
 // Equally shaped contiguous tensors are copied when their stream comes to it, all others at once.

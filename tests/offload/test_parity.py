@@ -257,16 +257,18 @@ ON_DEVICE = [
 @pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "c++")) is None, reason="no C++ compiler, which builds the simulated accelerator"
 )
+@pytest.mark.parametrize("seeds", [1, pytest.param(100, marks=[pytest.mark.nightly, pytest.mark.timeout(3600)])])
 @alone
-def test_the_bits_are_those_of_torch_on_a_device_made_of_host_memory(folder: Path) -> None:
+def test_the_bits_are_those_of_torch_on_a_device_made_of_host_memory(folder: Path, seeds: int) -> None:
     """What is not waited for there shows as other bits. Autograd knows the devices that are there when it begins."""
     simulated = private_device()
     take_few_in_flight(setattr)  # else backward may begin before any write has ended, and call all of them off
     torch.set_num_threads(1)
-    for case in ON_DEVICE:
+    for number, case in enumerate(ON_DEVICE):
         if "fused" not in case.options:
-            with simulated.left_as_found(), simulated.computing():
-                require_parity(case, simulated.device(), folder)
+            for seed in (0, *range(1 + number, 1 + seeds * len(ON_DEVICE), len(ON_DEVICE))):
+                with simulated.left_as_found(), simulated.computing(), simulated.in_random_order(seed):
+                    require_parity(case, simulated.device(), folder)
 
 
 @pytest.mark.parametrize("case", ON_DEVICE, ids=str)
