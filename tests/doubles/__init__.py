@@ -126,6 +126,7 @@ class DeviceState(ctypes.Structure):
     _fields_ = [
         ("copies", Calls),
         *_numbers("device_blocks", "pinned_blocks", "events", "pinned_memory", "copying_at_once", "random"),
+        ("rates", ctypes.c_int64 * 3),
     ]
 
 
@@ -225,6 +226,22 @@ class PrivateDevice(Double):
     def in_random_order(self, seed: int) -> contextlib.AbstractContextManager[None]:
         """Runs some of what is queued early, in an order that a real device may have; with 0 nothing."""
         return self._with("random", seed * 0x9E3779B97F4A7C15 % (1 << 63))
+
+    @functools.cached_property
+    def _time(self) -> None:
+        self.library.pd_keep_time()
+
+    @contextlib.contextmanager
+    def in_time(self, to_device: float = 0, from_device: float = 0, computing: float = 0) -> Iterator[None]:
+        """Work takes as long as at these rates, in bytes a second; 0: no time. What computes counts its arguments."""
+        _ = self._time
+        self.now.rates[:] = [int(rate) for rate in (to_device, from_device, computing)]
+        try:
+            yield
+            for index in range(self.count):
+                torch.accelerator.synchronize(self.device(index))
+        finally:
+            self.now.rates[:] = [0, 0, 0]
 
     @contextlib.contextmanager
     def left_as_found(self) -> Iterator[None]:

@@ -5,7 +5,7 @@
 // stream or an event behind it is synchronised, or when a stream runs that was told to wait for such an event. So what
 // a program does not wait for has not happened, every time and not only when a real device is slow. In another mode
 // some of it has happened: after each call random streams run some of what they have, in an order that a real device
-// may have.
+// may have. In a third one work takes the time that it would take on a device of given rates, in a thread of its own.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -17,6 +17,7 @@
 
 #include <algorithm>
 #include <array>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <deque>
@@ -39,6 +40,9 @@ enum : std::int64_t { kRefused = 1, kFails, kUnrecorded };
 
 enum Kind : std::uint8_t { kDevice, kPinned };
 
+// What a device does at once with the others, one work after another.
+enum Engine : std::uint8_t { kToDevice, kFromDevice, kComputing, kEngines };
+
 // What a test sets and sees, in the order of DeviceState in __init__.py.
 struct DeviceState {
   Calls copies;
@@ -47,6 +51,8 @@ struct DeviceState {
   Number pinned_memory;          // whether there is any that is page-locked
   Number copying_at_once;        // from one tensor to another of the device
   Number random;                 // the state of what chooses which work runs early; 0: none does
+  // Bytes a second of each engine; 0: no work takes any time, or that of this engine does not.
+  std::array<Number, kEngines> rates;
 };
 
 // A thread's device, and its stream of each, in the order of Current in __init__.py.
@@ -73,6 +79,8 @@ struct Copy {
   std::size_t bytes;
 };
 
+using Clock = std::chrono::steady_clock;
+
 struct Event {
   struct Stream* stream = nullptr;  // not recorded yet
   std::uint64_t position = 0;
@@ -82,7 +90,17 @@ struct Work {
   Copy copy;
   Event wait;  // a copy where it was not recorded
   bool fails;
+  Engine engine = kComputing;
+  std::size_t bytes = 0;   // that the engine moves
+  Clock::time_point ends;  // once it has begun
 };
+
+bool is_timed() {
+  return std::any_of(state.rates.begin(), state.rates.end(), [](const Number& rate) { return rate != 0; });
+}
+
+std::condition_variable& queued_more = *new std::condition_variable;
+std::condition_variable& ended = *new std::condition_variable;
 
 struct Stream {
   std::deque<Work> queue;
@@ -92,25 +110,33 @@ struct Stream {
   void add(const Work& work) {
     queue.push_back(work);
     ++queued;
+    queued_more.notify_one();
   }
 
   void run(std::uint64_t position) {
     while (done < position) {
-      const Work work = queue.front();
-      queue.pop_front();
-      ++done;
-      if (work.wait.stream != nullptr) {
-        work.wait.stream->run(work.wait.position);
-      } else if (work.fails) {
-        failed_at = done;
-      } else {
-        std::memmove(work.copy.to, work.copy.from, work.copy.bytes);
-      }
+      if (const Event& wait = queue.front().wait; wait.stream != nullptr) wait.stream->run(wait.position);
+      run_next();
     }
   }
 
-  void wait_for(std::uint64_t position) {
-    run(position);
+  void run_next() {
+    const Work work = queue.front();
+    queue.pop_front();
+    ++done;
+    if (work.fails) {
+      failed_at = done;
+    } else if (work.copy.bytes > 0) {
+      std::memmove(work.copy.to, work.copy.from, work.copy.bytes);
+    }
+  }
+
+  void wait_for(Lock& lock, std::uint64_t position) {
+    if (is_timed()) {
+      ended.wait(lock, [&] { return done >= position; });
+    } else {
+      run(position);
+    }
     const bool failed = failed_at != 0 && failed_at <= position;
     if (failed) failed_at = 0;
     TORCH_CHECK(!failed, "a copy failed on the private device");
@@ -120,6 +146,7 @@ struct Stream {
 struct Device {
   std::deque<Stream> streams{1 + kPoolStreams};  // which stay where they are
   std::int64_t next = 0;
+  std::array<Clock::time_point, kEngines> busy_until;
 };
 
 struct Block {
@@ -130,6 +157,50 @@ struct Block {
 std::array<Device, kDevices>& devices = *new std::array<Device, kDevices>;
 std::map<const char*, Block>& blocks = *new std::map<const char*, Block>;
 bool unrecorded = false;  // the next event is refused
+
+std::uint64_t all_done() {
+  std::uint64_t done = 0;
+  for (const Device& device : devices) {
+    for (const Stream& stream : device.streams) done += stream.done;
+  }
+  return done;
+}
+
+// Runs what has ended by now of a stream; returns when the next work ends, or an hour from now.
+Clock::time_point run_in_time(Device& device, Stream& stream, Clock::time_point now) {
+  while (!stream.queue.empty()) {
+    Work& work = stream.queue.front();
+    if (work.wait.stream != nullptr) {
+      if (work.wait.stream->done < work.wait.position) break;
+    } else {
+      if (work.ends == Clock::time_point()) {
+        auto& busy = device.busy_until.at(work.engine);
+        const auto rate = static_cast<double>(state.rates.at(work.engine));
+        const std::chrono::duration<double> takes(rate > 0 ? static_cast<double>(work.bytes) / rate : 0);
+        busy = work.ends = std::max(now, busy) + std::chrono::duration_cast<Clock::duration>(takes);
+      }
+      if (work.ends > now) return work.ends;
+    }
+    stream.run_next();
+    ended.notify_all();
+  }
+  return now + std::chrono::hours(1);
+}
+
+void keep_time() {
+  Lock lock(mutex);
+  while (true) {
+    const std::uint64_t before = all_done();
+    const auto now = Clock::now();
+    auto next = now + std::chrono::hours(1);
+    if (is_timed()) {
+      for (Device& device : devices) {
+        for (Stream& stream : device.streams) next = std::min(next, run_in_time(device, stream, now));
+      }
+    }
+    if (all_done() == before) queued_more.wait_until(lock, next);  // else others may have waited for what has ended
+  }
+}
 
 // Runs some of what is queued, if that is wanted, with the lock held.
 void run_some() {
@@ -178,7 +249,7 @@ void release(Kind kind, void* memory) {
   const std::size_t bytes = found->second.bytes;
   for (Device& device : devices) {
     for (Stream& stream : device.streams) {
-      for (auto& [copy, wait, fails] : stream.queue) {
+      for (auto& [copy, wait, fails, engine, moved, ends] : stream.queue) {
         if (!overlap(memory, bytes, copy.to, copy.bytes) && !overlap(memory, bytes, copy.from, copy.bytes)) continue;
         violation("memory is freed that a queued copy uses");
         copy.bytes = 0;  // to run it would crash
@@ -268,12 +339,12 @@ public:
     return stream_of(queried).queue.empty();
   }
   void synchronizeStream(const c10::Stream& waited) const override {
-    const Lock lock(mutex);
-    stream_of(waited).wait_for(stream_of(waited).queued);
+    Lock lock(mutex);
+    stream_of(waited).wait_for(lock, stream_of(waited).queued);
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    const Lock lock(mutex);
-    for (Stream& each : devices.at(static_cast<std::size_t>(device)).streams) each.wait_for(each.queued);
+    Lock lock(mutex);
+    for (Stream& each : devices.at(static_cast<std::size_t>(device)).streams) each.wait_for(lock, each.queued);
   }
 
   void record(void** event, const c10::Stream& on, const c10::DeviceIndex, const c10::EventFlag) const override {
@@ -293,8 +364,8 @@ public:
     return !is_recorded(event) || static_cast<Event*>(event)->stream->done >= static_cast<Event*>(event)->position;
   }
   void synchronizeEvent(void* event) const override {
-    const Lock lock(mutex);
-    if (is_recorded(event)) static_cast<Event*>(event)->stream->wait_for(static_cast<Event*>(event)->position);
+    Lock lock(mutex);
+    if (is_recorded(event)) static_cast<Event*>(event)->stream->wait_for(lock, static_cast<Event*>(event)->position);
   }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
     if (event != nullptr) --state.events;
@@ -348,18 +419,24 @@ at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), tensor.options().device(at::kCPU));
 }
 
+thread_local bool computing_now = false;  // what is copied meanwhile does not move between host and device
+
 void queue(Stream& stream, const Copy& copy) {
   Lock lock(mutex);
   const Fault fault = enter(lock, state.copies);
   TORCH_CHECK(fault.result != kRefused, "a copy was refused by the private device");
   unrecorded |= fault.result == kUnrecorded;
   if (kind_of(copy.to) != kDevice) std::memset(copy.to, kUnwritten, copy.bytes);  // shows that no data have come yet
-  stream.add({copy, {}, fault.result == kFails});
+  const Engine engine = kind_of(copy.to) != kDevice     ? kFromDevice
+                        : kind_of(copy.from) != kDevice ? kToDevice
+                                                        : kComputing;
+  stream.add({copy, {}, fault.result == kFails, engine, copy.bytes, {}});
   run_some();
 }
 
 // Equally shaped contiguous tensors are copied when their stream comes to it, all others at once.
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
+  if (computing_now) return on_host(to).copy_(on_host(from)), to;
   const bool through_host = from.is_cpu() || to.is_cpu();
   const OnDevice guard(to.is_cpu() ? from.device() : to.device());
   const c10::Stream stream = Guard().getStream(Guard().getDevice());
@@ -414,8 +491,25 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, library) {
   library.impl("as_strided", at::native::as_strided_tensorimpl);
 }
 
+// In time the stream is busy with it afterwards, as long as moving its arguments takes.
 void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  at::native::cpu_fallback(op, stack);
+  if (!is_timed() || computing_now) return at::native::cpu_fallback(op, stack);
+  std::size_t bytes = 0;
+  for (const c10::IValue& argument : torch::jit::last(*stack, op.schema().arguments().size())) {
+    if (argument.isTensor() && argument.toTensor().defined()) bytes += argument.toTensor().nbytes();
+  }
+  const c10::Stream stream = Guard().getStream(Guard().getDevice());
+  Guard().synchronizeStream(stream);
+  computing_now = true;
+  try {
+    at::native::cpu_fallback(op, stack);
+  } catch (...) {
+    computing_now = false;
+    throw;
+  }
+  computing_now = false;
+  const Lock lock(mutex);
+  stream_of(stream).add({{}, {}, false, kComputing, bytes, {}});
 }
 
 TORCH_LIBRARY_IMPL(_, PrivateUse1, library) {
@@ -434,6 +528,9 @@ Current* pd_current() {
 }
 std::int64_t pd_new_stream(c10::DeviceIndex device) {
   return Guard().getNewStream({kType, device}, 0).id();
+}
+void pd_keep_time() {
+  std::thread(keep_time).detach();
 }
 bool pd_idle(c10::DeviceIndex device, std::int64_t stream) {
   return Guard().queryStream(c10::Stream(c10::Stream::UNSAFE, {kType, device}, stream));
