@@ -14,7 +14,7 @@ import nvme_ops
 from nvme_ops.checkpoint import background
 from nvme_ops.checkpoint.convert import convert
 from tests.conftest import MIB, in_child
-from tests.doubles import private_device
+from tests.doubles import PrivateDevice, private_device
 
 SIZE = 256 * MIB
 ALLOWED = 64 * MIB
@@ -111,10 +111,10 @@ def forget_peak() -> None:
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def files(tmp_path_factory: pytest.TempPathFactory, the_device: PrivateDevice) -> Iterator[Path]:
     """What is loaded."""
     folder = tmp_path_factory.mktemp("memory")
-    private_device()  # here: torch learns of a device once
+    del the_device  # made here: torch learns of a device once
     nvme_ops.dcp.save({"imports": torch.ones(1)}, folder / "imported")
     in_child(lambda: prepare(folder))
     yield folder

@@ -40,7 +40,7 @@ from tests.checkpoint.torch_files import (
     write_zip,
 )
 from tests.conftest import GIB, MIB, pattern
-from tests.doubles import private_device
+from tests.doubles import PrivateDevice
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 
@@ -485,9 +485,9 @@ def on_host(obj: Any) -> Any:
     ids=["none", "mapping", "function"],
 )
 def test_goes_to_where_torch_would_put_it_without_a_move(
-    location: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+    location: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, the_device: PrivateDevice
 ) -> None:
-    device = private_device()
+    device = the_device
 
     def current(wanted: torch.device) -> Any:
         return device.on(device.current()[1][wanted.index], index=wanted.index)

@@ -27,7 +27,7 @@ from nvme_ops.storage.striped import StripedSlabs
 from tests.conftest import MIB, in_child, in_threads, pattern
 from tests.contract.faulty import Faulty, WrappedEngine, flip
 from tests.crashing_save import interrupted_by
-from tests.doubles import private_device
+from tests.doubles import PrivateDevice
 from tests.storage.conftest import got, same
 
 DTYPES = [
@@ -95,8 +95,8 @@ def test_any_layout(store: TensorStore) -> None:
     assert torch.equal(out, COMPLEX.conj())
 
 
-def test_tensors_on_an_accelerator(store: TensorStore) -> None:
-    device, data = private_device(), torch.randn(300, 400)
+def test_tensors_on_an_accelerator(store: TensorStore, the_device: PrivateDevice) -> None:
+    device, data = the_device, torch.randn(300, 400)
     for tensor, expected in ((device.tensor(data), data), (device.tensor(data).t(), data.t())):
         store.put("a", tensor).result()
         assert torch.equal(got(store, "a"), expected)
