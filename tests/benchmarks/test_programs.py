@@ -88,7 +88,7 @@ _ABSENT = ("not installed", "left out", "No module named", "pip install", "no cg
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.slow) for name in SMALL]
+    "name", [pytest.param(name, marks=[] if name in _QUICK else pytest.mark.nightly) for name in SMALL]
 )
 def test_a_small_run(
     name: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

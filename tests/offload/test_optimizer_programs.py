@@ -28,7 +28,7 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(300, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.nightly)])
 def test_many_small_ones_do_too(count: int) -> None:
     run_python(PROGRAM, count)
 

@@ -292,6 +292,6 @@ PROGRAM = """
 """
 
 
-@pytest.mark.parametrize("count", [10, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [10, pytest.param(100, marks=pytest.mark.nightly)])
 def test_equal_or_refused(folder: Path, count: int) -> None:
     run_python(PROGRAM, count, folder)
