@@ -110,7 +110,7 @@ struct Stream {
   void add(const Work& work) {
     queue.push_back(work);
     ++queued;
-    queued_more.notify_one();
+    if (is_timed()) queued_more.notify_one();  // else this may be a forked child, where the one who waits is not
   }
 
   void run(std::uint64_t position) {
