@@ -98,8 +98,7 @@ class Memory(Usable):
         """
         if not self.has_room(self._lender, nbytes):
             raise ValueError(f"{self!r} has no {size_words(nbytes)} left beside what these need at least")
-        give_up: Any = self._lender.share.lend
-        lent = self.residency.room(self._lender, Entry(nbytes), -1, lambda entry: give_up(entry.nbytes))
+        lent = self.residency.borrow(self._lender, nbytes, patient=True)
         self.balance()
         return lent
 

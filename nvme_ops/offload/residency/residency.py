@@ -182,10 +182,17 @@ class Residency:
                     return memory
         return None
 
-    def borrow(self, policy: Policy[Any], nbytes: int) -> object | None:
-        """Gives up memory of a policy's share for what others allocate; see ``Share.lend``. Call it with the lock."""
-        lend: Any = policy.share.lend  # returns what stands for memory
-        return self.memory_for(policy, Entry(nbytes), -1, take=lambda entry: lend(entry.nbytes))
+    def borrow(self, policy: Policy[Any], nbytes: int, patient: bool = False) -> object | None:
+        """Gives up memory of a policy's share for what others allocate; see ``Share.lend``. Call it with the lock.
+
+        A ``patient`` call, which is made without the lock, waits for it as ``room`` does.
+        """
+        lend, entry = policy.share.lend, Entry(nbytes)
+
+        def take(_: Entry) -> Any:  # what stands for memory
+            return lend(nbytes)
+
+        return self.room(policy, entry, -1, take) if patient else self.memory_for(policy, entry, -1, take=take)
 
     def _leavers(self, policy: Policy[E], entry: E, after: int) -> Iterator[tuple[Policy[Any], Any]]:
         """Yields what may leave for an entry, and whose it is: what others have beyond their shares, then its own.
