@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -25,6 +27,16 @@ def free_memory(root: Path = Path("/")) -> int:
     lines = _lines(root / "proc/meminfo")
     machine = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), 0)
     return min([machine, *_left_in_cgroups(root)])
+
+
+_IPC_LOCK = 1 << 14  # CAP_IPC_LOCK, with which RLIMIT_MEMLOCK does not hold (capabilities(7))
+
+
+def lockable_memory(root: Path = Path("/")) -> int:
+    """Returns the bytes that this process may have locked at once, by RLIMIT_MEMLOCK; ``sys.maxsize`` without limit."""
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    words = next((line.split()[1] for line in _lines(root / "proc/self/status") if line.startswith("CapEff:")), "0")
+    return sys.maxsize if limit == resource.RLIM_INFINITY or int(words, 16) & _IPC_LOCK else limit
 
 
 def _left_in_cgroups(root: Path) -> Iterator[int]:

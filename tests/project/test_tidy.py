@@ -49,6 +49,7 @@ FLOOR = {part: number for number, floor in enumerate(FLOORS) for part in floor}
 INSIDE_OFFLOAD = (
     {"residency"},
     {"memory"},
+    {"budgets"},
     {"activations", "experts"},
     {"cache", "weights"},
     {"parameters"},

@@ -1,0 +1,118 @@
+"""``Budgets``: how much memory of which kind a capability may use, from what its caller says or the machine has."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from nvme_ops.base.limits import free_memory, lockable_memory
+from nvme_ops.base.text import bytes_of, size_words
+from nvme_ops.offload.memory import Memory, budget_of
+
+_HEADROOM = 8  # "auto" leaves so many parts of what is free, one each, to the rest of the program
+_AUTO = "auto"
+
+Size = int | str | None
+
+
+class Budgets(NamedTuple):
+    """The memory of one user.
+
+    Attributes:
+        own: bytes where it computes, or what it shares with others.
+        host: bytes of host memory beside that of an accelerator; 0 where it computes on the CPU.
+    """
+
+    own: int | Memory
+    host: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes where it computes."""
+        return self.own if isinstance(self.own, int) else self.own.nbytes
+
+
+def budgets_of(
+    device: torch.device,
+    memory_budget: Size,
+    memory: Memory | None,
+    device_budget: Size,
+    host_budget: Size,
+    max_memory: Mapping[int | str, int | str] | None = None,
+) -> Budgets:
+    """Returns the budgets of a user that computes on ``device``.
+
+    Args:
+        device: where it computes.
+        memory_budget: of where it computes.
+        memory: in place of that, one that is shared with others.
+        device_budget: of an accelerator; ``"auto"`` when nothing is given.
+        host_budget: beside that of an accelerator, ``"auto"`` when None; on the CPU that of where it computes.
+        max_memory: both in one, as accelerate takes them: ``{0: "20GiB", "cpu": "60GiB"}``.
+
+    Raises:
+        TypeError: what there is to compute in is said twice, or not at all.
+        ValueError: a size is none, is too small, or is that of another device.
+    """
+    if max_memory is not None:
+        if any(given is not None for given in (memory_budget, device_budget, host_budget)):
+            raise ValueError("max_memory= says what the budgets would: give one or the other")
+        device_budget, host_budget = _of_max_memory(device, max_memory)
+    if device.type == "cpu":
+        if device_budget is not None:
+            raise ValueError("device_budget= is memory of an accelerator, and this computes on the CPU: host_budget=")
+        if host_budget is not None and memory_budget is not None:
+            raise TypeError("host_budget= and memory_budget= are the same on the CPU: give one of them")
+        given = memory_budget if host_budget is None else host_budget
+        return Budgets(budget_of(free_memory() * (_HEADROOM - 1) // _HEADROOM if given == _AUTO else given, memory))
+    if device_budget is not None and memory_budget is not None:
+        raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
+    given = memory_budget if device_budget is None else device_budget
+    if memory is None and given in (None, _AUTO):
+        given = _free_on(device)
+    return Budgets(budget_of(given, memory), host_bytes(host_budget))
+
+
+def host_bytes(host_budget: Size) -> int:
+    """Returns the bytes of host memory that may be page-locked for an accelerator; less than asked for is said.
+
+    ``"auto"``, and None, is what is free less an eighth.
+    """
+    free = free_memory() * (_HEADROOM - 1) // _HEADROOM
+    limit, locked = min(free, lockable_memory()), lockable_memory()
+    if host_budget is None or host_budget == _AUTO:
+        return limit
+    nbytes = bytes_of("host_budget", host_budget, least=0)
+    if nbytes > limit:
+        why, fix = f"{size_words(free)} are free", "give less"
+        if locked < free:
+            why, fix = f"the limit of locked memory is {size_words(locked)}", "ulimit -l unlimited"
+        warnings.warn(
+            f"host_budget is {size_words(nbytes)}, but {why}: {size_words(limit)} are used (fix: {fix})", stacklevel=3
+        )
+    return min(nbytes, limit)
+
+
+def _free_on(device: torch.device) -> int:
+    """Returns the bytes that are free on an accelerator, less an eighth for inputs, results and others."""
+    module: Any = torch.get_device_module(device)
+    if not hasattr(module, "mem_get_info"):
+        raise TypeError(f"{device} does not say how much of its memory is free: give device_budget=")
+    return int(module.mem_get_info(device)[0]) * (_HEADROOM - 1) // _HEADROOM
+
+
+def _of_max_memory(device: torch.device, max_memory: Mapping[int | str, int | str]) -> tuple[Size, Size]:
+    """Returns the budgets of the device and of the host."""
+    own, host = None, None
+    for key, size in max_memory.items():
+        place = f"{'cuda' if device.type == 'cpu' else device.type}:{key}" if isinstance(key, int) else key
+        if place == "cpu":
+            host = size
+        elif place != "disk" and torch.device(place) == device:
+            own = size
+        elif place != "disk" and size not in (0, "0"):
+            raise ValueError(f"max_memory has memory of {place}, but this computes on {device} alone")
+    return own, host if host is not None or device.type == "cpu" else 0
