@@ -13,7 +13,7 @@ import torch
 from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
-from nvme_ops.memory.pool import Held, Pool
+from nvme_ops.memory.pool import Held, Pool, charge_of
 
 _HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
 _libc = ctypes.CDLL(None)
@@ -253,6 +253,29 @@ class HostTier(Tier):
             free = start + size
         if free < self.nbytes:
             self._holes.add(free, self.nbytes - free)
+
+
+class PooledTier(Tier):
+    """Page-locked memory of the host, from which an accelerator copies at full speed: each part is a piece of its own.
+
+    It is registered when it is first needed, and reused for parts of the same size.
+
+    Args:
+        nbytes: as above.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        super().__init__(nbytes, torch.device("cpu"))
+        self._pool = Pool(max(1, nbytes), pinned=True)
+
+    def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
+        has_room = charge_of(size) <= self._pool.budget - self._pool.bytes_in_use
+        return super()._reserve(size, share, at_end) if has_room else None
+
+    def _part(self, start: int, nbytes: int) -> Made:
+        del start
+        tensor = self._pool.lease(nbytes, timeout=0).tensor
+        return tensor, tensor
 
 
 def tier_on(device: torch.device, nbytes: int, two_ended: bool = False) -> Tier:

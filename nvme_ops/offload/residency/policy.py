@@ -94,6 +94,9 @@ class Policy(Usable, Generic[E]):
     def require_room(self, entry: E) -> None:
         """Raises MemoryError if an entry can never be in memory. Called without the lock."""
 
+    def bring_below(self, entry: E) -> None:
+        """Waits until an entry is in the memory below, if it comes from there. Called without the lock."""
+
     def note_use(self, use: Any) -> None:
         """Records a use, and reads ahead."""
 
@@ -117,6 +120,8 @@ class Policy(Usable, Generic[E]):
         """Drops an entry's memory and its changes. Transfers under way and tensors over the memory keep it alive."""
         if entry.arrival is not None and not (entry.demanded and entry.is_used()):
             entry.arrival.request_cancel()  # nobody needs it; a thread that waits for this prefetch reads again
+        if entry.queued is not None:
+            entry.queued.release()
         entry.memory = entry.values = entry.arrival = entry.queued = None
         entry.changed = False
         self.present.pop(entry, None)

@@ -55,8 +55,10 @@ class Residency:
         while True:
             for entry in uses:
                 policy.require_room(entry)
-                if entry.values is None and entry.leaving is not None:
-                    self.wait_until_written(policy, entry)
+                if entry.values is None:
+                    if entry.leaving is not None:
+                        self.wait_until_written(policy, entry)
+                    policy.bring_below(entry)
             seen = native().endings()
             with self.lock:
                 policy.require_open()
@@ -110,6 +112,8 @@ class Residency:
             try:
                 values, transfer, nbytes = policy.backing.read(entry, memory, priority)
             except BaseException as error:
+                if entry.queued is not None:
+                    entry.queued.release()
                 del memory
                 free_frames(error)
                 raise

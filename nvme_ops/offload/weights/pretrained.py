@@ -17,7 +17,8 @@ from nvme_ops.formats import safetensors_format
 from nvme_ops.formats.quantized import part_of
 from nvme_ops.io.file import handle_of
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.offload.budgets import budgets_of
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.weights.model_files import HUB_OPTIONS, Path, is_hub_name, weight_files
 from nvme_ops.offload.weights.stored import StoredTensor, Weights, stored_in, stored_tensors
 from nvme_ops.offload.weights.stored_formats import (
@@ -50,8 +51,11 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
         ("exclude", "quantize"), ((None, ()), "is an argument of stream_weights(model, folder), for a model in memory")
     ),
     **dict.fromkeys(
-        ("device_map", "max_memory", "offload_folder", "offload_buffers"),
-        ((None, False), "a streamed model computes on one device=, with its weights in memory_budget"),
+        ("device_map", "offload_folder", "offload_buffers"),
+        (
+            (None, False),
+            "a streamed model computes on one device=, with its weights in device_budget, host_budget and its files",
+        ),
     ),
     **dict.fromkeys(
         ("adapter_kwargs", "adapter_name"),
@@ -69,6 +73,9 @@ _CODE_OPTIONS = ("trust_remote_code", "code_revision")  # of custom code beside 
 def from_pretrained(
     path: Path | Sequence[Path],
     *,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    max_memory: Mapping[int | str, int | str] | None = None,
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     device: str | torch.device | None = None,
@@ -90,8 +97,14 @@ def from_pretrained(
         path: a folder of ``save_pretrained``, or its safetensors files, with the configuration beside them unless
             ``config=`` gives it. Or a name on the Hugging Face Hub, found in its cache or downloaded as transformers
             does, with its ``revision``, ``token``, ``cache_dir``, ``local_files_only``, ``subfolder`` and ``variant``.
-        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Intermediate results and a
-            key-value cache come on top of it.
+        device_budget: bytes for weights on an accelerator, or a size such as ``"4G"``; ``"auto"``, the default there,
+            is what is free less an eighth. Intermediate results and a key-value
+            cache come on top of it.
+        host_budget: bytes of page-locked host memory for weights that do not stay on an accelerator, and come from
+            there faster than from storage; ``"auto"``, the default there, is what is free less an eighth, ``0`` none.
+            On the CPU, the memory for weights.
+        memory_budget: another word for the budget of where the model computes.
+        max_memory: both as accelerate takes them: ``{0: "20GiB", "cpu": "60GiB"}``.
         memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; when None the current GPU, or the CPU where there is none.
         dtype: in which it computes; that of the files, as transformers chooses it, when None.
@@ -115,8 +128,8 @@ def from_pretrained(
     except ImportError as error:
         words = "nvme_ops.offload.from_pretrained needs transformers: pip install 'transformers>=5'"
         raise ImportError(words) from error
-    given = budget_of(memory_budget, memory)
     target = device_of(device)
+    budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget, max_memory)
     if not isinstance(path, str | os.PathLike | Sequence):
         raise TypeError(f"path must be a folder, files or a name on the Hub, not {type(path).__name__}")
     if not isinstance(path, str | os.PathLike) and not path:
@@ -139,7 +152,7 @@ def from_pretrained(
     chosen: Any = _class_of(transformers, config, model_class, origin, kwargs)
     if not isinstance(config, kind := chosen.config_class or object) and isinstance(config.get_text_config(), kind):
         config = config.get_text_config()  # the model is a part of what the files are of
-    weights = Weights(budget := given if isinstance(given, int) else given.nbytes)
+    weights = Weights(budget := budgets.nbytes)
     with contextlib.ExitStack() as undo:
         files: list[WeightFile] = []
         state: dict[str, StoredTensor] = {}
@@ -180,7 +193,7 @@ def from_pretrained(
             if stored_in(parameter) is None:
                 parameter.data = parameter.data.to(target)
         kept = {id(weight) for key, weight in model.named_parameters(remove_duplicate=False) if key in new}
-        stream(model, weights, files, given, target, kept)
+        stream(model, weights, files, budgets, target, kept)
         undo.pop_all()
     return cast("Streamed", (model, info) if wants_info else model)
 

@@ -19,7 +19,8 @@ from nvme_ops.io.future import InFlight, IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.io.tensors import is_dense
 from nvme_ops.lazy.offloaded import Step, outline_of
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.offload.budgets import budgets_of
+from nvme_ops.offload.memory import Memory
 from nvme_ops.offload.weights.stored import StoredTensor, Weights
 from nvme_ops.offload.weights.streamed import StreamedModel, stream
 from nvme_ops.storage.session import Session
@@ -40,6 +41,8 @@ def stream_weights(
     model: torch.nn.Module,
     folder: Path | Sequence[Path],
     *,
+    device_budget: int | str | None = None,
+    host_budget: int | str | None = None,
     memory_budget: int | str | None = None,
     memory: Memory | None = None,
     device: str | torch.device | None = None,
@@ -61,8 +64,13 @@ def stream_weights(
     Args:
         model: any module. Its parameters and buffers are in memory, on one device.
         folder: where the weights go; several folders, one on each device, share them by their measured rates.
-        memory_budget: bytes for weights, or a size such as ``"4G"``; memory of ``device``. Inputs, outputs and
-            intermediate results come on top of it.
+        device_budget: bytes for weights on an accelerator, or a size such as ``"4G"``; ``"auto"``, the default there,
+            is what is free less an eighth. Inputs, outputs and intermediate results
+            come on top of it.
+        host_budget: bytes of page-locked host memory for weights that do not stay on an accelerator, and come from
+            there faster than from storage; ``"auto"``, the default there, is what is free less an eighth, ``0`` none.
+            On the CPU, the memory for weights.
+        memory_budget: another word for the budget of where the model computes.
         memory: in place of a budget of its own, one that is shared with others.
         device: where the model computes; where it is now when None.
         exclude: names of parameters and buffers that stay as they are, in memory, or patterns such as ``"lm_head.*"``
@@ -83,7 +91,6 @@ def stream_weights(
         raise ValueError(f"quantize must be None or 'int8', not {quantize!r}")
     if not isinstance(model, torch.nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, not {type(model).__name__}")
-    given = budget_of(memory_budget, memory)
     if any(isinstance(module, StreamedModel) for module in model.modules()):
         raise ValueError("the weights of this model are streamed already")
     kept, training = _kept(model, [exclude] if isinstance(exclude, str) else exclude)
@@ -94,6 +101,7 @@ def stream_weights(
     if own.type == "meta":
         raise ValueError("the model has no weights: it is on the meta device")
     target = own if device is None else device_of(device)
+    budgets = budgets_of(target, memory_budget, memory, device_budget, host_budget)
     tensors = {key: tensor for key, tensor in tensors.items() if key not in kept}
     if not tensors:
         raise ValueError("exclude= leaves nothing to stream")
@@ -117,7 +125,7 @@ def stream_weights(
             if choose is not None:
                 choose("eager")  # it computes with the selected experts alone
             _move(kept, target)
-            stream(model, weights, files, given, target, kept, training)
+            stream(model, weights, files, budgets, target, kept, training)
             before.pop_all()
         opened = undo.pop_all()
     streamed = cast("Streamed", model)

@@ -18,7 +18,9 @@ from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
 from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.offload.budgets import Budgets
 from nvme_ops.offload.experts.experts import Experts, experts_of, handle_in_order
+from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.placement import kept_from_the_start, share_of_experts
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.derived import Derived, derive
@@ -30,8 +32,6 @@ from nvme_ops.storage.source import Source, WeightFile
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from nvme_ops.offload.memory import Memory
 
 _SHARE = 4  # such weights take at most budget / _SHARE bytes
 
@@ -201,7 +201,7 @@ def stream(
     model: torch.nn.Module,
     weights: Weights,
     files: Sequence[WeightFile],
-    given: int | Memory,
+    budgets: Budgets,
     device: torch.device,
     kept: Container[int] = (),
     training: bool = False,
@@ -209,11 +209,11 @@ def stream(
     """Opens the window of a model whose parameters and buffers are stored tensors, and changes its class.
 
     Small weights come into memory and stay there. Parameters whose id is in ``kept`` are left as they are; the others
-    take no gradient, and count towards the budget that is ``given``, in bytes, if they are in memory already. Without
+    take no gradient, and count towards the budget of where it computes if they are in memory already. Without
     ``training`` the model is set to eval mode. Raises ValueError if the budget is too small.
     """
-    memory = None if isinstance(given, int) else given
-    total = given if isinstance(given, int) else given.nbytes
+    memory = None if isinstance(budgets.own, int) else budgets.own
+    total = budgets.nbytes
     stored, sliced = places_of(model)
     in_memory = [tensor for tensor in model.parameters() if id(tensor) not in kept and stored_in(tensor) is None]
     beside = sum(tensor.nbytes for tensor in in_memory)
@@ -234,8 +234,9 @@ def stream(
     least = max(least_budget([*weights_alone, *others]), at_once_stored) + expanding
     room = budget - sum(source.nbytes for source in buffers) - least
     if room < 0:
+        name = "memory_budget" if device.type == "cpu" else "device_budget"
         raise ValueError(
-            f"a memory_budget of {size_words(total)} is too small for this model: at least "
+            f"a {name} of {size_words(total)} is too small for this model: at least "
             f"{least_words(total - room)} are needed, {size_words(least)} of them for its largest weights"
         )
     at_start = kept_from_the_start([source.nbytes for source in weights_alone], min(room, budget // _SHARE))
@@ -272,7 +273,8 @@ def stream(
         taken = in_pages(beside + total_small + expanding)
         lent = [memory.lend(taken)] if taken else []
     experts = Experts(residency, shares[1], routed) if share else None
-    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for)
+    host = HostCopies(device, budgets.host) if budgets.host and not fits else None
+    window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for, host)
     if memory is not None:
         smallest = max(expert_sizes, default=0) if share else 0
         window.set_needs(in_pages(certain + smallest), nbytes + share)
@@ -281,6 +283,8 @@ def stream(
         undo.callback(lent.clear)  # first, so that others get it
     for file in files:
         undo.callback(file.close)
+    if host is not None:
+        undo.callback(host.close)
     undo.callback(window.close)
     if experts is not None:
         undo.callback(experts.close)

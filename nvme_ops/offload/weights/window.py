@@ -16,8 +16,9 @@ from nvme_ops.io.tensors import DEVICE_ALIGNMENT, empty
 from nvme_ops.memory.tier import Share, tier_on
 from nvme_ops.offload.experts.experts import Experts, ExpertStats
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
+from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import placement
+from nvme_ops.offload.residency.placement import placement, worth_keeping
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import FileExtent, Source, submit_reads
@@ -35,6 +36,8 @@ class WindowStats(ExpertStats):
 
     uses: int = 0  #: of weights
     bytes_kept: int = 0  #: of weights chosen to stay that are in memory now
+    bytes_in_host: int = 0  #: of weights in host memory, for an accelerator
+    bytes_from_host: int = 0  #: copied from there to the accelerator
     quantization_error: float = 0.0  #: root mean square error of weights quantized here, relative to their own
 
 
@@ -74,6 +77,7 @@ class Window(Policy[_Weight]):
         experts: weights that are read as a router chooses, with a share of the same memory.
         packed: weights that hold those of experts.
         share_of_experts: how many of so many bytes for all weights are for those of experts.
+        host: has some of the weights that do not stay, on an accelerator.
     """
 
     patience = 60.0
@@ -92,9 +96,10 @@ class Window(Policy[_Weight]):
         experts: Experts | None = None,
         packed: Container[Source] = (),
         share_of_experts: Callable[[int], int] = lambda _: 0,
+        host: HostCopies | None = None,
     ) -> None:
-        self._residency = residency
-        super().__init__(residency.lock, share, ModelFiles(), WindowStats())
+        self._residency, self._host = residency, host
+        super().__init__(residency.lock, share, host or ModelFiles(), WindowStats())
         # Memory of its own: else prefetched weights would have to leave whenever the gaps between them are too small.
         self._expanding = tier_on(share.device, expanding).share() if expanding else None
         self._weights: dict[Source, _Weight] = {}
@@ -217,6 +222,10 @@ class Window(Policy[_Weight]):
             kept = sum(weight.source.nbytes for weight in self.present if weight in self._keep)
             peak = self.share.peak + (0 if self._expanding is None else self._expanding.peak)
             stats = replace(self.counts, bytes_kept=kept, peak_bytes=peak)
+            if (host := self._host) is not None:
+                stats.bytes_read += host.counts.bytes_read
+                stats.seconds_waited += host.counts.seconds_waited
+                stats.bytes_in_host, stats.bytes_from_host = host.share.bytes_in_use, host.bytes_copied
         if self.experts is not None:
             _add(stats, self.experts.stats())
         return stats
@@ -234,6 +243,11 @@ class Window(Policy[_Weight]):
                 f"a weight of {size_words(entry.source.nbytes)} is used as a whole, but the memory_budget leaves "
                 f"only {size_words(self.share.nbytes)} for it"
             )
+
+    def bring_below(self, entry: _Weight) -> None:
+        """Waits until a weight is in host memory that comes from there."""
+        if self._host is not None:
+            self._host.bring(entry)
 
     def allocate(self, entry: _Weight) -> torch.Tensor | None:
         """Returns memory of the share, or that for expanded weights."""
@@ -297,6 +311,9 @@ class Window(Policy[_Weight]):
             if uses > 0
         ]
         self._keep = placement(weights, self.share.nbytes)
+        if self._host is not None:
+            below = [weight for weight in weights if weight[0] not in self._keep]
+            self._host.keep(worth_keeping(below, self._host.share.nbytes))
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
@@ -314,8 +331,12 @@ class Window(Policy[_Weight]):
         for unused in [weight for weight in self.present if weight not in used]:
             self.discard(unused)
         for number, weight in enumerate(wanted):
-            if weight.values is None and not self._residency.begin(self, weight, Priority.PREFETCH, number):
+            if weight.values is not None or (self._host is not None and self._host.is_awaited(weight)):
+                continue
+            if not self._residency.begin(self, weight, Priority.PREFETCH, number):
                 break
+        if self._host is not None:
+            self._host.read_ahead(self._order.ahead())
 
     def victims(self, after: int) -> Iterable[_Weight]:
         """Returns prefetched weights, those used last first, then weights that are kept, then those in use."""

@@ -1,0 +1,123 @@
+"""``HostCopies``: entries of an accelerator that stay in host memory, and come from there instead of from storage."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+import torch
+
+from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
+from nvme_ops.memory.tier import PooledTier
+from nvme_ops.offload.residency.entry import CopyToDevice, new_stream, tensors_over
+from nvme_ops.offload.residency.files import FileEntry, ModelFiles
+from nvme_ops.offload.residency.placement import IN_FLIGHT
+from nvme_ops.offload.residency.policy import Policy, Stats
+from nvme_ops.offload.residency.residency import Residency
+
+
+class HostCopies(Policy[FileEntry]):
+    """The backing of entries on an accelerator: host memory has some of them, files have all.
+
+    Host memory is page-locked, where the system allows it. An entry is read into it once, and copied to the accelerator
+    at each use, by a stream of its own. What the accelerator keeps has no copy here.
+
+    Args:
+        device: the accelerator.
+        nbytes: of host memory.
+    """
+
+    name = "host copies"
+    _closed_error = "the weights of this model were closed"
+    _forked_error = "these weights are streamed by the parent process: load the model in this one"
+
+    def __init__(self, device: torch.device, nbytes: int) -> None:
+        self._residency = Residency()
+        super().__init__(self._residency.lock, PooledTier(nbytes).share(), ModelFiles(), Stats())
+        self._device, self._stream = device, new_stream(device)
+        self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
+        self._copying: dict[FileEntry, CopyToDevice] = {}  # the last one from each to the accelerator
+        self.bytes_copied = 0  #: to the accelerator
+        self._residency.join(self)
+
+    def keep(self, entries: Collection[FileEntry]) -> None:
+        """Sets which entries have a copy here once they are used; others leave, those that are being copied later."""
+        with self.lock:
+            kept = {entry: self._copies.get(entry) or FileEntry(entry.reads, entry.nbytes) for entry in entries}
+            self._copies = kept
+            staying = set(kept.values())
+            for copy in [copy for copy in self.present if copy not in staying]:
+                self._residency.evict(self, copy)
+
+    def is_awaited(self, entry: FileEntry) -> bool:
+        """Returns whether an entry is on its way here: ``bring`` would wait for it."""
+        copy = self._copies.get(entry)
+        return copy is not None and (copy.values is None or copy.is_arriving())
+
+    def read_ahead(self, entries: Iterable[FileEntry]) -> None:
+        """Starts to read what is to be here and is not yet, the first of ``entries`` first."""
+        with self.lock:
+            if len(self.present) >= len(self._copies):
+                return
+            room = 2 * IN_FLIGHT - sum(copy.nbytes for copy in self.present if copy.is_arriving())
+            for entry in entries:
+                if (copy := self._copies.get(entry)) is not None and copy.values is None:
+                    if room <= 0 or not self._residency.begin(self, copy, Priority.PREFETCH):
+                        return
+                    room -= copy.nbytes
+
+    def bring(self, entry: FileEntry) -> None:
+        """Waits until an entry that is to be here has arrived. Raises what ``Residency.fetch`` does."""
+        copy = self._copies.get(entry)
+        if copy is None or (copy.values is not None and copy.arrival is None):
+            return
+        with self.lock:
+            begun = copy.values is not None or self._residency.begin(self, copy, Priority.DEMAND)
+        if begun:
+            self._residency.fetch(self, copy, copy)
+
+    # The backing of what is on the accelerator
+
+    def read(
+        self, entry: FileEntry, memory: torch.Tensor, priority: Priority
+    ) -> tuple[torch.Tensor, IoFuture | None, int]:
+        """Starts to fill an entry's memory on the accelerator, from here or from its files; see ``Backing``."""
+        copy = self._copies.get(entry)
+        if copy is None or copy.values is None or copy.is_arriving() or not self._has_arrived(copy):
+            return self.backing.read(entry, memory, priority)  # type: ignore[no-any-return]
+        values = entry.over(memory)
+        entry.own_tensors = tensors_over(values)
+        entry.queued = self._copying[copy] = copying = CopyToDevice(self._device, self._stream)
+        copying.begin(memory, copy.values)
+        self.bytes_copied += copy.nbytes
+        return values, None, 0
+
+    def write(self, entry: FileEntry) -> tuple[IoFuture, int]:
+        """Is never called."""
+        raise NotImplementedError
+
+    def _has_arrived(self, copy: FileEntry) -> bool:
+        arrival = copy.arrival
+        return arrival is None or self._residency.await_arrival(self, copy, arrival, begun=False)
+
+    # The policy
+
+    def victims(self, after: int) -> Iterable[FileEntry]:
+        """Returns those that are no longer kept."""
+        del after
+        staying = set(self._copies.values())
+        return [copy for copy in self.present if copy not in staying and not self._is_copied(copy)]
+
+    def _is_copied(self, copy: FileEntry) -> bool:
+        copying = self._copying.get(copy)
+        return copying is not None and not copying.has_ended()
+
+    def discard(self, entry: FileEntry) -> None:
+        """Drops a copy, once what is read from it has arrived."""
+        if (copying := self._copying.pop(entry, None)) is not None:
+            copying.wait()
+        super().discard(entry)
+
+    def out_of_memory(self, entry: FileEntry) -> MemoryError:
+        """Returns the error to raise when no memory has become free for a copy."""
+        return MemoryError(f"no host memory for a copy of {entry.nbytes} bytes")

@@ -1,0 +1,124 @@
+"""Weights of an accelerator that stay in host memory: what is read, copied and kept, and what happens on the way."""
+
+from __future__ import annotations
+
+import copy
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops import FormatError
+from nvme_ops.offload import from_pretrained, stream_weights
+from tests.conftest import KIB, MIB, in_threads
+from tests.device.kinds import Simulated, on_simulated
+from tests.offload.llama import saved_llama
+from tests.offload.models import Tied, layers, nbytes
+
+pytestmark = [on_simulated, pytest.mark.usefixtures("no_gradients")]
+DEVICE_BUDGET = MIB + 200 * KIB  # of 8 MiB: four layers, of which some pass through
+HOST_BUDGETS = [0, 2 * MIB + 300 * KIB, 64 * MIB]
+
+
+@pytest.fixture
+def no_gradients(device: Simulated) -> Any:
+    del device
+    with torch.no_grad():
+        yield
+
+
+def opened(device: Simulated, folder: Path, host_budget: int | str, model: Any = None, **options: Any) -> Any:
+    model = layers(32) if model is None else model
+    options = {"device_budget": DEVICE_BUDGET, "host_budget": host_budget, "handle": device.handle()} | options
+    return stream_weights(model, folder, device=device.device(), **options)
+
+
+def inputs(device: Simulated) -> torch.Tensor:
+    return device.tensor(torch.linspace(-1, 1, 256).repeat(2, 1))
+
+
+@pytest.mark.parametrize("host_budget", HOST_BUDGETS)
+@pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
+def test_results_are_right_in_any_order_of_work(device: Simulated, folder: Path, host_budget: int, seeds: int) -> None:
+    model = layers(32)
+    wanted = copy.deepcopy(model)(inputs(device).cpu())
+    with device.computing(), opened(device, folder, host_budget, model) as streamed:
+        for seed in range(seeds):
+            with device.in_random_order(seed), device.on() as stream:
+                outputs = [streamed(inputs(device)) for _ in range(3)]
+                device.synchronize(stream)
+            assert all(torch.equal(output.cpu(), wanted) for output in outputs), seed
+        del outputs
+
+
+def test_each_weight_is_in_one_memory_within_its_budget(device: Simulated, folder: Path) -> None:
+    for host_budget in HOST_BUDGETS:
+        with device.computing(), opened(device, folder, host_budget) as streamed:
+            for _ in range(4):
+                streamed(inputs(device))
+            before = streamed.stats()
+            streamed(inputs(device))
+            stats = streamed.stats()
+        read, copied = stats.bytes_read - before.bytes_read, stats.bytes_from_host - before.bytes_from_host
+        assert stats.peak_bytes <= DEVICE_BUDGET
+        assert stats.bytes_in_host <= host_budget
+        assert host_budget - stats.bytes_in_host < 256 * KIB or read == 0, "and it is used"
+        weights = 32 * 256 * KIB
+        assert stats.bytes_kept + copied + read == pytest.approx(weights, rel=0.05)
+        assert copied == pytest.approx(stats.bytes_in_host, abs=8 * KIB)
+
+
+def test_a_model_closed_while_copies_are_queued(device: Simulated, folder: Path) -> None:
+    """What the accelerator has not done yet uses memory of both; ``device`` sees whether it is freed too early."""
+    with device.computing(), opened(device, folder, 64 * MIB) as streamed:
+        for _ in range(2):
+            streamed(inputs(device))
+
+
+@pytest.mark.parametrize("what", ["queue", "record"])
+def test_a_copy_that_fails_is_an_error_of_its_step_alone(device: Simulated, folder: Path, what: str) -> None:
+    model = layers(32)
+    wanted = copy.deepcopy(model)(inputs(device).cpu())
+    with device.computing(), opened(device, folder, 64 * MIB, model) as streamed:
+        streamed(inputs(device))
+        given = inputs(device)
+        with device.failing(what), pytest.raises(RuntimeError, match="refused by the private device"):
+            streamed(given)
+        device.now.events -= what == "record"  # which torch never frees
+        assert torch.equal(streamed(given).cpu(), wanted)
+
+
+def test_a_file_cut_before_its_bytes_are_in_host_memory(device: Simulated, folder: Path) -> None:
+    path = saved_llama(folder)
+    tokens = device.tensor(torch.arange(3, 9)[None])
+    with (
+        device.computing(),
+        from_pretrained(path, device=device.device(), device_budget="2200K", host_budget="64M") as model,
+    ):
+        os.truncate(path / "model.safetensors", 4096)
+        with pytest.raises(FormatError, match=r"model\.safetensors"):
+            model(tokens)
+
+
+def test_threads_share_the_copies(device: Simulated, folder: Path) -> None:
+    model = layers(32)
+    wanted = copy.deepcopy(model)(inputs(device).cpu())
+    with device.computing(), opened(device, folder, 2 * MIB, model) as streamed:
+
+        def run(_: int) -> None:
+            with torch.no_grad():
+                for _ in range(3):
+                    assert torch.equal(streamed(inputs(device)).cpu(), wanted)
+
+        in_threads(run, 3)
+
+
+def test_tied_and_small_weights_have_no_copies(device: Simulated, folder: Path) -> None:
+    model, tokens = Tied().eval(), torch.tensor([[1, 2, 2], [5, 1, 3]])
+    wanted = copy.deepcopy(model)(tokens)
+    with device.computing(), opened(device, folder, "64M", model, device_budget="1200K") as streamed:
+        for _ in range(3):
+            assert torch.equal(streamed(device.tensor(tokens)).cpu(), wanted)
+        assert streamed.stats().bytes_in_host < nbytes(model)
