@@ -151,6 +151,8 @@ class Pool(Tracked):
         TypeError: a budget that is neither an int nor a str.
     """
 
+    _waits_for_copies = True  # before page-locked memory is leased again
+
     def __init__(self, budget: int | str, *, pinned: bool = False) -> None:
         self._budget = bytes_of("budget", budget)
         self._pinned = pinned and can_pin()
@@ -289,7 +291,8 @@ class Pool(Tracked):
             if self._in_use + native().pool_statistics()["cached_bytes"] - mine.charge > self._budget:
                 native().trim_pool()
         if owner is not None:
-            wait_for_copies()
+            if self._waits_for_copies:
+                wait_for_copies()
         elif not self._pinned:
             owner = pool_buffer(nbytes)
         elif _has_xpu():  # which registers no memory
@@ -318,6 +321,15 @@ class Pool(Tracked):
         """Returns for example ``<Pool of 256 MiB: 8 MiB in use>``."""
         used, kind = size_words(sum(self._leased.left())), ", page-locked" if self._pinned else ""
         return f"<Pool of {size_words(self._budget)}{kind}: {used} in use>"
+
+
+class AwaitedPool(Pool):
+    """One of page-locked memory that is freed only when its copies have ended: leasing it waits for no accelerator."""
+
+    _waits_for_copies = False
+
+    def __init__(self, budget: int) -> None:
+        super().__init__(budget, pinned=True)
 
 
 @dataclass(eq=False)

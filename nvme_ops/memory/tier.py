@@ -13,7 +13,7 @@ import torch
 from nvme_ops.base.lifetime import forkable_lock
 from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
-from nvme_ops.memory.pool import Held, Pool, charge_of
+from nvme_ops.memory.pool import AwaitedPool, Held, Pool, charge_of
 
 _HUGE = 2 << 20  # bytes: a pool counts large allocations in such units
 _libc = ctypes.CDLL(None)
@@ -258,7 +258,8 @@ class HostTier(Tier):
 class PooledTier(Tier):
     """Page-locked memory of the host, from which an accelerator copies at full speed: each part is a piece of its own.
 
-    It is registered when it is first needed, and reused for parts of the same size.
+    It is registered when it is first needed, and reused for parts of the same size. Whoever frees a part has waited for
+    the copies from and to it.
 
     Args:
         nbytes: as above.
@@ -266,7 +267,7 @@ class PooledTier(Tier):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, torch.device("cpu"))
-        self._pool = Pool(max(1, nbytes), pinned=True)
+        self._pool = AwaitedPool(max(1, nbytes))
 
     def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
         has_room = charge_of(size) <= self._pool.budget - self._pool.bytes_in_use

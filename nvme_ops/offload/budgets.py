@@ -42,6 +42,9 @@ def budgets_of(
     device_budget: Size,
     host_budget: Size,
     max_memory: Mapping[int | str, int | str] | None = None,
+    *,
+    default: str | None = None,
+    least: int = 1,
 ) -> Budgets:
     """Returns the budgets of a user that computes on ``device``.
 
@@ -49,9 +52,11 @@ def budgets_of(
         device: where it computes.
         memory_budget: of where it computes.
         memory: in place of that, one that is shared with others.
-        device_budget: of an accelerator; ``"auto"`` when nothing is given.
+        device_budget: of an accelerator.
         host_budget: beside that of an accelerator, ``"auto"`` when None; on the CPU that of where it computes.
         max_memory: both in one, as accelerate takes them: ``{0: "20GiB", "cpu": "60GiB"}``.
+        default: of where it computes, when nothing is given; when None ``"auto"`` on an accelerator, none on the CPU.
+        least: bytes of where it computes.
 
     Raises:
         TypeError: what there is to compute in is said twice, or not at all.
@@ -67,13 +72,15 @@ def budgets_of(
         if host_budget is not None and memory_budget is not None:
             raise TypeError("host_budget= and memory_budget= are the same on the CPU: give one of them")
         given = memory_budget if host_budget is None else host_budget
-        return Budgets(budget_of(free_memory() * (_HEADROOM - 1) // _HEADROOM if given == _AUTO else given, memory))
+        if given == _AUTO:
+            given = free_memory() * (_HEADROOM - 1) // _HEADROOM
+        return Budgets(budget_of(given, memory, default, least))
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
     given = memory_budget if device_budget is None else device_budget
-    if memory is None and given in (None, _AUTO):
+    if memory is None and (given == _AUTO or (given is None and default is None)):
         given = _free_on(device)
-    return Budgets(budget_of(given, memory), host_bytes(host_budget))
+    return Budgets(budget_of(given, memory, default, least), host_bytes(host_budget))
 
 
 def host_bytes(host_budget: Size) -> int:
@@ -94,6 +101,14 @@ def host_bytes(host_budget: Size) -> int:
             f"host_budget is {size_words(nbytes)}, but {why}: {size_words(limit)} are used (fix: {fix})", stacklevel=3
         )
     return min(nbytes, limit)
+
+
+def where_it_computes() -> torch.device:
+    """Returns the accelerator that torch uses, or the CPU where there is none."""
+    accelerator: Any = getattr(torch, "accelerator", None)  # since torch 2.6
+    if accelerator is not None:
+        return accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _free_on(device: torch.device) -> int:

@@ -17,20 +17,14 @@ from tests.device.kinds import Simulated, on_simulated
 from tests.offload.llama import saved_llama
 from tests.offload.models import Tied, layers, nbytes
 
-pytestmark = [on_simulated, pytest.mark.usefixtures("no_gradients")]
+pytestmark = on_simulated
 DEVICE_BUDGET = MIB + 200 * KIB  # of 8 MiB: four layers, of which some pass through
 HOST_BUDGETS = [0, 2 * MIB + 300 * KIB, 64 * MIB]
 
 
-@pytest.fixture
-def no_gradients(device: Simulated) -> Any:
-    del device
-    with torch.no_grad():
-        yield
-
-
 def opened(device: Simulated, folder: Path, host_budget: int | str, model: Any = None, **options: Any) -> Any:
-    model = layers(32) if model is None else model
+    """A streamed model; no gradient is computed."""
+    model = (layers(32) if model is None else model).requires_grad_(False)
     options = {"device_budget": DEVICE_BUDGET, "host_budget": host_budget, "handle": device.handle()} | options
     return stream_weights(model, folder, device=device.device(), **options)
 
@@ -42,7 +36,7 @@ def inputs(device: Simulated) -> torch.Tensor:
 @pytest.mark.parametrize("host_budget", HOST_BUDGETS)
 @pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_results_are_right_in_any_order_of_work(device: Simulated, folder: Path, host_budget: int, seeds: int) -> None:
-    model = layers(32)
+    model = layers(32).requires_grad_(False)
     wanted = copy.deepcopy(model)(inputs(device).cpu())
     with device.computing(), opened(device, folder, host_budget, model) as streamed:
         for seed in range(seeds):
@@ -79,7 +73,7 @@ def test_a_model_closed_while_copies_are_queued(device: Simulated, folder: Path)
 
 @pytest.mark.parametrize("what", ["queue", "record"])
 def test_a_copy_that_fails_is_an_error_of_its_step_alone(device: Simulated, folder: Path, what: str) -> None:
-    model = layers(32)
+    model = layers(32).requires_grad_(False)
     wanted = copy.deepcopy(model)(inputs(device).cpu())
     with device.computing(), opened(device, folder, 64 * MIB, model) as streamed:
         streamed(inputs(device))
@@ -103,20 +97,19 @@ def test_a_file_cut_before_its_bytes_are_in_host_memory(device: Simulated, folde
 
 
 def test_threads_share_the_copies(device: Simulated, folder: Path) -> None:
-    model = layers(32)
+    model = layers(32).requires_grad_(False)
     wanted = copy.deepcopy(model)(inputs(device).cpu())
     with device.computing(), opened(device, folder, 2 * MIB, model) as streamed:
 
         def run(_: int) -> None:
-            with torch.no_grad():
-                for _ in range(3):
-                    assert torch.equal(streamed(inputs(device)).cpu(), wanted)
+            for _ in range(3):
+                assert torch.equal(streamed(inputs(device)).cpu(), wanted)
 
         in_threads(run, 3)
 
 
 def test_tied_and_small_weights_have_no_copies(device: Simulated, folder: Path) -> None:
-    model, tokens = Tied().eval(), torch.tensor([[1, 2, 2], [5, 1, 3]])
+    model, tokens = Tied().eval().requires_grad_(False), torch.tensor([[1, 2, 2], [5, 1, 3]])
     wanted = copy.deepcopy(model)(tokens)
     with device.computing(), opened(device, folder, "64M", model, device_budget="1200K") as streamed:
         for _ in range(3):

@@ -29,7 +29,7 @@ def _machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def given(device: torch.device, **options: Any) -> Budgets:
     names = ("memory_budget", "memory", "device_budget", "host_budget", "max_memory")
-    return budgets_of(device, **{name: options.get(name) for name in names})
+    return budgets_of(device, *[options.get(name) for name in names])
 
 
 @pytest.mark.parametrize(

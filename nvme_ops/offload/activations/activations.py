@@ -25,11 +25,12 @@ from nvme_ops.io.file import handle_of
 from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
 from nvme_ops.memory.pieces import checksums_anywhere
-from nvme_ops.memory.tier import Tier
+from nvme_ops.memory.tier import PooledTier, Tier
 from nvme_ops.offload.activations.recompute import Pass
 from nvme_ops.offload.activations.saved_tensors import StoragePart, is_changed, modified, whole_of
-from nvme_ops.offload.activations.units import ActivationStats, OnStorage, Ticket, TicketRef, Unit
+from nvme_ops.offload.activations.units import ActivationStats, Stored, Ticket, TicketRef, Unit
 from nvme_ops.offload.memory import Memory
+from nvme_ops.offload.residency.copies import Copy, new_stream
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
@@ -44,11 +45,14 @@ _NOT_READ = "saved for the backward pass, could not be read"
 
 
 class _Saved:
-    """What was saved, in the files."""
+    """What was saved: in host memory what there is room for, if it is an accelerator's, and the rest in the files."""
 
-    def __init__(self, files: StripedSlabs, checksums: bool) -> None:
+    def __init__(self, files: StripedSlabs, checksums: bool, host: int) -> None:
         self._files, self._checksums = files, checksums
-        self.leaving: list[OnStorage] = []  #: is to be freed once no transfer uses it any more
+        self.host = PooledTier(host).share()
+        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # to host memory, and from there
+        self.counts = ActivationStats()
+        self.leaving: list[Stored] = []  #: is to be freed once no transfer uses it any more
 
     def leave(self, unit: Unit) -> None:
         """Frees what a unit has on storage, once no transfer uses it any more."""
@@ -56,11 +60,18 @@ class _Saved:
             self.leaving.append(unit.stored)
             unit.stored = None
 
-    def read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture, int]:
+    def read(self, entry: Unit, memory: torch.Tensor, priority: Priority) -> tuple[torch.Tensor, IoFuture | None, int]:
         """Starts to fill a unit's memory; see ``Backing``."""
         if entry.stored is None:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
         stored, before = entry.stored, len(entry.stored.transfers)
+        if stored.host is not None:
+            entry.queued = copy = Copy(self._streams[entry.device][1])
+            stored.transfers.append(copy.future(memory))
+            copy.begin(memory, stored.host)
+            entry.handed_out = memory._version
+            self.counts.bytes_from_host += entry.nbytes
+            return memory, None, 0
         try:
             self._files.move(stored.pieces, memory, stored.transfers, False, priority)
         except BaseException:
@@ -79,8 +90,17 @@ class _Saved:
             self.leave(entry)  # where it could not be written
         memory: Any = entry.memory
         transfers: list[IoFuture] = []
+        if entry.device.type != "cpu" and (host := self.host.allocate(max(1, entry.nbytes))) is not None:
+            if entry.device not in self._streams:
+                self._streams[entry.device] = new_stream(entry.device), new_stream(entry.device)
+            copy = Copy(self._streams[entry.device][0])
+            transfers.append(copy.future(memory, host))
+            entry.stored = Stored([], transfers, host=host)
+            copy.begin(host, memory)
+            self.counts.bytes_to_host += entry.nbytes
+            return transfers[0], 0
         try:
-            stored = entry.stored = OnStorage(self._files.allocate(entry.nbytes), transfers)
+            stored = entry.stored = Stored(self._files.allocate(entry.nbytes), transfers)
             self._files.move(stored.pieces, memory, transfers, True, Priority.WRITEBACK)
             if self._checksums:
                 stored.checksum = checksums_anywhere([memory])[0]
@@ -104,7 +124,8 @@ class Activations(Policy[Unit]):
 
     Args:
         folders: of the session.
-        given: bytes of memory, or memory that is shared.
+        given: bytes of memory where the tensors are, or memory that is shared.
+        host: bytes of host memory beside that of an accelerator.
         checksums: keep a checksum of each unit.
         handle: moves the bytes.
     """
@@ -120,6 +141,7 @@ class Activations(Policy[Unit]):
         folders: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
         *,
         given: int | Memory,
+        host: int = 0,
         checksums: bool,
         handle: aio_handle | None,
     ) -> None:
@@ -148,7 +170,7 @@ class Activations(Policy[Unit]):
             # autograd's memory, and torch's; memory that is shared is one of the device of the first saved tensor
             share = Tier(given if isinstance(given, int) else 0, torch.device("cpu")).share()
             self._residency = Residency() if self._memory is None else self._memory.residency
-            self._stored = _Saved(self._files, checksums)
+            self._stored = _Saved(self._files, checksums, host)
             super().__init__(self._residency.lock, share, self._stored, ActivationStats())
             if not self._files.is_measured:
                 self._files.measure()
@@ -229,6 +251,8 @@ class Activations(Policy[Unit]):
                 raise _named(error, unit, _NOT_READ) from None
         self._asked = time.perf_counter()
         tensor: torch.Tensor = memory
+        if (queued := unit.queued) is not None:
+            queued.before(tensor.device)
         if tensor._version != unit.handed_out or (vars(tensor) and is_changed(tensor, unit.handed_out)):
             raise modified(unit.dtype, unit.shape)
         return tensor
@@ -263,6 +287,9 @@ class Activations(Policy[Unit]):
             if not self._closed and self._process == os.getpid():
                 self._collect()
                 self.counts.bytes_stored = self._files.bytes_in_use
+                host = self._stored.counts
+                self.counts.bytes_to_host, self.counts.bytes_from_host = host.bytes_to_host, host.bytes_from_host
+                self.counts.bytes_in_host = self._stored.host.bytes_in_use
             return ActivationStats(**vars(self.counts))
 
     def close(self) -> None:
@@ -280,6 +307,9 @@ class Activations(Policy[Unit]):
                 transfers = [transfer for one in (*self._stored.leaving, *stored) for transfer in one.transfers]
         for transfer in transfers:
             transfer.exception()
+        self._stored.leaving.clear()
+        for unit in list(self._units.values()):
+            unit.stored = None
         self._undo.close()
         self._native.trim_pool(0)
         self._borrowed.clear()
@@ -463,10 +493,11 @@ class Activations(Policy[Unit]):
         self._hold(unit)  # first, as the write is not complete: Ctrl-C may come at any point
         if unit.leaving is not None:
             unit.leaving.request_cancel()
+            if unit.stored is not None and unit.stored.host is None:
+                self.counts.bytes_cancelled += unit.nbytes
+                self.counts.bytes_written -= unit.nbytes
             self._stored.leave(unit)
             unit.leaving = None
-            self.counts.bytes_cancelled += unit.nbytes
-            self.counts.bytes_written -= unit.nbytes
 
     def _hold(self, unit: Unit, failure: OSError | None = None) -> None:
         """Has a unit held that was to be written; the ``failure`` is raised when the budget needs its memory."""

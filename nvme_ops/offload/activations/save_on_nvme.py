@@ -19,7 +19,8 @@ from nvme_ops.offload.activations.activations import Activations
 from nvme_ops.offload.activations.recompute import Away, Choice
 from nvme_ops.offload.activations.saved_tensors import Layout, Saved, SavedValue, kept, place_of
 from nvme_ops.offload.activations.units import ActivationStats
-from nvme_ops.offload.memory import Memory, budget_of
+from nvme_ops.offload.budgets import budgets_of, where_it_computes
+from nvme_ops.offload.memory import Memory
 
 Path = str | os.PathLike[str]
 
@@ -42,8 +43,10 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
     Args:
         folder: where they go; several, one per device, share the tensors by their measured rates.
         min_bytes: smaller tensors stay in memory.
-        memory_budget: bytes for saved tensors in memory, or a size such as ``"1G"``; 256 MiB when None. On the device
-            where they are.
+        device_budget: bytes for saved tensors on an accelerator, or a size such as ``"1G"``; 256 MiB when None.
+        host_budget: bytes of page-locked host memory for those of an accelerator that have no room there, and come back
+            faster than from storage; ``"auto"``, when None, is what is free less an eighth, ``0`` none.
+        memory_budget: another word for the budget of where the tensors are; without an accelerator, that of the host.
         memory: in place of a budget of its own, one that is shared with others.
         policy: ``"nvme"``: as above. ``"auto"``: in addition some tensors are not saved but computed again, where what
             they are computed from is saved anyway and storage would take longer. That is measured, from the first step
@@ -63,6 +66,8 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
         folder: Path | Sequence[Path],
         *,
         min_bytes: int | str = "1M",
+        device_budget: int | str | None = None,
+        host_budget: int | str | None = None,
         memory_budget: int | str | None = None,
         memory: Memory | None = None,
         policy: Literal["nvme", "auto"] = "nvme",
@@ -73,9 +78,9 @@ class save_on_nvme(torch.autograd.graph.saved_tensors_hooks):  # noqa: N801  (as
             raise ValueError(f"policy={policy!r} is not one of nvme, auto")
         require_switches(checksums=checksums)
         least = max(1, bytes_of("min_bytes", min_bytes, least=0))
-        self._activations = Activations(
-            folder, given=budget_of(memory_budget, memory, "256M", least=0), checksums=checksums, handle=handle
-        )
+        where = where_it_computes()
+        own, host = budgets_of(where, memory_budget, memory, device_budget, host_budget, default="256M", least=0)
+        self._activations = Activations(folder, given=own, host=host, checksums=checksums, handle=handle)
         self._choice = Choice(least) if policy == "auto" else None
         super().__init__(partial(_pack, self._activations, least, self._choice), _unpack)
 

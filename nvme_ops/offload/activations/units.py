@@ -44,12 +44,13 @@ class TicketRef(weakref.ref[Ticket]):
 
 
 @dataclass(eq=False)
-class OnStorage:
-    """Where a unit is on storage, and the transfers that may use that."""
+class Stored:
+    """Where a unit is on storage, or in host memory, and the transfers that may use that."""
 
     pieces: list[Piece]
     transfers: list[IoFuture] = field(default_factory=list)
     checksum: int | None = None
+    host: torch.Tensor | None = None
 
 
 class Unit(Entry):
@@ -57,7 +58,7 @@ class Unit(Entry):
 
     original = True  #: the memory is that of the storage that was saved, or the copy of a part
     modified = False  #: before it was written
-    stored: OnStorage | None = None  #: on storage, or on its way there
+    stored: Stored | None = None  #: on storage, or on its way there
     trouble: BaseException | None = None  #: why writing it failed
     ticket: TicketRef | None = None
 

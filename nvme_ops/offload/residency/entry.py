@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from typing import Any
 
@@ -16,18 +15,6 @@ def current_stream(device: torch.device) -> torch.Stream:
     accelerator: Any = getattr(torch, "accelerator", None) or torch.get_device_module(device)  # since torch 2.6
     stream: torch.Stream = accelerator.current_stream(device)
     return stream
-
-
-def new_stream(device: torch.device) -> torch.Stream:
-    """Returns a stream of an accelerator, for work that waits for no other work."""
-    stream: torch.Stream = getattr(torch.get_device_module(device), "Stream", torch.Stream)(device=device)
-    return stream
-
-
-def current(stream: torch.Stream) -> contextlib.AbstractContextManager[Any]:
-    """Makes a stream that on which this thread queues work."""
-    made: Any = getattr(torch.get_device_module(stream.device), "stream", lambda stream: stream)(stream)
-    return made  # type: ignore[no-any-return]
 
 
 class QueuedWork:
@@ -48,48 +35,6 @@ class QueuedWork:
 
     def release(self) -> None:
         """Is called before memory is freed that the work uses: torch reuses it in the order of the same stream."""
-
-
-class CopyToDevice(QueuedWork):
-    """A copy on a stream of its own, into memory that torch reuses in the order of the current stream.
-
-    Args:
-        device: the accelerator.
-        stream: copies.
-    """
-
-    def __init__(self, device: torch.device, stream: torch.Stream) -> None:
-        super().__init__(device)
-        self._owner, self._owners_work = self._stream, self._event
-        self._stream, self._is_begun, self._is_awaited = stream, False, False
-
-    def begin(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts the copy, after what was queued when this was made."""
-        self._is_begun = True
-        self._stream.wait_event(self._owners_work)
-        with current(self._stream):
-            to.copy_(source, non_blocking=True)
-        self._event = self._stream.record_event()
-
-    def before(self, device: torch.device) -> None:
-        """Makes the current stream wait for the copy."""
-        super().before(device)
-        self._is_awaited = self._is_awaited or current_stream(device) == self._owner
-
-    def has_ended(self) -> bool:
-        """Returns whether it is over."""
-        return self._is_begun and bool(self._event.query())
-
-    def wait(self) -> None:
-        """Waits until it is over, if it was begun: also after ``begin`` has failed, or was interrupted."""
-        if self._is_begun:
-            with contextlib.suppress(RuntimeError):  # a device that has failed copies nothing more
-                self._stream.synchronize() if self._event is self._owners_work else self._event.synchronize()
-
-    def release(self) -> None:
-        """Waits until it is over, unless the stream does so in whose order the memory is reused."""
-        if not self._is_awaited:
-            self.wait()
 
 
 class Entry:

@@ -9,7 +9,8 @@ import torch
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.memory.tier import PooledTier
-from nvme_ops.offload.residency.entry import CopyToDevice, new_stream, tensors_over
+from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Stats
@@ -34,10 +35,10 @@ class HostCopies(Policy[FileEntry]):
     def __init__(self, device: torch.device, nbytes: int) -> None:
         self._residency = Residency()
         super().__init__(self._residency.lock, PooledTier(nbytes).share(), ModelFiles(), Stats())
-        self._device, self._stream = device, new_stream(device)
+        self._stream = new_stream(device)
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
-        self._copying: dict[FileEntry, CopyToDevice] = {}  # the last one from each to the accelerator
-        self.bytes_copied = 0  #: to the accelerator
+        self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
+
         self._residency.join(self)
 
     def keep(self, entries: Collection[FileEntry]) -> None:
@@ -87,9 +88,9 @@ class HostCopies(Policy[FileEntry]):
             return self.backing.read(entry, memory, priority)  # type: ignore[no-any-return]
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)
-        entry.queued = self._copying[copy] = copying = CopyToDevice(self._device, self._stream)
+        entry.queued = self._copying[copy] = copying = Copy(self._stream)
         copying.begin(memory, copy.values)
-        self.bytes_copied += copy.nbytes
+        self.counts.bytes_from_host += copy.nbytes
         return values, None, 0
 
     def write(self, entry: FileEntry) -> tuple[IoFuture, int]:
@@ -110,12 +111,12 @@ class HostCopies(Policy[FileEntry]):
 
     def _is_copied(self, copy: FileEntry) -> bool:
         copying = self._copying.get(copy)
-        return copying is not None and not copying.has_ended()
+        return copying is not None and not copying.done()
 
     def discard(self, entry: FileEntry) -> None:
         """Drops a copy, once what is read from it has arrived."""
         if (copying := self._copying.pop(entry, None)) is not None:
-            copying.wait()
+            copying.wait(None)
         super().discard(entry)
 
     def out_of_memory(self, entry: FileEntry) -> MemoryError:

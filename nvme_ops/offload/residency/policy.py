@@ -24,6 +24,9 @@ class Stats(Counts):
     bytes_on_demand: int = 0  #: the part of ``bytes_read`` that was not read ahead
     bytes_written: int = 0
     bytes_stored: int = 0  #: on storage now
+    bytes_in_host: int = 0  #: in host memory now, beside that of an accelerator
+    bytes_to_host: int = 0  #: copied there from the accelerator
+    bytes_from_host: int = 0  #: copied from there to the accelerator
     seconds_waited: float = 0.0  #: in which computation waited for reads, writes or memory
     peak_bytes: int = 0  #: the most memory in use at once
 

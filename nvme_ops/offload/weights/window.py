@@ -36,8 +36,6 @@ class WindowStats(ExpertStats):
 
     uses: int = 0  #: of weights
     bytes_kept: int = 0  #: of weights chosen to stay that are in memory now
-    bytes_in_host: int = 0  #: of weights in host memory, for an accelerator
-    bytes_from_host: int = 0  #: copied from there to the accelerator
     quantization_error: float = 0.0  #: root mean square error of weights quantized here, relative to their own
 
 
@@ -225,7 +223,7 @@ class Window(Policy[_Weight]):
             if (host := self._host) is not None:
                 stats.bytes_read += host.counts.bytes_read
                 stats.seconds_waited += host.counts.seconds_waited
-                stats.bytes_in_host, stats.bytes_from_host = host.share.bytes_in_use, host.bytes_copied
+                stats.bytes_in_host, stats.bytes_from_host = host.share.bytes_in_use, host.counts.bytes_from_host
         if self.experts is not None:
             _add(stats, self.experts.stats())
         return stats

@@ -1,0 +1,110 @@
+"""``Copy``: one between an accelerator and host memory, on a stream of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from nvme_ops.io.future import IoFuture
+from nvme_ops.offload.residency.entry import QueuedWork, current_stream
+
+if TYPE_CHECKING:
+    from nvme_ops.ops.async_io import Operation
+
+_PERIOD = 0.001  # seconds between looks whether a copy has ended, where there is a timeout
+
+
+def new_stream(device: torch.device) -> torch.Stream:
+    """Returns a stream of an accelerator, for work that waits for no other work."""
+    stream: torch.Stream = getattr(torch.get_device_module(device), "Stream", torch.Stream)(device=device)
+    return stream
+
+
+class Copy(QueuedWork):
+    """A copy that begins after what is queued on the current stream when this is made.
+
+    torch reuses memory of the accelerator in the order of that stream, and knows nothing of the copy: ``release`` is
+    called before the memory is freed, unless ``future`` keeps it.
+
+    Args:
+        stream: copies.
+    """
+
+    def __init__(self, stream: torch.Stream) -> None:
+        super().__init__(stream.device)
+        self._owner, self._owners_work = self._stream, self._event
+        self._stream, self._is_begun, self._is_awaited = stream, False, False
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._failure: BaseException | None = None
+
+    def begin(self, to: torch.Tensor, source: torch.Tensor) -> None:
+        """Starts to copy."""
+        self._is_begun = True
+        self._stream.wait_event(self._owners_work)
+        module: Any = torch.get_device_module(self._stream.device)
+        with getattr(module, "stream", lambda stream: stream)(self._stream):
+            to.copy_(source, non_blocking=True)
+        self._event = self._stream.record_event()
+
+    def future(self, *tensors: torch.Tensor) -> IoFuture:
+        """Returns this as a transfer, which keeps tensors alive until it is known to have ended."""
+        self._tensors = tensors
+        return IoFuture(cast("Operation", self))
+
+    def before(self, device: torch.device) -> None:
+        """Makes the current stream wait for the copy."""
+        super().before(device)
+        self._is_awaited = self._is_awaited or current_stream(device) == self._owner
+
+    def release(self) -> None:
+        """Waits until it is over, unless the stream does so in whose order the memory is reused."""
+        if not self._is_awaited:
+            self.wait(None)
+
+    # The operation of a future
+
+    def done(self) -> bool:
+        """Returns whether it is over, or was never begun."""
+        if self._is_begun and not self._event.query():
+            return False
+        self._tensors = ()
+        return True
+
+    def wait(self, seconds: float | None) -> bool:
+        """Waits until it is over, also if ``begin`` has failed; returns False if ``seconds`` passed first."""
+        if seconds is not None:
+            deadline = time.monotonic() + seconds
+            while not self.done():
+                if time.monotonic() >= deadline:
+                    return False
+                time.sleep(_PERIOD)
+            return True
+        if self._is_begun:
+            try:
+                has_event = self._event is not self._owners_work
+                self._event.synchronize() if has_event else self._stream.synchronize()
+            except RuntimeError as error:  # a device that has failed copies nothing more
+                self._failure = error.with_traceback(None)
+        self._tensors = ()
+        return True
+
+    def request_cancel(self) -> None:
+        """Does nothing: a copy is short."""
+
+    def exception(self) -> BaseException | None:
+        """Returns why it failed, once it is over."""
+        return self._failure
+
+    def bytes(self) -> int:
+        """Returns 0: nothing is moved to or from storage."""
+        return 0
+
+    def add_callback(self, callable: Callable[[], object]) -> None:
+        """Calls ``callable`` when it is over, which this waits for."""
+        with contextlib.suppress(RuntimeError):
+            self.wait(None)
+        callable()

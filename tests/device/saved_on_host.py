@@ -1,0 +1,59 @@
+"""Programs of test_host_copies.py that train on the simulated device."""
+
+from __future__ import annotations
+
+import torch
+
+from nvme_ops.base.text import parse_size
+from nvme_ops.offload import save_on_nvme
+from tests.doubles import private_device
+
+
+def network() -> torch.nn.Sequential:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.GELU())))
+
+
+def gradients(folder: str, host_budget: str, seeds: str) -> None:
+    """They are those of torch whatever the order of work, and storage is used for what has no room."""
+    device, given = private_device(), torch.linspace(-1, 1, 256).repeat(256, 1)
+    usual, there = network(), device.tensor(given)
+    usual(given).sum().backward()
+    for seed in range(int(seeds)):
+        with device.left_as_found(), device.computing(), device.in_random_order(seed):
+            model = network().to(device.device())
+            saving = save_on_nvme(folder, device_budget="1M", host_budget=host_budget, min_bytes="64K")
+            for _ in range(3):
+                model.zero_grad()
+                with saving:
+                    loss = model(there).sum()
+                loss.backward()
+            stats = saving.stats()
+            for param, wanted in zip(model.parameters(), usual.parameters(), strict=True):
+                assert param.grad is not None
+                assert wanted.grad is not None
+                assert torch.equal(param.grad.cpu(), wanted.grad), seed
+            saving.close()
+            del loss, model, param, saving
+        assert (stats.bytes_written == 0) == (host_budget == "64M")
+        assert (stats.bytes_from_host > 0) == (host_budget != "0")
+        assert stats.bytes_in_host <= parse_size(host_budget, zero=True)
+
+
+def dropped(folder: str) -> None:
+    """What the accelerator has not copied yet keeps its memory when a graph goes, with or without a backward pass."""
+    device = private_device()
+    there = device.tensor(torch.ones(256, 256))
+    with device.left_as_found(), device.computing():
+        model = network().to(device.device())
+        saving = save_on_nvme(folder, device_budget=0, host_budget="64M", min_bytes="64K")
+        for _ in range(2):
+            with saving:
+                loss = model(there).sum()
+            del loss
+        with saving:
+            loss = model(there).sum()
+        torch.autograd.grad(loss, next(model[-2].parameters()))
+        del loss
+        saving.close()
+        del model, saving
