@@ -18,13 +18,23 @@ from nvme_ops.base.command_line import command, command_line, in_flags, positive
 from nvme_ops.base.command_line import size as size_argument
 from nvme_ops.base.energy import Meter, total, used
 from nvme_ops.base.progress import progress_bar
-from nvme_ops.base.text import fitted, printable, rate_words, rounded, seconds_words, share_words, size_words
+from nvme_ops.base.text import (
+    fitted,
+    parse_size,
+    printable,
+    rate_words,
+    rounded,
+    seconds_words,
+    share_words,
+    size_words,
+)
 
 if TYPE_CHECKING:
     import torch
 
 _BATCHES = [1, 4, 16, 64]
 _NAMES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json")
+_HOST_HELP = "for weights that a GPU has no room for (what is free, less an eighth); 0: none"
 _EPILOG = """\
 examples:
   nvme-offload plan Llama-70B --memory 16G                   tokens per second
@@ -53,6 +63,7 @@ def parser() -> argparse.ArgumentParser:
     words = "what to expect of a model with limited memory: speed, batch sizes, what limits it"
     command = _command(commands, "plan", words)
     command.add_argument("--memory", type=size_argument, required=True, help="for weights, such as 16G")
+    command.add_argument("--host-memory", type=_host_size, metavar="SIZE", help=_HOST_HELP)
     command.add_argument("--folder", metavar="DIR", help="on the storage to plan for (that of MODEL)")
     command.add_argument("--batch", type=positive, nargs="+", default=_BATCHES, metavar="N", help="sizes (1 4 16 64)")
     command.add_argument("--prompt-length", type=positive, default=128, metavar="N", help="tokens (128)")
@@ -71,6 +82,7 @@ def parser() -> argparse.ArgumentParser:
     args.add_argument("--prompt", metavar="TEXT", help="the text to continue")
     args.add_argument("--ids", type=_ids, metavar="1,2,3", help="the prompt as ids of tokens, without a tokenizer")
     command.add_argument("--memory", type=size_argument, default=4 << 30, help="for weights (4G)")
+    command.add_argument("--host-memory", type=_host_size, metavar="SIZE", help=_HOST_HELP)
     command.add_argument("--new-tokens", type=positive, default=32, metavar="N", help="after the prompt (32)")
     command.add_argument("--batch", type=positive, default=1, metavar="N", help="copies of the prompt at once (1)")
     command.add_argument("--sample", action="store_true", help="draw tokens at random instead of the likeliest")
@@ -86,9 +98,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         _silence_transformers()
         return {"plan": _plan, "generate": _generate}[args.command](args)
     except (OSError, ValueError, ImportError, MemoryError, RuntimeError) as error:
-        words = in_flags(error, {"a memory_budget": "--memory"})
+        words = in_flags(error, {"a memory_budget": "--memory", "a device_budget": "--memory"})
         say(f"nvme-offload: {' '.join(words.split()) or type(error).__name__}")
         return 2
+
+
+def _host_size(text: str) -> int:
+    return parse_size(text, zero=True)
 
 
 def _command(commands: Any, name: str, words: str) -> argparse.ArgumentParser:
@@ -291,7 +307,8 @@ def _silence_transformers() -> None:
 def _opened(args: argparse.Namespace, device: torch.device) -> Any:
     from nvme_ops.offload.weights.pretrained import from_pretrained
 
-    return from_pretrained(args.model, memory_budget=args.memory, device=device)
+    host = None if device.type == "cpu" else args.host_memory
+    return from_pretrained(args.model, memory_budget=args.memory, host_budget=host, device=device)
 
 
 def _device(name: str | None) -> torch.device:

@@ -71,7 +71,7 @@ def bytes_kept(model: Any) -> int:
 
 def test_the_plan_says_what_each_step_will_read(llama: Path) -> None:
     with from_pretrained(llama, memory_budget=5 * MIB) as model, torch.no_grad():
-        read, kept = step_bytes(sizes_of(model)[0], 1)
+        read, kept, _ = step_bytes(sizes_of(model)[0], 1)
         stats = []
         for _ in range(6):
             model(torch.tensor([[1]]))
@@ -118,7 +118,7 @@ def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None
                 for ids in torch.zeros(1, 82, dtype=torch.long).split([32, *[1] * 50], dim=1):
                     model(ids)
                     read.append(model.stats().bytes_read)
-        planned, kept = step_bytes(sizes, 1)
+        planned, kept, _ = step_bytes(sizes, 1)
         assert kept == bytes_kept(model)
         assert (read[-1] - read[0]) / 50 == pytest.approx(planned, rel=0.15), share
     assert Layers(model, BUDGET, CPU, 1 << 30).step(2, 16) > 0

@@ -67,7 +67,7 @@ STEPS: list[tuple[Sizes, int, float, int]] = [
 
 @pytest.mark.parametrize(("given_sizes", "batch", "read", "kept"), STEPS)
 def test_what_a_step_reads_and_placement(given_sizes: Sizes, batch: int, read: float, kept: int) -> None:
-    assert step_bytes(given_sizes, batch) == pytest.approx((read, kept))
+    assert step_bytes(given_sizes, batch) == pytest.approx((read, kept, 0))
 
 
 def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
@@ -91,8 +91,8 @@ def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
     [
         # 210 MB of weights, beside the 90 of memory that the model takes where it computes
         (80, {"host_free": 300 * MB}, True), (80, {"host_free": 300 * MB - 1}, False),
-        (80, {"host_free": 210 * MB, "to_device": 500.0 * MB}, True),
-        (80, {"host_free": 210 * MB - 1, "to_device": 500.0 * MB}, False),
+        (80, {"host_free": 210 * MB, "to_device": 5000.0 * MB}, True),
+        (80, {"host_free": 210 * MB - 1, "to_device": 5000.0 * MB}, False),
         (200, {}, False),  # all stays in memory
         (80, {"cached": None}, False),
     ],
@@ -127,6 +127,25 @@ def test_weights_in_cpu_memory_pass_to_the_accelerator_at_its_rate() -> None:
     assert estimated.tokens_per_second == pytest.approx(1 / 0.15)
     assert estimated.first_token_cold == pytest.approx(2.1 + 0.21)
     assert estimated.fits
+
+
+def test_weights_in_host_memory_are_not_read_and_all_pass_the_bus() -> None:
+    """Of 200 MB, 50 stay on the device; then storage at 100 MB/s, the bus at 1000 or computing limits the step."""
+    rates, plans = Rates(100 * MB, 100 * MB, 500 * MB, to_device=1000 * MB), []
+    for host, read, seconds, bound in ((0, 150, 1.5, "reading"), (100, 50, 0.5, "reading"), (200, 0, 0.15, "bus")):
+        model = sizes(80 * MB, host=host * MB)
+        estimated = estimate(model, rates, Computing(0.1, 0.1), 1, 10, 10)
+        assert estimated.nvme.bytes_per_step == read * MB
+        assert estimated.nvme.from_host == (150 - read) * MB
+        assert estimated.nvme.reading == pytest.approx(seconds)
+        assert estimated.nvme.bound == bound
+        plans.append(inference_text(inference_plan(ABOUT, model, rates, [estimated], [], 80 * MB)))
+    assert "with 143.1 MiB more host memory nothing is read from storage" in plans[0]
+    assert "with 143.1 MiB more of the device nothing is copied to it" in plans[2]
+    assert "more host memory" not in plans[2]
+    assert [line.split("  ")[0] for line in plans[1].splitlines() if line.startswith("device")] == [
+        "device, host, NVMe", "device, host", "device",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("free", "streams", "whole"), [(89, False, False), (91, True, False), (211, True, True)])

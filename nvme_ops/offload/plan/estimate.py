@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
-from nvme_ops.offload.residency.placement import placement
+from nvme_ops.offload.residency.placement import placement, placements
 from nvme_ops.offload.weights.window import MANY_ROWS
 
 _AS_FAST = 1.1  # a step of up to this many times the shortest counts as equally short
@@ -69,6 +69,7 @@ class Sizes:
     cache: int = 0  #: keys and values of one token
     working: int = 0  #: other results, for each token of the prompt, while it is read
     logits: int = 0  #: for each sequence
+    host: int = 0  #: host memory for weights, beside that of an accelerator
 
     def beside(self, batch: int, prompt_length: int, new_tokens: int) -> int:
         """Returns about how many bytes of memory are needed beside the weights."""
@@ -102,13 +103,14 @@ class Placement:
     """What to expect with the weights in one kind of memory."""
 
     bytes_per_step: int
-    reading: float  #: seconds of a step
+    reading: float  #: seconds of a step, from storage and over the bus at once
     computing: float  #: seconds of a step
     first_token: float  #: seconds after a prompt, once the model runs
     first_token_cold: float  #: the same with nothing in memory
     fits: bool  #: into free memory
-    bound: str  #: what limits a step: ``"reading"`` or ``"computing"``
+    bound: str  #: what limits a step: ``"reading"``, ``"bus"`` or ``"computing"``
     tokens_per_second: float  #: of all sequences of the batch
+    from_host: int = 0  #: bytes of a step that are copied from host memory to the accelerator
 
 
 @dataclass(frozen=True)
@@ -125,52 +127,71 @@ class Estimate:
     noise: float = 0.0  #: by how much the step with ``nvme`` may be off, as a share of it
 
 
-def step_bytes(sizes: Sizes, tokens: int) -> tuple[int, int]:
-    """Returns the bytes that a step of ``tokens`` tokens reads, and those of weights, but experts, that stay."""
+class StepBytes(NamedTuple):
+    """Where the weights of a step come from."""
+
+    read: int  #: from storage
+    kept: int  #: of weights, but experts, that stay where it computes
+    from_host: int  #: of those that stay in host memory
+
+
+def step_bytes(sizes: Sizes, tokens: int) -> StepBytes:
+    """Returns the bytes that a step of ``tokens`` tokens moves, and those that stay."""
     weights = [(number, 1.0, nbytes) for number, nbytes in enumerate(sizes.streamed)]
-    kept = sum(sizes.streamed[number] for number in placement(weights, sizes.memory - sizes.experts.memory))
+    stay = placements(weights, sizes.memory - sizes.experts.memory, sizes.host)
+    kept, in_host = (sum(sizes.streamed[number] for number in numbers) for numbers in stay)
     from_tables = sum(nbytes * (tokens if MANY_ROWS * tokens <= rows else rows) for rows, nbytes in sizes.tables)
-    return sum(sizes.streamed) - kept + from_tables + sizes.experts.hits_and_read(tokens)[1], kept
+    others = from_tables + sizes.experts.hits_and_read(tokens)[1]
+    return StepBytes(sum(sizes.streamed) - kept - in_host + others, kept, in_host)
 
 
 def estimate(
     sizes: Sizes, rates: Rates, computing: Computing, batch: int, prompt_length: int, new_tokens: int
 ) -> Estimate:
     """Returns what to expect of ``batch`` sequences at once."""
-    read, read_by_prompt = (step_bytes(sizes, tokens)[0] for tokens in (batch, batch * prompt_length))
+    moved, by_prompt = (step_bytes(sizes, tokens) for tokens in (batch, batch * prompt_length))
     beside = sizes.beside(batch, prompt_length, new_tokens)
     load = sizes.model / rates.storage
     own = sizes.resident + sizes.memory
     left = rates.host_free - (own + beside if rates.to_device is None else 0)
     in_page_cache = rates.cached is not None and own < sizes.model <= left  # where it fits into memory, it is read once
     rate = rates.cached if rates.cached is not None and in_page_cache else rates.storage
+    bus = math.inf if rates.to_device is None else rates.to_device
 
-    def place(rate: float, cold: float, fits: bool) -> Placement:
-        """Returns what to expect of weights read at ``rate`` bytes per second: infinite if they are in place."""
-        reading = read / rate
+    def place(moved: StepBytes, by_prompt: StepBytes, rate: float, bus: float, cold: float, fits: bool) -> Placement:
+        """Returns what to expect of weights read at ``rate`` bytes per second; all pass the ``bus``."""
+        reading, crossing = (max(of.read / rate, (of.read + of.from_host) / bus) for of in (moved, by_prompt))
+        slower = "bus" if reading > moved.read / rate else "reading"
         return Placement(
-            bytes_per_step=read if math.isfinite(rate) else 0,
+            bytes_per_step=moved.read if math.isfinite(rate) else 0,
             reading=reading,
             computing=computing.step,
-            first_token=max(read_by_prompt / rate, computing.prompt),
+            first_token=max(crossing, computing.prompt),
             first_token_cold=cold,
             fits=fits,
-            bound="reading" if reading > computing.step else "computing",
+            bound=slower if reading > computing.step else "computing",
             tokens_per_second=batch / max(reading, computing.step),
+            from_host=moved.from_host,
         )
 
     streams = own + beside <= rates.device_free
     from_host = None
+    nowhere = StepBytes(0, sizes.model, 0)
     if rates.to_device is not None:
         prompt = max(sizes.model / rates.to_device, computing.prompt)
-        from_host = place(rates.to_device, load + prompt, streams and sizes.model <= rates.host_free)
-    step = max(read / rate, computing.step)
+        one, other = (StepBytes(0, of.kept, of.read + of.from_host) for of in (moved, by_prompt))
+        fits = streams and sizes.model <= rates.host_free
+        from_host = place(one, other, math.inf, bus, load + prompt, fits)
+    nvme = place(moved, by_prompt, rate, bus, max(load, computing.prompt), streams)
+    step = max(nvme.reading, computing.step)
     return Estimate(
         batch,
         cache_bytes=batch * (prompt_length + new_tokens) * sizes.cache,
         beside_bytes=beside,
-        nvme=place(rate, max(load, computing.prompt), streams),
-        no_offload=place(math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free),
+        nvme=nvme,
+        no_offload=place(
+            nowhere, nowhere, math.inf, math.inf, load + computing.prompt, sizes.model + beside <= rates.device_free
+        ),
         in_page_cache=in_page_cache,
         cpu_memory=from_host,
         noise=max(step, computing.step * (1 + computing.noise)) / step - 1,  # how fast storage is concerns all alike
@@ -219,7 +240,7 @@ def inference_plan(
         watts: of the machine.
     """
     online, offline = best(estimates)
-    streamed = step_bytes(sizes, estimates[0].batch)[1] if estimates else 0
+    streamed = step_bytes(sizes, estimates[0].batch).kept if estimates else 0
     spent = {"joules_per_1000_tokens": watts, "cost_per_1000_tokens": price_per_hour and price_per_hour / 3600}
     hits, read = sizes.experts.hits_and_read(1)
     experts = {**asdict(sizes.experts), "share_of_hits": hits, "bytes_per_token": read}
@@ -235,6 +256,7 @@ def inference_plan(
     return {
         **about,
         "memory": memory,
+        "host_memory": sizes.host,
         "bytes_kept": sizes.resident + streamed,
         "experts": experts if sizes.experts.experts else None,
         "cache_bytes_per_token": sizes.cache,
@@ -276,6 +298,7 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     if not any(entry["nvme"]["fits"] for entry in batches):
         lines.append("no batch fits into the memory that is free")
         return "\n".join(lines)
+    lines += _next_steps(plan)
     lines.append(_NOISE.format(share_words(plan["noise"])))
     for name, most, words in (
         ("online", _AS_FAST - 1, "the largest whose tokens come about as fast as those of any"),
@@ -288,11 +311,21 @@ def inference_text(plan: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def _next_steps(plan: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what the next faster way needs, on an accelerator."""
+    first = plan["batches"][0]
+    if "cpu_memory" in first and (missing := first["nvme"]["bytes_per_step"]):
+        yield f"with {size_words(missing)} more host memory nothing is read from storage"
+    if "cpu_memory" in first and (crossing := first["nvme"]["bytes_per_step"] + first["nvme"]["from_host"]):
+        yield f"with {size_words(crossing)} more of the device nothing is copied to it"
+
+
 def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
     places = [entry["nvme"] for entry in batches]
     columns = {
         "batch": [str(entry["batch"]) for entry in batches],
         "reads": [size_words(place["bytes_per_step"]) for place in places],
+        **({"from host": [size_words(place["from_host"]) for place in places]} if places[0]["from_host"] else {}),
         "reading": [seconds_words(place["reading"]) for place in places],
         "computing": [seconds_words(place["computing"]) for place in places],
         "bound by": [place["bound"] for place in places],
@@ -311,7 +344,9 @@ def _batches(batches: Sequence[Mapping[str, Any]]) -> str:
 def _places(plan: Mapping[str, Any], batches: Sequence[Mapping[str, Any]]) -> str:
     rows = [("NVMe", plan["memory"], "nvme")]
     if "cpu_memory" in batches[0]:
-        rows += [("CPU memory", plan["bytes"], "cpu_memory"), ("no offload", plan["bytes"], "no_offload")]
+        own, host = plan["memory"], min(plan["host_memory"], plan["bytes"])
+        rows = [("device, host, NVMe" if host else "device, NVMe", own + host, "nvme")]
+        rows += [("device, host", plan["bytes"], "cpu_memory"), ("device", plan["bytes"], "no_offload")]
     else:
         rows.append(("CPU memory, no offload", plan["bytes"], "no_offload"))
     table = [["", "memory", *(f"batch {entry['batch']}" for entry in batches)]]

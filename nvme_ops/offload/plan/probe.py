@@ -76,6 +76,7 @@ def sizes_of(model: StreamedModel) -> tuple[Sizes, dict[str, Any]]:
         tables=tuple((source.shape[0], source.nbytes // source.shape[0]) for source in tables),
         working=(4 * width + 3 * between) * item,
         logits=4 * text.vocab_size,
+        host=window.host_bytes,
     )
     about = {
         "model": type(model).__name__,

@@ -43,6 +43,21 @@ def placement(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[
     return max(choices, key=lambda choice: choice[0], default=(0, set[Weight]()))[1]
 
 
+def placements(weights: Sequence[tuple[Weight, float, int]], memory: int, host: int) -> tuple[set[Weight], set[Weight]]:
+    """Returns the weights to keep in the memory that computes, see ``placement``, and those to keep in host memory.
+
+    All others come from storage, by way of the same bus as those in host memory: so the fewer the better, however fast
+    each is.
+
+    Args:
+        weights: as above.
+        memory: bytes where it computes.
+        host: bytes of host memory beside that.
+    """
+    kept = placement(weights, memory)
+    return kept, worth_keeping([weight for weight in weights if weight[0] not in kept], host) if host else set()
+
+
 def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -> set[Weight]:
     """Returns the weights that save the most reading if ``capacity`` bytes of them stay in memory.
 

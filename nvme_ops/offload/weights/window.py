@@ -18,7 +18,7 @@ from nvme_ops.offload.experts.experts import Experts, ExpertStats
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import placement, worth_keeping
+from nvme_ops.offload.residency.placement import placements
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import FileExtent, Source, submit_reads
@@ -116,6 +116,11 @@ class Window(Policy[_Weight]):
     def nbytes(self) -> int:
         """Bytes of memory for weights as they are stored."""
         return self.share.nbytes + (0 if self.experts is None else self.experts.share.nbytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for weights, beside that of an accelerator."""
+        return 0 if self._host is None else self._host.share.nbytes
 
     def fetch(self, source: Source) -> torch.Tensor:
         """Returns a weight as it is stored, not to be changed, and reads ahead what is likely to be used next.
@@ -308,10 +313,9 @@ class Window(Policy[_Weight]):
             for weight, uses in self._counts
             if uses > 0
         ]
-        self._keep = placement(weights, self.share.nbytes)
+        self._keep, below = placements(weights, self.share.nbytes, self.host_bytes)
         if self._host is not None:
-            below = [weight for weight in weights if weight[0] not in self._keep]
-            self._host.keep(worth_keeping(below, self._host.share.nbytes))
+            self._host.keep(below)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
 
     def _read_ahead(self) -> None:
