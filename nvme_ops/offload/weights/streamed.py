@@ -258,7 +258,8 @@ def stream(
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
-    if not fits or memory is not None:
+    host = HostCopies(device, budgets.host) if budgets.host and not fits else None
+    if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
         for file in files:
             file.cache = cache
@@ -273,7 +274,6 @@ def stream(
         taken = in_pages(beside + total_small + expanding)
         lent = [memory.lend(taken)] if taken else []
     experts = Experts(residency, shares[1], routed) if share else None
-    host = HostCopies(device, budgets.host) if budgets.host and not fits else None
     window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for, host)
     if memory is not None:
         smallest = max(expert_sizes, default=0) if share else 0
