@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import enum
-import errno
-import fcntl
 import gc
 import inspect
 import os
@@ -93,7 +91,7 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_holds_up_no_other(good:
     writer, other = NvmeStorageWriter(tmp_path), NvmeStorageWriter(tmp_path)  # which live on
     error = why_of(lambda: dcp.save(state(2), storage_writer=writer, planner=SavePlanner(good)))
     assert type(error) is PlannerError
-    error = why_of(lambda: dcp.save({"a": Unsaveable()}, storage_writer=other))
+    why_of(lambda: dcp.save({"a": Unsaveable()}, storage_writer=other))
     assert [path.name for path in tmp_path.glob("*.distcp")] == ["__0_0.distcp"]
     assert equal(load(NvmeStorageReader(tmp_path, verify=True)), state(1))
     save(tmp_path, 3)
@@ -101,11 +99,9 @@ def test_a_save_that_fails_leaves_the_old_checkpoint_and_holds_up_no_other(good:
     assert files(tmp_path) == [".metadata", "__0_1.distcp"]
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("kind", ["to_sparse", "to_sparse_csr"])
-def test_a_sparse_tensor_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_sparse_tensor_is_refused(tmp_path: Path) -> None:
     """DCP's planners load nothing to one, and say nothing of it."""
-    tensors = {"dense": torch.ones(3), "thin": getattr(torch.eye(3), kind)()}
+    tensors = {"dense": torch.ones(3), "thin": torch.eye(3).to_sparse()}
     error = why_of(lambda: dcp.save(tensors, storage_writer=NvmeStorageWriter(tmp_path)))
     assert isinstance(error, ValueError)
     assert "'thin'" in str(error)
@@ -151,19 +147,6 @@ def test_ranks_that_found_different_checkpoints_are_told(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="a save replaced the checkpoint while ranks opened it"):
         reader.prepare_global_plan(plans)
     assert reader.prepare_global_plan(plans[1:]) == plans[1:]
-
-
-def test_a_file_system_without_locks_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise OSError(errno.ENOLCK, "no locks here")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    for seed in range(3):
-        if seed == 2:
-            monkeypatch.setattr(os, "link", refuse)
-        save(tmp_path, seed)
-        assert equal(load(NvmeStorageReader(tmp_path)), state(seed))
-        assert files(tmp_path) == [".metadata", f"__0_{seed}.distcp"]
 
 
 # Loads that fail
@@ -229,34 +212,19 @@ def data_file(path: Path) -> Path:
     return file
 
 
-def replace_by_its_like(path: Path) -> None:
-    """Another program's file of the same name and size."""
-    (path / "other").write_bytes(bytes(data_file(path).stat().st_size))
-    (path / "other").rename(data_file(path))
-
-
-def cut(path: Path) -> None:
-    os.truncate(data_file(path), data_file(path).stat().st_size - 1)
-
-
-def save_as_dcp(path: Path) -> None:
-    """Which writes over the files, and nothing can keep them."""
-    dcp.save({"a": torch.ones(MIB)}, storage_writer=dcp.FileSystemWriter(path))
-
-
 @pytest.mark.parametrize(
-    ("change", "kinds"),
+    ("change", "kind"),
     [
-        (cut, FormatError),
-        (lambda path: data_file(path).unlink(), FileNotFoundError),
-        (replace_by_its_like, ChecksumError),
-        (save_as_dcp, (FormatError, ChecksumError)),
+        (lambda file: os.truncate(file, file.stat().st_size - 1), FormatError),
+        (Path.unlink, FileNotFoundError),
+        (lambda file: file.write_bytes(bytes(file.stat().st_size)), ChecksumError),
     ],
+    ids=["cut", "gone", "others"],
 )
-def test_a_file_that_changes_after_the_metadata_were_read(change: Any, kinds: Any, tmp_path: Path) -> None:
+def test_a_file_that_changes_after_the_metadata_were_read(change: Any, kind: Any, tmp_path: Path) -> None:
     save(tmp_path, 1)
-    error = why(Meanwhile(tmp_path, change))
-    assert isinstance(error, kinds)
+    error = why(Meanwhile(tmp_path, lambda path: change(data_file(path))))
+    assert isinstance(error, kind)
     assert str(tmp_path) in str(error)
 
 
@@ -390,11 +358,10 @@ def test_metadata_that_contradict_each_other_are_an_error(change: Any, words: st
 
 
 def test_contradictions_are_told_to_who_looks(tmp_path: Path) -> None:
-    changes: list[tuple[Any, str]] = [
+    for change, words in (
         (lie("relative_path", "../other/__0_0.distcp"), "is not in the folder"),
         (lambda metadata: metadata.state_dict_metadata.pop("a"), "its parts contradict each other"),
-    ]
-    for change, words in changes:
+    ):
         dcp.save({"a": torch.ones(3, 4)}, storage_writer=NvmeStorageWriter(tmp_path))
         change_metadata(tmp_path, change)
         with pytest.raises(FormatError, match=words):
