@@ -166,11 +166,10 @@ def test_the_last_one_called_wins_and_other_paths_do_not_wait(path: Path, gate: 
     assert not api._turns, "nothing is kept of saves that have ended"
 
 
-@pytest.mark.parametrize("save", [nvme_ops.save, nvme_ops.save_async])
-def test_interrupted_while_it_waits_it_gives_its_turn_away(path: Path, gate: Gated, save: Any, call: Any) -> None:
+def test_interrupted_while_it_waits_it_gives_its_turn_away(path: Path, gate: Gated, call: Any) -> None:
     first = nvme_ops.save_async(numbered(1), path, handle=gate)
     with interrupted_by(signal.SIGALRM), pytest.raises(KeyboardInterrupt):
-        save(numbered(2), path)
+        nvme_ops.save(numbered(2), path)
     last = call(3, path)
     assert not last.done()
     gate.open()
@@ -239,13 +238,12 @@ def test_a_signal_handler_may_await_a_save_wherever_it_interrupts_another(path: 
         nvme_ops.save_async(varied(), "/dev/full", format="pt").result(timeout=30)
 
 
-@pytest.mark.parametrize("options", [{"memory": 0}, {"strategy": "copy_free"}], ids=["none", "lent"])
-def test_an_error_comes_out_of_the_future(path: Path, options: Any) -> None:
+def test_an_error_comes_out_of_the_future(path: Path) -> None:
     async def awaited(tensors: dict[str, torch.Tensor]) -> None:
-        await nvme_ops.save_async(tensors, path, **options)
+        await nvme_ops.save_async(tensors, path)
 
     with small_files():
-        future = nvme_ops.save_async(varied(), path, **options)
+        future = nvme_ops.save_async(varied(), path, strategy="copy_free")
         future.wait_until_safe()
         for _ in range(2):
             with pytest.raises(OSError, match="File too large") as caught:
@@ -259,14 +257,11 @@ def test_an_error_comes_out_of_the_future(path: Path, options: Any) -> None:
     assert content(path) == "new"
 
 
-def test_what_cannot_be_saved_is_refused_at_once(path: Path) -> None:
+def test_what_cannot_be_saved_is_refused_at_once_and_keeps_no_turn(path: Path) -> None:
     with pytest.raises(ValueError, match="sparse"):
         nvme_ops.save_async({"a": torch.eye(2).to_sparse()}, path)
-    with pytest.raises(ValueError, match="memory"):
-        nvme_ops.save_async(NEW, path, memory=-1)
     assert_untouched(path)
     nvme_ops.save_async(NEW, path).result()
-    assert content(path) == "new"
 
 
 class Memory(bytearray):
@@ -292,30 +287,24 @@ def test_tensors_are_freed_when_the_save_has_ended(folder: Path, strategy: Any) 
 
 def test_fork_with_a_save_under_way(path: Path, gate: Gated) -> None:
     """The child saves for itself, to the same path too, is told what it cannot wait for, and its end harms nothing."""
-    ended = nvme_ops.save_async(numbered(0), path.with_name("ended.safetensors"))
-    ended.result()
     future = nvme_ops.save_async(numbered(1), path, strategy="copy_free", handle=gate)
     assert gate.reached.wait(60)
 
     def child() -> None:
-        ended.result()
         future.wait_until_safe()  # the parent's copies of these tensors are being read, not the child's
         for wait in (future.result, future.exception, lambda: future.result(1)):
             with pytest.raises(RuntimeError, match="parent"):
                 wait()
         nvme_ops.save_async(numbered(2), path).result()
         assert number_in(path) == 2
-        nvme_ops.save_async(numbered(3), path.with_name("other.safetensors"), memory=0).result()
         background.release_memory()
-        gc.collect()
 
     in_child(child)
     assert number_in(path) == 2
-    assert number_in(path.with_name("other.safetensors")) == 3
     gate.open()
     future.result()
     assert number_in(path) == 1
-    assert len(beside(path)) == 2
+    assert beside(path) == []
 
 
 def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
@@ -323,8 +312,8 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
         import os, sys, torch, nvme_ops
         slow = nvme_ops.aio_handle(block_size=4096, queue_depth=1)
         for strategy in ("copy", "copy_free"):
-            tensors = {"a": torch.arange(20_000), "b": torch.arange(5_000).view(50, 100).t()}
-            nvme_ops.save_async(tensors, f"{sys.argv[1]}/{strategy}.safetensors", strategy=strategy, handle=slow)
+            path = f"{sys.argv[1]}/{strategy}.safetensors"
+            nvme_ops.save_async({"a": torch.arange(20_000)}, path, strategy=strategy, handle=slow)
         child = os.fork()
         assert not child or os.waitpid(child, 0)[1] == 3 << 8
         sys.exit(3)
@@ -333,7 +322,6 @@ def test_the_interpreter_waits_for_its_own_saves(folder: Path) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (3, "", "")
     for strategy in background.STRATEGIES:
         assert nvme_ops.load(folder / f"{strategy}.safetensors", verify=True)["a"].tolist() == list(range(20_000))
-    assert len(list(folder.iterdir())) == 2
 
 
 def test_errors_that_nobody_asked_for_are_printed_at_exit() -> None:
@@ -350,10 +338,8 @@ def test_errors_that_nobody_asked_for_are_printed_at_exit() -> None:
             asyncio.run(wrapped())
         assert save("asked").exception()
         save("asked").add_done_callback(lambda future: future.exception())
-        kept = save("first")
-        save("second")
+        save("forgotten")
     """
     said = run_python(program, check=False).stderr
-    for name in ("first", "second"):
-        assert f"{name}.safetensors') failed" in said
+    assert "forgotten.safetensors') failed" in said
     assert "asked.safetensors" not in said

@@ -69,17 +69,8 @@ def load(name: str, **options: Any) -> Callable[[Any, Path], None]:
     return lambda _, folder: KEPT.append(nvme_ops.load(folder / name, **options))
 
 
-def load_into(name: str) -> Callable[[Any, Path], None]:
+def load_into(name: str) -> Callable[[Any, Path], object]:
     return lambda tensors, folder: nvme_ops.load(folder / name, into=tensors, verify=True)
-
-
-def convert_both(_: Any, folder: Path) -> None:
-    for target in ("converted.pt", "converted.safetensors"):
-        convert(str(folder / PLAIN), str(folder / target))
-
-
-def load_dcp(tensors: Any, folder: Path) -> None:
-    nvme_ops.dcp.load(tensors, folder / FOLDER, verify=True)
 
 
 #: Which tensors there are, what is done, and the bytes of the tensors that come of it.
@@ -90,13 +81,13 @@ WORK: dict[str, tuple[Callable[[], Any], Callable[[Any, Path], object], int]] = 
     "save_async, no memory": (turned, lambda *given: save_async(*given, memory=0), 0),
     "save_async, its memory released": (plain, save_and_release, 0),
     "dcp.save": (mixed, lambda tensors, folder: nvme_ops.dcp.save(tensors, folder / "another"), 0),
-    "dcp.load": (mixed, load_dcp, 0),
+    "dcp.load": (mixed, lambda tensors, folder: nvme_ops.dcp.load(tensors, folder / FOLDER, verify=True), 0),
     "load": (dict, load(PLAIN, verify=True), SIZE),
     "load, every other": (dict, load(PLAIN, keys=[f"{number:02}" for number in range(0, 16, 2)]), SIZE // 2),
     "load, to a device": (dict, load(PLAIN, map_location="privateuseone:0"), SIZE),
     "load, into": (plain, load_into(PLAIN), 0),
     "load, into turned": (turned, load_into(TURNED), 0),
-    "convert": (dict, convert_both, 0),
+    "convert": (dict, lambda _, folder: convert(str(folder / PLAIN), str(folder / "converted.pt")), 0),
 }
 
 

@@ -70,31 +70,19 @@ def killed_in_the_middle(begin: Callable[[Callable[[], object]], object]) -> Non
 
 
 @NAMES
-def test_verify_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save = saver(tmp_path / name)
+def test_commands_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, target = tmp_path / name, tmp_path / "target.safetensors"
+    save = saver(path)
     for number in range(3):  # the third would be written over the first
         save(number)
         once_before(monkeypatch, contents, "damaged", lambda *_, number=number: [save(number + k) for k in (1, 2)])
-        assert main(["verify", str(tmp_path / name)]) == 0
-
-
-@NAMES
-def test_diff_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, copy = saver(tmp_path / name), tmp_path / "copy.safetensors"
-    save(1)
-    convert(str(tmp_path / name), str(copy))
-    once_before(monkeypatch, contents, "compare", lambda *_: [save(2), save(3)])
+        assert main(["verify", str(path)]) == 0
+    once_before(monkeypatch, contents, "compare", lambda *_: [save(5), save(6)])
     words = ["--format", "torch"] if name == "model.pt" else []
-    assert main(["diff", str(tmp_path / name), str(tmp_path / name), *words]) == 0
-
-
-@NAMES
-def test_convert_beside_a_save(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save, target = saver(tmp_path / name), tmp_path / "target.safetensors"
-    save(1)
-    once_before(monkeypatch, converter, "damaged", lambda *_: [save(2), save(3)])  # which remove its files
-    convert(str(tmp_path / name), str(target))
-    assert number_in(target) == 1
+    assert main(["diff", str(path), str(path), *words]) == 0
+    once_before(monkeypatch, converter, "damaged", lambda *_: [save(7), save(8)])  # which remove its files
+    convert(str(path), str(target))
+    assert number_in(target) == 6
 
 
 def test_convert_begins_anew_where_its_source_seems_to_have_changed(

@@ -36,12 +36,13 @@ def test_it_answers_as_safetensors_does(path: Path) -> None:
         assert ours.keys() == list(theirs.keys())
         assert sorted(ours.offset_keys()) == sorted(theirs.offset_keys())
         assert ours.metadata() == theirs.metadata()
+        tensors = ours.get_tensors()
+        assert tensors.keys() == theirs.get_tensors().keys()
         for name, tensor in STATE.items():
-            assert torch.equal(ours.get_tensor(name), tensor)
-            assert ours.get_tensor(name).dtype == tensor.dtype
+            assert torch.equal(tensors[name], tensor)
+            assert tensors[name].dtype == tensor.dtype
             assert ours.get_slice(name).get_shape() == theirs.get_slice(name).get_shape()
             assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
-        assert ours.get_tensors().keys() == theirs.get_tensors().keys()
     with safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
         for name in ("matrix", "scalar", "none"):
             assert (ours.get_tensor(name) == theirs.get_tensor(name)).all()
@@ -130,9 +131,8 @@ def test_transformers_loads_and_saves_through_it(
         shards = sorted(shard.name for shard in (tmp_path / size).glob("*.safetensors"))
         assert sorted(set(opened)) == shards
         assert all(b"nvme_ops.crc32c" in (tmp_path / size / name).read_bytes()[:8192] for name in shards)
-        nvme_ops.load(tmp_path / size, verify=True)
         into = installed.GPT2LMHeadModel(config)
-        nvme_ops.load(tmp_path / size, into=into)  # whose head is tied
+        nvme_ops.load(tmp_path / size, into=into, verify=True)  # whose head is tied
         assert all(torch.equal(into.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
         opened.clear()
 
@@ -140,11 +140,8 @@ def test_transformers_loads_and_saves_through_it(
 def test_it_is_taken_away_again_and_a_version_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     module = pytest.importorskip("transformers.modeling_utils", reason="transformers is not installed")
     before = module.safe_open, module.safe_save_file
-    for _ in range(2):
-        hook.install()
-    assert module.safe_open is safe_open
-    for _ in range(2):
-        hook.uninstall()
+    for act in (hook.install, hook.install, hook.uninstall, hook.uninstall):
+        act()
     assert (module.safe_open, module.safe_save_file) == before
     monkeypatch.delattr(module, "safe_save_file")
     with pytest.raises(RuntimeError, match="safe_save_file"):

@@ -95,11 +95,10 @@ def test_every_dtype_of_torch(folder: Path) -> None:
     kinds = storable()
     obj = {str(kind): pattern(320).view(kind) for kind in kinds}
     obj |= {f"no {kind}": torch.empty(0, dtype=torch.uint8).view(kind) for kind in kinds}
+    expected = {name: (tensor.dtype, raw(tensor.untyped_storage())) for name, tensor in obj.items()}
     for path in (saved_here(folder / "a.pt", obj), saved_by_torch(folder / "b.pt", obj)):
         for loaded in (load(path, verify=True), torch.load(path, weights_only=True)):
-            assert {name: (tensor.dtype, raw(tensor.untyped_storage())) for name, tensor in loaded.items()} == {
-                name: (tensor.dtype, raw(tensor.untyped_storage())) for name, tensor in obj.items()
-            }
+            assert {name: (it.dtype, raw(it.untyped_storage())) for name, it in loaded.items()} == expected
 
 
 def test_what_is_one_object_stays_one_and_each_storage_has_its_own_size(folder: Path) -> None:
@@ -160,7 +159,6 @@ def test_the_container(folder: Path) -> None:
     nvme_ops.save(obj, path, checksums=False)
     with zipfile.ZipFile(path) as opened:
         assert {info.CRC for info in opened.infolist()} == {0}  # as torch writes it without
-    assert essence(torch.load(path, weights_only=True)) == essence(obj)
 
 
 def test_more_records_than_sixteen_bits_count(folder: Path) -> None:
@@ -211,31 +209,22 @@ def test_contents_are_named_by_the_tensors_in_each_storage(folder: Path) -> None
     assert not compare(listing, listing)
 
 
-def test_an_object_in_the_background(folder: Path) -> None:
-    obj = {"all": mixed_sizes(), "views": views()}
-    nvme_ops.save_async(obj, folder / "a.pt", memory=5 * MIB).result()
-    assert essence(torch.load(folder / "a.pt", weights_only=True)) == essence(obj)
-
-
 BITS = torch.ones(4)
 
 
 @pytest.mark.parametrize(
-    ("make", "options", "error", "words"),
+    ("make", "error", "words"),
     [
-        (lambda: {"f": (number for number in range(3))}, {}, TypeError, "generator"),
-        (lambda: [BITS, BITS.view(torch.int32)], {}, RuntimeError, "float32 and as torch.int32"),
-        (lambda: torch.empty(3, device="meta").untyped_storage(), {}, TypeError, "meta"),
-        (list, {"metadata": {"step": 3}}, TypeError, "strings"),
+        (lambda: {"f": (number for number in range(3))}, TypeError, "generator"),
+        (lambda: [BITS, BITS.view(torch.int32)], RuntimeError, "float32 and as torch.int32"),
+        (lambda: torch.empty(3, device="meta").untyped_storage(), TypeError, "meta"),
     ],
-    ids=["not to be pickled", "two dtypes", "no bytes", "metadata"],
+    ids=["not to be pickled", "two dtypes", "no bytes"],
 )
-def test_what_cannot_be_saved_leaves_the_old_file(
-    make: Any, options: Any, error: Any, words: str, folder: Path
-) -> None:
+def test_what_cannot_be_saved_leaves_the_old_file(make: Any, error: Any, words: str, folder: Path) -> None:
     path = saved_here(folder / "a.pt", [1])
     with pytest.raises(error, match=words):
-        nvme_ops.save(make(), path, **options)
+        nvme_ops.save(make(), path)
     assert load(path) == [1]
     assert [entry.name for entry in folder.iterdir()] == ["a.pt"]
 
@@ -494,7 +483,7 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
 
     monkeypatch.setattr(torch.get_device_module("privateuseone"), "device", current, raising=False)  # torch.load's need
     big = device.tensor(pattern(9 * MIB + 3))
-    obj = {"big": big, "view": big[5:9], "small": [device.tensor(torch.arange(9.0)) for _ in range(3)]}
+    obj: dict[str, Any] = {"big": big, "view": big[5:9], "small": [device.tensor(torch.arange(9.0)) for _ in range(3)]}
     obj |= {"second": device.tensor(torch.arange(300), 1), "host": torch.arange(7)}
     path = saved_here(folder / "a.pt", obj)
     expected = on_host(torch.load(path, map_location=location, weights_only=True))
@@ -510,19 +499,13 @@ def test_goes_to_where_torch_would_put_it_without_a_move(
     parts = load(path, map_location=location, verify=True, keys=["view", "second", "host"])
     assert on_host(parts) == {name: expected[name] for name in parts}
     assert max(moved) == 0 or callable(location)
-    assert damaged(contents(path)) == []
     into: dict[str, Any] = {
         "big": device.empty(9 * MIB + 3, index=1),
-        "view": torch.zeros(4, dtype=torch.uint8),
-        "small": [device.empty(9, dtype=torch.float32) for _ in range(3)],
         "second": torch.zeros(300, dtype=torch.int64),
         "host": device.empty(7, dtype=torch.int64),
     }
-    load(path, into=into, verify=True)
-    assert [pair[1] for pair in on_host(list(into.values())[:2])] == [pair[1] for pair in on_host([big, big[5:9]])]
-    assert torch.equal(into["second"], torch.arange(300))
-    assert torch.equal(into["host"].cpu(), torch.arange(7))
-    assert all(torch.equal(tensor.cpu(), torch.arange(9.0)) for tensor in into["small"])
+    load(path, into=into, keys=list(into), verify=True)
+    assert all(torch.equal(tensor.cpu(), obj[name].cpu()) for name, tensor in into.items())
 
 
 def test_names_and_formats_that_mean_torch_s(tmp_path: Path) -> None:

@@ -94,7 +94,6 @@ def test_parts_and_the_pickle_are_verified_too(saved: Path) -> None:
     flip(saved, big.end - 1)
     for options in (
         {"keys": ["big"]},
-        {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, dtype=torch.uint8)}},
         {"keys": ["big"], "into": {"big": torch.zeros(3 * MIB + 1, 2, dtype=torch.uint8)[:, 0]}},
         {"map_location": lambda storage, _: storage},
     ):
