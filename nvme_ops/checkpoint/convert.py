@@ -21,7 +21,7 @@ from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
 from nvme_ops.checkpoint.format import format_name, plan_for
 from nvme_ops.checkpoint.framed import SMALL
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
-from nvme_ops.checkpoint.request import FileFormat, SaveOptions, listed
+from nvme_ops.checkpoint.request import FileFormat, SaveOptions, entries_error, listed
 from nvme_ops.checkpoint.sharded import from_one_save
 from nvme_ops.checkpoint.torch_open import TorchFile, require_record
 from nvme_ops.filesystem.publication import OpenFiles, open_leased
@@ -367,6 +367,4 @@ def _members(node: Any) -> Mapping[Any, Any] | None:
 
 def _require_tensors(entries: Mapping[Any, Any], others: list[Any], path: str) -> None:
     if others:
-        inner = [name for name in others if _members(entries[name])]
-        what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
-        raise ValueError(f"{path} has more than tensors by name: {listed(others)}{what}")
+        raise entries_error(path, others, [name for name in others if _members(entries[name])])

@@ -15,6 +15,7 @@ from nvme_ops.base.text import URL
 from nvme_ops.checkpoint import FORMATS
 from nvme_ops.checkpoint.modules import without_ties
 from nvme_ops.checkpoint.request import Format, Plan, SaveOptions
+from nvme_ops.formats import integrity
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.io.arguments import require_switches
 
@@ -27,19 +28,27 @@ def plan_for(path: str, obj: Any, format: str | None, options: SaveOptions) -> P
     Raises what ``nvme_ops.save`` raises before it writes.
     """
     require_switches(durable=options.durable, checksums=options.checksums, recycle=options.recycle)
-    name, metadata = format_name(path, format), options.metadata
-    if metadata is not None and not isinstance(metadata, Mapping):
-        raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")
+    name, metadata = format_name(path, format), _storable(options.metadata)
     if isinstance(obj, torch.nn.Module):
         obj, left_out = without_ties(obj.state_dict())
-        options = replace(options, metadata={**left_out, **(metadata or {})})
+        metadata = {**left_out, **metadata}
     if options.recycle and name == "sharded":
         raise ValueError(f"{path}: recycle=True works for one file, not for checkpoints in several")
     if options.recycle and not options.durable:
         raise ValueError(f"{path}: recycle=True with durable=False could leave old and new bytes in one file")
     if options.max_shard_size is not None and name != "sharded":
         raise ValueError(f"{path}: max_shard_size is for checkpoints in several files: name a folder or an index")
-    return _module(name).plan(obj, options)
+    return _module(name).plan(obj, replace(options, metadata=metadata))
+
+
+def _storable(metadata: Any) -> dict[str, str]:
+    """Returns the strings without those that belong to the file that they were loaded from. Raises TypeError."""
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise TypeError(f"metadata must map strings to strings, not be a {type(metadata).__name__}")
+    for key, value in (metadata or {}).items():
+        if not isinstance(key, str) or not isinstance(value, str):
+            raise TypeError(f"metadata must map strings to strings, not {key!r} to {value!r}")
+    return {key: value for key, value in (metadata or {}).items() if key not in integrity.OURS}
 
 
 def format_of(path: str, format: str | None) -> Format:

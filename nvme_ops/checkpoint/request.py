@@ -74,13 +74,6 @@ class FileFormat(Format, Protocol):
         """Loads one file of a checkpoint that may have several; returns the tensors by name."""
 
 
-def require_strings(metadata: Mapping[str, str]) -> None:
-    """Raises TypeError unless all keys and values are strings."""
-    for key, value in metadata.items():
-        if not isinstance(key, str) or not isinstance(value, str):
-            raise TypeError(f"metadata must map strings to strings, not {key!r} to {value!r}")
-
-
 @dataclass(frozen=True)
 class Request:
     """The arguments of ``load`` that apply to every file of a checkpoint."""
@@ -113,6 +106,12 @@ class Request:
 def missing_error(path: str, names: Sequence[str], why: str = "") -> MissingTensorError:
     """Returns the error for tensors that the file at ``path`` lacks. ``why`` ends the message."""
     return MissingTensorError(f"{path} has no tensor {listed(names)}{why}")
+
+
+def entries_error(path: str, others: Iterable[object], inner: Sequence[object]) -> ValueError:
+    """Returns the error for ``others``, entries that are no tensors; those of ``inner`` have tensors by name."""
+    what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
+    return ValueError(f"{path} has more than tensors by name: {listed(others)}{what}")
 
 
 def listed(names: Iterable[object]) -> str:

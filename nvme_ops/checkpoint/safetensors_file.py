@@ -18,7 +18,7 @@ from nvme_ops.base.native import native
 from nvme_ops.base.settings import PAGE
 from nvme_ops.checkpoint import new_tensors
 from nvme_ops.checkpoint.new_tensors import Wanted
-from nvme_ops.checkpoint.request import Plan, Request, SaveOptions, Targets, require_strings
+from nvme_ops.checkpoint.request import Plan, Request, SaveOptions, Targets
 from nvme_ops.filesystem.publication import OpenFiles, opened, replacing
 from nvme_ops.formats import integrity
 from nvme_ops.formats import safetensors_format as layout
@@ -63,9 +63,6 @@ def plan(obj: Any, options: SaveOptions, save: str | None = None) -> Safetensors
     """
     tensors = require_tensors(obj)
     about = {"format": "pt", **(options.metadata or {})}  # transformers refuses files without it
-    require_strings(about)
-    for key in integrity.OURS:  # left from a file that this metadata was loaded from
-        about.pop(key, None)
     if save is not None:
         about[integrity.SAVE] = save
     if options.checksums and tensors:

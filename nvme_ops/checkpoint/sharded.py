@@ -28,7 +28,7 @@ import torch
 from nvme_ops.base.errors import AnotherSaveError, ChecksumError, FormatError
 from nvme_ops.base.text import bytes_of
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file
-from nvme_ops.checkpoint.request import FileFormat, Request, SaveOptions, Targets, require_strings
+from nvme_ops.checkpoint.request import FileFormat, Request, SaveOptions, Targets
 from nvme_ops.checkpoint.safetensors_file import require_tensors
 from nvme_ops.filesystem.files import make_folder, sync_folder, unlink
 from nvme_ops.filesystem.publication import OpenFiles, Publication
@@ -119,7 +119,6 @@ def plan(obj: Any, options: SaveOptions) -> ShardedPlan:
     if options.max_shard_size is not None:
         most = bytes_of("max_shard_size", options.max_shard_size)
     tensors = require_tensors(obj)
-    require_strings(options.metadata or {})
     items = list(tensors.items())
     sizes = [tensor.nbytes for tensor in tensors.values()]
     described = [safetensors_file.header_bytes(name, tensor) for name, tensor in items]
@@ -131,10 +130,7 @@ def plan(obj: Any, options: SaveOptions) -> ShardedPlan:
     save = os.urandom(8).hex()
     alike = replace(options, metadata=None)
     shards = [safetensors_file.plan(part, alike, save) for part in parts]
-    about = {**(options.metadata or {}), "total_size": sum(sizes)}
-    for key in integrity.OURS:  # left from an index that this metadata was loaded from
-        about.pop(key, None)
-    about[integrity.SAVE] = save
+    about = {**(options.metadata or {}), "total_size": sum(sizes), integrity.SAVE: save}
     if options.checksums:
         about[integrity.KEY] = integrity.placeholder(0)
     return ShardedPlan(shards, [tensor for shard in shards for tensor in shard.tensors], about, options)

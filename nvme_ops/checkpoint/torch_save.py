@@ -15,7 +15,7 @@ import torch
 
 from nvme_ops.base.settings import LARGE
 from nvme_ops.checkpoint import framed
-from nvme_ops.checkpoint.request import Plan, SaveOptions, require_strings
+from nvme_ops.checkpoint.request import Plan, SaveOptions
 from nvme_ops.filesystem.publication import replacing
 from nvme_ops.formats.torch_pickle import dtype_of_storage
 from nvme_ops.formats.torch_zip import AROUND, FOLDER, PICKLE, ZipRecord, directory, lay_out
@@ -215,7 +215,6 @@ class TorchPlan(Plan):
 
 def plan(obj: Any, options: SaveOptions) -> TorchPlan:
     """Plans a file. Raises what ``pickled`` raises. Without ``checksums`` the CRC-32s are zero."""
-    require_strings(options.metadata or {})
     return TorchPlan(*pickled(obj), options)
 
 

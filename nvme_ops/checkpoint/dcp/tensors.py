@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorSt
 from nvme_ops.checkpoint.dcp.contents import consistent, described
 from nvme_ops.checkpoint.dcp.folder import error_text
 from nvme_ops.checkpoint.dcp.reader import tensor_in
-from nvme_ops.checkpoint.request import listed
+from nvme_ops.checkpoint.request import entries_error, listed
 from nvme_ops.filesystem.publication import OpenFiles, opened
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.offload.weights.window import read_now
@@ -49,9 +49,7 @@ def sources_of(
         raise ValueError(f"{folder} has no entry {key!r}; it has {listed(tops)}")
     others = [name for name in chosen.values() if not isinstance(entries[name], TensorStorageMetadata)]
     if others:
-        inner = [] if key else [top for top in tops if top not in entries]
-        what = f"; --key takes the tensors of one entry: {listed(inner)}" if inner else ""
-        raise ValueError(f"{folder} has more than tensors by name: {listed(others)}{what}")
+        raise entries_error(folder, others, [] if key else [top for top in tops if top not in entries])
     places: dict[str, dict[_Sizes, Any]] = {}
     for index, info in metadata.storage_data.items():
         places.setdefault(index.fqn, {})[tuple(index.offset or ())] = info
