@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import itertools
 import json
 import os
@@ -32,6 +31,7 @@ from nvme_ops.dcp import NvmeStorageWriter
 from nvme_ops.filesystem import files
 from nvme_ops.filesystem.files import Lock
 from tests.conftest import give_up_root, in_child, killed_in, open_to_all, watched
+from tests.contract.adapters import Capability, DcpSave, SaveAsync, SaveSharded, SaveTorch
 from tests.crashing_save import (
     NEW,
     OLD,
@@ -43,7 +43,7 @@ from tests.crashing_save import (
     number_in,
     numbered,
 )  # fmt: skip
-from tests.dcp.states import needs_fork
+from tests.dcp.states import equal, needs_fork
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*(torch.distributed is disabled|Detected an existing checkpoint)")
 NAMES = pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
@@ -68,7 +68,7 @@ def assert_loads(path: Path, saved: Tied, verify: bool = True) -> None:
     nvme_ops.load(path, into=model, verify=verify)
     assert model.head.weight is weight
     assert weight.requires_grad
-    assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in saved.state_dict().items())
+    assert equal(model.state_dict(), saved.state_dict())
     assert model.head.weight is model.embedding.weight
 
 
@@ -185,7 +185,6 @@ def test_what_replaces_a_file_has_its_permissions_from_the_first_moment(
 POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 12345\n"
 TENSORS = {"a": torch.arange(3.0)}
 MISTAKEN: dict[str, tuple[str, bytes | Callable[[Path], object], str]] = {
-    "pointer of Git LFS": ("a.safetensors", POINTER, "git lfs pull"),
     "pointer for torch": ("a.pt", POINTER, "git lfs pull"),
     "pointer for an index": ("a.safetensors.index.json", POINTER, "git lfs pull"),
     "old torch": (
@@ -194,7 +193,6 @@ MISTAKEN: dict[str, tuple[str, bytes | Callable[[Path], object], str]] = {
         r"written by torch\.save.* ends in \.pt",
     ),
     "safetensors": ("a.pt", lambda path: safetensors.torch.save_file(TENSORS, path), r"ends in \.safetensors"),
-    "web page": ("a.safetensors", b"<!DOCTYPE html><html>404</html>", "a web page"),
     "GGUF": ("a.safetensors", b"GGUF" + bytes(range(1, 100)), "GGUF"),
     "a folder of DCP": (
         "saved", lambda path: nvme_ops.dcp.save(TENSORS, path), r"nvme_ops\.dcp\.load\(state_dict, path\)"
@@ -338,74 +336,42 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
 # A save that is killed or fails at any step
 
 
-def dcp_load(path: Path) -> dict[str, torch.Tensor]:
-    state = {f"t{number}": torch.zeros(1000) for number in range(2)}
-    nvme_ops.dcp.load(state, path, verify=True)
-    return state
-
-
-verified: Any = functools.partial(nvme_ops.load, verify=True)
-#: How to save, to load, and how many files there are after a save.
-SAVERS: dict[str, tuple[Callable[..., object], Callable[[Path], dict[str, torch.Tensor]], int]] = {
-    "folder": (functools.partial(nvme_ops.save, max_shard_size=4000), verified, 3),
-    "dcp": (nvme_ops.dcp.save, dcp_load, 2),
-    "model.safetensors": (functools.partial(nvme_ops.save, recycle=True), verified, 2),
-    "model.pt": (functools.partial(nvme_ops.save, recycle=True), verified, 2),
-}
-
-
-class Saver:
-    """Saves tensors that all have one value, and finds which one."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.path = folder / "of one" / name if name.startswith("model") else folder / name
-        self.path.parent.mkdir(exist_ok=True)
-        self._save, self._load, self._most = SAVERS[name]
-
-    def save(self, value: float) -> None:
-        self._save({f"t{number}": torch.full((1000,), value) for number in range(2)}, self.path)
-
-    def value(self) -> float:
-        (value,) = {float(value) for tensor in self._load(self.path).values() for value in tensor[::99]}
-        return value
-
-    def require_no_litter(self) -> None:
-        self.save(1)
-        assert len(list((self.path if self.path.is_dir() else self.path.parent).iterdir())) <= self._most
-
-
-@pytest.fixture(params=[pytest.param(name, marks=needs_fork if name == "dcp" else ()) for name in SAVERS])
-def saver(quick_folder: Path, request: pytest.FixtureRequest) -> Saver:
-    """Has saved 1."""
-    saver = Saver(quick_folder, request.param)
-    saver.save(1)
+@pytest.fixture(params=[SaveTorch, SaveSharded, SaveAsync, pytest.param(DcpSave, marks=needs_fork)])
+def saver(quick_folder: Path, request: pytest.FixtureRequest) -> Capability:
+    """Has saved version 0, and another one before it."""
+    saver: Capability = request.param(quick_folder)
+    saver.do(0)
     return saver
 
 
-def test_a_kill_leaves_one_file_whole_and_the_next_save_clears_up(saver: Saver) -> None:
-    seen = []
-    for _ in killed_at_each_step(lambda: saver.save(2)):
-        seen.append(saver.value())
-        saver.require_no_litter()
-    assert set(seen) == {1, 2}
-    assert seen == sorted(seen)
+def count_in(folder: Path) -> int:
+    return len([path for path in folder.rglob("*") if path.is_file()])
 
 
-def test_an_error_at_any_step_leaves_the_old_or_the_new_one(saver: Saver) -> None:
+def test_a_kill_leaves_one_file_whole_and_the_next_save_clears_up(saver: Capability) -> None:
+    usual = count_in(saver.folder)
+    for _ in killed_at_each_step(lambda: saver.do(1)):
+        saver.check()
+        saver.do(0)
+        assert count_in(saver.folder) <= usual
+
+
+def test_an_error_at_any_step_leaves_the_old_or_the_new_one(saver: Capability) -> None:
     def fail() -> None:
         raise OSError(errno.EIO, "made up")
 
-    failed = set()
+    failed, usual = set(), count_in(saver.folder)
     for number in itertools.count(1):
-        saved = False
+        saver.version = 0
         with failing(number, fail) as taken, contextlib.suppress(OSError, CheckpointException):
-            saver.save(2)
-            saved = True
-        assert saver.value() in ([2] if saved else [1, 2])
-        saver.require_no_litter()
+            saver.do(1)
+            saver.version = 1
+        saver.check()
         if len(taken) < number:
             break
-        failed |= set() if saved else {taken[number - 1]}
+        failed |= set() if saver.version else {taken[number - 1]}
+        saver.do(0)
+        assert count_in(saver.folder) <= usual
     assert failed >= {"open", "fsync"}
 
 

@@ -16,6 +16,7 @@ import nvme_ops
 from nvme_ops.integrations import transformers as hook
 from nvme_ops.integrations.safetensors import safe_open
 from tests.conftest import MIB, run_python, watched
+from tests.dcp.states import equal
 
 STATE = {
     "matrix": torch.arange(24.0).view(4, 6),
@@ -36,11 +37,8 @@ def test_it_answers_as_safetensors_does(path: Path) -> None:
         assert ours.keys() == list(theirs.keys())
         assert sorted(ours.offset_keys()) == sorted(theirs.offset_keys())
         assert ours.metadata() == theirs.metadata()
-        tensors = ours.get_tensors()
-        assert tensors.keys() == theirs.get_tensors().keys()
-        for name, tensor in STATE.items():
-            assert torch.equal(tensors[name], tensor)
-            assert tensors[name].dtype == tensor.dtype
+        assert equal(ours.get_tensors(), STATE)
+        for name in STATE:
             assert ours.get_slice(name).get_shape() == theirs.get_slice(name).get_shape()
             assert ours.get_slice(name).get_dtype() == theirs.get_slice(name).get_dtype()
     with safe_open(path, framework="np") as ours, safetensors.safe_open(path, "np") as theirs:
@@ -127,13 +125,13 @@ def test_transformers_loads_and_saves_through_it(
     for size in ("50GB", "40KB"):
         model.save_pretrained(tmp_path / size, max_shard_size=size)
         loaded = installed.GPT2LMHeadModel.from_pretrained(tmp_path / size)
-        assert all(torch.equal(loaded.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        assert equal(loaded.state_dict(), model.state_dict())
         shards = sorted(shard.name for shard in (tmp_path / size).glob("*.safetensors"))
         assert sorted(set(opened)) == shards
         assert all(b"nvme_ops.crc32c" in (tmp_path / size / name).read_bytes()[:8192] for name in shards)
         into = installed.GPT2LMHeadModel(config)
         nvme_ops.load(tmp_path / size, into=into, verify=True)  # whose head is tied
-        assert all(torch.equal(into.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
+        assert equal(into.state_dict(), model.state_dict())
         opened.clear()
 
 

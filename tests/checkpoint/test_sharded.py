@@ -20,6 +20,7 @@ from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.formats import safetensors_format, sharded_index
 from tests.conftest import pattern
 from tests.contract.faulty import flip
+from tests.dcp.states import equal
 
 load: Any = nvme_ops.load  # takes its options as dictionaries here
 Tensors = dict[str, torch.Tensor]
@@ -44,13 +45,6 @@ def saved(folder: Path) -> Path:
     """STATE in three shards, by us."""
     nvme_ops.save(STATE, folder / INDEX)
     return folder
-
-
-def assert_same(actual: Tensors, expected: Tensors) -> None:
-    assert actual.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert actual[name].dtype == tensor.dtype, name
-        assert torch.equal(actual[name], tensor), name
 
 
 def changed(by: int = 1) -> Tensors:
@@ -102,7 +96,7 @@ def test_shards_and_an_index_as_transformers_writes_them(saved: Path) -> None:
     merged: Tensors = {}
     for shard in shards:
         merged.update(their.load_file(saved / shard))
-    assert_same(merged, STATE)
+    assert equal(merged, STATE)
 
 
 def test_other_names_sizes_and_files(folder: Path) -> None:
@@ -115,13 +109,13 @@ def test_other_names_sizes_and_files(folder: Path) -> None:
     nvme_ops.save(STATE, folder / "new" / "model" / "model.safetensors")
     nvme_ops.save(changed(), folder / "new" / "model")
     assert "model.safetensors" not in files(folder / "new" / "model")  # which would be read first
-    assert_same(load(folder / "new" / "model"), changed())
+    assert equal(load(folder / "new" / "model"), changed())
     one, two = folder / "ema.safetensors.index.json", folder / "ema-2.safetensors.index.json"
     for path, state in ((one, {}), (two, changed()), (one, STATE)):
         nvme_ops.save(state, path, metadata={"step": "7"})
-        assert_same(load(path), state)
+        assert equal(load(path), state)
         assert contents(path).metadata["step"] == "7"
-    assert_same(load(two), changed())
+    assert equal(load(two), changed())
 
 
 def test_a_version_in_a_name_is_no_suffix(folder: Path) -> None:
@@ -139,7 +133,7 @@ def test_headers_of_shards_and_the_index_are_as_long_as_readers_accept(
         monkeypatch.setattr(module, "MAX_HEADER", 20_000)
     many = {f"é\n{number}" * 3: torch.full((1, 1, 1), number, dtype=torch.int16) for number in range(500)}
     nvme_ops.save(many, saved / "many")
-    assert_same(load(saved / "many"), many)
+    assert equal(load(saved / "many"), many)
     assert len(files(saved / "many")) > 3
     assert max(path.stat().st_size for path in (saved / "many").glob("*.safetensors")) < 20_000 + 1000
     monkeypatch.setattr(sharded_index, "MAX_INDEX", 2000)
@@ -147,7 +141,7 @@ def test_headers_of_shards_and_the_index_are_as_long_as_readers_accept(
     with pytest.raises(ValueError, match=r"the index would be \d+ bytes long, and readers accept 2000"):
         nvme_ops.save({**STATE, **many}, saved / INDEX)
     assert files(saved) == before
-    assert_same(load(saved / INDEX), STATE)
+    assert equal(load(saved / INDEX), STATE)
 
 
 def test_what_cannot_be_saved(saved: Path) -> None:
@@ -171,11 +165,11 @@ def test_a_save_takes_other_names_and_leaves_other_files(saved: Path) -> None:
         nvme_ops.save(changed(generation), saved / INDEX)
         shards = [f"model-g{generation}-{number:05d}-of-00003.safetensors" for number in (1, 2, 3)]
         assert files(saved) == sorted([*shards, INDEX, *others])
-        assert_same(load(saved / INDEX), changed(generation))
+        assert equal(load(saved / INDEX), changed(generation))
     (saved / INDEX).write_text("{")  # damaged, so nothing it may have named is written over
     nvme_ops.save(STATE, saved / INDEX)
     assert any(name.startswith("model-g4-") for name in files(saved))
-    assert_same(load(saved / INDEX), STATE)
+    assert equal(load(saved / INDEX), STATE)
     assert all((saved / name).read_text() == "mine" for name in others)
 
 
@@ -190,7 +184,7 @@ def test_a_reader_whose_shards_a_save_replaces_gets_the_new_ones(saved: Path, mo
         return read(path, *others)
 
     monkeypatch.setattr(safetensors_file, "read", replaced_after_the_first)
-    assert_same(load(saved), changed())
+    assert equal(load(saved), changed())
     assert len(reads) == 2 + 3
 
 
@@ -206,14 +200,14 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
         (folder / "snapshot" / name).symlink_to(folder / name)
     for path in (index, folder, folder / "snapshot"):
         for options in ({}, {"map_location": "cpu"}, {"mmap": True}):
-            assert_same(load(path, **options), STATE)
+            assert equal(load(path, **options), STATE)
     assert list(load(index)) == list(places)
     into = {name: torch.full_like(tensor, 7) for name, tensor in STATE.items()}
     with pytest.raises(ValueError, match=r"'head' is .* of shape"):
         load(index, into={**into, "head": torch.zeros(5)})
     assert all((tensor == 7).all() for tensor in into.values())  # though it is the last
     loaded = load(index, into=into)
-    assert_same(into, STATE)
+    assert equal(into, STATE)
     assert all(loaded[name].data_ptr() == tensor.data_ptr() for name, tensor in into.items())
     item = next(item for item in contents(folder).items if item.name == "head")
     flip(Path(item.path), item.end - 1)
@@ -225,16 +219,16 @@ def test_all_and_parts_of_it_and_into_what_exists(write: Callable[[Path], Path],
         (folder / shard).unlink()  # not opened
     part = {"norm": torch.zeros(100)}
     for loaded in (load(folder, keys="norm", verify=True), load(folder, keys=["norm"], into=part)):
-        assert_same(loaded, {"norm": STATE["norm"]})
+        assert equal(loaded, {"norm": STATE["norm"]})
 
 
 def test_a_folder_is_read_as_transformers_reads_it(folder: Path) -> None:
     by_torch(folder)
-    assert_same(load(folder), STATE)
+    assert equal(load(folder), STATE)
     for number, name in enumerate(("pytorch_model.bin", INDEX, "model.safetensors"), 1):
         nvme_ops.save(changed(number), folder / name)
-        assert_same(load(folder, verify=True), changed(number))
-        assert_same(load(folder, keys=["norm"]), {"norm": STATE["norm"] + number})
+        assert equal(load(folder, verify=True), changed(number))
+        assert equal(load(folder, keys=["norm"]), {"norm": STATE["norm"] + number})
         assert len(contents(folder).items) >= len(STATE)
 
 
@@ -310,7 +304,7 @@ def test_a_flipped_bit_anywhere_in_the_index_is_found(saved: Path) -> None:
             load(saved, verify=True)
     index.write_bytes(content.replace(b'"total_size":1', b'"total_size":2'))
     assert contents(saved).damaged == ["index"]
-    assert_same(load(saved), STATE)
+    assert equal(load(saved), STATE)
     for gone in (["nvme_ops.crc32c"], ["nvme_ops.crc32c", "nvme_ops.save", "nvme_ops.shards"]):
         index.write_bytes(content)
         rewrite(index, lambda document: [document["metadata"].pop(name) for name in gone])  # noqa: B023
@@ -325,7 +319,7 @@ def test_an_index_that_never_had_a_checksum_is_not_damaged(folder: Path) -> None
     assert json.loads((folder / INDEX).read_text())["metadata"].keys() == {"total_size", "nvme_ops.save"}
     assert contents(folder).damaged == []
     by_transformers(folder, "model", ".safetensors", nvme_ops.save)
-    assert_same(load(folder, verify=True), STATE)
+    assert equal(load(folder, verify=True), STATE)
     assert contents(folder).damaged == []
     by_safetensors(folder)
     with pytest.raises(ValueError, match="has no checksums"):
@@ -345,6 +339,6 @@ def test_with_transformers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     config.save_pretrained(folder)
     for _ in range(2):  # the second time under other names
         nvme_ops.save(model.state_dict(), folder)
-        assert_same(type(model).from_pretrained(folder).state_dict(), model.state_dict())
+        assert equal(type(model).from_pretrained(folder).state_dict(), model.state_dict())
     model.save_pretrained(folder, max_shard_size="20KB")  # which clears up after us
     assert not [name for name in files(folder) if "-g2-" in name]

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from nvme_ops.base.errors import ChecksumError
 from nvme_ops.dcp import NvmeStorageReader, NvmeStorageWriter
 from tests.contract.faulty import flip
+from tests.dcp.states import equal
 
 MIB = 1 << 20
 WIDTH = 301  # divided by neither 2 nor 3
@@ -53,10 +54,8 @@ def sharded(whole: dict[str, Any], dimension: int) -> dict[str, Any]:
 
 
 def require_equal(actual: dict[str, Any], seed: int) -> None:
-    for name, expected in reference(seed).items():
-        value = actual[name].full_tensor() if isinstance(actual[name], DTensor) else actual[name]
-        same = torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
-        assert same, f"{name} differs on rank {dist.get_rank()}"
+    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in actual.items()}
+    assert equal(whole, reference(seed)), f"other values on rank {dist.get_rank()}"
 
 
 def fsdp() -> tuple[torch.nn.Module, torch.optim.Optimizer]:

@@ -17,16 +17,11 @@ from nvme_ops.base.errors import FormatError
 from nvme_ops.data import AsyncLog, SampleStore
 from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.storage import Session, TensorStore
+from tests.dcp.states import equal
 from tests.golden import make
 
 HERE = Path(__file__).parent
 VERSIONS = sorted(path.name for path in HERE.iterdir() if path.name.isdigit())
-
-
-def equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
-    return actual.keys() == expected.keys() and all(
-        actual[name].dtype == tensor.dtype and torch.equal(actual[name], tensor) for name, tensor in expected.items()
-    )
 
 
 def session(folder: Path) -> None:
