@@ -139,36 +139,14 @@ def fail_at(name: str, number: int, error: str) -> str:
     return f"{name}:error={error}:when={number}"
 
 
-# Steps that fail
-
-
-@contextlib.contextmanager
-def failing(number: int, fail: Callable[[], None]) -> Iterator[list[str]]:
-    """Calls ``fail`` instead of the step of this number that a save takes; the steps so far are listed."""
-    taken: list[str] = []
-
-    def watched(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def step(*given: Any, **options: Any) -> Any:
-            taken.append(name)
-            if len(taken) == number:
-                fail()
-            return real(*given, **options)
-
-        return step
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write"):
-            patch.setattr(os, name, watched(name, getattr(os, name)))
-        yield taken
-
-
 def killed_at_each_step(save: Callable[[], object]) -> Iterator[int]:
     """Has children save until one ends well: the first dies at its first step, the next one at its second."""
     for number in itertools.count(1):
         child = os.fork()
         if child == 0:
             torch.set_num_threads(1)
-            with contextlib.suppress(BaseException), failing(number, lambda: os.kill(os.getpid(), signal.SIGKILL)):
+            with contextlib.suppress(BaseException):
+                _die_at(number)
                 save()
                 os._exit(0)
             os._exit(1)
@@ -177,6 +155,22 @@ def killed_at_each_step(save: Callable[[], object]) -> Iterator[int]:
         yield number
         if status == 0:
             return
+
+
+def _die_at(number: int) -> None:
+    """Kills this process in place of the step of this number that a save takes."""
+    steps = itertools.count(1)
+
+    def watched(real: Callable[..., Any]) -> Callable[..., Any]:
+        def step(*given: Any, **options: Any) -> Any:
+            if next(steps) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*given, **options)
+
+        return step
+
+    for name in ("open", "mkdir", "rename", "unlink", "fsync", "fdatasync", "write"):
+        setattr(os, name, watched(getattr(os, name)))
 
 
 # What a save leaves, and what may come between

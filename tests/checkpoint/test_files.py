@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import itertools
 import json
 import os
 import resource
@@ -19,7 +16,6 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
 from nvme_ops.base.errors import FormatError
@@ -38,7 +34,6 @@ from tests.crashing_save import (
     Gated,
     beside,
     content,
-    failing,
     killed_at_each_step,
     number_in,
     numbered,
@@ -333,7 +328,7 @@ def test_users_wait_for_each_other(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# A save that is killed or fails at any step
+# A save that is killed at any step
 
 
 @pytest.fixture(params=[SaveTorch, SaveSharded, SaveAsync, pytest.param(DcpSave, marks=needs_fork)])
@@ -344,35 +339,12 @@ def saver(quick_folder: Path, request: pytest.FixtureRequest) -> Capability:
     return saver
 
 
-def count_in(folder: Path) -> int:
-    return len([path for path in folder.rglob("*") if path.is_file()])
-
-
 def test_a_kill_leaves_one_file_whole_and_the_next_save_clears_up(saver: Capability) -> None:
-    usual = count_in(saver.folder)
+    usual = len(list(saver.folder.rglob("*")))
     for _ in killed_at_each_step(lambda: saver.do(1)):
         saver.check()
         saver.do(0)
-        assert count_in(saver.folder) <= usual
-
-
-def test_an_error_at_any_step_leaves_the_old_or_the_new_one(saver: Capability) -> None:
-    def fail() -> None:
-        raise OSError(errno.EIO, "made up")
-
-    failed, usual = set(), count_in(saver.folder)
-    for number in itertools.count(1):
-        saver.version = 0
-        with failing(number, fail) as taken, contextlib.suppress(OSError, CheckpointException):
-            saver.do(1)
-            saver.version = 1
-        saver.check()
-        if len(taken) < number:
-            break
-        failed |= set() if saver.version else {taken[number - 1]}
-        saver.do(0)
-        assert count_in(saver.folder) <= usual
-    assert failed >= {"open", "fsync"}
+        assert len(list(saver.folder.rglob("*"))) <= usual
 
 
 # Which save a shard is of
