@@ -47,9 +47,9 @@ def contents(path: str | os.PathLike[str], format: str | None = None, files: Ope
             return contents(path, format, files)
     name = os.fspath(path)
     if format is None and os.path.exists(os.path.join(name, ".metadata")):
-        from nvme_ops.checkpoint.dcp import contents as of_dcp  # slow to import
+        from nvme_ops.checkpoint.dcp.contents import described  # slow to import
 
-        return of_dcp.contents(name, files)
+        return described(name, files)[0]
     return format_of(name, format).contents(name, files)
 
 

@@ -17,7 +17,7 @@ from nvme_ops.base.errors import ChangedFileError, ChecksumError, named
 from nvme_ops.base.settings import LARGE
 from nvme_ops.base.text import size_words
 from nvme_ops.checkpoint import FORMATS, safetensors_file, torch_file, torch_load
-from nvme_ops.checkpoint.contents import OnProgress, contents, damaged
+from nvme_ops.checkpoint.contents import OnProgress, damaged
 from nvme_ops.checkpoint.format import format_name, plan_for
 from nvme_ops.checkpoint.framed import SMALL
 from nvme_ops.checkpoint.modules import is_strided, with_ties, without_ties
@@ -202,13 +202,13 @@ class _Reader:
 
     def read_dcp(self, folder: str, key: str) -> tuple[dict[Any, torch.Tensor], dict[str, str]]:
         """Does what ``read`` does for a checkpoint of torch.distributed.checkpoint; ``key``: how the names begin."""
-        from nvme_ops.checkpoint.dcp.tensors import sources_of  # slow to import
+        from nvme_ops.checkpoint.dcp.contents import described  # slow to import
+        from nvme_ops.checkpoint.dcp.tensors import sources_of
 
-        if self._verify:
-            listing = contents(folder, None, self._files)
-            if wrong := damaged(listing, files=self._files):
-                raise ChecksumError(folder, wrong)
-        sources = sources_of(folder, key, self._files, self._data_file)
+        listing, metadata = described(folder, self._files)
+        if self._verify and (wrong := damaged(listing, files=self._files)):
+            raise ChecksumError(folder, wrong)
+        sources = sources_of(folder, key, metadata, self._data_file)
         return {
             name: StoredTensor(self._weights, entry) if isinstance(entry, Source) else entry
             for name, entry in sources.items()

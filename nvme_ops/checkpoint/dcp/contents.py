@@ -59,21 +59,14 @@ def _member(kind: Any, name: Any) -> Any:
     return kind[name]
 
 
-def contents(path: str, files: OpenFiles) -> Contents:
-    """Lists what a folder contains; saves keep the files while its ``.metadata`` is open.
+def described(path: str, files: OpenFiles) -> tuple[Contents, Metadata]:
+    """Returns what a folder contains, and its ``.metadata``; saves keep the files while that is open.
 
     Raises FormatError or ChecksumError if ``.metadata`` is damaged, else OSError.
     """
-    return described(path, files)[0]
-
-
-def described(path: str, files: OpenFiles) -> tuple[Contents, Metadata]:
-    """Returns what a folder contains, and its ``.metadata``. Raises as ``contents``."""
     file = os.path.join(path, METADATA)
     with files.opened(file) as fd:
         metadata = read_metadata(file, fd, lambda content: _Unpickler(io.BytesIO(content)).load())
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise FormatError(f"{file}: not the metadata of a checkpoint")
     with consistent(path):
         return Contents("dcp", list(_items(path, metadata))), metadata
 

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from torch.distributed.checkpoint.metadata import Metadata
+
 from nvme_ops.base.errors import ChecksumError, FormatError
 from nvme_ops.filesystem.files import read_whole
 from nvme_ops.filesystem.publication import Publication, ReadLease, remove_litter
@@ -49,14 +51,14 @@ def metadata_bytes(metadata: Any) -> bytes:
     return content + f"\nnvme_ops.crc32c={checksums_of([content], CHECKSUM)[0]:08x}\n".encode()
 
 
-def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> Any:
+def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loads) -> Metadata:
     """Reads the metadata, written by us or by DCP's own writer, from ``path``, which is open as ``fd``.
 
     As with DCP's own reader, the author of the file can make ``pickle.loads`` execute anything.
 
     Raises:
         ChecksumError: its checksum does not match.
-        FormatError: it cannot be unpickled.
+        FormatError: it cannot be unpickled, or is something else.
         OSError: it cannot be read.
     """
     content = read_whole(fd, path)
@@ -65,9 +67,12 @@ def read_metadata(path: str, fd: int, loads: Callable[[bytes], Any] = pickle.loa
         if checksums_of([content], CHECKSUM)[0] != int(match[1], 16):
             raise ChecksumError(path, [os.path.basename(path)])
     try:
-        return loads(content)
+        metadata = loads(content)
     except Exception as error:  # a damaged pickle can raise anything
         raise FormatError(f"{path}: not the metadata of a checkpoint, or damaged: {error_text(error)}") from error
+    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+        raise FormatError(f"{path}: not the metadata of a checkpoint")
+    return metadata
 
 
 def error_text(error: Exception) -> str:
@@ -88,7 +93,7 @@ class Reading(ReadLease):
             # Never written in place, so this suffices. A save links the file, which changes its ctime, and nodes may
             # have different device numbers.
             self.identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-            self.metadata: Any = read_metadata(path, self.fileno())
+            self.metadata = read_metadata(path, self.fileno())
         except BaseException:
             self.close()
             raise

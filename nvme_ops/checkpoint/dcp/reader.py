@@ -98,8 +98,6 @@ class NvmeStorageReader(filesystem.FileSystemReader):
             _log.warning("%s", error)  # torch before 2.13 drops it, and reports that there is no metadata
             raise
         metadata = self._reading.metadata
-        if not isinstance(metadata, Metadata):
-            raise FormatError(f"{path}: not the metadata of a checkpoint")
         metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
         return metadata

@@ -9,13 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, TensorStorageMetadata
 
-from nvme_ops.checkpoint.dcp.contents import consistent, described
+from nvme_ops.checkpoint.dcp.contents import consistent
 from nvme_ops.checkpoint.dcp.folder import error_text
 from nvme_ops.checkpoint.dcp.reader import tensor_in
 from nvme_ops.checkpoint.request import entries_error, listed
-from nvme_ops.filesystem.publication import OpenFiles, opened
+from nvme_ops.filesystem.publication import opened
 from nvme_ops.formats.mistaken import refuse
 from nvme_ops.offload.weights.window import read_now
 from nvme_ops.storage.source import FileExtent, Source, WeightFile, concatenated
@@ -29,7 +29,7 @@ class _Chunk(NamedTuple):
 
 
 def sources_of(
-    folder: str, key: str, files: OpenFiles, open_data: Callable[[str], WeightFile]
+    folder: str, key: str, metadata: Metadata, open_data: Callable[[str], WeightFile]
 ) -> dict[str, Source | torch.Tensor]:
     """Returns the tensors whose names begin with ``key`` and a dot, without these; all when it is empty.
 
@@ -40,7 +40,6 @@ def sources_of(
         FormatError: the checkpoint is damaged.
         ValueError: it has other things than tensors there, or nothing.
     """
-    _, metadata = described(folder, files)
     prefix = f"{key}." if key else ""
     entries: Mapping[str, Any] = metadata.state_dict_metadata
     chosen = {name.removeprefix(prefix): name for name in entries if name.startswith(prefix)}
