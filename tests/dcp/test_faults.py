@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import enum
+import errno
+import fcntl
 import gc
 import inspect
 import os
@@ -147,6 +149,19 @@ def test_ranks_that_found_different_checkpoints_are_told(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="a save replaced the checkpoint while ranks opened it"):
         reader.prepare_global_plan(plans)
     assert reader.prepare_global_plan(plans[1:]) == plans[1:]
+
+
+def test_a_file_system_without_locks_or_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOLCK, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for seed in range(3):
+        if seed == 2:
+            monkeypatch.setattr(os, "link", refuse)
+        save(tmp_path, seed)
+        assert equal(load(NvmeStorageReader(tmp_path)), state(seed))
+        assert files(tmp_path) == [".metadata", f"__0_{seed}.distcp"]
 
 
 # Loads that fail
