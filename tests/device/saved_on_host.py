@@ -14,6 +14,11 @@ def network() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(part for _ in range(6) for part in (torch.nn.Linear(256, 256), torch.nn.GELU())))
 
 
+def gradient_of(param: torch.nn.Parameter) -> torch.Tensor:
+    assert param.grad is not None
+    return param.grad
+
+
 def gradients(folder: str, host_budget: str, seeds: str) -> None:
     """They are those of torch whatever the order of work, and storage is used for what has no room."""
     device, given = private_device(), torch.linspace(-1, 1, 256).repeat(256, 1)
@@ -30,9 +35,7 @@ def gradients(folder: str, host_budget: str, seeds: str) -> None:
                 loss.backward()
             stats = saving.stats()
             for param, wanted in zip(model.parameters(), usual.parameters(), strict=True):
-                assert param.grad is not None
-                assert wanted.grad is not None
-                assert torch.equal(param.grad.cpu(), wanted.grad), seed
+                assert torch.equal(gradient_of(param).cpu(), gradient_of(wanted)), seed
             saving.close()
             del loss, model, param, saving
         assert (stats.bytes_written == 0) == (host_budget == "64M")

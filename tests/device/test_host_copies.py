@@ -13,11 +13,10 @@ import torch
 from nvme_ops import FormatError
 from nvme_ops.offload import from_pretrained, stream_weights
 from tests.conftest import KIB, MIB, in_threads
-from tests.device.kinds import Simulated, on_simulated
+from tests.device.kinds import Simulated, on_a_gpu, on_simulated
 from tests.offload.llama import saved_llama
 from tests.offload.models import Tied, layers, nbytes
 
-pytestmark = on_simulated
 DEVICE_BUDGET = MIB + 200 * KIB  # of 8 MiB: four layers, of which some pass through
 HOST_BUDGETS = [0, 2 * MIB + 300 * KIB, 64 * MIB]
 
@@ -33,6 +32,7 @@ def inputs(device: Simulated) -> torch.Tensor:
     return device.tensor(torch.linspace(-1, 1, 256).repeat(2, 1))
 
 
+@on_simulated
 @pytest.mark.parametrize("host_budget", HOST_BUDGETS)
 @pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
 def test_results_are_right_in_any_order_of_work(device: Simulated, folder: Path, host_budget: int, seeds: int) -> None:
@@ -47,6 +47,7 @@ def test_results_are_right_in_any_order_of_work(device: Simulated, folder: Path,
         del outputs
 
 
+@on_simulated
 def test_each_weight_is_in_one_memory_within_its_budget(device: Simulated, folder: Path) -> None:
     for host_budget in HOST_BUDGETS:
         with device.computing(), opened(device, folder, host_budget) as streamed:
@@ -64,6 +65,7 @@ def test_each_weight_is_in_one_memory_within_its_budget(device: Simulated, folde
         assert copied == pytest.approx(stats.bytes_in_host, abs=8 * KIB)
 
 
+@on_simulated
 def test_a_model_closed_while_copies_are_queued(device: Simulated, folder: Path) -> None:
     """What the accelerator has not done yet uses memory of both; ``device`` sees whether it is freed too early."""
     with device.computing(), opened(device, folder, 64 * MIB) as streamed:
@@ -71,6 +73,7 @@ def test_a_model_closed_while_copies_are_queued(device: Simulated, folder: Path)
             streamed(inputs(device))
 
 
+@on_simulated
 @pytest.mark.parametrize("what", ["queue", "record"])
 def test_a_copy_that_fails_is_an_error_of_its_step_alone(device: Simulated, folder: Path, what: str) -> None:
     model = layers(32).requires_grad_(False)
@@ -84,6 +87,7 @@ def test_a_copy_that_fails_is_an_error_of_its_step_alone(device: Simulated, fold
         assert torch.equal(streamed(given).cpu(), wanted)
 
 
+@on_simulated
 def test_a_file_cut_before_its_bytes_are_in_host_memory(device: Simulated, folder: Path) -> None:
     path = saved_llama(folder)
     tokens = device.tensor(torch.arange(3, 9)[None])
@@ -96,6 +100,7 @@ def test_a_file_cut_before_its_bytes_are_in_host_memory(device: Simulated, folde
             model(tokens)
 
 
+@on_simulated
 def test_threads_share_the_copies(device: Simulated, folder: Path) -> None:
     model = layers(32).requires_grad_(False)
     wanted = copy.deepcopy(model)(inputs(device).cpu())
@@ -108,6 +113,7 @@ def test_threads_share_the_copies(device: Simulated, folder: Path) -> None:
         in_threads(run, 3)
 
 
+@on_simulated
 def test_tied_and_small_weights_have_no_copies(device: Simulated, folder: Path) -> None:
     model, tokens = Tied().eval().requires_grad_(False), torch.tensor([[1, 2, 2], [5, 1, 3]])
     wanted = copy.deepcopy(model)(tokens)
@@ -115,3 +121,18 @@ def test_tied_and_small_weights_have_no_copies(device: Simulated, folder: Path) 
         for _ in range(3):
             assert torch.equal(streamed(device.tensor(tokens)).cpu(), wanted)
         assert streamed.stats().bytes_in_host < nbytes(model)
+
+
+@pytest.mark.parametrize("host_budget", [pytest.param(budget, marks=on_a_gpu) for budget in HOST_BUDGETS])
+def test_on_a_gpu(folder: Path, host_budget: int) -> None:
+    model, given = layers(32).requires_grad_(False).to("cuda"), torch.randn(2, 256, device="cuda")
+    wanted = copy.deepcopy(model)(given)
+    with stream_weights(model, folder, device_budget=DEVICE_BUDGET, host_budget=host_budget) as streamed:
+        outputs = [streamed(given) for _ in range(20)]
+        before = streamed.stats()
+        outputs += [streamed(given) for _ in range(20)]
+        stats = streamed.stats()
+    assert all(torch.equal(output, wanted) for output in outputs)
+    assert stats.peak_bytes <= DEVICE_BUDGET
+    assert stats.bytes_in_host <= host_budget
+    assert (stats.bytes_read == before.bytes_read) == (host_budget == HOST_BUDGETS[-1])

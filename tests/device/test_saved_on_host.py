@@ -5,11 +5,16 @@ Autograd knows the devices that are there when it begins: each test has a proces
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
+import torch
 
+from nvme_ops.offload import save_on_nvme
 from tests.conftest import run_python
+from tests.device.kinds import on_a_gpu
+from tests.device.saved_on_host import gradient_of, network
 
 SAVING = "import sys; from tests.device import saved_on_host; getattr(saved_on_host, sys.argv[1])(*sys.argv[2:])"
 
@@ -22,3 +27,22 @@ def test_gradients_are_right_in_any_order_of_work(folder: Path, host_budget: str
 
 def test_a_graph_dropped_while_its_copies_are_queued(folder: Path) -> None:
     run_python(SAVING, "dropped", folder)
+
+
+@pytest.mark.parametrize("host_budget", [pytest.param(budget, marks=on_a_gpu) for budget in ("0", "1200K", "64M")])
+def test_gradients_on_a_gpu(folder: Path, host_budget: str) -> None:
+    model, given = network().to("cuda"), torch.randn(256, 256, device="cuda")
+    model(given).sum().backward()
+    wanted = [gradient_of(param) for param in model.parameters()]
+    with contextlib.closing(
+        save_on_nvme(folder, device_budget="1M", host_budget=host_budget, min_bytes="64K")
+    ) as saving:
+        for _ in range(20):
+            model.zero_grad()
+            with saving:
+                loss = model(given).sum()
+            loss.backward()
+            assert all(map(torch.equal, map(gradient_of, model.parameters()), wanted))
+        stats = saving.stats()
+    assert (stats.bytes_written == 0) == (host_budget == "64M")
+    assert (stats.bytes_from_host > 0) == (host_budget != "0")
