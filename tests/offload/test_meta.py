@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -56,42 +57,42 @@ def test_a_model_of_transformers_gets_the_values_of_its_initialize_weights(folde
             assert len(list(mine.parameters())) == len(list(usual.parameters())), "tied ones are one parameter"
 
 
-def test_a_model_larger_than_memory_begins_on_the_meta_device(folder: Path) -> None:
-    def make(device: str) -> torch.nn.Sequential:
-        torch.manual_seed(5)
-        with torch.device(device):
-            return torch.nn.Sequential(torch.nn.Embedding(50, 64, padding_idx=1), torch.nn.Linear(64, 256),
-                                       torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 64))  # fmt: skip
+def several() -> Any:
+    return torch.nn.Sequential(torch.nn.Embedding(50, 64, padding_idx=1), torch.nn.Linear(64, 256),
+                               torch.nn.BatchNorm1d(256), torch.nn.Linear(256, 64))  # fmt: skip
 
-    def twos(module: torch.nn.Module) -> None:
-        for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
-            tensor.fill_(2)
 
-    mine, other = make("meta"), make("cpu")
+def tied() -> Any:
+    """As where it is tied once both are made; those of the last module lasted, so the row of padding was not zeros."""
+    model: Any = torch.nn.Sequential(torch.nn.Embedding(50, 64, padding_idx=1), torch.nn.Linear(64, 50))
+    model[1].weight = model[0].weight
+    return model
+
+
+class Parent(torch.nn.Module):
+    """Initializes a child anew, so that it has to come after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child, self.attention = torch.nn.Linear(30, 30), torch.nn.MultiheadAttention(32, 4)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.ones_(self.child.weight)
+
+
+@pytest.mark.parametrize("make", [several, tied, Parent])
+def test_a_module_gets_the_values_that_its_layers_would_have(folder: Path, make: Callable[[], Any]) -> None:
+    """Also one that is larger than the budget."""
     torch.manual_seed(5)
-    with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=4 * KIB):
+    other = make()
+    with torch.device("meta"):
+        mine = make()
+    torch.manual_seed(5)
+    with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=1):
         assert equal(values(mine), values(other))
         assert all(torch.equal(*both) for both in zip(mine.buffers(), other.buffers(), strict=True))
-    mine = make("meta")
-    with swap_params(mine, folder, memory_budget=70 * KIB, min_bytes=4 * KIB, param_init_fn=twos):
-        assert all(torch.equal(value, torch.full_like(value, 2)) for value in values(mine))
-
-
-def test_a_tied_weight_keeps_the_values_of_its_first_module(folder: Path) -> None:
-    """As where it is tied once both are made; those of the last module lasted, so the row of padding was not zeros."""
-
-    def make(device: str) -> torch.nn.Sequential:
-        torch.manual_seed(5)
-        with torch.device(device):
-            model: Any = torch.nn.Sequential(torch.nn.Embedding(50, 64, padding_idx=1), torch.nn.Linear(64, 50))
-            model[1].weight = model[0].weight
-        return model
-
-    mine, other = make("meta"), make("cpu")
-    torch.manual_seed(5)
-    with swap_params(mine, folder, memory_budget="1M", min_bytes=1):
-        assert mine[0].weight is mine[1].weight
-        assert equal(values(mine), values(other))
+        assert len(list(mine.parameters())) == len(list(other.parameters())), "tied ones are one parameter"
 
 
 class Partial(torch.nn.Module):
@@ -147,22 +148,3 @@ def test_modules_with_nothing_on_the_meta_device_are_left_alone(folder: Path) ->
     norm.running_mean.fill_(5)
     with swap_params(model, folder, memory_budget="1M", min_bytes=1):
         assert norm.running_mean.tolist() == [5.0] * 30
-
-
-def test_what_initializes_a_parent_comes_after_its_children(folder: Path) -> None:
-    class Parent(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.child, self.attention = torch.nn.Linear(30, 30), torch.nn.MultiheadAttention(32, 4)
-            self.reset_parameters()
-
-        def reset_parameters(self) -> None:
-            torch.nn.init.ones_(self.child.weight)
-
-    torch.manual_seed(2)
-    other = Parent()
-    with torch.device("meta"):
-        mine = Parent()
-    torch.manual_seed(2)
-    with swap_params(mine, folder, memory_budget="1M", min_bytes=1):
-        assert equal(values(mine), values(other))
