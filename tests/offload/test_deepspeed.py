@@ -52,19 +52,14 @@ def test_its_builders_load_our_ops_until_it_is_uninstalled(builders: Any, monkey
     assert dict(builders.AsyncIOBuilder.__dict__) == before
 
 
-def run_module(module: str, *words: object, folder: Path = REPOSITORY, **environment: str) -> str:
-    """Returns what the module prints when it runs in ``folder``."""
+def losses(what: str, place: Path) -> list[float]:
+    command = [sys.executable, "-m", "tests.offload.deepspeed_training", what, str(place)]
     result = subprocess.run(
-        [sys.executable, "-m", module, *map(str, words)], cwd=folder, env={**os.environ, **environment},
+        command, cwd=REPOSITORY, env={**os.environ, "NVME_OPS_DEEPSPEED": "1"},
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-5000:]
-    return result.stdout
-
-
-def losses(what: str, place: Path) -> list[float]:
-    said = run_module("tests.offload.deepspeed_training", what, place, NVME_OPS_DEEPSPEED="1")
-    values: list[float] = json.loads(said.rpartition("losses ")[2])
+    values: list[float] = json.loads(result.stdout.rpartition("losses ")[2])
     return values
 
 

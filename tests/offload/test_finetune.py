@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,9 +93,7 @@ WAYS: dict[str, Callable[[Any, Path], list[float]]] = {
     "accelerate": lambda model, _: loop(model, accelerate.Accelerator(cpu=True).prepare),
     "DistributedDataParallel": lambda model, _: in_parallel(model),
     "trainer, resumed": resumed,
-    "trainer, checkpointed, bfloat16": lambda model, folder: trained(
-        model, folder, gradient_checkpointing=True, bf16=True
-    ),
+    "trainer, checkpointed, bfloat16": partial(trained, gradient_checkpointing=True, bf16=True),
 }
 
 
@@ -118,19 +117,15 @@ def test_adapters_are_trained_to_the_same_bits_as_in_memory(way: str, order: str
     model.close()
 
 
-OTHERS: tuple[dict[str, Any], ...] = (
-    {"use_dora": True, "lora_dropout": 0.0},
-    {"modules_to_save": ["lm_head"]},
-    {"target_modules": ["embed_tokens", "lm_head"]},
-    {"bias": "all"},
-)
-
-
-def test_other_adapters_are_too(path: Path) -> None:
-    for options, stream in zip(OTHERS, itertools.cycle(STREAMED.values())):
-        plain, model = adapted(in_memory(path), **options), stream(path, **options)
-        assert loop(model) == loop(plain), options
-        model.close()
+@pytest.mark.parametrize(
+    "options",
+    [{"use_dora": True, "lora_dropout": 0.0}, {"modules_to_save": ["lm_head"]},
+     {"target_modules": ["embed_tokens", "lm_head"]}, {"bias": "all"}],
+)  # fmt: skip
+def test_other_adapters_are_too(path: Path, options: dict[str, Any]) -> None:
+    plain, model = adapted(in_memory(path), **options), STREAMED["files, adapters"](path, **options)
+    assert loop(model) == loop(plain)
+    model.close()
 
 
 @pytest.mark.parametrize("order", STREAMED)
@@ -170,18 +165,17 @@ def test_factors_of_packed_experts_are_trained_to_the_bits_in_memory(name: str, 
 
     def trained(model: Any) -> list[torch.Tensor]:
         torch.manual_seed(1)
-        model.train()
-        adapters = [param for param in model.parameters() if param.requires_grad]
-        for adapter in adapters:
-            torch.nn.init.normal_(adapter, std=0.1)
-        optimizer, ids, outputs = torch.optim.SGD(adapters, lr=1e-2), torch.arange(14).view(2, 7), []
+        factors = [param for param in model.train().parameters() if param.requires_grad]
+        for factor in factors:
+            torch.nn.init.normal_(factor, std=0.1)
+        optimizer, ids, outputs = torch.optim.SGD(factors, lr=1e-2), torch.arange(14).view(2, 7), []
         for _ in range(3):
             outputs.append(model(input_ids=ids, labels=ids).loss)
             outputs[-1].backward()
             optimizer.step()
         with torch.no_grad(), model.disable_adapter():
             outputs.append(model(input_ids=ids).logits)
-        return [*outputs, *adapters]
+        return [*outputs, *factors]
 
     plain = kind.from_pretrained(path, experts_implementation="eager")
     wanted = trained(with_factors(plain))
