@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -98,21 +97,20 @@ def test_a_module_is_saved_whole_and_loaded_into_or_refused(name: str, either: A
 
 def test_views_and_conversions_of_a_weight_are_saved_beside_it(either: Any, plain: Model, folder: Path) -> None:
     def of(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        weight = weight.detach()
         return {"weight": weight, "turned": weight.t(), "half": weight.to(torch.float16), "rows": weight[3:7]}
 
-    expected = of(plain.first.weight.detach())
-    tensors = {name: tensor.detach() for name, tensor in of(either.first.weight).items()}
+    expected, tensors = of(plain.first.weight), of(either.first.weight)
     nvme_ops.save(tensors, folder / "a.pt")
     nvme_ops.save({name: tensors[name] for name in ("weight", "half")}, folder / "a.safetensors")
     states = [nvme_ops.load(folder / "a.pt"), nvme_ops.load(folder / "a.safetensors")]
     if isinstance(either.first.weight, StoredTensor):
         for name, tensor in tensors.items():
             either.register_buffer(f"{name}_", tensor)
-        for model, prefix in ((either, ""), (nn.Sequential(either), "0.")):
-            state = model.state_dict()
-            states.append({name: state[f"{prefix}{name}_"] + 0 for name in expected})
+        state = nn.Sequential(either).state_dict()
+        states.append({name: state[f"0.{name}_"] + 0 for name in expected})
     for saved in states:
-        assert {name: tensor.dtype for name, tensor in saved.items()} == {name: expected[name].dtype for name in saved}
+        assert all(tensor.dtype == expected[name].dtype for name, tensor in saved.items())
         assert all(torch.equal(tensor, expected[name]) for name, tensor in saved.items())
 
 
@@ -138,27 +136,23 @@ def test_pickled_tensors_are_usual_and_share_memory_when_tied(either: Any, plain
     assert loaded["head.weight"].data_ptr() == loaded["embedding.weight"].data_ptr()
     assert stream.getbuffer().nbytes < 4 * plain.first.weight.nbytes
     if not isinstance(either.first.weight, StoredTensor):
-        kept = pickle.loads(pickle.dumps(either.first.weight))
+        before = pickle.loads(pickle.dumps(either.first.weight))
         with torch.no_grad():  # what is pickled once does not stand for values from later
             either.first.weight.add_(1)
-        assert torch.equal(pickle.loads(pickle.dumps(either.first.weight)), kept + 1)
+        assert torch.equal(pickle.loads(pickle.dumps(either.first.weight)), before + 1)
 
 
 # Around the dispatcher
 
-AROUND: tuple[Callable[[Any], Any], ...] = (
+AROUND: tuple[Callable[[Any], Any], ...] = (  # methods and operations: test_operations.py
     lambda p: p.detach().untyped_storage().data_ptr(),
     lambda p: torch.from_dlpack(p.detach()),
     lambda p: p.share_memory_(),
-    lambda p: numpy.asarray(p.detach()),
     lambda p: bytes(p.detach().untyped_storage()),
     lambda p: nvme_ops.aio_handle().sync_pwrite(p.detach(), "/dev/null"),
     lambda p: p.detach().apply_(lambda value: value + 1),
     lambda p: torch.jit.save(torch.jit.trace(p.module, torch.ones(2, 48)), io.BytesIO()),
     lambda p: p.detach().t_(),
-    lambda p: p.detach().squeeze_(),
-    lambda p: p.detach().as_strided_((2,), (1,)),
-    lambda p: p.detach().resize_(3),
 )
 
 
@@ -185,7 +179,6 @@ def test_lists_are_taken_one_by_one_and_joined_within_the_budget(folder: Path) -
     model = copy.deepcopy(plain)
     with swap_params(model, folder, memory_budget="12K", min_bytes=1) as swapping, torch.no_grad():
         for tensors in (list(model), list(plain)):
-            torch._foreach_add_(tensors, list(range(20)))
             torch._foreach_addcmul_(tensors, tensors, tensors, torch.arange(20.0))
         assert torch.equal(torch.stack(torch._foreach_norm(list(model))), torch.stack(torch._foreach_norm(list(plain))))
         assert torch.equal(torch.cat(list(model)), torch.cat(list(plain)))
@@ -257,7 +250,6 @@ def test_data_that_cannot_be_written_changes_nothing(folder: Path) -> None:
             assert torch.equal(model.weight + 0, before)
             handle.will()
             before = assign(number)
-            assert torch.equal(model.weight + 0, before)
         for number in range(10):
             assert torch.equal(assign(number), model.weight + 0)
         assert swapping.stats().bytes_stored <= 5 * 16384

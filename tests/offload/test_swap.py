@@ -6,7 +6,6 @@ import contextlib
 import copy
 import gc
 import threading
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,6 @@ from nvme_ops.base.native import native
 from nvme_ops.io.engine import Op
 from nvme_ops.offload import NvmeOptimizer, swap_gradients, swap_params
 from nvme_ops.offload.parameters import residents
-from nvme_ops.offload.parameters.gradients import SwappedGradient
 from nvme_ops.storage.store import StoreFuture
 from tests.conftest import in_threads
 from tests.contract.conftest import lost_unraisable
@@ -55,10 +53,6 @@ def test_what_is_noted_of_copies_and_views_does_not_grow(folder: Path) -> None:
         assert len(weight.resident.copies) <= 100
         kept.fill_(3)
         assert weight[2:4].sum(1).tolist() == [128, 192]
-        half = weight.detach().to(torch.bfloat16)
-        again = half.to(torch.float32)
-        half.fill_(5)
-        assert again[2:4].sum(1).tolist() == [128, 192], "a copy of a copy has values of its own"
 
 
 @pytest.mark.filterwarnings("ignore:An output with one or more elements was resized")
@@ -78,8 +72,6 @@ def test_out_of_another_shape_is_refused_and_keeps_its_values(folder: Path) -> N
         assert torch.equal(bias, before + 1)
         assert torch.masked_select(x, x > 0, out=bias) is bias
         assert torch.equal(bias, x)
-        assert torch.mul(bias, 3, out=bias) is bias
-        assert torch.equal(bias, 3 * x)
 
 
 def test_restored_parameters_keep_their_gradients_and_are_usual_ones(folder: Path) -> None:
@@ -202,17 +194,6 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> N
                 assert torch.equal(weight + 0.0, torch.full((64, 64), times + 1.0))
 
 
-def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
-    mine, other, handle = layers(), layers(), Faulty()
-    with swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle), torch.no_grad():
-        handle.will("write", "fail", {1})
-        for model in (mine, other):
-            for param in list(model.parameters()) * 4:
-                param.add_(1)
-        assert equal(values(mine), values(other))
-        assert handle.met
-
-
 USES: dict[str, Callable[[Any], object]] = {
     "read": lambda weight: weight + 0.0,
     "changed": lambda weight: weight.fill_(9),
@@ -267,7 +248,6 @@ def test_gradients_are_usual_ones_where_a_program_gives_them(folder: Path) -> No
         assert gradients.clip_grad_norm_(1.0).item() == 0
         model(torch.ones(1, 64)).sum().backward()
         grad = weight.grad
-        assert torch.nn.utils.get_total_norm([grad]).item() == grad.clone().norm().item()
         with gradients.gathered(model.parameters()):
             assert type(weight.grad) is torch.Tensor
             weight.grad.data.fill_(5)
@@ -415,19 +395,6 @@ def test_parameters_without_a_gradient_before_the_first_step_are_left_out(folder
         assert equal(values(mine), values(other))
 
 
-def test_a_model_ends_without_close_and_swaps_gradients_until_then(folder: Path) -> None:
-    model = torch.nn.Linear(64, 64)
-    swap_gradients(model.parameters(), folder, min_bytes=1)
-    gc.collect()
-    model(torch.ones(2, 64)).sum().backward()
-    assert type(model.weight.grad) is SwappedGradient
-    gone = [weakref.ref(obj) for obj in (model, *model.parameters())]
-    del model
-    gc.collect()
-    assert [ref() for ref in gone] == [None] * 3
-    assert list(folder.iterdir()) == []
-
-
 def test_gradients_that_cannot_be_swapped_are_refused(folder: Path) -> None:
     model = torch.nn.Linear(64, 64)
     parameters = list(model.parameters())
@@ -454,61 +421,26 @@ def test_gradients_that_cannot_be_swapped_are_refused(folder: Path) -> None:
     assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize(("failing", "which"), [("gradients", "read"), ("params", "write"), ("states", "write")])
-def test_a_step_that_fails_goes_on_whatever_of_it_is_on_storage(folder: Path, failing: str, which: str) -> None:
-    mine, other, handle = sentences(), sentences(), Faulty()
-    plain = torch.optim.AdamW(other.parameters(), lr=0.01)
-    options: Any = {name: {"handle": handle} if name == failing else {} for name in ("gradients", "params", "states")}
-    small: Any = {"min_bytes": 4 * KIB}
-    with (
-        swap_params(mine, folder, memory_budget=160 * KIB, **small, **options["params"]),
-        swap_gradients(mine.parameters(), folder, memory_budget=100 * KIB, **small, **options["gradients"]),
-        NvmeOptimizer(
-            mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01, **options["states"]
-        ) as ours,
-    ):
-        for number in range(3):
-            for model, optimizer in ((mine, ours), (other, plain)):
-                optimizer.zero_grad()
-                model(words(number)).square().mean().backward()
-            handle.will(which, "refuse", {number + 1})
-            with contextlib.suppress(OSError):
-                ours.step()
-            if ours.steps == number:
-                ours.step()
-            assert handle.met or not number
-            handle.will()
-            plain.step()
-            assert equal(values(mine), values(other))
-
-
 @pytest.mark.usefixtures(lost_unraisable.__name__)
 def test_an_interruption_at_any_moment_leaves_gradients_old_or_new(folder: Path) -> None:
     def loss(model: torch.nn.Module, number: int) -> torch.Tensor:
         return torch.as_tensor(model(torch.full((2, 64), number + 1.0)).square().mean())
 
-    def three() -> torch.nn.Module:
-        torch.manual_seed(0)
-        return torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3)))
-
-    plain = three()
+    plain = layers(3)
     first, second = (torch.autograd.grad(loss(plain, number), list(plain.parameters())) for number in range(2))
 
     def attempt(moment: Interrupt) -> None:
-        model = three()
+        model = layers(3)
         with swap_gradients(model.parameters(), folder, memory_budget=100 * KIB, min_bytes=1 * KIB) as gradients:
             loss(model, 0).backward()
-            try:
-                with moment:
-                    loss(model, 1).backward()
-                    gradients.clip_grad_norm_(1e9)
-                    model.zero_grad(set_to_none=False)
-            except KeyboardInterrupt:
-                gc.collect()  # of the exception, whose frames may be in a cycle
+            with contextlib.suppress(KeyboardInterrupt), moment:
+                loss(model, 1).backward()
+                gradients.clip_grad_norm_(1e9)
+                model.zero_grad(set_to_none=False)
+            gc.collect()  # of the exception, whose frames may be in a cycle
             for grad, one, two in zip(gathered(model), first, second, strict=True):
-                assert any(grad is not None and torch.equal(grad, value) for value in (one, one + two, 0 * one)), (
-                    moment.where
-                )
+                possible = (one, one + two, 0 * one)
+                assert any(grad is not None and torch.equal(grad, value) for value in possible), moment.where
             model.zero_grad(set_to_none=moment.number % 2 == 0)
             loss(model, 1).backward()
             assert same(gathered(model), list(second)), moment.where
