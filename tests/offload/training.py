@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from nvme_ops.offload import NvmeOptimizer
+from nvme_ops.offload import ActivationStats, NvmeOptimizer, save_on_nvme
+from nvme_ops.offload.activations import activations
+from tests.offload.elsewhere import same
+from tests.offload.elsewhere import values as elsewhere
 
 KIB = 1024
 
@@ -69,18 +73,6 @@ def perceptron() -> torch.nn.Sequential:
     return torch.nn.Sequential(*(module for layer in layers for module in layer))
 
 
-def convolutional() -> torch.nn.Sequential:
-    torch.manual_seed(1)
-    layers = [
-        [torch.nn.Conv2d(4, 4, 3, padding=1), torch.nn.BatchNorm2d(4), torch.nn.ReLU(inplace=number % 2 == 0)]
-        for number in range(4)
-    ]
-    return torch.nn.Sequential(
-        *(module for layer in layers for module in layer),
-        torch.nn.MaxPool2d(2), torch.nn.Dropout(0.2), torch.nn.Flatten(), torch.nn.Linear(1024, 3),
-    )  # fmt: skip
-
-
 class Attention(torch.nn.Module):
     """Saves parts of one storage, and views of others."""
 
@@ -120,7 +112,6 @@ MODELS = {
     "sentences": Trained(sentences, (4, 6), True),
     "odd": Trained(Odd, (4, 6), True),
     "perceptron": Trained(perceptron, (128, 128)),
-    "convolutional": Trained(convolutional, (16, 4, 32, 32)),
     "attention": Trained(Attention, (8, 64, 64)),
 }
 
@@ -142,6 +133,45 @@ def adamw(model: torch.nn.Module, folder: Path, **options: Any) -> NvmeOptimizer
     return NvmeOptimizer(model.parameters(), torch.optim.AdamW, folder, **{"memory_budget": "1M", **options})
 
 
+class Twins:
+    """A model with ``NvmeOptimizer``, and the same one with torch's own optimizer."""
+
+    mine: Any
+    other: Any
+
+    def __init__(
+        self, folder: Path, kind: Any = torch.optim.AdamW, *, ours: dict[str, Any] | None = None,
+        models: Any = None, plain: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        self.mine, self.other = models or (network(), network())
+        given = {"memory_budget": "1M", **(ours or {})}
+        self.ours = NvmeOptimizer(self.mine.parameters(), kind, folder, **given, **options)
+        self.plain = (plain or kind)(self.other.parameters(), **options)
+
+    def __enter__(self) -> Twins:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ours.close()
+
+    def both(self) -> list[tuple[Any, Any]]:
+        """Returns each model with its optimizer."""
+        return [(self.mine, self.ours), (self.other, self.plain)]
+
+    def backward(self, number: int) -> None:
+        for model, _ in self.both():
+            backward(model, number)
+
+    def step(self, number: int) -> None:
+        self.backward(number)
+        for _, optimizer in self.both():
+            optimizer.step()
+
+    def apart(self) -> str:
+        """Says what differs of parameters and states, if anything does."""
+        return same(*([[elsewhere(param) for param in model.parameters()], states(its)] for model, its in self.both()))
+
+
 def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
     """Trains ``sentences``, and returns the losses."""
     losses = []
@@ -152,6 +182,20 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int =
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def settled(saving: save_on_nvme) -> ActivationStats:
+    """Once nothing is on its way to storage or back."""
+    inside = saving._activations
+    while inside._writing or inside._stored.leaving or any(entry.is_arriving() for entry in inside.present):
+        saving.stats()
+        time.sleep(0.001)
+    return saving.stats()
+
+
+def take_few_in_flight(set_attribute: Callable[[Any, str, Any], None] = setattr) -> None:
+    """Has small models wait for writes of activations, as large ones do."""
+    set_attribute(activations, "IN_FLIGHT", 128 * KIB)
 
 
 def layers(count: int = 6) -> torch.nn.Sequential:
