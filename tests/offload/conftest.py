@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.offload.training import take_few_in_flight
+
 _HAS_GPU = torch.cuda.is_available()
 
 
@@ -14,3 +16,9 @@ def _gpu_for_tests_of_it(request: pytest.FixtureRequest, monkeypatch: pytest.Mon
     if _HAS_GPU and request.node.get_closest_marker("gpu") is None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # of programs that they start
+
+
+@pytest.fixture
+def few_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small models wait for writes of activations, as large ones do."""
+    take_few_in_flight(monkeypatch.setattr)

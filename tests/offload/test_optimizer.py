@@ -25,8 +25,6 @@ from tests.offload.elsewhere import same as differ
 from tests.offload.test_optimizer_kept import small, train
 from tests.offload.training import Twins, adamw, backward, equal, network, states, values
 
-Params = list[torch.nn.Parameter]
-
 
 @pytest.fixture(autouse=True)
 def _no_thread_is_left() -> Iterator[None]:

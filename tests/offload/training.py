@@ -172,18 +172,6 @@ class Twins:
         return same(*([[elsewhere(param) for param in model.parameters()], states(its)] for model, its in self.both()))
 
 
-def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
-    """Trains ``sentences``, and returns the losses."""
-    losses = []
-    for number in range(steps):
-        optimizer.zero_grad()
-        loss = model(words(number)).float().square().mean()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def settled(saving: save_on_nvme) -> ActivationStats:
     """Once nothing is on its way to storage or back."""
     inside = saving._activations
