@@ -59,17 +59,17 @@ def activations(way: str, folder: str) -> str:
     return f"{equal}, {saving.stats().bytes_saved // 3} bytes"
 
 
+def train(module: Any, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))  # the same on all ranks
+        module(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def optimizer(way: str, folder: str, first: str, last: str) -> str:
     """Whether parameters are torch's; from step ``first`` on, of a checkpoint that the run from step 0 has left."""
     begin, end, checkpoint = int(first), int(last), str(Path(folder) / "checkpoint")
-
-    def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
-        for step in range(begin, end):
-            optimizer.zero_grad()
-            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))  # the same on all ranks
-            module(x).square().mean().backward()
-            optimizer.step()
-
     mine, other = model(way), model(way)
     plain = torch.optim.AdamW(other.parameters(), lr=0.01)
     with NvmeOptimizer(mine.parameters(), torch.optim.AdamW, folder, memory_budget="1M", lr=0.01) as ours:
@@ -88,7 +88,7 @@ def optimizer(way: str, folder: str, first: str, last: str) -> str:
                 module.load_state_dict(loaded[name]["model"])
                 set_optimizer_state_dict(module, optimizer, loaded[name]["optimizer"])
         for module, optimizer in pairs.values():
-            train(module, optimizer)
+            train(module, optimizer, begin, end)
         both = zip(mine.parameters(), other.parameters(), strict=True)
         equal = all(torch.equal(local(one), local(two)) for one, two in both)
         if not begin and way == "fsdp":
@@ -109,14 +109,6 @@ def same(one: Any, two: Any) -> bool:
 def optimizer_states(folder: str) -> str:
     """With which options of torch's functions for state dicts a resumed optimizer differs from torch's: with none."""
 
-    def train(module: Any, optimizer: torch.optim.Optimizer) -> None:
-        for step in range(2):
-            optimizer.zero_grad()
-            x = torch.randn(8, 96, generator=torch.Generator().manual_seed(step))
-            module(x).square().mean().backward()
-            optimizer.step()
-        optimizer.zero_grad()
-
     def resumed(ours: bool, options: StateDictOptions) -> tuple[Any, list[torch.Tensor]]:
         """The state dict of a first optimizer, and the parameters after a second one has gone on from it."""
         with contextlib.ExitStack() as stack:
@@ -128,12 +120,12 @@ def optimizer_states(folder: str) -> str:
                 return stack.enter_context(made)
 
             first, second = model("uneven"), model("uneven")
-            train(first, before := optimizer_of(first))
+            train(first, before := optimizer_of(first), 0, 2)
             states = get_optimizer_state_dict(first, before, options=options)
             saved = copy.deepcopy(states)
             second.load_state_dict(first.state_dict())
             set_optimizer_state_dict(second, after := optimizer_of(second), states, options=options)
-            train(second, after)
+            train(second, after, 0, 2)
             return saved, [local(param).clone() for param in second.parameters()]
 
     wrong = []
@@ -142,8 +134,7 @@ def optimizer_states(folder: str) -> str:
         "full_state_dict", "full_state_dict broadcast_from_rank0", "full_state_dict cpu_offload broadcast_from_rank0",
     ):  # fmt: skip
         chosen: dict[str, Any] = dict.fromkeys(words.split(), True)
-        options = StateDictOptions(**chosen)
-        (expected, values), (saved, mine) = resumed(False, options), resumed(True, options)
+        (expected, values), (saved, mine) = (resumed(ours, StateDictOptions(**chosen)) for ours in (False, True))
         if not (same(expected, saved) and all(map(torch.equal, values, mine))):
             wrong.append(words or "none")
     return "; ".join(wrong)
@@ -172,6 +163,33 @@ def collectives(folder: str) -> str:
     return f"{all(right)}"
 
 
+def trainer(folder: str) -> str:
+    """Whether a Trainer with states and activations on storage, also a resumed one, has torch's bits and moves them."""
+    import transformers
+
+    from nvme_ops.integrations.trainer import use_nvme
+    from tests.offload.trainer_models import SMALL, take_small_activations, trainer
+
+    def trained(name: str, checkpoint: str | None = None) -> Any:
+        made = trainer(Path(folder) / name, gradient_accumulation_steps=2, save_strategy="steps", save_steps=2)
+        if name != "plain":
+            use_nvme(made, Path(folder) / "nvme", **SMALL)
+        transformers.set_seed(dist.get_rank())  # of dropout
+        made.train(resume_from_checkpoint=checkpoint)
+        dist.barrier()
+        return made
+
+    take_small_activations()
+    transformers.logging.set_verbosity_error()
+    with contextlib.redirect_stdout(sys.stderr):  # where trainers print their logs
+        plain, ours = trained("plain"), trained("ours")
+        resumed = trained("resumed", f"{folder}/ours/checkpoint-2")
+    expected = list(plain.model.parameters())
+    equal = all(all(map(torch.equal, run.model.parameters(), expected)) for run in (ours, resumed))
+    moved = min(value for name, value in ours.state.log_history[-1].items() if name.startswith("nvme_")) > 0
+    return f"{equal}, {moved}"
+
+
 def pretrained(path: str) -> str:
     """Whether logits of a model that transformers divides among the ranks are close, and the share that is read."""
     import transformers
@@ -190,7 +208,7 @@ def pretrained(path: str) -> str:
 
 
 WHAT: dict[str, Callable[..., str]] = {
-    check.__name__: check for check in (activations, optimizer, optimizer_states, collectives, pretrained)
+    check.__name__: check for check in (activations, optimizer, optimizer_states, collectives, trainer, pretrained)
 }
 
 if __name__ == "__main__":

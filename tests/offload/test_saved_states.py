@@ -67,7 +67,6 @@ def test_where_files_share_blocks_nothing_is_copied(xfs: Path) -> None:
 
 def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
     mine, other = network(), network()
-    plain = torch.optim.AdamW(other.parameters())
     (folder / "foreign").write_bytes(b"no states at all")
     with adamw(mine, folder) as optimizer:
         optimizer.save_states(folder / "none")
@@ -79,12 +78,6 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
         with adamw(torch.nn.Linear(9, 9), folder, name="other") as small:
             small.save_states(folder / "small")
         optimizer.save_states(folder / "cut", durable=False)
-        with contextlib.suppress(ImportError):
-            import safetensors
-
-            with safetensors.safe_open(folder / "cut", "pt") as file:
-                assert "chunk.0" in file.keys()  # noqa: SIM118  # it is no mapping
-                assert "AdamW" in file.metadata()["nvme_ops.optimizer"]
         os.truncate(folder / "cut", os.path.getsize(folder / "cut") - 4096)
         for name, error, word in (
             ("small", ValueError, "has the states of other parameters"), ("foreign", FormatError, "foreign"),
@@ -95,7 +88,7 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(folder: Path) -> None:
         with pytest.raises(FileNotFoundError):
             optimizer.save_states(folder / "missing" / "states")
         train(mine, optimizer, 2, 4)
-    train(other, plain, 0, 4)
+    train(other, torch.optim.AdamW(other.parameters()), 0, 4)
     assert equal(values(mine), values(other))
 
 

@@ -119,38 +119,34 @@ def unless_optimizer(function: Any) -> Any:
 def test_a_run_is_resumed_from_any_trainers_checkpoint(
     folder: Path, nvme: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def begun(name: str) -> Any:
-        return trainer(folder / name, save_strategy="steps", save_steps=2, optim="adamw_torch", max_steps=4)
+    def begun(name: str, on_nvme: bool = True, **options: Any) -> Any:
+        made = trainer(folder / name, save_strategy="steps", save_steps=2, optim="adamw_torch", max_steps=4)
+        if on_nvme:
+            use_nvme(made, nvme, **SMALL, **options)
+        return made
 
-    whole: Any = begun("plain")
-    train(whole)
-    first: Any = begun("ours")
-    use_nvme(first, nvme, **SMALL)
+    train(whole := begun("plain", False))
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", unless_optimizer(torch.save))
-        train(first)
+        train(first := begun("ours"))
     assert same(first, whole)
     nvme_ops.load(folder / "ours" / "checkpoint-2" / "model.safetensors", verify=True)  # nvme_ops alone has checksums
-    left = begun("left")
-    use_nvme(left, nvme, **SMALL, checkpoints=False)
-    train(left)
+    train(begun("left", checkpoints=False))
     with pytest.raises(ValueError, match="checksums"):
         nvme_ops.load(folder / "left" / "checkpoint-2" / "model.safetensors", verify=True)
     for written, on_nvme in (("ours", False), ("ours", True), ("plain", True)):
-        resumed: Any = begun("resumed")
         with monkeypatch.context() as patch:
             if on_nvme:
-                use_nvme(resumed, nvme, **SMALL)
                 patch.setattr(torch, "load", unless_optimizer(torch.load))
-            train(resumed, resume_from_checkpoint=str(folder / written / "checkpoint-2"))
+            train(resumed := begun("resumed", on_nvme), resume_from_checkpoint=str(folder / written / "checkpoint-2"))
         assert losses(resumed) == losses(whole), (written, on_nvme)
         assert equal(values(resumed.model), values(whole.model))
     assert list(nvme.iterdir()) == []
 
 
 def test_two_ranks(folder: Path, nvme: Path) -> None:
-    said = run_ranks(2, "tests.offload.trainer_ranks", folder)
-    assert sorted(said.splitlines()) == ["rank 0: equal, moved", "rank 1: equal, moved"]
+    said = run_ranks(2, "tests.offload.ranks", f"trainer {folder}")
+    assert sorted(said.splitlines()) == ["rank 0: True, True", "rank 1: True, True"]
     assert list(nvme.iterdir()) == []
 
 
@@ -207,18 +203,20 @@ def test_an_optimizer_given_to_the_trainer_is_moved_and_comes_back(folder: Path,
 
 
 def test_an_nvme_optimizer_of_the_users_is_used_as_it_is(folder: Path, nvme: Path) -> None:
-    model = llama()
-    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, memory_budget="2M") as optimizer:
-        ours = trainer(folder, model=model, optimizers=(optimizer, None))
-        use_nvme(ours, nvme, **SMALL)
+    def given(**options: Any) -> Any:
+        return trainer(folder, model=model, optimizers=(optimizer, None), **options)
+
+    model, budget = llama(), "2M"
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, memory_budget=budget) as optimizer:
+        use_nvme(ours := given(), nvme, **SMALL)
         train(ours)
         assert moved(ours)[-1][:2] == [optimizer.stats().bytes_read, optimizer.stats().bytes_written]
         assert optimizer.steps == 3
-    given: Any = {"memory_budget": "2M", "overlap": "backward"}
-    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, **given) as optimizer:
+    overlapped: Any = {"memory_budget": budget, "overlap": "backward"}
+    with NvmeOptimizer(model.parameters(), torch.optim.AdamW, nvme, **overlapped) as optimizer:
         with pytest.raises(ValueError, match=r"updates before the trainer clips .* max_grad_norm=0"):
-            use_nvme(trainer(folder, model=model, optimizers=(optimizer, None)), nvme)
-        use_nvme(trainer(folder, model=model, optimizers=(optimizer, None), max_grad_norm=0), nvme).close()
+            use_nvme(given(), nvme)
+        use_nvme(given(max_grad_norm=0), nvme).close()
 
 
 def test_a_subclass_that_saves_and_loads_more_does_so(folder: Path, nvme: Path) -> None:
@@ -233,19 +231,14 @@ def test_a_subclass_that_saves_and_loads_more_does_so(folder: Path, nvme: Path) 
             super()._load_optimizer_and_scheduler(checkpoint)
             seen.append("loaded")
 
-    def begun() -> Any:
-        made = trainer(folder, save_strategy="steps", save_steps=2, max_steps=4)
-        made.__class__ = More
-        return made
-
+    runs = [trainer(folder, save_strategy="steps", save_steps=2, max_steps=4) for _ in range(2)]
     own = transformers.Trainer._load_optimizer_and_scheduler
-    first, resumed = begun(), begun()
-    use_nvme(first, nvme, **SMALL)
-    train(first)
-    use_nvme(resumed, nvme, **SMALL)
-    train(resumed, resume_from_checkpoint=str(folder / "checkpoint-2"))
+    for run, begin in zip(runs, (None, str(folder / "checkpoint-2")), strict=True):
+        run.__class__ = More
+        use_nvme(run, nvme, **SMALL)
+        train(run, resume_from_checkpoint=begin)
     assert seen == ["saved True", "saved True", "loaded", "saved True"]
-    assert same(resumed, first)
+    assert same(*runs)
     assert transformers.Trainer._load_optimizer_and_scheduler is own
 
 
@@ -288,8 +281,7 @@ def stepped(folder: Path) -> Any:
 
 
 def scheduled(folder: Path) -> Any:
-    model = llama()
-    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer = torch.optim.AdamW((model := llama()).parameters())
     return trainer(folder, model=model, optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)))
 
 
@@ -303,7 +295,6 @@ def changed(folder: Path, name: str, value: Any = True) -> Any:
     ("made", "given", "error", "words"),
     [
         (lambda _: llama(), {}, TypeError, "must be transformers' Trainer or a subclass of it: Llama.* has no"),
-        (trainer, {"folder": "missing/too"}, FileNotFoundError, "is a disk not mounted"),
         (trainer, {"folder": "/nosuch"}, FileNotFoundError, "is a disk not mounted"),
         (trainer, {"activations_budget": 1.5}, TypeError, "activations_budget must be bytes or a size"),
         (trainer, {"checkpoints": "no"}, TypeError, "checkpoints must be a bool, not str"),
