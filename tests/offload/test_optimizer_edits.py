@@ -248,6 +248,27 @@ def test_states_that_a_program_holds_while_backward_begins_a_step(folder: Path) 
             optimizer.step()
 
 
+def test_what_was_edited_is_in_what_is_saved_and_kept(folder: Path) -> None:
+    pair = Pair(folder, reuse=True)
+    pair.step(0)
+    pair.edit(GROUPS["append"])
+    pair.edit(GROUPS["zero_"])
+    assert float(pair.optimizers[1].state_dict()["state"][0]["exp_avg"].abs().max()) == 0
+    pair.edit(lambda optimizer, one, *_: optimizer.state[one]["exp_avg_sq"].data.mul_(2))
+    saved = [copy.deepcopy(pair.optimizers[0].state[param]) for param in pair.all[0][:3]]
+    pair.optimizers[1].save_states(folder / "saved")
+    pair.edit(GROUPS["empty"])
+    pair.optimizers[1].close()
+    groups = [{"params": pair.all[1][:2] + pair.all[1][3:4]}, {"params": pair.all[1][2:3], "lr": 0.02}]
+    options: Any = {"memory_budget": "1M", "lr": 0.01, "reuse": True}
+    pair.optimizers[1] = NvmeOptimizer(groups, torch.optim.AdamW, folder, **options)
+    pair.step(1)
+    assert pair.apart() == ""
+    pair.optimizers[1].load_states(folder / "saved")
+    assert differ([dict(pair.optimizers[1].state[param]) for param in pair.all[1][:3]], saved) == ""
+    pair.optimizers[1].close()
+
+
 MISTAKES: dict[str, tuple[Callable[..., object], str]] = {
     "shape": (
         lambda _, one, two, *__: setattr(two, "data", torch.ones(9)),
@@ -311,6 +332,20 @@ def test_edits_after_a_step_has_begun_in_the_backward_pass_are_refused(folder: P
                 optimizer.step()
             optimizer.zero_grad()
             model.float()
+
+
+def test_a_parameter_that_takes_no_gradient_now_during_the_backward_pass(folder: Path) -> None:
+    """It can take one later."""
+    models = network(), network()
+    for model in models:
+        model[3].requires_grad_(False)
+    with Twins(folder, models=models, ours={"overlap": "backward", "free_gradients": True}) as twins:
+        for step in range(5):
+            for model in models:
+                model[3].requires_grad_(step >= 2)
+                model[0].requires_grad_(step < 3)
+            twins.step(step)
+        assert twins.apart() == ""
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Adagrad", "ASGD"])

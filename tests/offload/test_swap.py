@@ -194,6 +194,17 @@ def test_what_is_changed_while_it_is_written_is_written_again(folder: Path) -> N
                 assert torch.equal(weight + 0.0, torch.full((64, 64), times + 1.0))
 
 
+def test_a_write_that_has_failed_is_repeated_where_its_memory_is_needed(folder: Path) -> None:
+    mine, other, handle = layers(), layers(), Faulty()
+    with torch.no_grad(), swap_params(mine, folder, memory_budget=60 * KIB, min_bytes=1, handle=handle):
+        handle.will("write", "fail", {1})
+        for model in (mine, other):
+            for param in list(model.parameters()) * 4:
+                param.add_(1)
+        assert equal(values(mine), values(other))
+        assert handle.met
+
+
 USES: dict[str, Callable[[Any], object]] = {
     "read": lambda weight: weight + 0.0,
     "changed": lambda weight: weight.fill_(9),
