@@ -83,21 +83,31 @@ def mixed(x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor, one: Cal
     return out
 
 
-class Packed(nn.Module):
-    """Experts in two parameters, selected one by one or gathered by a tensor."""
+PACKED = "packed", "gathered", "halves"
 
-    def __init__(self, gathered: bool) -> None:
+
+class Packed(nn.Module):
+    """Experts in two parameters, of PACKED: selected one by one, gathered by a tensor, or used in parts."""
+
+    def __init__(self, kind: str = "packed", count: int = COUNT, width: int = WIDTH) -> None:
         super().__init__()
-        self.up = nn.Parameter(torch.randn(COUNT, 2 * WIDTH, WIDTH) / 8)
-        self.down = nn.Parameter(torch.randn(COUNT, WIDTH, 2 * WIDTH) / 8)
-        self.gathered = gathered
+        self.kind, self.act_fn, self.scale = kind, nn.SiLU(), 1.0
+        self.up = nn.Parameter(torch.randn(count, 2 * width, width) / 8)
+        self.down = nn.Parameter(torch.randn(count, width, 2 * width) / 8)
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self.gathered:
+        if self.kind == "gathered":
             up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
-            made = torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up).relu()
-            return (torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)).view(len(x), 2, WIDTH).sum(1)
-        return mixed(x, chosen, weights, lambda at, part: (part @ self.up[at].T).relu() @ self.down[at].T)
+            made = self.act_fn(torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up))
+            made = torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)
+            return made.view(len(x), 2, -1).sum(1) * self.scale
+        return mixed(x, chosen, weights, self._one) * self.scale
+
+    def _one(self, at: int, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "halves":
+            gate, up = self.up[at][: x.shape[1]], self.up[at].chunk(2)[1]
+            return (self.act_fn(x @ gate.T) * (x @ up.T)) @ self.down[at][:, : x.shape[1]].T
+        return torch.as_tensor(self.act_fn(x @ self.up[at].T) @ self.down[at].T)
 
 
 class Router(nn.Module):
@@ -125,8 +135,7 @@ class Block(nn.Module):
         self.kind, self.change = kind, change
         widths = [2 * WIDTH + 32 * number * (kind == "sizes") for number in range(COUNT)]
         lists = (nn.Sequential(nn.Linear(WIDTH, wide), nn.ReLU(), nn.Linear(wide, WIDTH)) for wide in widths)
-        is_packed = kind in ("packed", "gathered")
-        self.experts: Any = Packed(kind == "gathered") if is_packed else nn.ModuleList(lists)
+        self.experts: Any = Packed(kind) if kind in PACKED else nn.ModuleList(lists)
         if kind == "parameter":
             self.router: Any = nn.Parameter(torch.randn(COUNT, WIDTH))
         elif kind != "none":

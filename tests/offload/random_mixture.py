@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.offload.models import mixed
+from tests.offload.models import PACKED, Packed, mixed
 from tests.offload.random_model import HookError, Statement, values
 from tests.offload.random_statements import WORDS as ALL_WORDS
 from tests.offload.random_statements import Writer
@@ -56,30 +56,6 @@ class Scores(Router):
         return nn.functional.linear(x, self.weight, self.bias)
 
 
-class Packed(nn.Module):
-    """Experts in two parameters, selected one by one, gathered by a tensor, or used in parts."""
-
-    def __init__(self, kind: str, count: int) -> None:
-        super().__init__()
-        self.kind, self.act_fn, self.scale = kind, nn.SiLU(), 1.0
-        self.up = nn.Parameter(torch.randn(count, WIDE, WIDTH) / 6)
-        self.down = nn.Parameter(torch.randn(count, WIDTH, WIDE) / 8)
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        if self.kind == "gathered":
-            up, down = self.up[chosen.flatten()], self.down[chosen.flatten()]
-            made = self.act_fn(torch.einsum("sd,sud->su", x.repeat_interleave(2, 0), up))
-            made = torch.einsum("su,sdu->sd", made, down) * weights.reshape(-1, 1)
-            return made.view(len(x), 2, WIDTH).sum(1) * self.scale
-        return mixed(x, chosen, weights, self.one) * self.scale
-
-    def one(self, at: int, x: torch.Tensor) -> torch.Tensor:
-        if self.kind == "halves":
-            gate, up = self.up[at][: WIDE // 2], self.up[at].chunk(2)[1]
-            return (self.act_fn(x @ gate.T) * (x @ up.T)) @ self.down[at][:, : WIDE // 2].T
-        return torch.as_tensor(self.act_fn(x @ self.up[at].T) @ self.down[at].T)
-
-
 def of_transformers(kind: str, count: int) -> nn.Module:
     """Experts of transformers: loops over them, with a gate of their own, or with transposed weights and a bias."""
     import transformers
@@ -87,19 +63,14 @@ def of_transformers(kind: str, count: int) -> nn.Module:
     from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-    sizes: dict[str, Any] = {"hidden_size": WIDTH, "moe_intermediate_size": WIDE, "hidden_act": "silu"}
-    made: Any
-    if kind == "gated":
-        config: Any = transformers.DeepseekV4Config(**sizes, n_routed_experts=count)
-        made = DeepseekV4Experts(config)
-    elif kind == "turned":
-        config = transformers.GptOssConfig(hidden_size=WIDTH, intermediate_size=WIDE, num_local_experts=count)
-        made = GptOssExperts(config)
-    else:
-        config = transformers.Qwen3MoeConfig(**sizes, num_experts=count)
-        made = Qwen3MoeExperts(config)
-    made.config = config
+    classes = {"gated": DeepseekV4Experts, "turned": GptOssExperts}
+    of: Any = classes.get(kind, Qwen3MoeExperts)
+    make = getattr(transformers, of.__name__.replace("Experts", "Config"))
+    config = make(hidden_size=WIDTH, hidden_act="silu", num_experts=count, n_routed_experts=count)
+    config.num_local_experts, config.moe_intermediate_size, config.intermediate_size = count, WIDE, WIDE
     config._experts_implementation = "grouped_mm" if kind == "grouped_mm" else "eager"
+    made: nn.Module = of(config)
+    made.config = config
     for param in made.parameters():
         nn.init.normal_(param, std=0.2)
     return made
@@ -119,8 +90,7 @@ class Layer(nn.Module):
             experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
             self.second = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count)) if kind == "two lists" else None
         else:
-            of_torch = kind in ("packed", "gathered", "halves")
-            experts = Packed(kind, count) if of_torch else of_transformers(kind, count)
+            experts = Packed(kind, count, WIDTH) if kind in PACKED else of_transformers(kind, count)
             experts.__class__ = type("Own", (type(experts),), {})
             self.own: Any = type(experts)
         self.router.__class__ = type("OwnRouter", (type(self.router),), {})

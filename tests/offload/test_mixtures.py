@@ -164,33 +164,16 @@ class TwoLists(nn.Module):
         return x + mixed(x, chosen, weights, lambda number, part: self.down[number](self.up[number](part).relu()))
 
 
-class Halves(Packed):
-    """Computes with parts of the weights of an expert, or of all."""
-
-    def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        def one(at: int, part: torch.Tensor) -> torch.Tensor:
-            gate, up = self.up[at][:WIDTH], self.up[at].chunk(2)[1]
-            return ((part @ gate.T).sigmoid() * (part @ up.T)) @ self.down[at][:, :WIDTH].T
-
-        return mixed(x, chosen, weights, one) + x @ self.down[:3].sum(0)[:, WIDTH:]
-
-
 class WithNothing(Packed):
-    """Has a parameter without elements."""
+    """Has a parameter without elements, and uses parts of several experts at once."""
 
     def __init__(self) -> None:
-        super().__init__(False)
+        super().__init__()
         self.empty = nn.Parameter(torch.zeros(COUNT, 0, WIDTH))
 
     def forward(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return super().forward(x, chosen, weights) + self.empty.sum() + self.empty[1].sum()
-
-
-def changed(kind: str, change: Callable[[Any], object]) -> nn.Sequential:
-    made = mixture(kind)
-    for layer in made:
-        change(layer)
-    return made.requires_grad_(False)
+        more = x @ self.down[:3].sum(0)[:, WIDTH:] + self.empty.sum() + self.empty[1].sum()
+        return super().forward(x, chosen, weights) + more
 
 
 def three(make: Callable[[], nn.Module]) -> nn.Sequential:
@@ -205,9 +188,15 @@ def one_router_for_all() -> nn.Sequential:
     return made
 
 
-def add_nothing(layer: Any) -> None:
-    for expert in layer.experts:
-        expert.empty = nn.Parameter(torch.zeros(0, 3), False)
+def with_nothing(kind: str) -> nn.Sequential:
+    made: Any = mixture(kind)
+    for layer in made:
+        if kind == "packed":
+            layer.experts = WithNothing().requires_grad_(False)
+            continue
+        for expert in layer.experts:
+            expert.empty = nn.Parameter(torch.zeros(0, 3), False)
+    return made
 
 
 MADE: dict[str, Callable[[], nn.Sequential]] = {
@@ -215,9 +204,9 @@ MADE: dict[str, Callable[[], nn.Sequential]] = {
     "one and more": lambda: three(lambda: Sizes(1, 4)),
     "two lists": lambda: three(TwoLists),
     "one router": one_router_for_all,
-    "parts": lambda: changed("packed", lambda layer: setattr(layer, "experts", Halves(False))),
-    "empty": lambda: changed("packed", lambda layer: setattr(layer, "experts", WithNothing())),
-    "empty in lists": lambda: changed("indices", add_nothing),
+    "parts": lambda: mixture("halves"),
+    "empty": lambda: with_nothing("packed"),
+    "empty in lists": lambda: with_nothing("indices"),
 }
 
 
