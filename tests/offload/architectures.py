@@ -74,7 +74,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm_image_text": _MROPE,
     "glm_ocr_text": _MROPE,
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hrm_text": {"num_layers_per_stack": 1, "num_hidden_layers": 8},
     "hunyuan_vl_text": _MROPE,
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "layoutlmv3": {"coordinate_size": 12, "shape_size": 8},
@@ -94,7 +93,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_text": _MROPE,
     "qwen2_5_vl_text": _MROPE,
     "qwen2_vl_text": _MROPE,
-    "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 96},
     "qwen4_exp_text": {
         "indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16, "indexer_budget": 4,
         "indexer_compress_ratio": 2,
@@ -103,7 +101,6 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [8, 16]},
     "step3p5": {"sliding_window": 8},
     "t5": {"decoder_start_token_id": 0},
-    "xlstm": {"num_blocks": 2, "hidden_size": 128, "embedding_dim": 128},
     "xmod": {"default_language": "en_XX"},
     "zamba": {**_ZAMBA, "n_mamba_heads": 2},
     "zamba2": {**_ZAMBA, "n_mamba_heads": 4, "mamba_headdim": 32, "hybrid_layer_ids": [1, 3], "num_mem_blocks": 1},

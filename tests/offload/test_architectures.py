@@ -18,6 +18,7 @@ from nvme_ops import offload
 from nvme_ops.offload.residency import placement
 from nvme_ops.offload.weights.derived import Derived, plain_class
 from tests.offload.architectures import classes, inputs_of, tiny_model
+from tests.offload.elsewhere import same
 
 PARTS = 20
 SAMPLE = (
@@ -27,42 +28,13 @@ SAMPLE = (
 )  # fmt: skip
 #: What is said of models that cannot be streamed: this one divides its weights in its first forward in eval mode.
 REFUSED = {"RwkvForCausalLM": "weights that are streamed from storage cannot be changed"}
-LAST_BITS = "last bits"
+LAST_BITS = "other bits"  # as ``same`` says
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        one, other = (value.to_memory() if hasattr(value, "to_memory") else value.detach() for value in (one, other))
-        if (one.dtype, one.shape, one.device) != (other.dtype, other.shape, other.device):
-            return False
-        return one.is_meta or torch.equal(one.nan_to_num(7), other.nan_to_num(7))
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(same, one, other))
-    if isinstance(one, int | float | str | bytes | set | frozenset | torch.dtype | torch.device | None):
-        return type(one) is type(other) and bool(one == other)
-    return class_of(one) is class_of(other)
-
-
 def class_of(value: Any) -> type:
     return plain_class(type(value)) if isinstance(value, Derived) else type(value)
-
-
-def rounded(one: Any, other: Any) -> bool:
-    """Whether outputs differ by rounding at most.
-
-    A product of one row, such as an expert's single token, depends in MKL on the weight's address modulo 16, and
-    products of inputs that are not contiguous are computed by other kernels (``StoredTensor.__torch_function__``).
-    """
-    if isinstance(one, torch.Tensor):
-        same_kind = one.shape == other.shape and one.dtype == other.dtype
-        return same_kind and torch.allclose(one, other, rtol=1e-4, atol=1e-5, equal_nan=True)
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(rounded(one[key], other[key]) for key in one)
-    return len(one) == len(other) and all(map(rounded, one, other)) if isinstance(one, list | tuple) else True
 
 
 def state_of(model: torch.nn.Module) -> dict[str, Any]:
@@ -94,8 +66,18 @@ def saved_in(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def differing(want: Mapping[str, Any], got: Mapping[str, Any]) -> list[str]:
-    return [key for key in {**want, **got} if key not in want or key not in got or not same(want[key], got[key])]
+def differing(want: Mapping[str, Any], got: Mapping[str, Any]) -> dict[str, str]:
+    """Returns how values differ, by name."""
+
+    def how(one: Any, other: Any) -> str:
+        if isinstance(one, torch.Tensor | Mapping | list | tuple):
+            return same(other, one)
+        plain = isinstance(one, int | float | str | bytes | set | frozenset | torch.dtype | torch.device | None)
+        alike = type(one) is type(other) and one == other if plain else class_of(one) is class_of(other)
+        return "" if alike else "another"
+
+    both = {key: how(want[key], got[key]) if key in want and key in got else "missing" for key in {**want, **got}}
+    return {key: word for key, word in both.items() if word}
 
 
 def results(model: Any, inputs: dict[str, Any], calls: int = 3) -> dict[str, Any]:
@@ -126,9 +108,8 @@ def tight(model: torch.nn.Module, make: Callable[[int], Any]) -> Any:
 def unlike(cls: Any, model: Any, inputs: dict[str, Any], folder: Path) -> Iterator[str]:
     """Yields in what streamed and swapped models differ from ``model``, of class ``cls``."""
     model.save_pretrained(folder / "made")
-    cls.from_pretrained(folder / "made").save_pretrained(
-        folder / "model"
-    )  # with what some set whenever they are loaded
+    again = cls.from_pretrained(folder / "made")  # with what some set whenever they are loaded
+    again.save_pretrained(folder / "model")
 
     def in_memory() -> Any:
         return cls.from_pretrained(folder / "model", experts_implementation="eager").eval()
@@ -155,14 +136,15 @@ def unlike(cls: Any, model: Any, inputs: dict[str, Any], folder: Path) -> Iterat
             try:
                 made, close = tight(model, make)
                 undo.callback(close)
-                got = results(made, inputs)
-                if not same(want, got):
-                    yield f"{name}: {LAST_BITS if rounded(want, got) else 'outputs'}: {', '.join(differing(want, got))}"
-                if keys := differing(state, state_of(made)):
-                    yield f"{name}: state: {', '.join(keys[:5])}"
+                # A product of one row, such as an expert's single token, depends in MKL on the weight's address modulo
+                # 16; inputs that are not contiguous take other kernels (``StoredTensor.__torch_function__``).
+                if words := differing(want, results(made, inputs)):
+                    yield f"{name}: {LAST_BITS if {*words.values()} == {LAST_BITS} else 'outputs'}: {words}"
+                if words := differing(state, state_of(made)):
+                    yield f"{name}: state: {words}"
                 made.save_pretrained(folder / name)
-                if keys := differing(files, saved_in(folder / name)):
-                    yield f"{name}: files: {', '.join(keys[:5])}"
+                if words := differing(files, saved_in(folder / name)):
+                    yield f"{name}: files: {words}"
             except Exception as error:
                 yield f"{name}: {type(error).__name__}: {str(error)[:300]}"
 
