@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,6 +33,7 @@ from nvme_ops.offload.plan.estimate import (
 from nvme_ops.offload.plan.probe import computing_of
 from nvme_ops.offload.residency.order import Order
 from nvme_ops.offload.residency.placement import kept_as_they_grow, placement, worth_keeping
+from tests.conftest import in_threads
 
 MB = 1_000_000
 LAYERS = (10 * MB,) * 20
@@ -122,8 +123,7 @@ def test_the_page_cache_shrinks_as_batches_grow() -> None:
 
 def test_weights_in_cpu_memory_pass_to_the_accelerator_at_its_rate() -> None:
     rates = Rates(100 * MB, 10_000 * MB, 10_000 * MB, to_device=1000 * MB)
-    estimated = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
-    assert estimated is not None
+    estimated: Any = estimate(sizes(80 * MB), rates, Computing(0.05, 0.1), 1, 10, 10).cpu_memory
     assert estimated.tokens_per_second == pytest.approx(1 / 0.15)
     assert estimated.first_token_cold == pytest.approx(2.1 + 0.21)
     assert estimated.fits
@@ -163,7 +163,6 @@ def test_the_best_batch_online_costs_no_time_and_offline_gives_most_tokens() -> 
     plan = inference_plan({}, sizes(80 * MB), RATES, estimates, [], 80 * MB, 3.6, 100.0)
     assert (plan["online_batch"], plan["offline_batch"]) == (8, 16)
     assert plan["bytes_kept"] == 60 * MB, "10 MB of small weights stay anyway"
-    assert [batch["batch"] for batch in plan["batches"]] == [1, 8, 16, 64]
     place = plan["batches"][1]["nvme"]
     assert place["joules_per_1000_tokens"] == pytest.approx(1000 * 100 * 1.6 / 8)
     assert place["cost_per_1000_tokens"] == pytest.approx(1000 * 0.001 * 1.6 / 8)
@@ -189,25 +188,19 @@ def test_noise_recommends_nothing() -> None:
 
 
 def test_a_batch_that_computes_slower_than_a_larger_one_is_measured_again() -> None:
-    class Scripted:
-        def __init__(self, **times: list[float]) -> None:
-            self.times = {int(name.removeprefix("of_")): list(series) for name, series in times.items()}
+    def measured(of_1: list[float], of_4: list[float]) -> dict[int, Computing]:
+        layers: Any = SimpleNamespace(
+            step=lambda batch, _: (of_1 if batch == 1 else of_4).pop(0), prompt=lambda batch, _: 7.0 * batch
+        )
+        return computing_of(layers, [1, 4], 8, 8, lambda _: None)
 
-        def step(self, batch: int, _: int) -> float:
-            return self.times[batch].pop(0)
-
-        def prompt(self, batch: int, _: int) -> float:
-            return 7.0 * batch
-
-    calm: Any = Scripted(of_1=[1.0, 1.1], of_4=[2.2, 2.0])
-    computing = computing_of(calm, [1, 4], 8, 8, lambda _: None)
-    assert [(computed.step, computed.prompt) for computed in computing.values()] == [(1.0, 7.0), (2.0, 28.0)]
-    assert [computed.noise for computed in computing.values()] == pytest.approx([0.1, 0.1])
-    disturbed: Any = Scripted(of_1=[9.0, 8.0, 1.0], of_4=[2.0, 2.0])
-    assert computing_of(disturbed, [1, 4], 8, 8, lambda _: None)[1] == Computing(1.0, 7.0, 7.0)
-    reproducible: Any = Scripted(of_1=[3.0] * 4, of_4=[2.0, 2.0])
-    assert computing_of(reproducible, [1, 4], 8, 8, lambda _: None)[1] == Computing(3.0, 7.0, 0.0)
-    assert [*reproducible.times.values()] == [[], []]
+    calm = measured([1.0, 1.1], [2.2, 2.0])
+    assert [(computed.step, computed.prompt) for computed in calm.values()] == [(1.0, 7.0), (2.0, 28.0)]
+    assert [computed.noise for computed in calm.values()] == pytest.approx([0.1, 0.1])
+    assert measured([9.0, 8.0, 1.0], [2.0, 2.0])[1] == Computing(1.0, 7.0, 7.0)
+    reproducible = [3.0] * 4
+    assert measured(reproducible, [2.0, 2.0])[1] == Computing(3.0, 7.0, 0.0)
+    assert reproducible == []
 
 
 def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
@@ -221,10 +214,6 @@ def test_a_batch_that_does_not_fit_is_not_the_best() -> None:
 
 def test_the_page_of_a_mixture_of_experts() -> None:
     plan = inference_plan(ABOUT, mixture(40 * MB), RATES, [], [], 40 * MB)
-    assert plan["experts"] == {
-        "experts": 8, "used_per_token": 2, "bytes": 80 * MB, "memory": 40 * MB,
-        "share_of_hits": 0.4375, "bytes_per_token": 11.25 * MB,
-    }  # fmt: skip
     line = "8 experts, 2 used per token; memory for experts 38.15 MiB, which has 44 % of those used: 10.73 MiB read"
     assert line in inference_text(plan)
 
@@ -250,21 +239,17 @@ def by_name(model: TrainedModel, memory: int, free: int, batch: int, length: int
 @given(MODELS, ROOMS, ROOMS, st.integers(1, 100))
 def test_the_largest_batch_fits_and_no_larger_one(model: TrainedModel, memory: int, free: int, length: int) -> None:
     for name, way in by_name(model, memory, free, 1, length).items():
-        largest = way.largest_batch
-        assert way.fits == (largest >= 1)
-        assert not by_name(model, memory, free, largest + 1, length)[name].fits
-        if largest:
-            fitting = by_name(model, memory, free, largest, length)[name]
-            assert fitting.fits
-            assert fitting.memory <= memory
-            assert fitting.written <= free
+        assert not by_name(model, memory, free, way.largest_batch + 1, length)[name].fits
+        fitting = by_name(model, memory, free, way.largest_batch, length)[name] if way.largest_batch else way
+        assert fitting.fits == (way.largest_batch >= 1)
+        assert not fitting.fits or (fitting.memory <= memory and fitting.written <= free)
 
 
 def test_activations_on_storage_make_room_for_larger_batches() -> None:
     """A hundred layers, of whose activations only those of the one at work need memory, and the disk has room."""
     model = TrainedModel(1000, 4, 1000, activations=100_000, of_layer=1000, seconds=1e-6)
     for free, largest in ((10**9, 10**9 + 10**6), (10**12, 500 * 10**6)):
-        named = {way.name: way for way in ways(model, 8 * 10**6, 1e9, free, 1000, 1)}
+        named = by_name(model, 8 * 10**6, free, 1000)
         memory, activations = named["in memory"], named["activations"]
         assert memory.largest_batch == (8 * 10**6 - 16_000) // 100_000
         assert not memory.fits
@@ -341,13 +326,11 @@ def test_each_thread_has_its_own_place() -> None:
     uses(order, "ab")
     seen: list[str] = []
 
-    def other() -> None:
+    def other(_: int) -> None:
         order.use("a")
         seen.append(foreseen(order))
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
+    in_threads(other, 1)
     assert seen == ["bcd"]
     assert foreseen(order) == "cda"
     assert order.current() == {"a", "b"}
