@@ -81,18 +81,12 @@ def test_what_is_shared_stays_so_and_copies_are_in_memory(budget: str, exclude: 
             assert torch.equal(copied(X), plain(X))
 
 
-def test_a_shallow_copy_outlives_the_name_of_the_original(folder: Path) -> None:
-    model = streamed(layers(), folder)
-    wanted = model(X)
+def test_a_copy_a_part_and_a_weight_outlive_the_model_and_the_last_closes_it(folder: Path) -> None:
+    model = streamed(nn.Sequential(layers(), nn.Tanh()), folder)
+    window, wanted = model._nvme_window, model[0](X)
     model = copy.copy(model)
     gc.collect()
-    assert torch.equal(model(X), wanted)
-    model.close()
-
-
-def test_a_part_and_a_weight_outlive_the_model_and_the_last_closes_it(folder: Path) -> None:
-    model = streamed(nn.Sequential(layers(), nn.Tanh()), folder)
-    part, window, wanted = model[0], model._nvme_window, model[0](X)
+    part: Any = model[0]
     weight: Any = part[7].weight
     del model
     gc.collect()
@@ -157,11 +151,6 @@ def test_of_a_parent_s_state_dict_only_what_is_used_is_read(folder: Path, monkey
 
 # Modes, and where it is
 
-NOTHING: tuple[Callable[[nn.Module], Any], ...] = (
-    lambda module: module.to("cpu"),
-    lambda module: module.to(torch.float32),
-    lambda module: module.float(),
-)
 SOMETHING: tuple[Callable[[Any], Any], ...] = (
     lambda module: module.to("meta"),
     lambda module: module.to(torch.float64),
@@ -171,9 +160,7 @@ SOMETHING: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def test_conversions_that_change_something_are_refused_as_a_whole(
-    folder: Path,
-) -> None:
+def test_conversions_that_change_something_are_refused_as_a_whole(folder: Path) -> None:
     brothers = [nn.Conv2d(3, 3, 3), nn.LSTM(3, 3), nn.BatchNorm1d(3)]
     model = nn.Sequential(nn.Conv2d(128, 128, 3), *layers(4))
     parent = nn.Sequential(brothers[0], nn.ModuleList([brothers[1], model]), brothers[2])
@@ -185,9 +172,7 @@ def test_conversions_that_change_something_are_refused_as_a_whole(
         assert {"0.weight", "1.weight"} <= in_files(model)
         before, values = seen(), [param.clone() for module in brothers for param in module.parameters()]
         for module in (parent, model, model[1]):
-            for change in NOTHING:
-                assert change(module) is module
-        assert torch.isfinite(model[1](X)).all()
+            assert module.to("cpu").float() is module
         for module in (parent, model, model[0]):
             for change in SOMETHING:
                 with pytest.raises(RuntimeError, match="streamed"):
@@ -221,7 +206,6 @@ def test_what_is_trained_beside_frozen_weights_stays_what_it_is(folder: Path) ->
         assert trainable(model) == names == {"1.weight", "1.bias"}
         assert model[1].weight is before[-2], "an optimizer may have it"
         assert model.training
-        assert model.stats().peak_bytes <= 560 << 10
 
 
 def test_a_frozen_table_does_not_keep_trainable_weights_in_memory(folder: Path) -> None:
