@@ -165,6 +165,17 @@ def test_guesses_are_read_as_memory_becomes_free_and_those_in_memory_stay(folder
     assert one.use(1, [7]) == 0, "the guess took other memory"
 
 
+def test_reads_are_noted_as_needed_or_not(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[bool] = []
+    monkeypatch.setattr(LayerGuesses, "note_read", lambda _, needed: noted.append(needed))
+    one = Layers(folder, 1, 8, 4)
+    one.experts.guess(0, [5, 6])
+    one.use(0, [5, 7])
+    assert sorted(noted) == [False, True, True]
+    one.use(0, [5])
+    assert len(noted) == 3, "a hit is no read"
+
+
 def test_steps_without_guesses_that_take_less_time_have_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     one, seconds = Layers(folder, 2, 8, 4), 0.0
     monkeypatch.setattr(time, "perf_counter", lambda: seconds)
