@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,33 +23,20 @@ transformers: Any = pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_thread", "quiet_transformers")
 
 
-def of(name: str, kind: str, **options: Any) -> Callable[[], Any]:
-    """Makes a model of a configuration's name, and what follows that in the name of the class."""
-
-    def make() -> Any:
-        config = getattr(transformers, f"{name}Config")(**options)
-        return getattr(transformers, name + kind)(config)
-
-    return make
-
-
-SMALL: dict[str, Any] = {"vocab_size": 1024}
 LLAMA: dict[str, Any] = {
-    **SMALL, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2,
+    "vocab_size": 1024, "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "num_hidden_layers": 2,
 }  # fmt: skip
-MODELS: dict[str, Callable[[], Any]] = {
-    "llama": of("Llama", "ForCausalLM", **LLAMA, num_key_value_heads=2),
-    "t5": of("T5", "ForConditionalGeneration", **SMALL, d_model=256, d_ff=512, num_layers=2, num_heads=4,
-             decoder_start_token_id=0),
-    "bert for words": of("Bert", "ForMaskedLM", **LLAMA),
+T5: dict[str, Any] = {
+    "vocab_size": 1024, "d_model": 256, "d_ff": 512, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0,
 }  # fmt: skip
 LOW = torch.bfloat16
 IDS = torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]])
 
 
-def saved(folder: Path, name: str = "llama", **options: Any) -> Path:
+def saved(folder: Path, **options: Any) -> Path:
     torch.manual_seed(1)
-    MODELS[name]().save_pretrained(folder / "model", **options)
+    config = transformers.LlamaConfig(**LLAMA, num_key_value_heads=2)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model", **options)
     return folder / "model"
 
 
@@ -69,23 +55,21 @@ def test_tokens_are_those_of_the_model_in_memory(folder: Path) -> None:
     path = saved(folder, max_shard_size="1MB")
     wanted, files = output(in_memory(path, dtype=LOW)), sorted(path.glob("*.safetensors"))
     assert len(files) > 1
-    budget = max(sum(file.stat().st_size for file in files) // 2, 2 * MIB)
-    with from_pretrained(files, memory_budget=budget, dtype=LOW) as model:
+    with from_pretrained(files, memory_budget="2M", dtype=LOW) as model:
         assert next(model.parameters()).dtype == LOW
         for _ in range(2):
             assert torch.equal(output(model), wanted)
-        assert model.stats().peak_bytes <= budget
-        model.save_pretrained(folder / "again")
-    assert torch.equal(output(in_memory(folder / "again", dtype=LOW)), wanted)
+        assert model.stats().peak_bytes <= 2 * MIB
 
 
-@pytest.mark.parametrize(("name", "different"), [("t5", True), ("bert for words", False)])
+@pytest.mark.parametrize("different", [True, False])
 @torch.no_grad()
 def test_both_names_of_a_tied_weight_are_read_as_transformers_does(
-    name: str, different: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
+    different: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(1)
-    made = MODELS[name]()
+    bert, t5 = transformers.BertForMaskedLM, transformers.T5ForConditionalGeneration
+    made = t5(transformers.T5Config(**T5)) if different else bert(transformers.BertConfig(**LLAMA))
     made.save_pretrained(folder)
     state = {name: value.clone() for name, value in made.state_dict().items()}
     if different:
@@ -94,7 +78,7 @@ def test_both_names_of_a_tied_weight_are_read_as_transformers_does(
     nvme_ops.save(state, folder / "model.safetensors", metadata={"format": "pt"})
     plain = in_memory(folder)
     monkeypatch.setattr("nvme_ops.offload.weights.pretrained._COMPARED", 100 * KIB)
-    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if name == "t5" else {})
+    inputs = {"input_ids": IDS} | ({"decoder_input_ids": IDS} if different else {})
     with from_pretrained(folder, memory_budget="3M") as model:
         assert torch.equal(model(**inputs).logits, plain(**inputs).logits)
         assert ties(model) == ties(plain)
@@ -104,14 +88,14 @@ def test_the_configuration_and_class_may_be_given_or_found_by_the_kind(folder: P
     path = saved(folder)
     wanted = output(in_memory(path))
     config = transformers.AutoConfig.from_pretrained(path)
-    told = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**told, "architectures": ["LlamaOfMine"]}))
+    document = path / "config.json"
+    document.write_text(json.dumps({**json.loads(document.read_text()), "architectures": ["LlamaOfMine"]}))
     with from_pretrained(path, memory_budget="3M") as model:
         assert torch.equal(output(model), wanted)
-    (path / "config.json").write_text(json.dumps({"model_type": "resnet"}))
+    document.write_text(json.dumps({"model_type": "resnet"}))
     with pytest.raises(ValueError, match=r"ResNetConfig, names no class .* model_class="):
         from_pretrained(path, memory_budget="3M")
-    (path / "config.json").unlink()
+    document.unlink()
     given: dict[str, Any] = {"config": config, "model_class": transformers.LlamaForCausalLM}
     with from_pretrained(path / "model.safetensors", memory_budget="3M", **given) as model:
         assert torch.equal(output(model), wanted)
@@ -138,12 +122,6 @@ def test_what_cannot_be_says_why_and_leaves_nothing_open(folder: Path) -> None:
     content, told, before = file.read_bytes(), json.loads(config.read_text()), len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match="at least"):
         from_pretrained(path, memory_budget="100K")
-    state = nvme_ops.load(file)
-    del state["model.layers.1.mlp.up_proj.weight"]
-    nvme_ops.save(state, file, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight"):
-        from_pretrained(path, memory_budget="3M")
-    file.write_bytes(content)
     config.write_text(json.dumps({**told, "intermediate_size": 640}))
     with pytest.raises((ValueError, RuntimeError), match=r"shape|mismatch"):
         from_pretrained(path, memory_budget="3M")
@@ -158,11 +136,9 @@ def test_a_changed_file_is_told_and_a_replaced_one_stays_what_it_was(folder: Pat
     path = saved(folder)
     file, wanted = path / "model.safetensors", output(in_memory(path))
 
-    def link() -> None:
+    def replace() -> None:
         os.link(file, folder / "link")
         file.chmod(0o640)
-
-    def replace() -> None:
         shutil.copy(file, folder / "other")
         os.replace(folder / "other", file)
 
@@ -179,22 +155,16 @@ def test_a_changed_file_is_told_and_a_replaced_one_stays_what_it_was(folder: Pat
             nvme_ops.save({"other": torch.ones(1 << 20)}, file, recycle=True)
         os.replace(folder / "other", file)
 
-    for changes, told in (
-        ((recycle,), False),
-        ((link, replace), False),
-        ((write,), True),
-        ((lambda: os.truncate(file, 100 * KIB),), True),
-    ):
+    for change in (recycle, replace, write):
         with from_pretrained(path, memory_budget="2M") as model:
             output(model)
-            for change in changes:
-                time.sleep(0.02)  # the clock of file systems ticks that slowly
-                change()
-                if not told:
-                    assert torch.equal(output(model), wanted)
-            if told:
-                with pytest.raises(FormatError, match="changed while its weights were in use"):
-                    output(model)
+            time.sleep(0.02)  # the clock of file systems ticks that slowly
+            change()
+            if change is not write:
+                assert torch.equal(output(model), wanted)
+                continue
+            with pytest.raises(FormatError, match="changed while its weights were in use"):
+                output(model)
 
 
 # Names on the Hub: what the cache has of them. Downloading is the business of huggingface_hub
