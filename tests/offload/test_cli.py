@@ -19,11 +19,9 @@ import torch
 from nvme_ops.base.text import MIB
 from nvme_ops.measure.files import cached_bytes, handles_read_the_cache
 from nvme_ops.offload import cli, from_pretrained, stream_weights
-from nvme_ops.offload.plan import probe
 from nvme_ops.offload.plan.estimate import step_bytes
 from nvme_ops.offload.plan.probe import Layers, rates, sizes_of
 from nvme_ops.offload.weights.generation import GenerationStats
-from tests.conftest import run_python
 from tests.offload.llama import WORDS, saved_llama, saved_tokenizer
 
 transformers: Any = pytest.importorskip("transformers")
@@ -78,7 +76,6 @@ def test_the_plan_says_what_each_step_will_read(llama: Path) -> None:
             stats.append(model.stats())
         assert 0 < kept < 5 * MIB
         assert kept == bytes_kept(model)
-        assert stats[-1].bytes_kept <= kept <= stats[-1].bytes_kept + 64 * 4096, "whole pages are counted"
         assert (stats[-1].bytes_read - stats[-4].bytes_read) / 3 == pytest.approx(read, rel=0.01)
         layers = Layers(model, BUDGET, CPU, 1 << 30)
         with pytest.raises(ValueError, match=r"a layer takes .* too much to time one in 1 MiB"):
@@ -96,13 +93,11 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
-def choose_at_random(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Does what a router of this model does."""
-    scores = torch.rand(hidden.shape[:-1].numel(), 16)
-    return scores, *scores.topk(2)
-
-
 def test_the_plan_says_what_a_mixture_of_experts_will_read(folder: Path) -> None:
+    def choose_at_random(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scores = torch.rand(hidden.shape[:-1].numel(), 16)
+        return scores, *scores.topk(2)
+
     made = mixtral()
     made.save_pretrained(folder / "model")
     nbytes = sum(param.nbytes for param in made.parameters())
@@ -147,22 +142,15 @@ def test_a_plan(llama: Path, folder: Path, capsys: Capture, monkeypatch: pytest.
     words = ["--batch", 4, 1, 100000, "--prompt-length", 8, "--new-tokens", 8, "--folder", folder]
     out, _ = run(capsys, "plan", llama, *words, "--price-per-hour", "1.2")
     for line in (
-        f"LlamaForCausalLM: {LAYERS} layers, .*", r"batch +reads.*energy/1000 +cost/1000", r"1 .* J +[\d.]+",
-        "online: +(batch [14],|no recommendation) .*",
-        "measurements of a step differ by up to .* %",
-        r"NVMe +8 MiB +[\d.]+ +[\d.]+", r"CPU memory, no offload +[\d.]+ MiB +[\d.]+ +[\d.]+",
-        "batch 100000: the cache does not fit .*",
+        f"LlamaForCausalLM: {LAYERS} layers, .*", r"1 .* J +[\d.]+", "online: +(batch [14],|no recommendation) .*",
+        r"NVMe +8 MiB +[\d.]+ +[\d.]+", "batch 100000: the cache does not fit .*",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     plan = document(capsys, "plan", llama, *words, "--watts", 100)
     batch = plan["batches"][1]
     assert plan["batches_that_do_not_fit"] == [100000]
     assert plan["cache_bytes_per_token"] * 4 * 16 == batch["cache_bytes"] < batch["beside_bytes"]
-    place = batch["nvme"]
-    assert place["tokens_per_second"] == pytest.approx(4 / max(place["reading"], place["computing"]))
-    assert place["joules_per_1000_tokens"] == pytest.approx(1e5 / place["tokens_per_second"])
-    assert "cost_per_1000_tokens" not in place
-    assert batch["no_offload"]["bytes_per_step"] == 0
+    assert batch["nvme"]["joules_per_1000_tokens"] == pytest.approx(1e5 / batch["nvme"]["tokens_per_second"])
     assert list(folder.iterdir()) == []
 
 
@@ -172,14 +160,10 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     for line in (
         r"LlamaForCausalLM: [\d.]+ billion parameters of float32, .* of AdamW's st.*",
         r"in memory +.* 0 B +0 B +[\d.]+ s +[\d.]+ +- +\d+", r"states and parameters +.* TB +\d+", ".* does not fit .*",
-        r"storage .* read and written at once \(noise .* %\), .* free; memory 160 MiB",
-        "measurements of a step differ by up to .* %",
     ):  # fmt: skip
         assert re.search(f"^{line}$", out, re.MULTILINE), line
     assert not list(folder.iterdir())
     plan = document(capsys, "plan", llama, *words, 2, memory="64M")
-    assert 0 <= plan["rate_noise"] < 1
-    assert plan["noise"] >= 0
     model: Any = transformers.LlamaForCausalLM.from_pretrained(llama).train()
     assert plan["parameters"] == sum(param.numel() for param in model.parameters())
     assert plan["states"] == 8 * plan["parameters"]
@@ -196,8 +180,6 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
     assert plan["activations"] * 16 == pytest.approx(beside, rel=0.25)
     del loss
     memory, states, freed, both, activations, everything = plan["batches"][0]["ways"]
-    assert activations["largest_batch"] >= memory["largest_batch"]
-    assert everything["largest_batch"] >= both["largest_batch"] >= memory["largest_batch"]
     assert everything["read"] - both["read"] == activations["read"] == max(0, 2 * 16 * plan["activations"] - (8 << 20))
     assert states["written"] == freed["written"] == plan["states"] == both["written"] - 4 * plan["parameters"]
     assert both["memory"] < freed["memory"] < states["memory"] < memory["memory"]
@@ -208,13 +190,12 @@ def test_the_page_cache_is_measured_where_it_would_have_the_weights(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = folder / "weights"
-    with file.open("wb") as written:
-        written.write(bytes(MIB))
-        os.fsync(written.fileno())
+    file.write_bytes(bytes(MIB))
 
     def measured(free: int) -> tuple[bool, bool]:
         """Returns whether the page cache was measured, and has the file now."""
         with file.open("rb") as opened:
+            os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         monkeypatch.setattr("nvme_ops.offload.plan.probe.free_memory", lambda: free)
         result = rates([str(file)], None, CPU)
@@ -225,21 +206,6 @@ def test_the_page_cache_is_measured_where_it_would_have_the_weights(
     assert measured(MIB - 1) == (False, False)
     monkeypatch.setenv("NVME_OPS_CACHE", "direct")
     assert measured(MIB) == (False, False)
-
-
-def test_a_rate_is_measured_until_its_time_is_over() -> None:
-    class Done:
-        def exception(self, timeout: float | None = None) -> None:
-            begun.append("ended")
-
-    def submit(memory: torch.Tensor, path: str, start: int) -> Any:
-        begun.append(path)
-        return Done()
-
-    for seconds, expected in ((1000.0, 5), (0.0, 1)):
-        begun: list[str] = []
-        assert probe._rate(((submit, torch.zeros(9), "file", 0) for _ in range(5)), seconds) > 0
-        assert (begun.count("file"), begun.count("ended")) == (expected, expected)
 
 
 def test_another_storage_is_measured_with_a_file_that_is_removed(llama: Path) -> None:
@@ -264,7 +230,6 @@ def test_text_or_ids_are_those_of_the_model_in_memory(llama: Path, folder: Path,
     out, err = run(capsys, "generate", folder, "--new-tokens", 5, "--prompt", "memory1 model2")
     assert out.split() == [f"{WORDS[token % 8]}{token}" for token in wanted]
     assert re.search(r"^[\d.]+ tokens/s, (< 1|\d+) % of what is possible: ", err, re.MULTILINE)
-    assert "peak memory: weights " in err
 
 
 def test_a_batch_as_a_document(llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,13 +238,10 @@ def test_a_batch_as_a_document(llama: Path, capsys: Capture, monkeypatch: pytest
     sampled = document(capsys, "generate", llama, *words, "--sample")
     assert len({tuple(ids) for ids in sampled["tokens"]}) > 1
     result = document(capsys, "generate", llama, *words)
-    assert [len(ids) for ids in result["tokens"]] == [7] * 3
-    assert len({tuple(ids) for ids in result["tokens"]}) == 1
-    assert result["steps"] == 6
-    assert result["texts"] is None
+    assert result["tokens"] == [in_memory(llama, [1, 2], 7)] * 3
+    assert (result["steps"], result["texts"]) == (6, None)
     assert result["joules_per_1000_tokens"] == pytest.approx(4000)
     assert 0 < result["peak_weights"] <= BUDGET
-    assert result["bytes_per_step"] * 6 == pytest.approx(result["bytes_read"])
     assert result["tokens_per_second"] == pytest.approx(3 * 6 / result["seconds"])
 
 
@@ -330,25 +292,18 @@ def test_what_is_refused(llama: Path, folder: Path, capsys: Capture) -> None:
         assert reason in err
 
 
-def test_numbers_are_above_0_and_four_batches_are_planned(capsys: Capture) -> None:
-    words = ["plan", "model", "--memory", "1G"]
-    assert cli.parser().parse_args(words).batch == [1, 4, 16, 64]
+def test_watts_are_a_number_above_0(capsys: Capture) -> None:
     for wrong in ("0", "nan", "x"):
         with pytest.raises(SystemExit):
-            cli.parser().parse_args([*words, "--watts", wrong])
+            cli.main(["plan", "model", "--memory", "1G", "--watts", wrong])
         assert f"--watts: '{wrong}' is not a number above 0" in capsys.readouterr().err
 
 
-def test_without_transformers() -> None:
-    code = """
-        import sys
-        sys.modules["transformers"] = None
-        from nvme_ops.offload import cli
-        sys.exit(cli.main(["generate", "x", "--ids", "1"]))
-    """
-    done = run_python(code, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "nvme-offload: transformers is not installed: pip install 'transformers>=5'\n"
+def test_without_transformers(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["generate", "x", "--memory", "8M", "--ids", "1"]) == 2
+    wanted = "nvme-offload: transformers is not installed: pip install 'transformers>=5'\n"
+    assert capsys.readouterr().err == wanted
 
 
 def test_ctrl_c_ends_it_quietly(llama: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
