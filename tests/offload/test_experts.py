@@ -243,16 +243,6 @@ def test_few_requests_are_in_flight_unless_a_handle_is_given(
     assert (few.statistics().read_bytes == 0) is given
 
 
-def test_what_has_failed_before_it_was_needed_is_read_again(folder: Path) -> None:
-    handle = Faulty("read", "fail")
-    one = Layers(folder, 1, 8, 5, handle)
-    one.experts.expect(0, dict.fromkeys(range(3), 1), 1)
-    with pytest.raises(OSError, match="device 4"):
-        one.experts.fetch(one.sources[0][0][0])
-    handle.will()
-    assert one.use(0, range(3)) == 3
-
-
 @pytest.mark.parametrize(
     ("room", "steps", "held"),
     [
