@@ -72,12 +72,12 @@ class Training:
             "checksums": "checksums" in self.how,
             "handle": Faulty("write", "slow", seconds=0.015) if "slow" in self.how else None,
         }
+        large = {**common, "min_bytes": 4 * KIB}
         if "params" in self.moves:
-            budget: dict[str, Any] = {"memory_budget": case.budget, "min_bytes": 4 * KIB}
-            self.figures["params"] = self.ends.enter_context(swap_params(self.model, folder, **budget, **common))
+            made: Any = swap_params(self.model, folder, memory_budget=case.budget, **large)
+            self.figures["params"] = self.ends.enter_context(made)
         if "gradients" in self.moves:
-            budget = {"memory_budget": 100 * KIB, "min_bytes": 4 * KIB}
-            made = swap_gradients(self.model.parameters(), folder, **budget, **common)
+            made = swap_gradients(self.model.parameters(), folder, memory_budget=100 * KIB, **large)
             self.figures["gradients"] = self.ends.enter_context(made)
         self.optimizer = self._optimizer(common)
         self.saving: Any = contextlib.nullcontext()
@@ -160,23 +160,15 @@ class Training:
 
     def check(self) -> None:
         """Fails unless what was to be on storage was there, within its budget."""
-        if "params" in self.figures:
-            stats = self.figures["params"].stats()
-            assert 0 < stats.peak_bytes <= self.case.budget
-            assert stats.bytes_read > 0 or self.case.budget > MIB
-        if "gradients" in self.figures:
-            stats = self.figures["gradients"].stats()
-            large = sum(
-                param.nbytes for param in self.model.parameters() if param.nbytes >= 4 * KIB and param.requires_grad
-            )
-            assert stats.bytes_written >= self.case.steps * large
-            assert 0 < stats.peak_bytes <= 75 * KIB, "a quarter is for those that leave"
+        limits = {"params": self.case.budget, "gradients": 75 * KIB, "states": MIB}  # of gradients, a quarter leaves
+        for name in self.figures.keys() - {"activations"}:
+            stats = self.figures[name].stats()
+            assert 0 < stats.peak_bytes <= limits[name]
+            if self.case.budget <= MIB and len(states(self.optimizer)) > 1:
+                assert stats.bytes_written > 0
         if "states" in self.figures:
             assert self.optimizer.steps == self.case.steps - ("scaled" in self.how)
-            stats = self.optimizer.stats()
-            assert 0 < stats.peak_bytes <= MIB
-            assert (stats.bytes_written > 0) == (len(states(self.optimizer)) > 1)
-            assert 0 < stats.seconds_waited <= stats.seconds
+            assert 0 < self.optimizer.stats().seconds_waited <= self.optimizer.stats().seconds
         if "activations" in self.figures:
             stats = settled(self.saving)
             assert stats.bytes_saved > 0
