@@ -186,9 +186,7 @@ def test_a_plan_of_training(llama: Path, folder: Path, capsys: Capture) -> None:
 
 
 @pytest.mark.skipif(not handles_read_the_cache(), reason="NVME_OPS_CACHE=direct leaves the page cache as it is")
-def test_the_page_cache_is_measured_where_it_would_have_the_weights(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_cache_is_measured_where_it_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = folder / "weights"
     file.write_bytes(bytes(MIB))
 

@@ -36,9 +36,7 @@ implementations = pytest.mark.parametrize("implementation", ["eager", "batched_m
 
 @implementations
 @pytest.mark.parametrize("name", MODELS)
-def test_logits_of_transformers_models_are_those_in_memory(
-    name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_logits_are_as_in_memory(name: str, implementation: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts are computed as they arrive, where that is known to give the same bits."""
     computed, compute = list[bool](), grouped.compute
 
@@ -95,9 +93,7 @@ def require_bits(model: Any, plain: Any, nbytes: int, budget: int) -> None:
 @torch.no_grad()
 @implementations
 @pytest.mark.parametrize("name", ["DeepseekV3", "Glm4Moe", "Qwen3Moe"])
-def test_experts_in_8_bits_are_read_so_and_have_the_bits_of_their_values(
-    name: str, implementation: str, folder: Path
-) -> None:
+def test_experts_in_8_bits_are_read_so(name: str, implementation: str, folder: Path) -> None:
     blocks = 48, 40
 
     def change(name: str, value: torch.Tensor) -> Any:
@@ -122,7 +118,7 @@ def test_experts_in_8_bits_are_read_so_and_have_the_bits_of_their_values(
 
 @torch.no_grad()
 @implementations
-def test_experts_in_4_bits_are_read_so_and_have_the_bits_of_their_values(implementation: str, folder: Path) -> None:
+def test_experts_in_4_bits_are_read_so(implementation: str, folder: Path) -> None:
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
 
     def change(name: str, value: torch.Tensor) -> Any:
@@ -231,9 +227,7 @@ def test_experts_are_read_once_for_a_batch_and_hits_not_at_all(folder: Path) -> 
 
 
 @pytest.mark.parametrize("given", [True, False])
-def test_few_requests_are_in_flight_unless_a_handle_is_given(
-    given: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_requests_are_in_flight_by_default(given: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     few, many = (aio_handle(4 * KIB, depth, cache="direct") for depth in (handle_in_order().get_queue_depth(), 128))
     monkeypatch.setattr(streamed, "handle_in_order", lambda: few)
     path, _ = saved(folder, "Qwen3Moe")

@@ -254,9 +254,7 @@ def test_the_tokens_are_those_of_a_cache_in_memory(name: str, way: dict[str, Any
 
 @pytest.mark.parametrize("way", [{}, BEAMS], ids=["greedy", "beams"])
 @pytest.mark.parametrize("name", HYBRIDS)
-def test_layers_with_keys_and_a_recurrent_state_keep_the_state_in_memory(
-    name: str, way: dict[str, Any], folder: Path
-) -> None:
+def test_a_recurrent_state_beside_keys_stays_in_memory(name: str, way: dict[str, Any], folder: Path) -> None:
     of = model(name).config
     wanted = generated(name, transformers.DynamicCache(config=of), **way)
     for budget in ("9M", "64M"):

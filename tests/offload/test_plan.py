@@ -98,9 +98,7 @@ def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
         (80, {"cached": None}, False),
     ],
 )  # fmt: skip
-def test_after_the_first_pass_the_page_cache_has_what_free_memory_holds(
-    memory: int, rates: dict[str, Any], in_page_cache: bool
-) -> None:
+def test_the_page_cache_has_what_free_memory_holds(memory: int, rates: dict[str, Any], in_page_cache: bool) -> None:
     machine = replace(RATES, **{"cached": 1000.0 * MB, "cached_noise": 0.07, **rates})
     estimated = estimate(sizes(memory * MB), machine, Computing(0.2, 0.01, 0.1), 1, 10, 10)
     assert estimated.in_page_cache == in_page_cache

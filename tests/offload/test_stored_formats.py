@@ -131,9 +131,7 @@ def test_zero_points_of_parts_and_of_weights_that_are_joined() -> None:
     "name", ["scale_weight", "weight_scales", "weight.scale", "scale", "qscale_weight", "g_idx", "weight_scale_2"]
 )
 @pytest.mark.parametrize("dtype", [torch.int8, FP8])
-def test_a_tensor_beside_a_weight_of_8_bits_that_is_unknown_is_named(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_an_unknown_tensor_beside_a_weight_is_named(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     def change(value: torch.Tensor) -> dict[str, torch.Tensor]:
         low, scale, _ = scaled(value, dtype)
         return {"weight": low, name: scale} | ({"weight_scale": scale} if name in ("g_idx", "weight_scale_2") else {})

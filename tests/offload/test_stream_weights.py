@@ -106,9 +106,7 @@ USED_AT_ONCE: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], Any]] = 
 
 @pytest.mark.parametrize("name", USED_AT_ONCE)
 @torch.no_grad()
-def test_the_least_budget_is_named_and_suffices_as_does_each_above_it(
-    name: str, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_least_budget_is_named_and_suffices(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window.Window, "patience", 2.0)
     make, shape, quantize = USED_AT_ONCE[name]
     torch.manual_seed(1)
