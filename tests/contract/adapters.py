@@ -116,6 +116,15 @@ class Capability:
                 raise
 
 
+def once(kind: type[Capability], place: Path) -> None:
+    """Does it once in this folder."""
+    place.mkdir(exist_ok=True)
+    one = kind(place)
+    one.work()
+    one.check()
+    one.close()
+
+
 class Save(Capability):
     """``save``, read by ``load``."""
 
@@ -167,7 +176,7 @@ class Load(Capability):
     """``load``, into new tensors, from several files."""
 
     name: ClassVar[str] = "folder"
-    options: ClassVar[dict[str, Any]] = {"max_shard_size": 1_200_000}
+    options: ClassVar[dict[str, Any]] = SaveSharded.options
 
     def start(self) -> None:
         self.path = self.folder / self.name

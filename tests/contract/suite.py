@@ -6,6 +6,8 @@ import contextlib
 import gc
 import os
 import time
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -74,6 +76,30 @@ def settled() -> dict[str, int]:
             break
         last = now
     return last
+
+
+def require_no_more(before: dict[str, int], descriptors: int = 1, threads: int = 99) -> None:
+    """Fails if the process holds more than it did; so many descriptors and threads may have been added."""
+    after = settled()
+    assert after["descriptors"] <= before["descriptors"] + descriptors
+    assert after["threads"] <= before["threads"] + threads
+    assert after["memory"] <= before["memory"] + SLACK["memory"]
+
+
+def failures(folder: Path) -> Iterator[tuple[str, BaseException]]:
+    """Has each capability work twice in a folder of its own; yields the names of those that fail, and how they do."""
+    for name, kind in ADAPTERS.items():
+        if not find_spec(NEEDS.get(name, "torch")):
+            continue
+        (folder / name).mkdir()
+        try:
+            one = kind(folder / name)
+            for _ in range(2):
+                one.work()
+            one.check()
+            one.close()
+        except (Exception, CheckpointException) as failure:
+            yield name, failure
 
 
 def files(folder: Path) -> int:

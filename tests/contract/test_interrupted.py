@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from tests.contract.adapters import Capability
-from tests.contract.suite import SLACK, cause_of, files, settled
+from tests.contract.adapters import Capability, once
+from tests.contract.suite import cause_of, files, require_no_more, settled
 from tests.moments import Interrupt, numbers
 
 Make = Callable[..., Capability]
@@ -60,11 +60,8 @@ def test_ctrl_c_at_any_moment_leaves_what_was_complete(make: Make, kind: type[Ca
             one.check()
         except BaseException as error:
             raise AssertionError(f"after Ctrl-C at moment {number}, {where}") from error
-    after = settled()
     lost = 1 + points // 9  # where Ctrl-C comes just as a function of Python returns one
-    assert after["descriptors"] <= before["descriptors"] + lost
-    assert after["threads"] <= before["threads"] + 1  # one that ends writes is begun when it is first needed
-    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    require_no_more(before, lost, threads=1)  # one that ends writes is begun when it is first needed
 
 
 @pytest.mark.usefixtures("lost_unraisable")
@@ -74,14 +71,7 @@ def test_ctrl_c_while_it_begins_or_ends(kind: type[Capability], folder: Path, st
     if kind.__name__ in ANEW:
         pytest.skip(ANEW[kind.__name__])
 
-    def ended() -> Capability:
-        one = kind(folder)
-        one.work()
-        one.check()
-        one.close()
-        return one
-
-    ended()
+    once(kind, folder)
     with Interrupt() as all_of_it:
         one = kind(folder)
         if step == "close":
@@ -96,12 +86,10 @@ def test_ctrl_c_while_it_begins_or_ends(kind: type[Capability], folder: Path, st
             where = interrupted(one.close, number)
             one.close()
         try:
-            ended()
+            once(kind, folder)
         except BaseException as error:
             raise AssertionError(f"after Ctrl-C at moment {number}, {where}") from error
-    after = settled()
-    assert after["descriptors"] <= before["descriptors"] + 2
-    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    require_no_more(before, descriptors=2)
 
 
 def dies() -> NoReturn:
@@ -109,9 +97,7 @@ def dies() -> NoReturn:
     raise AssertionError("SIGKILL came and went")
 
 
-def test_killed_at_any_moment_the_next_one_has_what_was_complete(
-    make: Make, kind: type[Capability], folder: Path
-) -> None:
+def test_killed_at_any_moment_leaves_what_was_complete(make: Make, kind: type[Capability], folder: Path) -> None:
     if kind.__name__ in ANEW:
         pytest.skip(ANEW[kind.__name__])
     usual = make("usual")
@@ -143,9 +129,7 @@ def test_killed_at_any_moment_the_next_one_has_what_was_complete(
 
 
 @pytest.mark.parametrize("points", [3, pytest.param(12, marks=pytest.mark.slow)])
-def test_a_signal_handler_may_do_the_same_elsewhere(
-    one: Capability, make: Make, kind: type[Capability], points: int
-) -> None:
+def test_a_signal_handler_may_do_the_same(one: Capability, make: Make, kind: type[Capability], points: int) -> None:
     if kind.__name__ in BELOW:
         pytest.skip(BELOW[kind.__name__])
     other, told = make("other"), [0]

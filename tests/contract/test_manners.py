@@ -11,18 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.adapters import Capability
-from tests.contract.suite import SLACK, files, settled
+from tests.contract.adapters import Capability, once
+from tests.contract.suite import files, require_no_more, settled
 
 Make = Callable[..., Capability]
-
-
-def once(kind: type[Capability], place: Path) -> None:
-    place.mkdir(exist_ok=True)
-    one = kind(place)
-    one.work()
-    one.check()
-    one.close()
 
 
 MAKES_A_MODEL = {"Activations", "Experts", "Gradients", "Pretrained", "Streamed", "StreamedOn", "SwappedAnew"}
@@ -61,14 +53,11 @@ def test_dropped_it_gives_back_what_it_had(kind: type[Capability], folder: Path)
     once(kind, folder / "first")
     before, left = settled(), files(folder / "first")
     (folder / "dropped").mkdir()
-    one: Capability | None = kind(folder / "dropped")
-    assert one is not None
+    one = kind(folder / "dropped")
     one.work()
     del one
     gc.collect()
-    after = settled()
-    assert after["descriptors"] <= before["descriptors"] + 1
-    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    require_no_more(before)
     assert files(folder / "dropped") <= left + kind.more_files
 
 
@@ -77,10 +66,7 @@ def test_nothing_is_held_by_more_of_it(one: Capability) -> None:
     before, left = settled(), files(one.folder)
     for _ in range(3):
         one.work()
-    after = settled()
-    assert after["descriptors"] <= before["descriptors"] + 1
-    assert after["threads"] <= before["threads"] + 2
-    assert after["memory"] <= before["memory"] + SLACK["memory"]
+    require_no_more(before, threads=2)
     assert files(one.folder) <= left + one.more_files
 
 

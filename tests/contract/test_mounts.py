@@ -6,16 +6,14 @@ import contextlib
 import os
 import subprocess
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 from nvme_ops.base.native import native
 from tests.conftest import MIB, in_child
-from tests.contract.suite import ADAPTERS, NEEDS, judge
+from tests.contract.suite import failures, judge
 from tests.contract.test_refused import PART, PARTS, write_parts
 
 ON_A_DISK = "ext2", "ext4", "xfs", "btrfs"  # without fsync of folders, and without modes: tests/storage/test_files.py
@@ -46,25 +44,6 @@ def mounted(kind: str, folder: Path, make_file_system: Callable[..., Path]) -> I
         subprocess.run(["umount", "--lazy", place], check=True)
 
 
-def wrong_at(place: Path) -> list[str]:
-    """Returns which capabilities do not work there, each with how."""
-    wrong = []
-    for name, kind in ADAPTERS.items():
-        if not find_spec(NEEDS.get(name, "torch")):
-            continue
-        (place / name).mkdir()
-        try:
-            one = kind(place / name)
-            for _ in range(2):
-                one.work()
-            one.check()
-            one.close()
-        except (Exception, CheckpointException) as failure:
-            wrong.append(f"{name}: {judge(failure, place)}: {failure!r}")
-        wrong += [f"{name} left {path}" for path in (place / name).rglob("*") if ".replaced-" in path.name]
-    return wrong
-
-
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [*ON_A_DISK, "ramfs", "tmpfs", "overlay"])
@@ -73,7 +52,8 @@ def test_everything_works_there(kind: str, folder: Path, make_file_system: Calla
 
     def work() -> None:
         torch.set_num_threads(1)
-        wrong = wrong_at(place)
+        wrong = [f"{name}: {judge(failure, place)}: {failure!r}" for name, failure in failures(place)]
+        wrong += [f"left {path}" for path in place.rglob("*") if ".replaced-" in path.name]
         assert not wrong, "\n\n".join(wrong)
 
     with mounted(kind, folder, make_file_system) as place:

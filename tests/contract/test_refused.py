@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.checkpoint import CheckpointException
 
 import nvme_ops
 from nvme_ops.base.native import native
 from tests.conftest import MIB, in_child
 from tests.contract.adapters import WrongResultError
-from tests.contract.suite import ADAPTERS, NEEDS, judge
+from tests.contract.suite import NEEDS, failures, judge
 from tests.handle.test_environment import forbid, known_system_calls  # noqa: F401  (a fixture)
 
 EVERY = errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP
@@ -37,27 +36,6 @@ NEEDED = {"fsync", "fdatasync", "ftruncate", "rename", "io_uring_enter", "io_sub
 QUICK = [("fallocate", errno.EOPNOTSUPP), ("fchmod", errno.EPERM), ("statx", errno.EPERM)]
 
 
-def under(call: str, error: int, folder: Path) -> list[str]:
-    """Returns which capabilities do not work, each with how, although nothing that they need is refused."""
-    wrong = []
-    for name, kind in ADAPTERS.items():
-        place = folder / name
-        place.mkdir()
-        try:
-            one = kind(place)
-            for _ in range(2):
-                one.work()
-            one.check()
-            one.close()
-        except (Exception, CheckpointException) as failure:
-            if name == "Pretrained" and call == "ftruncate":  # which safetensors calls
-                continue
-            why = "wrong" if isinstance(failure, WrongResultError) else judge(failure, place)
-            if why is not None or (call not in NEEDED and error != errno.ENOSPC):
-                wrong.append(f"{name}: {why}: {''.join(traceback.format_exception(failure)[-3:])}")
-    return wrong
-
-
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("call", "error"),
@@ -76,7 +54,13 @@ def test_everything_works_or_says_what_is_refused(folder: Path, call: str, error
     def refused() -> None:
         torch.set_num_threads(1)
         assert forbid(CALLS[call][0], error)
-        wrong = under(call, error, folder)
+        wrong = []
+        for name, failure in failures(folder):
+            if name == "Pretrained" and call == "ftruncate":  # which safetensors calls
+                continue
+            why = "wrong" if isinstance(failure, WrongResultError) else judge(failure, folder / name)
+            if why is not None or (call not in NEEDED and error != errno.ENOSPC):  # nothing that they need is refused
+                wrong.append(f"{name}: {why}: {''.join(traceback.format_exception(failure)[-3:])}")
         assert not wrong, "\n\n".join(wrong)
 
     in_child(refused)

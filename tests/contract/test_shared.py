@@ -27,9 +27,7 @@ PARENTS = {
 }
 
 
-def test_a_forked_child_uses_its_parents_or_is_told_and_takes_nothing_away(
-    one: Capability, make: Make, kind: type[Capability]
-) -> None:
+def test_a_forked_child_uses_its_parents_or_is_told(one: Capability, make: Make, kind: type[Capability]) -> None:
     before = files(one.folder)
 
     def child() -> None:
@@ -51,9 +49,7 @@ def test_a_forked_child_uses_its_parents_or_is_told_and_takes_nothing_away(
 
 
 @pytest.mark.parametrize("points", [4, pytest.param(30, marks=pytest.mark.slow)])
-def test_a_child_forked_beside_a_busy_thread_can_use_and_close_it(
-    one: Capability, kind: type[Capability], points: int
-) -> None:
+def test_a_child_forked_beside_a_busy_thread_can_use_it(one: Capability, kind: type[Capability], points: int) -> None:
     if kind.__name__ not in PARENTS:
         pytest.skip("a child waits for what its parent writes to the same file")
     with Interrupt() as all_of_it:
