@@ -81,7 +81,7 @@ def test_what_is_shared_stays_so_and_copies_are_in_memory(budget: str, exclude: 
             assert torch.equal(copied(X), plain(X))
 
 
-def test_a_copy_a_part_and_a_weight_outlive_the_model_and_the_last_closes_it(folder: Path) -> None:
+def test_a_copy_part_or_weight_outlives_the_model_and_the_last_closes_it(folder: Path) -> None:
     model = streamed(nn.Sequential(layers(), nn.Tanh()), folder)
     window, wanted = model._nvme_window, model[0](X)
     model = copy.copy(model)
