@@ -8,9 +8,8 @@ so never that of a run that is alive, not even in another container or on anothe
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import fcntl
+import functools
 import os
 import re
 import secrets
@@ -20,10 +19,10 @@ import stat
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import FileIO
 
-from nvme_ops.base.lifetime import in_this_process
 from nvme_ops.filesystem.device import mount_of
-from nvme_ops.filesystem.files import boot_id
+from nvme_ops.filesystem.files import HeldFile, abandoned, boot_id, held, try_lock
 from nvme_ops.measure import stop
 from nvme_ops.measure.files import NotUsable, require_space
 from nvme_ops.op_builder.machine import Host
@@ -32,8 +31,6 @@ _PREFIX, _LOCK = "nvme_ops-bench-", ".lock-"
 _NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{16}")
 _LOCK_NAME = re.compile(re.escape(_LOCK) + "[0-9a-f-]{36}")
 _LOCAL = {"btrfs", "ext2", "ext3", "ext4", "f2fs", "xfs"}  # no other host has them mounted
-
-_alive: dict[str, int] = {}  # this process's folders, each with the descriptor that locks it
 
 
 @contextmanager
@@ -47,17 +44,8 @@ def scratch_folder(folder: str, needed: int, smaller: str = "--size or --folder"
     """
     sweep(folder)
     require_space(folder, needed, smaller)
-    path = ""
-    try:
-        with stop.deferred():
-            try:
-                path = _make(folder)
-            except OSError as error:
-                raise NotUsable(f"{folder}: {error.strerror}") from error
-        yield path
-    finally:
-        with stop.deferred():
-            _end(path)
+    with held(lambda: _make(folder)) as made:
+        yield made.folder
 
 
 def sweep(folder: str) -> None:
@@ -69,24 +57,48 @@ def sweep(folder: str) -> None:
                     _remove_if_dead(os.path.join(folder, name))
 
 
+class _RunFolder(HeldFile):
+    """The lock in the folder of this run; ``close`` removes both."""
+
+    def __init__(self, parent: str) -> None:
+        self.folder = _new_name(os.path.abspath(parent))
+        lock = os.path.join(self.folder, _LOCK + boot_id())
+        super().__init__(lock, _open, functools.partial(try_lock, patient=True))
+
+    def close(self) -> None:
+        """Removes the folder, unless it is the parent's of a forked child."""
+        with stop.deferred():
+            super().close()
+
+    _at_exit = close  # a signal may have come before the ``with`` knew it
+
+    def _finish(self, file: FileIO) -> None:  # noqa: ARG002
+        with contextlib.suppress(OSError), _children_ignored():
+            # renamed first: an operation left pending by an exception could still open or create its file
+            unknown = _new_name(os.path.dirname(self.folder))
+            os.rename(self.folder, unknown)
+            _remove(unknown, os.path.basename(self.path))
+
+
+def _make(folder: str) -> _RunFolder:
+    with stop.deferred():
+        try:
+            return _RunFolder(folder)
+        except OSError as error:
+            raise NotUsable(f"{folder}: {error.strerror}") from error
+
+
 def _new_name(folder: str) -> str:
     return os.path.join(folder, _PREFIX + secrets.token_hex(8))
 
 
-def _make(folder: str) -> str:
+def _open(lock: str) -> FileIO:
+    """Makes the folder and its lock: again if another run has removed it, which was empty or not locked yet."""
     while True:
-        path = _new_name(os.path.abspath(folder))
-        os.mkdir(path, 0o700)
-        try:
-            lock = os.open(os.path.join(path, _LOCK + boot_id()), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        except FileNotFoundError:  # another run has removed the empty folder
-            continue
-        with contextlib.suppress(OSError):  # without locks no other run removes it
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.fstat(lock).st_nlink:
-            _alive[path] = lock
-            return path
-        os.close(lock)  # another run had locked it first, and removed it
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(os.path.dirname(lock), 0o700)
+        with contextlib.suppress(FileNotFoundError):
+            return FileIO(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
 
 
 def _remove_if_dead(path: str) -> None:
@@ -98,14 +110,9 @@ def _remove_if_dead(path: str) -> None:
     if not locks:
         os.rmdir(path)  # only works if it is empty: the run was killed before it had a lock
         return
-    if len(locks) > 1 or not (locks[0] == _LOCK + boot_id() or _is_local(path)):
-        return
-    lock = os.open(os.path.join(path, locks[0]), os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        _remove(path, locks[0])
-    finally:
-        os.close(lock)
+    if len(locks) == 1 and (locks[0] == _LOCK + boot_id() or _is_local(path)):
+        with abandoned(os.path.join(path, locks[0])):
+            _remove(path, locks[0])
 
 
 def _remove(path: str, lock: str) -> None:
@@ -120,16 +127,6 @@ def _remove(path: str, lock: str) -> None:
     os.rmdir(path)
 
 
-def _end(path: str) -> None:
-    if path in _alive:
-        with contextlib.suppress(OSError), _children_ignored():
-            # renamed first: an operation left pending by an exception could still open or create its file
-            unknown = _new_name(os.path.dirname(path))
-            os.rename(path, unknown)
-            _remove(unknown, _LOCK + boot_id())
-        os.close(_alive.pop(path))
-
-
 @contextmanager
 def _children_ignored() -> Iterator[None]:
     """Suspends the handler of SIGCHLD during the block: torch's raises for each worker that a signal has ended."""
@@ -142,18 +139,6 @@ def _children_ignored() -> Iterator[None]:
     finally:
         if suspend:
             signal.signal(signal.SIGCHLD, before)
-
-
-@atexit.register
-def _end_all() -> None:
-    """Removes all folders, in case a signal came before a ``with`` knew its folder, or during another signal."""
-    if _is_ours():
-        with stop.deferred():
-            for path in list(_alive):
-                _end(path)
-
-
-_is_ours = in_this_process()
 
 
 def _is_local(path: str) -> bool:
