@@ -29,7 +29,7 @@ from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io import gds
 from nvme_ops.measure.engines import Contender, Task, make_row, noting_paths, tensor_row, unavailable
 from nvme_ops.measure.files import filled, sync
-from nvme_ops.measure.remote import Remote
+from nvme_ops.measure.remote import Remote, joint_row
 from nvme_ops.measure.rows import Row, Unavailable, paired_ratios, spread
 from nvme_ops.measure.tables import Table, with_range
 from nvme_ops.op_builder import GDSBuilder
@@ -156,7 +156,7 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
         theirs = replace(work)
         theirs.written = number * _MARKS
         remote = Remote(make, theirs, *arguments, variables={**log, **variables})
-        rows.append(stack.enter_context(remote).row(name))
+        rows.append(joint_row(name, [stack.enter_context(remote)], 0))
     return rows
 
 

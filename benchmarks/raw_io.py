@@ -24,7 +24,7 @@ from nvme_ops.base.settings import PAGE, Settings
 from nvme_ops.base.text import MIB, size_words
 from nvme_ops.measure import engines
 from nvme_ops.measure.engines import Contender, Task, make_row, tensor_row, unavailable
-from nvme_ops.measure.files import make_cold, make_warm
+from nvme_ops.measure.files import filled, make_cold, make_warm
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, kept_as_note, latency, timed
 from nvme_ops.measure.tables import Table
 
@@ -104,6 +104,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
         handle.wait()
 
     blocking = mover(handle, task)
+    huge = functools.cache(lambda: filled(nvme_ops.empty(task.size, dtype=torch.uint8)))
     plain = [make_row(Contender(engine, Settings(), names[task.write]), task) for engine, names in _PLAIN.items()]
     name = "torch.save to nvme_ops.open + sync" if task.write else "torch.load from nvme_ops.open"
     path = f"{task.path}.pt"  # the other torch row's, which has been checked before this one's first pass
@@ -112,7 +113,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
         fio_row(task),
         fio_row(task, "fio default", [(fio.DEFAULT, "")]),
         tensor_row(task, "nvme_ops, locked", lambda: task.locked, blocking, LOCKED),
-        tensor_row(task, "nvme_ops, nvme_ops.empty", lambda: task.huge, blocking),
+        tensor_row(task, "nvme_ops, nvme_ops.empty", huge, blocking),
         tensor_row(task, "nvme_ops, pageable", lambda: task.pageable, blocking, PAGEABLE),
         tensor_row(task, "nvme_ops, locked, async + wait", lambda: task.locked, start_and_wait),
         tensor_row(task, "nvme_ops, pageable, async + wait", lambda: task.pageable, start_and_wait),
@@ -143,10 +144,11 @@ def cached_rows(task: Task) -> list[Row]:
             while position < len(view):
                 position += os.preadv(file.fileno(), [view[position : position + _PIECE]], position)
 
+    huge = functools.cache(lambda: filled(nvme_ops.empty(task.size, dtype=torch.uint8)))
     rows = [
         tensor_row(task, PREADV, lambda: task.pageable, by_pieces),
         tensor_row(task, "nvme_ops, pageable", lambda: task.pageable, mover(task.handle, task)),
-        tensor_row(task, "nvme_ops, nvme_ops.empty", lambda: task.huge, mover(task.handle, task)),
+        tensor_row(task, "nvme_ops, nvme_ops.empty", huge, mover(task.handle, task)),
     ]
     for row in rows:
         row.before = lambda: make_warm(task.path)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from nvme_ops import __version__
 from nvme_ops.base.command_line import command_line, count, listed, positive, say, size
 from nvme_ops.base.settings import Settings
-from nvme_ops.measure.engines import ENGINES
+from nvme_ops.measure.engines import ENGINES, gpus
 from nvme_ops.measure.stop import measuring
 from nvme_ops.measure.sweep import SWEPT, combinations
 from nvme_ops.measure.tables import add_outputs, check_outputs, deliver
@@ -133,9 +133,9 @@ def _check(args: Namespace) -> None:
 
 def _places(args: Namespace) -> list[Workplace]:
     if args.folder is not None:
-        gpus = max(1, _gpus()) if args.gpu else args.multi_process
+        count = max(1, gpus()) if args.gpu else args.multi_process
         # as ds_io: process N uses GPU N, or begins again at 0 if there are fewer
-        places = [Workplace(args.folder, number % gpus) for number in range(args.multi_process)]
+        places = [Workplace(args.folder, number % count) for number in range(args.multi_process)]
     else:
         if args.multi_process not in (1, len(args.folder_to_device_mapping)):
             raise ValueError("--multi-process: --folder-to-device-mapping has one process for each folder")
@@ -156,19 +156,13 @@ def _places(args: Namespace) -> list[Workplace]:
 
 
 def _check_gpus(places: list[Workplace], pageable: bool) -> None:
-    if not _gpus():
+    if not gpus():
         raise ValueError("--device cuda: torch.cuda is not available: no GPU, or torch without CUDA")
     if pageable:
         raise ValueError("--pageable is about CPU memory: leave out --device cuda")
     for place in places:
-        if place.device >= _gpus():
-            raise ValueError(f"GPU {place.device} of {place.folder}: there are {_gpus()}, from 0 on")
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if place.device >= gpus():
+            raise ValueError(f"GPU {place.device} of {place.folder}: there are {gpus()}, from 0 on")
 
 
 def _settings(args: Namespace) -> tuple[list[Settings], list[str]]:

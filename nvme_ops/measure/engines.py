@@ -61,13 +61,6 @@ class Task:
         return locked_tensor(self.handle, self.size)
 
     @functools.cached_property
-    def huge(self) -> torch.Tensor:
-        """Memory of ``nvme_ops.empty``."""
-        import torch
-
-        return files.filled(nvme_ops.empty(self.size, dtype=torch.uint8))
-
-    @functools.cached_property
     def buffer(self) -> torch.Tensor:
         """The tensor to read into or write from."""
         if self.gpu is not None:
@@ -107,6 +100,13 @@ class Task:
         """Raises WrongData if the tensor and the file differ."""
         if files.tensor_checksum(tensor) != (files.checksum(self.path) if self.write else self.content):
             raise WrongData("tensor and file differ")
+
+
+def gpus() -> int:
+    """Returns the number of GPUs that torch can use."""
+    import torch
+
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def locked_tensor(handle: Any, size: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from nvme_ops.base.progress import progress_bar
 from nvme_ops.base.text import MIB, rate_words, size_words
 from nvme_ops.filesystem.device import MEMORY, devices_under, mount_of
 from nvme_ops.measure import files, machine
-from nvme_ops.measure.engines import Task
+from nvme_ops.measure.engines import Task, gpus
 from nvme_ops.measure.rows import Row, interleave, noise, noise_of_median, paired_ratios, timed
 from nvme_ops.measure.scratch import scratch_folder
 from nvme_ops.measure.tables import Table, as_text
@@ -176,11 +176,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         made.error(f"--rounds {args.rounds}: at least 2, or nothing is known of the noise")
     if args.write and os.path.isfile(args.path):
         made.error("--write: a file that exists is only read; name a folder")
-    if args.gpu is not None:
-        import torch
-
-        if args.gpu >= torch.cuda.device_count():
-            made.error(f"--device {args.device}: torch sees {torch.cuda.device_count()} GPUs")
+    if args.gpu is not None and args.gpu >= gpus():
+        made.error(f"--device {args.device}: torch sees {gpus()} GPUs")
     return args
 
 

@@ -10,8 +10,7 @@ import os
 import signal
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
@@ -26,19 +25,8 @@ LIMIT = 300.0  # seconds until any other
 _PATIENCE = 10.0  # seconds for a process to end by itself
 
 
-@contextmanager
-def _without_ctrl_c() -> Iterator[None]:
-    """Makes processes started in the block ignore Ctrl-C for good."""
-    resource_tracker.ensure_running()  # started later, it would unblock the signal
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
 class Remote:
-    """A process, started when first needed, and the row or list of rows that ``make(*arguments)`` returns in it."""
+    """A process, and the row or list of rows that ``make(*arguments)`` returns in it when the first one is needed."""
 
     def __init__(
         self,
@@ -47,66 +35,52 @@ class Remote:
         variables: dict[str, str] | None = None,
         limit: float = LIMIT,
     ) -> None:
-        self._make, self._arguments, self._variables = make, arguments, variables or {}
         self._limits = [limit, _FIRST_LIMIT]  # the last one applies; the first answer removes it
-        self._running: tuple[multiprocessing.process.BaseProcess, Connection] | None = None
         self._output = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._gone = ""  # why there is no process any more
-
-    def row(self, name: str, number: int = 0) -> Row:
-        """Returns a row of this process that stands for row ``number`` of the other one, and has its note."""
-        return joint_row(name, [self], number)
+        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        self._pipe, theirs = context.Pipe()
+        output = f"/proc/{os.getpid()}/fd/{self._output.fileno()}"
+        self._process = context.Process(target=_serve, args=(theirs, output, make, arguments), daemon=True)
+        resource_tracker.ensure_running()  # started later, it would unblock the signal
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for good, in the process
+        try:
+            with mock.patch.dict(os.environ, variables or {}), stop.deferred():
+                self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        theirs.close()
 
     def __enter__(self) -> Remote:
-        """Keeps the process, once started, until the end of the block."""
+        """Keeps the process until the end of the block."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Ends the process; after an exception, such as a signal's, without waiting for its work."""
-        self.close(_PATIENCE if kind is None else 0)
-
-    def close(self, patience: float = _PATIENCE) -> None:
-        """Ends the process and everything it started, after at most ``patience`` seconds for its work."""
-        if self._running is not None:
-            process, pipe = self._running
-            pipe.close()
-            process.join(patience)  # it leaves when the pipe is closed
-            if process.is_alive():
-                stop.kill_group(process)
-            process.join()
+        """Ends the process and everything it started; after an exception, such as a signal's, without waiting."""
+        self._pipe.close()
+        self._process.join(_PATIENCE if kind is None else 0)  # it leaves when the pipe is closed
+        if self._process.is_alive():
+            stop.kill_group(self._process)
+        self._process.join()
         self._output.close()
 
-    def _start(self) -> Connection:
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
-        pipe, theirs = context.Pipe()
-        output = f"/proc/{os.getpid()}/fd/{self._output.fileno()}"
-        process = context.Process(target=_serve, args=(theirs, output, self._make, self._arguments), daemon=True)
-        # only the parent handles Ctrl-C, and it knows the process before anything can end the run
-        with mock.patch.dict(os.environ, self._variables), stop.deferred(), _without_ctrl_c():
-            process.start()
-            self._running = process, pipe
-        theirs.close()
-        return pipe
-
     def send(self, number: int, command: str) -> None:
-        """Sends a command for row ``number``. Raises Unavailable if the process is gone."""
+        """Has a method of row ``number`` called. Raises Unavailable if the process is gone."""
         if self._gone:
             raise Unavailable(self._gone)
-        pipe = self._running[1] if self._running else self._start()
         try:
-            pipe.send((number, command))
+            self._pipe.send((number, command))
         except OSError:
             self._give_up()
 
     def receive(self) -> tuple[Any, str]:
         """Returns the answer and the row's note, or raises the row's exception; Unavailable if the process is gone."""
-        if self._gone or self._running is None:
-            raise Unavailable(self._gone or "nothing was asked")
-        pipe = self._running[1]
+        if self._gone:
+            raise Unavailable(self._gone)
         try:
-            if not pipe.poll(self._limits[-1]):
+            if not self._pipe.poll(self._limits[-1]):
                 self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
-            kind, answer, note = pipe.recv()
+            kind, answer, note = self._pipe.recv()
         except (EOFError, OSError):
             self._give_up()
         if len(self._limits) > 1:
@@ -117,13 +91,11 @@ class Remote:
 
     def _give_up(self, reason: str = "") -> NoReturn:
         """Raises Unavailable; without a reason, because the process has closed the pipe."""
-        if self._running is not None:
-            process = self._running[0]
-            if not reason:
-                process.join(_PATIENCE)
-                reason = f"its process ended with status {process.exitcode}"
-            if process.is_alive():
-                stop.kill_group(process)
+        if not reason:
+            self._process.join(_PATIENCE)
+            reason = f"its process ended with status {self._process.exitcode}"
+        if self._process.is_alive():
+            stop.kill_group(self._process)
         words = [line.strip() for line in self._output if line.strip()]
         self._gone = f"{reason} ({words[-1]})" if words else reason
         raise Unavailable(self._gone)
@@ -145,17 +117,13 @@ def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], 
             if not rows:
                 made = make(*arguments)
                 rows = made if isinstance(made, list) else [made]
-            answer: tuple[type[Exception] | None, Any, str] = (None, _answer(rows[number], command), rows[number].note)
+            result = getattr(rows[number], command)()  # it checks the page cache: it may be alone in knowing the file
+            answer: tuple[type[Exception] | None, Any, str] = (None, result, rows[number].note)
         except (Unavailable, WrongData) as reason:
             answer = (type(reason), str(reason), "")
         except Exception as error:  # the parent keeps any exception as a note
             answer = (RuntimeError, f"{type(error).__name__}: {error}", "")
         pipe.send(answer)
-
-
-def _answer(row: Row, command: str) -> Any:
-    """Runs a command; this process checks the page cache, too, since it may be the only one that knows the file."""
-    return getattr(row, {"before": "prepare", "run": "measure"}.get(command, command))()
 
 
 def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
@@ -183,10 +151,10 @@ def joint_row(name: str, remotes: Sequence[Remote], number: int) -> Row:
 
     def run() -> Sample:
         begin = time.perf_counter()
-        samples = ask("run")
+        samples = ask("measure")
         return combined(samples, time.perf_counter() - begin)
 
-    row.run, row.before, row.check = run, lambda: ask("before"), lambda: ask("check")
+    row.run, row.before, row.check = run, lambda: ask("prepare"), lambda: ask("check")
     return row
 
 

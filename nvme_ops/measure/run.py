@@ -49,8 +49,9 @@ class BenchResult:
 def run(options: Namespace) -> BenchResult:
     """Runs the benchmark. Raises ``files.NotUsable`` if a folder cannot be used."""
     with contextlib.ExitStack() as stack:
-        processes = contextlib.ExitStack()
-        rows, sums = _make_rows(options, _make_files(options, stack), processes)
+        tasks = _make_files(options, stack)
+        processes = stack.enter_context(contextlib.ExitStack())
+        rows, sums = _make_rows(options, tasks, processes)
         meter = Meter(gpus=[place.device for place in options.places] if options.gpu else [])
         for row in rows:
             metered(row, meter)

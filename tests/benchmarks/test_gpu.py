@@ -63,7 +63,7 @@ def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: p
             stack.enter_context(Remote(rows_elsewhere, *variables, variables=variables, limit=limit))
             for limit in (300, 0.5, 300)
         )
-        good, *bad = [*(remote.row("", number) for number in range(5)), slow.row("", 5)]
+        good, *bad = [*(joint_row("", [remote], number) for number in range(5)), joint_row("", [slow], 5)]
         interleave([good], 2)
         assert [sample and (sample.amount, sample.cpu_seconds) for sample in good.samples] == [(7, 0.5)] * 2
         assert good.note.endswith(", told")
