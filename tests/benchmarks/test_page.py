@@ -115,14 +115,6 @@ def test_sections_are_measured_and_one_that_fails_keeps_what_was(docs: Path) -> 
     assert {path.stem for path in (docs / "benchmarks").iterdir()} == {"good", "good_disk", "text", "bad"}
 
 
-@pytest.mark.parametrize("text", ["{", json.dumps({"date": "", "runs": [{}]})])
-def test_damaged_results_are_an_error_of_one_line(docs: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
-    (docs / "benchmarks" / "good.json").write_text(text)
-    assert page.main(["--render"]) == 2
-    assert re.fullmatch(r"page: .*\n", capsys.readouterr().err)
-    assert "\nold\n" in (docs / "page.md").read_text()
-
-
 def test_folders_and_what_names_a_machine_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Name:
         nodename, release = "blade", "6.1.2-made-by-ann"
