@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from nvme_ops.base.errors import FormatError, UnsafeError
 from nvme_ops.data import Loader, SampleStore, mds, webdataset
@@ -73,21 +72,6 @@ def test_columns_that_are_not_decoded(folder: Path, encoding: str, size: Any, er
         SampleStore(folder)[0]
 
 
-def test_a_damaged_shard(folder: Path) -> None:
-    write_mds(folder)
-    path = folder / "shard.00000.mds"
-    content = path.read_bytes()
-    begin = struct.unpack("<I", content[4:8])[0]
-    path.write_bytes(content[:begin] + struct.pack("<I", 2**31) + content[begin + 4 :])
-    store = SampleStore(folder)
-    with pytest.raises(FormatError, match="sample 0: column 'image' does not fit"):
-        store[0]
-    assert same_mds(store[1], 1)
-    path.write_bytes(content[:12] + struct.pack("<I", 2**31) + content[16:])
-    with pytest.raises(FormatError, match="places of its samples are damaged"):
-        SampleStore(folder)
-
-
 # The index that is kept
 
 
@@ -125,17 +109,6 @@ def test_a_folder_that_cannot_be_written(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         SampleStore(folder)
-
-
-def test_numbers_of_shards_stay_numbers_when_they_are_converted(folder: Path) -> None:
-    write_mds(folder / "shards", 5)
-    assert main(["convert", str(folder / "shards"), str(folder / "store")]) == 0
-    store = SampleStore(folder / "store")
-    for number in range(5):
-        sample = store[number]
-        assert same_mds({**sample, "meta": json.loads(sample["meta"])}, number)
-        assert [type(sample[name]) for name in ("label", "x", "n")] == [int, float, int]
-    assert torch.equal(store.submit(range(5)).batch()["label"], torch.arange(5) - 50)
 
 
 # WebDataset's tars

@@ -115,21 +115,14 @@ def test_what_a_batch_costs(folder: Path) -> None:
 def test_what_is_no_number_of_a_sample(folder: Path) -> None:
     write(folder / "store", 10)
     store = SampleStore(folder / "store")
-    beyond: list[Any] = [
-        [10], [-11], [0, 5, 2**40], [-(2**62)], [2**63], [0, -(2**64)], torch.tensor([2**63], dtype=torch.uint64),
-        torch.tensor([10], dtype=torch.uint64),
-    ]  # fmt: skip
-    others: list[Any] = [[1.5], None, {1, 2}, [None], "12", torch.ones(2), torch.ones(1, 1, dtype=torch.int64),
-                         torch.ones(2, dtype=torch.bool)]  # fmt: skip
+    beyond: list[Any] = [[10], [-11], [0, -(2**64)], torch.tensor([2**63], dtype=torch.uint64)]
+    others: list[Any] = [[1.5], None, {1, 2}, "12", torch.ones(1, 1, dtype=torch.int64), torch.ones(2).bool()]
     for numbers in beyond:
         with pytest.raises(IndexError, match="it has 10"):
             store.read(numbers)
     for numbers in others:
         with pytest.raises(TypeError, match="must be a sequence of integers"):
             store.read(numbers)
-    for one in ("a", slice(0, 2), None, 1.0):
-        with pytest.raises(TypeError):
-            store[one]  # type: ignore[index]
     assert is_sample(store.read(torch.tensor([2], dtype=torch.uint64))[0], 2)
 
 
@@ -187,7 +180,7 @@ def test_a_closed_store_has_what_is_being_read(folder: Path) -> None:
         store.read([1])
 
 
-def test_what_was_read_is_counted_once(folder: Path) -> None:
+def test_what_was_read_is_counted_once_and_a_flipped_bit_is_told(folder: Path) -> None:
     write_fixed(folder / "store", 64)
     flip(data_files(folder / "store")[1], 0)
     store = SampleStore(folder / "store", verify=True)
@@ -198,8 +191,9 @@ def test_what_was_read_is_counted_once(folder: Path) -> None:
     stats = store.stats()
     assert (stats.samples, stats.bytes_read) == (3, 3 * 4096)
     assert stats.seconds_waited > 0
-    with pytest.raises(ChecksumError):
+    with pytest.raises(ChecksumError) as caught:
         store.read(range(64))
+    assert (caught.value.filename, caught.value.tensors) == (str(data_files(folder / "store")[1]), ["sample 32"])
     assert store.stats() == stats
 
 
@@ -239,32 +233,7 @@ def test_data_files_that_are_not_those_of_the_index(folder: Path) -> None:
             SampleStore(folder / "store")
 
 
-def test_a_flipped_bit_of_a_sample_is_told_with_its_number_and_file(folder: Path) -> None:
-    write_fixed(folder / "store", 64)
-    path = data_files(folder / "store")[1]  # the first one has 32
-    flip(path, 5 * 4096)
-    with pytest.raises(ChecksumError) as caught:
-        SampleStore(folder / "store", verify=True).read(range(64))
-    assert (caught.value.filename, caught.value.tensors) == (str(path), ["sample 37"])
-
-
 # The index
-
-
-def test_a_damaged_index(folder: Path) -> None:
-    with SampleWriter(folder) as writer:
-        writer.extend(bytes(number % 9) for number in range(2500))  # whose index has several pages
-    path = folder / NAME
-    content = path.read_bytes()
-    for place, words in {0: "not the index", 8: "version", 30: "damaged", 10_000: "damaged", 30_000: "damaged"}.items():
-        flip(path, place, 4)
-        with pytest.raises(FormatError, match=words):
-            SampleStore(folder, verify=True)
-        flip(path, place, 4)
-    for left in (0, 100, 5000):
-        path.write_bytes(content[:left])
-        with pytest.raises(FormatError, match="index"):
-            SampleStore(folder, verify=True)
 
 
 @pytest.mark.parametrize(
@@ -314,7 +283,7 @@ def test_an_index_that_lies_about_places(folder: Path) -> None:
 # Files that change while the store is open
 
 
-def write_over(path: Path, later: int = 1_000_000) -> None:
+def write_over(path: Path, later: int) -> None:
     """Other bytes in place, as many as before."""
     time.sleep(0.02)  # the clock of file systems ticks that slowly
     before = path.stat()
@@ -324,13 +293,12 @@ def write_over(path: Path, later: int = 1_000_000) -> None:
     assert path.stat().st_size == before.st_size
 
 
-@pytest.mark.parametrize("later", [0, 1_000_000])
-def test_a_data_file_that_is_written_to_in_place(folder: Path, later: int) -> None:
+def test_a_data_file_that_is_written_to_in_place(folder: Path) -> None:
     write_fixed(folder / "store", 64)
     store = SampleStore(folder / "store")
     reading = store.submit(range(10))
-    write_over(data_files(folder / "store")[0], later)
-    for do in (reading.samples, reading.samples, lambda: store[3]):
+    write_over(data_files(folder / "store")[0], later=0)
+    for do in (reading.samples, lambda: store[3]):
         with pytest.raises(FormatError, match="was replaced or changed while the store was open"):
             do()
     assert torch.equal(store[63], fixed(63)), "other files are what they were"
