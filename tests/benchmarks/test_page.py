@@ -7,7 +7,6 @@ import os
 import re
 import struct
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -63,56 +62,48 @@ def test_every_section_is_on_one_page_and_every_result_is_of_a_section() -> None
 
 
 DESCRIPTION = {"machine": {"cpu": "4 x Example", "memory": "8 GiB"}, "settings": {}, "places": {"DISK": {}}}
-ROW: dict[str, Any] = {"name": "found HERE", "note": "", "columns": {}, "spread": {"median": 1, "min": 1, "max": 1}}
-ROW |= dict.fromkeys(("against_reference", "against_peer"))
-TABLE = {"group": "read", "title": "title", "unit": "GB/s", "reference": "", "peers": "DeepSpeed", "rows": [ROW]}
-FOUND = json.dumps({"tables": [TABLE], "passes": [1], "x": [1, -2.5]}).replace("HERE", "%s")
-WRITE = f"file.write_text({FOUND!r} % place)"
+PROGRAMS = {
+    "good": "file.write_text(json.dumps({'passes': [1], 'x': [1, -2.5], 'folders': {place: {}}}))",
+    "text": "print('looked at', place)",
+    "bad": "sys.exit('no space')",
+}
 
 
-@pytest.fixture
-def docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of pages with two sections, raw_io, of programs."""
-    (tmp_path / "benchmarks").mkdir()
-    marks = "".join(f"<!-- section {name} -->\nold\n<!-- /section {name} -->\n" for name in ("good", "text", "bad"))
-    (tmp_path / "page.md").write_text(f"intro\n{marks}rest\n")
-    (tmp_path / "README.md").write_text("<!-- benchmarks -->\n<!-- /benchmarks -->\n")
-    monkeypatch.setattr(stop, "leave_on_signals", lambda: None)
-    monkeypatch.setattr(page, "describe", lambda places: DESCRIPTION)
-    monkeypatch.setattr(page, "DOCS", tmp_path)
-    monkeypatch.setattr(page, "README", tmp_path / "README.md")
-    head = "import sys, pathlib; place, file = sys.argv[1], pathlib.Path(sys.argv[-1])\n"
-    for name, text in {"good": WRITE, "text": "print('looked at', place)", "bad": "sys.exit('no space')"}.items():
-        (tmp_path / f"{name}.py").write_text(head + text)
-    monkeypatch.setattr(page, "SECTIONS", {
-        "good": Section(f"python {tmp_path}/good.py {{place}} {{plot}}", pictured=True),
-        "text": Section(f"python {tmp_path}/text.py {{place}}", json=False),
-        "bad": Section(f"python {tmp_path}/bad.py {{place}} {{plot}}"),
-    })  # fmt: skip
-    return tmp_path
-
-
-def test_sections_are_measured_and_one_that_fails_keeps_what_was(docs: Path) -> None:
-    pytest.importorskip("matplotlib")
-    (docs / "a disk").mkdir()
-    before = json.dumps({"date": "2001-02-03", "description": DESCRIPTION, "runs": []})
-    (docs / "benchmarks" / "bad.json").write_text(before)
-    assert page.main(["--place", f"disk={docs}/a disk"]) == 1
-    text = (docs / "page.md").read_text()
-    good = (docs / "benchmarks" / "good.json").read_text()
-    assert '"x": [1, -2.5]' in good
+def test_sections_are_measured_and_one_that_fails_keeps_what_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, results, sections = tmp_path / "a disk", tmp_path / "benchmarks", {}
+    disk.mkdir()
+    results.mkdir()
+    for name, program in PROGRAMS.items():
+        head = "import json, sys, pathlib; place, file = sys.argv[1], pathlib.Path(sys.argv[-1])\n"
+        (tmp_path / f"{name}.py").write_text(head + program)
+        command = f"python {tmp_path}/{name}.py {{place}}{' {plot}' * (name != 'text')}"
+        sections[name] = Section(command, json=name != "text", pictured=name == "good")
+    (results / "bad.json").write_text(json.dumps({"date": "2001-02-03", "description": DESCRIPTION, "runs": []}))
+    before = (results / "bad.json").read_text()
+    (tmp_path / "page.md").write_text(
+        "".join(f"<!-- section {name} -->\nold\n<!-- /section {name} -->\n" for name in sections)
+    )
+    (tmp_path / "README.md").write_text("")
+    for owner, attribute, value in (
+        (stop, "leave_on_signals", lambda: None), (page, "describe", lambda _: DESCRIPTION), (page, "DOCS", tmp_path),
+        (page, "README", tmp_path / "README.md"), (page, "SECTIONS", sections), (page, "plot", lambda *_: True),
+    ):  # fmt: skip
+        monkeypatch.setattr(owner, attribute, value)
+    assert page.main(["--place", f"disk={disk}"]) == 1
+    text, good = (tmp_path / "page.md").read_text(), (results / "good.json").read_text()
     (run,) = json.loads(good)["runs"]
-    assert ("passes" in run["document"], run["plot"]) == (False, "good_disk.png")
+    assert (run["document"], run["plot"]) == ({"x": [1, -2.5], "folders": {"DISK": {}}}, "good_disk.png")
     assert run["command"].endswith(" DISK --output good_disk.png")
-    assert "[good.json](benchmarks/good.json)" in text
-    assert "](benchmarks/good_disk.png)" in text
-    assert "found DISK" in good
-    assert "| found" not in text
-    assert "```text\nlooked at DISK\n```" in text
+    assert '"x": [1, -2.5]' in good, "numbers are on one line"
+    for part in ("[good.json](benchmarks/good.json)", "](benchmarks/good_disk.png)", "```text\nlooked at DISK\n```"):
+        assert part in text
     assert "old" not in text
-    assert f"{docs}/a disk" not in text + good
-    assert (docs / "benchmarks" / "bad.json").read_text() == before
-    assert {path.stem for path in (docs / "benchmarks").iterdir()} == {"good", "good_disk", "text", "bad"}
+    assert str(disk) not in text + good
+    assert (results / "bad.json").read_text() == before
+    (results / "good.json").write_text("{")
+    assert page.main(["--render"]) == 2, "damaged results are an error of one line"
 
 
 def test_folders_and_what_names_a_machine_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
