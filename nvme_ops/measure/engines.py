@@ -41,7 +41,7 @@ class Task:
     pageable_memory: bool = False  # an ordinary tensor instead of a page-locked one
     more_paths: tuple[str, ...] = ()  # if given, each pass takes the next file
     written: int = field(default=0, init=False)  # number of checked writes, to distinguish them
-    _contents: dict[str, int] = field(default_factory=dict, init=False, repr=False)
+    saved: dict[str, int] = field(default_factory=dict, init=False)  # checksums of what is in files of other formats
 
     @functools.cached_property
     def handle(self) -> nvme_ops.aio_handle:
@@ -69,13 +69,6 @@ class Task:
             return files.filled(torch.empty(self.size, dtype=torch.uint8, device=torch.device("cuda", self.gpu)))
         return self.pageable if self.pageable_memory else self.locked
 
-    @property
-    def content(self) -> int:
-        """The checksum of the file at the first pass; rows that write do not use it."""
-        if self.path not in self._contents:
-            self._contents[self.path] = files.checksum(self.path)
-        return self._contents[self.path]
-
     def set_cache(self, path: str = "") -> None:
         """Drops the file from the page cache, or reads it into it: the same starting point for every pass."""
         (files.make_warm if self.cached else files.make_cold)(path or self.path)
@@ -98,7 +91,7 @@ class Task:
 
     def compare(self, tensor: torch.Tensor) -> None:
         """Raises WrongData if the tensor and the file differ."""
-        if files.tensor_checksum(tensor) != (files.checksum(self.path) if self.write else self.content):
+        if files.tensor_checksum(tensor) != files.checksum(self.path):
             raise WrongData("tensor and file differ")
 
 
@@ -143,13 +136,13 @@ def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load
     """
 
     def before() -> None:
-        if path not in task._contents:
+        if path not in task.saved:
             save()
-            task._contents[path] = files.tensor_checksum(task.buffer)
+            task.saved[path] = files.tensor_checksum(task.buffer)
         task.set_cache(path)
 
     def check() -> None:
-        expected = files.tensor_checksum(task.buffer) if task.write else task._contents[path]
+        expected = files.tensor_checksum(task.buffer) if task.write else task.saved[path]
         if files.tensor_checksum(load()) != expected:
             raise WrongData("tensor and file differ")
 
