@@ -18,29 +18,29 @@ from nvme_ops.filesystem.files import make_folder
 if TYPE_CHECKING:
     from nvme_ops.data import SampleStore
 
-_EPILOG = """\
-examples:
-  nvme-data convert imagenet/train /mnt/nvme/train     files; folders are labels
-  nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample
-  nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
-                                                       as from numpy.memmap
-  nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
-  nvme-data info /mnt/nvme/train                       samples, columns, files
-  nvme-data verify /mnt/nvme/train                     reads every sample
-
-convert, info and verify take .parquet, tars and MDS shards too; verify compares
-checksums where there are any.
-
-exit status: 0; 1 when verify finds damage; 2 for wrong arguments and for files
-that cannot be read or written; 130 after Ctrl-C
-"""
 _FLAGS = {"overwrite=True": "--overwrite", "alignment must": "--alignment must", "a dtype": "--dtype"}
 _AT_ONCE = 32 * MIB  # of samples that ``verify`` reads at once
 
 
 def parser() -> argparse.ArgumentParser:
-    """Returns the parser of the flags."""
-    made = command_line("nvme-data", "Makes, describes and verifies stores of samples for training.", _EPILOG)
+    """Makes, describes and verifies stores of samples for training.
+
+    Examples:
+      nvme-data convert imagenet/train /mnt/nvme/train     files; folders are labels
+      nvme-data convert tokens.npy /mnt/nvme/tokens        each row a sample
+      nvme-data convert t.bin /mnt/nvme/t --dtype uint16 --shape 2048
+                                                           as from numpy.memmap
+      nvme-data convert shards /mnt/nvme0/s /mnt/nvme1/s   over two devices
+      nvme-data info /mnt/nvme/train                       samples, columns, files
+      nvme-data verify /mnt/nvme/train                     reads every sample
+
+    convert, info and verify take .parquet, tars and MDS shards too; verify compares
+    checksums where there are any.
+
+    exit status: 0; 1 when verify finds damage; 2 for wrong arguments and for files
+    that cannot be read or written; 130 after Ctrl-C
+    """
+    made = command_line("nvme-data", parser.__doc__ or "")
     made.add_argument("--version", action="version", version=f"nvme-data {__version__}")
     commands = made.add_subparsers(dest="command", required=True, metavar="COMMAND")
     words = "make a store from a folder of files, a .npy, Parquet, tars (WebDataset) or MDS shards"
