@@ -53,6 +53,7 @@ AIMS: list[tuple[str, str, tuple[str, ...], float]] = [
     ("gds_handle / the best of cuFile alone and kvikio", GDS, (CUFILE, KVIKIO), 1.0),
     ("gds_handle with a pinned tensor / gdsio to the GPU", GDS_PINNED, (GDSIO,), 1.0),
 ]
+_LIMIT = 900  # seconds until an answer of another package: DeepSpeed may compile for minutes
 _MARKS = 24  # marks of a page that each row may use, which distinguish its checked writes from those of other rows
 
 
@@ -155,12 +156,17 @@ def remote_rows(stack: ExitStack, work: GpuWork, with_deepspeed: bool) -> list[R
             continue
         theirs = replace(work)
         theirs.written = number * _MARKS
-        remote = Remote(make, theirs, *arguments, variables={**log, **variables})
+        remote = Remote(_elsewhere, {**log, **variables}, make, theirs, *arguments, limit=_LIMIT)
         rows.append(joint_row(name, [stack.enter_context(remote)], 0))
     return rows
 
 
 # What follows runs in the row's own process.
+
+
+def _elsewhere(variables: dict[str, str], make: Callable[..., Row], *arguments: Any) -> list[Row]:
+    os.environ.update(variables)
+    return [make(*arguments)]
 
 
 def cufile_row(work: GpuWork) -> Row:

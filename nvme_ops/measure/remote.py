@@ -15,27 +15,19 @@ from dataclasses import replace
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
-from unittest import mock
 
 from nvme_ops.measure import stop
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, cached_share_of
 
-_FIRST_LIMIT = 900.0  # seconds until the first answer: DeepSpeed may compile for minutes
-LIMIT = 300.0  # seconds until any other
+_LIMIT = 300.0  # seconds until an answer
 _PATIENCE = 10.0  # seconds for a process to end by itself
 
 
 class Remote:
-    """A process, and the row or list of rows that ``make(*arguments)`` returns in it when the first one is needed."""
+    """A process, and the rows that ``make(*arguments)`` returns in it when the first one is needed."""
 
-    def __init__(
-        self,
-        make: Callable[..., Row | list[Row]],
-        *arguments: object,
-        variables: dict[str, str] | None = None,
-        limit: float = LIMIT,
-    ) -> None:
-        self._limits = [limit, _FIRST_LIMIT]  # the last one applies; the first answer removes it
+    def __init__(self, make: Callable[..., list[Row]], *arguments: object, limit: float = _LIMIT) -> None:
+        self._limit = limit
         self._output = tempfile.TemporaryFile("r+", errors="replace")  # noqa: SIM115  (without a name)
         self._gone = ""  # why there is no process any more
         context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
@@ -45,7 +37,7 @@ class Remote:
         resource_tracker.ensure_running()  # started later, it would unblock the signal
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # for good, in the process
         try:
-            with mock.patch.dict(os.environ, variables or {}), stop.deferred():
+            with stop.deferred():
                 self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -78,13 +70,11 @@ class Remote:
         if self._gone:
             raise Unavailable(self._gone)
         try:
-            if not self._pipe.poll(self._limits[-1]):
-                self._give_up(f"no answer for {self._limits[-1]:g} s: its process was stopped")
+            if not self._pipe.poll(self._limit):
+                self._give_up(f"no answer for {self._limit:g} s: its process was stopped")
             kind, answer, note = self._pipe.recv()
         except (EOFError, OSError):
             self._give_up()
-        if len(self._limits) > 1:
-            self._limits.pop()
         if kind is not None:
             raise kind(answer)
         return answer, note
@@ -101,7 +91,7 @@ class Remote:
         raise Unavailable(self._gone)
 
 
-def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], arguments: tuple[object, ...]) -> None:
+def _serve(pipe: Connection, output: str, make: Callable[..., list[Row]], arguments: tuple[object, ...]) -> None:
     """Runs the parent's commands until it closes the pipe. All output goes to the file ``output``."""
     stop.serve_parent()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
@@ -114,9 +104,7 @@ def _serve(pipe: Connection, output: str, make: Callable[..., Row | list[Row]], 
         except EOFError:
             return
         try:
-            if not rows:
-                made = make(*arguments)
-                rows = made if isinstance(made, list) else [made]
+            rows = rows or make(*arguments)
             result = getattr(rows[number], command)()  # it checks the page cache: it may be alone in knowing the file
             answer: tuple[type[Exception] | None, Any, str] = (None, result, rows[number].note)
         except (Unavailable, WrongData) as reason:

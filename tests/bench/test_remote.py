@@ -21,7 +21,7 @@ from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleav
 from tests.doubles import FakeCuFile, PrivateDevice
 
 
-def rows_elsewhere(variable: str) -> list[Row]:
+def rows_elsewhere(word: str) -> list[Row]:
     def failing() -> Sample:
         raise KeyError("what a library raises")
 
@@ -40,17 +40,15 @@ def rows_elsewhere(variable: str) -> list[Row]:
         raise WrongData("tensor and file differ")
 
     print("words for nobody")
-    good = Row("", lambda: Sample(1, 7, 0.5), note=f"in {os.getpid()}, {os.environ[variable]}")
+    good = Row("", lambda: Sample(1, 7, 0.5), note=f"in {os.getpid()}, {word}")
     return [good, Row("", good.run, check=wrong), *(Row("", run) for run in (missing, failing, exiting, hanging))]
 
 
 def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: pytest.CaptureFixture[str]) -> None:
-    variables = {"NVME_OPS_TEST": "told"}
     with ExitStack() as stack:
-        remote, slow, _ = (
-            stack.enter_context(Remote(rows_elsewhere, *variables, variables=variables, limit=limit))
-            for limit in (300, 0.5, 300)
-        )
+        remote, slow = (stack.enter_context(Remote(rows_elsewhere, "told", limit=limit)) for limit in (300, 60))
+        interleave([joint_row("", [slow], 0)], 1)
+        slow._limit = 0.5
         good, *bad = [*(joint_row("", [remote], number) for number in range(5)), joint_row("", [slow], 5)]
         interleave([good], 2)
         assert [sample and (sample.amount, sample.cpu_seconds) for sample in good.samples] == [(7, 0.5)] * 2
@@ -64,7 +62,6 @@ def test_rows_work_in_another_process_and_what_goes_wrong_is_their_note(capfd: p
         "no answer for 0.5 s: its process was stopped (words for nobody)",
     ]  # fmt: skip
     assert [row.wrong for row in bad] == [True, False, False, False, False]
-    assert "NVME_OPS_TEST" not in os.environ
     assert capfd.readouterr().out == ""
 
 
