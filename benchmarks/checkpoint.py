@@ -141,7 +141,7 @@ def contenders(work: Work) -> list[Contender]:
                   partial(nvme_ops.save, recycle=True), None),
         Contender("nvme_ops, mmap=True", ".safetensors", None, partial(nvme_ops.load, mmap=True)),
         Contender("nvme_ops .pt", ".pt", nvme_ops.save, nvme_ops.load),
-        Contender("torch with nvme_ops.open", ".through.pt", save_through_us, load_through_us),
+        Contender("torch with nvme_ops.open", ".through.pt", _durably(save_through_us), load_through_us),
         Contender("nvme_ops.dcp", ".nvme_ops.dcp", lambda tensors, path: our_dcp().save(dict(tensors), path),
                   lambda path: work.into_new(lambda targets: our_dcp().load(targets, path))),
         Contender("torch.save, torch.load", ".torch.pt", _durably(torch.save), torch.load),

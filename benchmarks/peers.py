@@ -18,7 +18,7 @@ import torch
 
 from benchmarks.programs import tied
 from nvme_ops.base.settings import Settings
-from nvme_ops.measure.engines import Task, own_file_row, unavailable
+from nvme_ops.measure.engines import Task, saved_row, unavailable
 from nvme_ops.measure.rows import Row, Sample, Unavailable
 
 
@@ -81,7 +81,7 @@ def safetensors_row(task: Task, name: str) -> Row:
     def load(path: str) -> torch.Tensor:
         return task.buffer.copy_(load_file(path)["tensor"])
 
-    return own_file_row(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
+    return saved_row(task, name, "safetensors", lambda tensor, path: save_file({"tensor": tensor}, path), load)
 
 
 _GDSIO_PLACES = ("/usr/local/cuda/gds/tools", "/usr/local/gds/tools")

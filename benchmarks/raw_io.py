@@ -70,10 +70,9 @@ def practised(row: Row, path: str, use: Callable[[], object]) -> Row:
 
 
 def save_through_us(value: object, path: str) -> None:
-    """Calls ``torch.save`` on a file of ``nvme_ops.open``, durably."""
+    """Calls ``torch.save`` on a file of ``nvme_ops.open``."""
     with nvme_ops.open(path, "w") as file:
         torch.save(value, cast(IO[bytes], file))
-        file.sync()
 
 
 def load_through_us(path: str) -> Any:
@@ -107,8 +106,6 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
     huge = functools.cache(lambda: filled(nvme_ops.empty(task.size, dtype=torch.uint8)))
     plain = [make_row(Contender(engine, Settings(), names[task.write]), task) for engine, names in _PLAIN.items()]
     name = "torch.save to nvme_ops.open + sync" if task.write else "torch.load from nvme_ops.open"
-    path = f"{task.path}.pt"  # the other torch row's, which has been checked before this one's first pass
-    save = partial(save_through_us, task.buffer, path)
     return [
         fio_row(task),
         fio_row(task, "fio default", [(fio.DEFAULT, "")]),
@@ -119,7 +116,7 @@ def large_rows(task: Task, deepspeed: bool) -> list[Row]:
         tensor_row(task, "nvme_ops, pageable, async + wait", lambda: task.pageable, start_and_wait),
         *(deepspeed_rows(task) if deepspeed else []),
         *plain,
-        engines.saved_row(task, name, path, save, partial(load_through_us, path)),
+        engines.saved_row(task, name, "pt", save_through_us, load_through_us),
         safetensors_row(task, f"safetensors {'save_file + fsync' if task.write else 'load_file'}"),
     ]
 

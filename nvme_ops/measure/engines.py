@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 Memory = Callable[[], "torch.Tensor"]
 Move = Callable[["torch.Tensor"], object]
+Save = Callable[["torch.Tensor", str], object]
 
 
 @dataclass
@@ -129,25 +130,35 @@ def tensor_row(task: Task, name: str, memory: Memory, move: Move, peer: str = ""
     return Row(name, lambda: timed(lambda: move(memory()), task.size), before, check, peer, reads=reads)
 
 
-def saved_row(task: Task, name: str, path: str, save: Callable[[], object], load: Callable[[], torch.Tensor]) -> Row:
-    """Returns a row that saves ``task.buffer`` to a file of another format at ``path``, or loads it from there.
+def saved_row(task: Task, name: str, suffix: str, save: Save, load: Callable[[str], torch.Tensor]) -> Row:
+    """Returns a row that saves ``task.buffer`` to a file of another format, durably, or loads it from there.
 
-    Several rows may share ``path``: the first of them saves.
+    Rows of one ``suffix`` share the file: the first of them saves.
     """
+    path = f"{task.path}.{suffix}"
+
+    def save_and_sync() -> None:
+        save(task.buffer, path)
+        files.sync(path)
+
+    def load_and_finish() -> torch.Tensor:
+        loaded = load(path)
+        task.finish()
+        return loaded
 
     def before() -> None:
         if path not in task.saved:
-            save()
+            save_and_sync()
             task.saved[path] = files.tensor_checksum(task.buffer)
         task.set_cache(path)
 
     def check() -> None:
         expected = files.tensor_checksum(task.buffer) if task.write else task.saved[path]
-        if files.tensor_checksum(load()) != expected:
+        if files.tensor_checksum(load(path)) != expected:
             raise WrongData("tensor and file differ")
 
-    reads = None if task.write else lambda: path
-    return Row(name, lambda: timed(save if task.write else load, task.size), before, check, reads=reads)
+    work, reads = (save_and_sync, None) if task.write else (load_and_finish, lambda: path)
+    return Row(name, lambda: timed(work, task.size), before, check, reads=reads)
 
 
 # This package's handles
@@ -241,32 +252,13 @@ def _python(task: Task, name: str, _: Settings) -> Row:
     return tensor_row(task, name, lambda: task.buffer, move)
 
 
-_Save = Callable[["torch.Tensor", str], object]
-
-
 def _torch(task: Task, name: str, _: Settings) -> Row:
     import torch
 
     def load(path: str) -> Any:
         return torch.load(path, map_location=task.buffer.device)
 
-    return own_file_row(task, name, "pt", torch.save, load)
-
-
-def own_file_row(task: Task, name: str, suffix: str, save: _Save, load: Callable[[str], torch.Tensor]) -> Row:
-    """Returns a row that saves ``task.buffer`` to a file of its own, durably, or loads it from there."""
-    path = f"{task.path}.{suffix}"
-
-    def save_and_sync() -> None:
-        save(task.buffer, path)
-        files.sync(path)
-
-    def load_and_finish() -> torch.Tensor:
-        loaded = load(path)
-        task.finish()
-        return loaded
-
-    return saved_row(task, name, path, save_and_sync, load_and_finish)
+    return saved_row(task, name, "pt", torch.save, load)
 
 
 @dataclass(frozen=True)
