@@ -25,14 +25,36 @@ from typing import Any
 
 from benchmarks.programs import tied
 from nvme_ops.base.command_line import command_line, listed, positive, size
-from nvme_ops.base.text import MIB, size_words
+from nvme_ops.base.text import MIB, share_words, size_words
 from nvme_ops.measure import files, machine, stop
 from nvme_ops.measure.rows import Row, Sample, Unavailable, WrongData, interleave
 from nvme_ops.measure.scratch import scratch_folder
-from nvme_ops.measure.tables import Table, add_outputs, as_json, as_text, check_outputs, deliver, show_progress
+from nvme_ops.measure.tables import (
+    COLUMNS,
+    Table,
+    add_outputs,
+    as_json,
+    as_text,
+    check_outputs,
+    deliver,
+    ratio_words,
+    show_progress,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 STEP = 4 * MIB  # a block of fio's best: sizes are multiples of it
+
+
+def _figures(words: Callable[[float], str], *names: str) -> None:
+    """Adds columns of further figures to those of nvme-bench."""
+    COLUMNS.update({name: (lambda run, name=name: run.figures.get(name), words) for name in names})  # type: ignore[misc]
+
+
+_figures(share_words, "of the bound", "hits")
+_figures(lambda seconds: f"{ratio_words(seconds)} s",
+         "step", "first token", "load", "forward", "backward", "optimizer", "LRU step")  # fmt: skip
+_figures(size_words, "read per step", "written per step", "read and written", "while decoding", "LRU reads")
+_figures(ratio_words, "GB/s", "reads / LRU", "step / LRU", "guesses right", "guesses wrong")
 
 
 @dataclass(frozen=True)

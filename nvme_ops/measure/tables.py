@@ -27,38 +27,24 @@ ALONE = "the sum of each alone"  # by which rows of several devices are divided
 _Column = tuple[Callable[[Sample], float | None], Callable[[float], str]]
 
 
-def _figures(words: Callable[[float], str], *names: str) -> dict[str, _Column]:
-    return {name: (lambda run, name=name: run.figures.get(name), words) for name in names}  # type: ignore[misc]
-
-
 def _per_gib(sample: Sample, value: float | None) -> float | None:
     return None if value is None else value * GIB / sample.amount
 
 
-def _seconds(value: float) -> str:
-    return f"{rounded(value, 3)} s"
-
-
-def _bytes(value: float) -> str:
-    return size_words(int(value))
-
-
-def _ratio(value: float) -> str:
+def ratio_words(value: float) -> str:
+    """Returns a ratio, or another figure without a unit, in words."""
     return rounded(value, 3)
 
 
-#: The columns that a table can have beside its unit: the value of a pass, and how to show the median.
+#: The columns that a table can have beside its unit: the value of a pass, and how to show the median. Those of further
+#: figures are added where these are measured.
 COLUMNS: dict[str, _Column] = {
     "end to end GB/s": (lambda run: run.end_to_end and run.amount / run.end_to_end / 1e9, lambda v: rounded(v, 4)),
     "CPU s/GiB": (lambda run: _per_gib(run, run.cpu_seconds), "{:.3f}".format),
-    "peak memory": (lambda run: run.peak_bytes, _bytes),
+    "peak memory": (lambda run: run.peak_bytes, size_words),
     FROM_PAGE_CACHE: (lambda run: run.from_page_cache, share_words),
-    "submit us": (lambda run: run.submit_seconds and run.submit_seconds / 1e-6, _ratio),
-    "J/GiB": (lambda run: _per_gib(run, total(run.joules) if run.joules else None), _ratio),
-    **_figures(share_words, "of the bound", "hits"),
-    **_figures(_seconds, "step", "first token", "load", "forward", "backward", "optimizer", "LRU step"),
-    **_figures(_bytes, "read per step", "written per step", "read and written", "while decoding", "LRU reads"),
-    **_figures(_ratio, "GB/s", "reads / LRU", "step / LRU", "guesses right", "guesses wrong"),
+    "submit us": (lambda run: run.submit_seconds and run.submit_seconds / 1e-6, ratio_words),
+    "J/GiB": (lambda run: _per_gib(run, total(run.joules) if run.joules else None), ratio_words),
 }
 
 
