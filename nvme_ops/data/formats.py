@@ -18,7 +18,7 @@ Reader: TypeAlias = Callable[[torch.Tensor], Sample]
 
 
 class Format(NamedTuple):
-    """How to recognize a format by its path, make or find its index, and read its records."""
+    """How to recognize a format by its path, make or find its index (with checksums or without), and read records."""
 
     matches: Callable[[str], bool]
     make_index: Callable[[str, bool], own.SampleIndex]
@@ -35,8 +35,8 @@ def _own_index(path: str, checksums: bool) -> own.SampleIndex:
 
 FORMATS = {
     "native": Format(_has_index, _own_index, lambda index: Columns.from_json(index.columns).unpacked),
-    "mds": Format(mds.matches, mds.index_of, lambda index: mds.Shards(index).sample),
-    "webdataset": Format(webdataset.matches, webdataset.index_of, lambda _: webdataset.sample),
+    "mds": Format(mds.matches, lambda path, _: mds.index_of(path), lambda index: mds.Shards(index).sample),
+    "webdataset": Format(webdataset.matches, lambda path, _: webdataset.index_of(path), lambda _: webdataset.sample),
 }
 
 

@@ -44,7 +44,7 @@ def matches(path: str) -> bool:
         return False
 
 
-def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none for each record)
+def index_of(path: str) -> SampleIndex:
     """Returns where the samples of a folder lie. Raises FormatError for shards that cannot be read in place."""
     name = os.path.join(path, _LIST)
     text = content_of(name, _MAX)

@@ -54,7 +54,7 @@ def compressed(path: str) -> list[str]:
     return [os.path.join(folder, name) for name in _tars(path, COMPRESSED)]
 
 
-def index_of(path: str, checksums: bool = False) -> SampleIndex:  # noqa: ARG001  (there are none)
+def index_of(path: str) -> SampleIndex:
     """Returns where the samples of tars lie. Raises FormatError for a damaged or compressed tar."""
     folder, name = os.path.split(os.path.abspath(path)) if os.path.isfile(path) else (path, "")
     return foreign_index("webdataset", folder, _tars(path), b"", lambda tar, _: _places(tar), {}, name)

@@ -95,16 +95,16 @@ def cool(reader: Reader) -> None:
         make_cold(str(path))
 
 
-def search(measure: Callable[[int], Fed], most: int = _MAX) -> int:
+def search(measure: Callable[[int], Fed]) -> int:
     """Returns how many accelerators can be fed, to within an eighth; 0 if not even one."""
 
     def fed(count: int) -> bool:
         return measure(count).utilization >= FED
 
     low, high = 0, 1
-    while high <= most and fed(high):
+    while high <= _MAX and fed(high):
         low, high = high, 2 * high
-    high = min(high, most + 1)
+    high = min(high, _MAX + 1)
     while high - low > max(1, low // 8):
         middle = (low + high) // 2
         low, high = (middle, high) if fed(middle) else (low, middle)
