@@ -24,7 +24,7 @@ from nvme_ops.base.settings import Settings
 from nvme_ops.base.text import MIB, parse_json, size_words
 from nvme_ops.filesystem.device import Identity, identify
 from nvme_ops.io.tuning import store
-from nvme_ops.measure.engines import Contender, Task, gpus, make_rows
+from nvme_ops.measure.engines import Contender, Task, make_rows
 from nvme_ops.measure.files import NotUsable, make_file
 from nvme_ops.measure.rows import interleave
 from nvme_ops.measure.scratch import scratch_folder
@@ -143,9 +143,12 @@ def _check(args: Namespace) -> None:
         raise ValueError("--no-read and --no-write together leave nothing to measure")
     if missing := [folder for folder in args.folder if not os.path.isdir(folder)]:
         raise ValueError(f"{missing[0]}: no such folder")
-    if args.way != "cpu" and not gpus():
-        flag = "--gds" if args.gds else "--device cuda"
-        raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
+    if args.way != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            flag = "--gds" if args.gds else "--device cuda"
+            raise ValueError(f"{flag}: torch.cuda is not available: no GPU, or torch without CUDA")
     if args.log_dir:
         os.makedirs(args.log_dir, exist_ok=True)
         args.output.append(os.path.join(args.log_dir, "tune.json"))

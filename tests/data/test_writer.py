@@ -109,6 +109,22 @@ def test_what_is_not_completed_leaves_nothing(folder: Path, dropped: bool) -> No
     assert names(folder) == []
 
 
+def test_a_forked_child_takes_nothing_along(folder: Path) -> None:
+    made = SampleWriter(folder, alignment=8)  # which writes at once
+    made.add(b"a" * 100)
+
+    def body() -> None:
+        with pytest.raises(RuntimeError, match="the parent's"):
+            made.add(b"x")
+        for end in (made.abort, made._at_exit, made.__del__):
+            end()
+
+    in_child(body)
+    made.add(b"b")
+    made.close()
+    assert has(folder, 2)
+
+
 # Other stores
 
 
