@@ -72,6 +72,21 @@ def test_columns_that_are_not_decoded(folder: Path, encoding: str, size: Any, er
         SampleStore(folder)[0]
 
 
+def test_a_damaged_shard(folder: Path) -> None:
+    write_mds(folder)
+    path = folder / "shard.00000.mds"
+    content = path.read_bytes()
+    begin = struct.unpack("<I", content[4:8])[0]
+    path.write_bytes(content[:begin] + struct.pack("<I", 2**31) + content[begin + 4 :])
+    store = SampleStore(folder)
+    with pytest.raises(FormatError, match="sample 0: column 'image' does not fit"):
+        store[0]
+    assert same_mds(store[1], 1)
+    path.write_bytes(content[:12] + struct.pack("<I", 2**31) + content[16:])
+    with pytest.raises(FormatError, match="places of its samples are damaged"):
+        SampleStore(folder)
+
+
 # The index that is kept
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import itertools
 import json
 import threading
@@ -177,6 +178,9 @@ def test_batches_of_any_samples(store: SampleStore) -> None:
     batch = next(iter(Loader(store, 7)))
     assert batch["name"] == [f"sample {number}" for number in range(7)]
     assert torch.equal(batch["image"][3], sample(3)["image"])
+    pair = collections.namedtuple("pair", "one two")
+    (batch, *_) = Loader(store, 8, device="cpu", collate_fn=lambda samples: pair(torch.zeros(1), (1, [2])))
+    assert (type(batch), batch.two) == (pair, (1, [2]))
 
 
 def test_decoding_in_threads(store: SampleStore) -> None:

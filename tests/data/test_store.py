@@ -236,6 +236,16 @@ def test_data_files_that_are_not_those_of_the_index(folder: Path) -> None:
 # The index
 
 
+def test_a_damaged_index(folder: Path) -> None:
+    with SampleWriter(folder) as writer:
+        writer.extend(bytes(number % 9) for number in range(2500))  # whose index has several pages
+    for place, words in {0: "not the index", 8: "version", 30: "damaged", 10_000: "damaged", 30_000: "damaged"}.items():
+        flip(folder / NAME, place, 4)
+        with pytest.raises(FormatError, match=words):
+            SampleStore(folder, verify=True)
+        flip(folder / NAME, place, 4)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -90,22 +90,26 @@ def test_wrong_arguments(folder: Path) -> None:
 # The end
 
 
-@pytest.mark.parametrize("dropped", [False, True])
-def test_what_is_not_completed_leaves_nothing(folder: Path, dropped: bool) -> None:
+@pytest.mark.parametrize("end", ["dropped", "a full disk", "an index that cannot be written"])
+def test_what_is_not_completed_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch, end: str) -> None:
     made: Any = SampleWriter([folder, folder / "two"], shard_bytes=100)
     made.extend([b"x" * 90] * 5)
     assert data_files(folder / "two")
     with pytest.raises(FormatError, match="has no samples"):
         SampleStore(folder)
-    if dropped:
+    if end == "dropped":
         with pytest.warns(RuntimeWarning, match=r"without close\(\): its 5 samples are not kept"):
             del made
-    else:
+    elif end == "a full disk":
         with limited(resource.RLIMIT_FSIZE, 8 * MIB), pytest.raises(OSError, match="too large"):
             made.extend([bytes(9 * MIB)] * 2)
         with pytest.raises(ValueError, match="writing failed before"):
             made.close()
         made.abort()
+    else:
+        monkeypatch.setattr(writer, "write_index", lambda *_: os.stat(folder / "nothing"))
+        with pytest.raises(FileNotFoundError):
+            made.close()
     assert names(folder) == []
 
 
