@@ -84,7 +84,8 @@ class Training:
         if saved := [move for move in self.moves if move in ("activations", "auto")]:
             policy: Any = "auto" if saved == ["auto"] else "nvme"
             self.budget = 0 if "params" in self.moves else case.budget
-            self.saving = save_on_nvme(folder, min_bytes=1, memory_budget=self.budget, policy=policy, **common)
+            host: Any = {} if device.type == "cpu" else {"host_budget": "64M" if "hosted" in self.how else 0}
+            self.saving = save_on_nvme(folder, min_bytes=1, memory_budget=self.budget, policy=policy, **host, **common)
             self.figures["activations"] = self.saving
         self.forward: Any = torch.compile(self.model, backend="aot_eager") if "compiled" in self.how else self._forward
         self.scaler = torch.amp.GradScaler(device.type, init_scale=1024.0, enabled="scaled" in self.how)
@@ -173,7 +174,8 @@ class Training:
             stats = settled(self.saving)
             assert stats.bytes_saved > 0
             assert stats.bytes_stored == 0, "nothing is left once the graphs are gone"
-            assert (stats.bytes_written > 0) == (self.budget < 64 * MIB)
+            assert (stats.bytes_written + stats.bytes_to_host > 0) == (self.budget < 64 * MIB)
+            assert (stats.bytes_to_host > 0) == ("hosted" in self.how)
             self.saving.close()
 
 
@@ -236,8 +238,8 @@ ON_DEVICE = [
     Case("gradients states", "perceptron", "accumulated clipped"),
     Case("params gradients states", "perceptron", budget=SMALL, dtype=LOW),
     Case("activations", "perceptron", budget=64 * MIB),
-    *(Case(moves, "attention", budget=0) for moves in ("activations", "auto")),
-    Case("activations", "perceptron", "checkpointed", 0),
+    *(Case(moves, "attention", how, 0) for moves in ("activations", "auto") for how in ("", "hosted")),
+    Case("activations", "perceptron", "checkpointed", 0), Case("activations", "perceptron", "hosted", 40 * KIB),
     Case("params gradients states activations", "perceptron", budget=SMALL),
 ]  # fmt: skip
 

@@ -50,7 +50,7 @@ class _Saved:
     def __init__(self, files: StripedSlabs, checksums: bool, host: int) -> None:
         self._files, self._checksums = files, checksums
         self.host = PooledTier(host).share()
-        self._streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # to host memory, and from there
+        self.streams: dict[torch.device, tuple[torch.Stream, torch.Stream]] = {}  # to host memory, and from there
         self.counts = ActivationStats()
         self.leaving: list[Stored] = []  #: is to be freed once no transfer uses it any more
 
@@ -66,7 +66,7 @@ class _Saved:
             raise OSError(errno.EIO, f"{entry.describe()}, saved for the backward pass, is lost")
         stored, before = entry.stored, len(entry.stored.transfers)
         if stored.host is not None:
-            entry.queued = copy = Copy(self._streams[entry.device][1])
+            entry.queued = copy = Copy(self.streams[entry.device][1])
             stored.transfers.append(copy.future(memory))
             copy.begin(memory, stored.host)
             entry.handed_out = memory._version
@@ -91,9 +91,9 @@ class _Saved:
         memory: Any = entry.memory
         transfers: list[IoFuture] = []
         if entry.device.type != "cpu" and (host := self.host.allocate(max(1, entry.nbytes))) is not None:
-            if entry.device not in self._streams:
-                self._streams[entry.device] = new_stream(entry.device), new_stream(entry.device)
-            copy = Copy(self._streams[entry.device][0])
+            if entry.device not in self.streams:
+                self.streams[entry.device] = new_stream(entry.device), new_stream(entry.device)
+            copy = Copy(self.streams[entry.device][0])
             transfers.append(copy.future(memory, host))
             entry.stored = Stored([], transfers, host=host)
             copy.begin(host, memory)
