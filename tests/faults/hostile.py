@@ -53,34 +53,26 @@ class Format:
 
 
 def at_random(content: bytes, draw: random.Random) -> bytes:
+    """Changes bytes or a number, removes, repeats or adds some, or cuts the rest off."""
     data = bytearray(content)
     for _ in range(draw.choice((1, 1, 1, 2, 4, 16))):
         place = draw.randrange(len(data) + 1)
-        length = draw.choice((1, 2, 4, 8, 64, 512, 4096))
-        what = draw.randrange(9)
-        if what == 0:
-            data[place : place + 1] = bytes([draw.randrange(256)])
-        elif what == 1 and place < len(data):
-            data[place] ^= 1 << draw.randrange(8)
-        elif what == 2:
-            width = draw.choice((1, 2, 4, 8))
-            number = draw.choice((*NUMBERS, len(data), len(data) - 1, len(data) + 1, place)) & (1 << 8 * width) - 1
-            data[place : place + width] = number.to_bytes(width, draw.choice(("little", "little", "big")))
-        elif what == 3:
-            del data[place : place + length]
-        elif what == 4:
-            data[place:place] = data[place : place + length]
-        elif what == 5:
-            del data[place:]
-        elif what == 6:
-            data[place:place] = draw.randbytes(length)
-        elif what == 7:
-            data[place : place + length] = bytes(length) if draw.random() < 0.5 else b"\xff" * length
-        else:
-            digits = [k for k in range(len(data)) if 48 <= data[k] < 58][:2000]
-            if digits:
-                place = draw.choice(digits)
-                data[place : place + 1] = str(draw.choice((*VALUES[:19], 10**400))).encode()
+        length, width = draw.choice((1, 2, 4, 8, 64, 512, 4096)), draw.choice((1, 2, 4, 8))
+        number = draw.choice((*NUMBERS, len(data), len(data) - 1, len(data) + 1, place)) & (1 << 8 * width) - 1
+        digits = [k for k, byte in enumerate(data) if 48 <= byte < 58][:2000] or [place]
+        digit = draw.choice(digits)
+        begin, end, new = draw.choice((
+            (place, place + 1, draw.randbytes(1)),
+            (place, place + 1, bytes(byte ^ 1 << draw.randrange(8) for byte in data[place : place + 1])),
+            (place, place + width, number.to_bytes(width, draw.choice(("little", "little", "big")))),
+            (place, place + length, b""),
+            (place, place, data[place : place + length]),
+            (place, len(data), b""),
+            (place, place, draw.randbytes(length)),
+            (place, place + length, draw.choice((b"\0", b"\xff")) * length),
+            (digit, digit + 1, str(draw.choice((*VALUES[:19], 10**400))).encode()),
+        ))  # fmt: skip
+        data[begin:end] = new
     return bytes(data)
 
 
@@ -129,9 +121,7 @@ def changed_json(content: bytes, draw: random.Random) -> bytes:
 
 def mutated(format: Format, originals: dict[str, bytes], draw: random.Random) -> tuple[str, bytes]:
     name = draw.choice(sorted(originals))
-    content = None
-    if draw.random() < 0.7:
-        content = format.change(originals[name], draw)
+    content = format.change(originals[name], draw) if draw.random() < 0.7 else None
     if content is None or draw.random() < 0.1:
         content = at_random(originals[name] if content is None else content, draw)
     return name, content

@@ -2,33 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
+import pickletools
 import random
 import struct
 import tarfile
+import zipfile
 import zlib
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import nvme_ops
+from nvme_ops.base.errors import MissingTensorError
 from nvme_ops.base.native import native
+from nvme_ops.checkpoint.contents import contents, damaged
 from nvme_ops.data import AsyncLog, SampleStore, SampleWriter
 from nvme_ops.data.convert import open_source
 from nvme_ops.data.writer import settle_abandoned
 from nvme_ops.filesystem.device import Identity
+from nvme_ops.integrations.safetensors import safe_open
 from nvme_ops.io.tensors import checksums_of
 from nvme_ops.io.tuning import store as tuning_store
 from nvme_ops.storage import Session, TensorStore
 from tests.data.samples import index_of, index_parts, write_mds, write_tar
-from tests.faults import hostile_checkpoints as checkpoints
 from tests.faults.hostile import NUMBERS, Format, at_random, changed_json, edited, text_of
-from tests.faults.hostile_checkpoints import STATE
 
 
 def crc(content: bytes) -> int:
     return checksums_of([content], "crc32c")[0]
+
+
+STATE = {
+    "a": torch.arange(40.0).view(5, 8),
+    "b.c": torch.arange(6, dtype=torch.int64),
+    "d": torch.ones(3, dtype=torch.bfloat16),
+}
 
 
 # Samples
@@ -121,9 +135,166 @@ def save_npy(folder: Path) -> None:
 
 
 def read_npy(folder: Path) -> None:
-    source = open_source(str(folder / "rows.npy"), None, [])
-    for _ in source.samples:
+    list(open_source(str(folder / "rows.npy"), None, []).samples)
+
+
+# Checkpoints
+
+
+def changed_safetensors(content: bytes, draw: random.Random) -> bytes:
+    (length,) = struct.unpack_from("<Q", content)
+    text, data = changed_json(content[8 : 8 + length], draw), content[8 + length :]
+    length = draw.choice(NUMBERS[2:]) if draw.random() < 0.05 else len(text)
+    return struct.pack("<Q", length & 2**64 - 1) + text + data
+
+
+def verified(path: Path) -> None:
+    """Loads a file whose data may differ, by their checksums, or have none."""
+    try:
+        nvme_ops.load(path, verify=True)
+    except OSError:
         pass
+    except ValueError as error:
+        if "has no checksums to verify" not in str(error):
+            raise
+
+
+def read_safetensors(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    verified(path)
+    nvme_ops.load(path, mmap=True)
+    with safe_open(path) as file:
+        for name in file.keys():  # noqa: SIM118  (it is no dict)
+            file.get_slice(name)[:1] if file.get_slice(name).get_shape() else file.get_tensor(name)
+    damaged(contents(path))
+
+
+def save_safetensors(folder: Path) -> None:
+    nvme_ops.save(STATE, folder / "model.safetensors")
+
+
+def save_sharded(folder: Path) -> None:
+    nvme_ops.save(STATE, folder / "model.safetensors.index.json", max_shard_size=100)
+
+
+def read_sharded(folder: Path) -> None:
+    path = folder / "model.safetensors.index.json"
+    with contextlib.suppress(MissingTensorError):
+        nvme_ops.load(path)
+    with contextlib.suppress(MissingTensorError):
+        nvme_ops.load(path, keys=["a"])
+    damaged(contents(path))
+
+
+def changed_index(content: bytes, draw: random.Random) -> bytes:
+    document = json.loads(content)
+    if draw.random() < 0.9:  # else its checksum does not match
+        document["metadata"].pop("nvme_ops.crc32c", None)
+    return text_of(edited(document, draw), draw)
+
+
+def changed_pickle(content: bytes, draw: random.Random) -> bytes:
+    """Changes the argument of a code, or which codes there are."""
+    places = [place for _, _, place in pickletools.genops(content) if place is not None]
+    parts = [content[begin:end] for begin, end in zip(places, [*places[1:], len(content)], strict=True)]
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        k, deep = draw.randrange(len(parts)), draw.choice((10, 1000, 100_000))
+        parts[k] = draw.choice((
+            b"", draw.choice(parts), parts[k] + draw.choice(parts), parts[k][:1] + at_random(parts[k][1:], draw),
+            b"\x8a\x09" + (draw.choice(NUMBERS) & 2**72 - 1).to_bytes(9, "little"),  # LONG1
+            draw.choice((b"]" * deep, b"(" * deep, b"N" + b"\x85" * deep, b"r\xff\xff\xff\x7f", b"0", b"}", b"N")),
+        ))  # fmt: skip
+    return b"".join(parts)
+
+
+def changed_zip(content: bytes, draw: random.Random) -> bytes | None:
+    """Changes the pickle or another record of a file of ``torch.save``, in a zip file that is whole."""
+    if not content.startswith(b"PK"):
+        return None
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(made, "w") as new:
+        pickles = [name for name in old.namelist() if name.endswith("data.pkl")]
+        chosen = draw.choice(pickles if draw.random() < 0.8 else old.namelist())
+        for name in old.namelist():
+            data = old.read(name)
+            if name == chosen:
+                data = changed_pickle(data, draw) if name.endswith(".pkl") else at_random(data, draw)
+            if draw.random() < 0.01:
+                name = draw.choice((name + "x", "x", "../x", name + "\xff"))
+            new.writestr(name, data, zipfile.ZIP_DEFLATED if draw.random() < 0.03 else None)
+    return made.getvalue()
+
+
+def save_torch(folder: Path) -> None:
+    layer = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(layer.parameters())
+    layer(torch.ones(3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": layer.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "view": torch.arange(20)[3:9:2],
+        "list": [1, 2.5, "x", None, (torch.ones(2, dtype=torch.float16),)],
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    nvme_ops.save(state, folder / "model.pt")
+    torch.save(state, folder / "torch.pt")
+    torch.save(STATE, folder / "old.pt", _use_new_zipfile_serialization=False)
+
+
+def read_torch(folder: Path) -> None:
+    for path in sorted(folder.glob("*.pt")):
+        nvme_ops.load(path)
+        if path.name != "old.pt":
+            verified(path)
+            with contextlib.suppress(MissingTensorError):
+                nvme_ops.load(path, keys=["view"])
+            damaged(contents(path))
+
+
+def save_dcp(folder: Path) -> None:
+    nvme_ops.dcp.save({**STATE, "number": 5}, folder)
+
+
+def changed_metadata(content: bytes, draw: random.Random) -> bytes:
+    return changed_pickle(content.rpartition(b"\nnvme_ops")[0], draw)
+
+
+@functools.cache
+def _optimizer(folder: Path) -> Any:
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(4, 4)
+    made = nvme_ops.offload.NvmeOptimizer(layer.parameters(), torch.optim.Adam, folder / "work", lr=0.1)
+    for param in layer.parameters():  # no backward pass, which a forked child may not run
+        param.grad = torch.ones_like(param)
+    made.step()
+    return made
+
+
+def write_states(folder: Path) -> None:
+    (folder / "work").mkdir()
+    _optimizer(folder).save_states(folder / "states")
+    _optimizer(folder).close()
+    _optimizer.cache_clear()
+
+
+def changed_states(content: bytes, draw: random.Random) -> bytes:
+    if draw.random() < 0.3:
+        return changed_safetensors(content, draw)
+    (length,) = struct.unpack_from("<Q", content)
+    header = json.loads(content[8 : 8 + length])
+    described = header["__metadata__"]
+    described["nvme_ops.optimizer"] = changed_json(described["nvme_ops.optimizer"].encode(), draw).decode()
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+def read_states(folder: Path) -> None:
+    try:
+        _optimizer(folder).load_states(folder / "states")
+    except ValueError as error:
+        if "has the states of other parameters" not in str(error):
+            raise
 
 
 # Logs, sessions, settings
@@ -140,19 +311,15 @@ def write_log(folder: Path) -> None:
 def changed_log(content: bytes, draw: random.Random) -> bytes:
     blocks = [b"NVLG" + part for part in content.split(b"NVLG")[1:]]
     k = draw.randrange(len(blocks))
-    count, nbytes = struct.unpack_from("<IQ", blocks[k], 8)
-    body = blocks[k][20:]
-    what = draw.randrange(4)
-    if what == 0:
-        count = draw.choice(NUMBERS) & 2**32 - 1
-    elif what == 1:
-        nbytes = draw.choice(NUMBERS) & 2**64 - 1
-    elif what == 2:
-        body = at_random(body, draw)
-    else:
-        blocks.insert(k, blocks[draw.randrange(len(blocks))])
-    head = struct.pack("<IQ", count, nbytes)
-    blocks[k] = b"NVLG" + struct.pack("<I", crc(head + body)) + head + body
+    number, head, body = draw.choice(NUMBERS), blocks[k][8:20], blocks[k][20:]
+    head, body = draw.choice((
+        (struct.pack("<I", number & 2**32 - 1) + head[4:], body),
+        (head[:4] + struct.pack("<Q", number & 2**64 - 1), body),
+        (head, at_random(body, draw)),
+        (draw.choice(blocks)[8:20], body),
+    ))  # fmt: skip
+    blocks.insert(k, b"NVLG" + struct.pack("<I", crc(head + body)) + head + body)
+    del blocks[k + draw.randrange(2)]
     return b"".join(blocks)
 
 
@@ -184,10 +351,6 @@ def write_claim(folder: Path) -> None:
     mark.write_text(json.dumps({"index": str(folder / "index.nvmedata"), "folders": [str(folder)]}))
 
 
-def read_claim(folder: Path) -> None:
-    settle_abandoned(str(folder / "index.nvmedata"))
-
-
 DEVICE = Identity(("made up",), "ext4", "1", "6.1", 8, "cpu", "io_uring")
 
 
@@ -197,25 +360,11 @@ def write_tuned(folder: Path) -> None:
     tuning_store.keep(DEVICE, nvme_ops.base.settings.Settings(), {"seconds": 1.0, "complete": True})
 
 
-def read_tuned(_: Path) -> None:
-    tuning_store.load(DEVICE)
-
-
 FORMATS = {
-    "safetensors": Format(
-        lambda folder: nvme_ops.save(STATE, folder / "model.safetensors"),
-        checkpoints.read_safetensors,
-        "*.safetensors",
-        checkpoints.changed_safetensors,
-    ),
-    "sharded": Format(checkpoints.save_sharded, checkpoints.read_sharded, "*.index.json", checkpoints.changed_index),
-    "torch": Format(
-        checkpoints.save_torch,
-        checkpoints.read_torch,
-        "*.pt",
-        lambda content, draw: checkpoints.changed_zip(content, draw) if content[:2] == b"PK" else None,
-    ),
-    "dcp": Format(checkpoints.save_dcp, checkpoints.read_dcp, ".metadata", checkpoints.changed_metadata),
+    "safetensors": Format(save_safetensors, read_safetensors, "*.safetensors", changed_safetensors),
+    "sharded": Format(save_sharded, read_sharded, "*.index.json", changed_index),
+    "torch": Format(save_torch, read_torch, "*.pt", changed_zip),
+    "dcp": Format(save_dcp, lambda folder: damaged(contents(folder)), ".metadata", changed_metadata),
     "store": Format(write_store, read_samples, "*[0-9a]", changed_store),
     "mds": Format(lambda folder: write_mds(folder, 8), read_samples, "[is]*", changed_mds),
     "foreign": Format(write_foreign, read_samples, ".foreign.nvmedata", changed_store),
@@ -224,7 +373,7 @@ FORMATS = {
     "log": Format(write_log, lambda folder: list(AsyncLog.read(folder / "log")), "log.*", changed_log),
     "owner": Format(write_session, read_session, ".nvme_ops-*/owner", changed_json),
     "journal": Format(write_session, read_session, ".nvme_ops-*/7d95*", changed_journal),
-    "claim": Format(write_claim, read_claim, ".*-claim", changed_json),
-    "tuned": Format(write_tuned, read_tuned, "nvme_ops/tune/*.json", changed_json),
-    "states": Format(checkpoints.write_states, checkpoints.read_states, "states", checkpoints.changed_states),
+    "claim": Format(write_claim, lambda folder: settle_abandoned(f"{folder}/index.nvmedata"), ".*-claim", changed_json),
+    "tuned": Format(write_tuned, lambda _: tuning_store.load(DEVICE), "nvme_ops/tune/*.json", changed_json),
+    "states": Format(write_states, read_states, "states", changed_states),
 }
