@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,30 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def repeated(work: Callable[[int], object]) -> None:
-    """Works until everything is warm, then checks that much more work holds no more."""
+def test_operations(make_handle: HandleFactory, folder: Path) -> None:
+    handle, data, path = make_handle(intra_op_parallelism=2), pattern(100_001), folder / "file"
+    back, short = torch.zeros_like(data), store(folder / "short", pattern(1000))
+
+    def work(i: int) -> None:
+        handle.sync_pwrite(data, path)
+        handle.async_pread(torch.zeros_like(data), path)
+        assert handle.wait() == 1
+        handle.read(back, path, True)
+        handle.submit_preadv([torch.zeros(100), torch.zeros(1000)], [path, path]).result()
+        handle.submit_pwrite(data[::2], path, 5).add_done_callback(lambda future: future.result())
+        handle.submit_pread(torch.zeros(100_000, dtype=torch.uint8), path)  # at which nobody looks
+        locked = handle.new_cpu_locked_tensor(100_000 + i, data)
+        handle.async_pwrite(locked[3:], folder / "locked")
+        handle.free_cpu_locked_tensor(locked)
+        handle.wait()
+        for call in (handle.sync_pread, lambda *a: handle.submit_pread(*a).result()):
+            for given, wrong in (((data, short), EOFError), ((data, folder / "missing"), FileNotFoundError),
+                                 ((data[::2], path), ValueError), ((data, None), TypeError)):  # fmt: skip
+                with pytest.raises(wrong):
+                    call(*given)
+        if i % 4 == 0:  # ending a queue of libaio takes the kernel a while
+            make_handle(queue_depth=4, intra_op_parallelism=3).async_pread(torch.zeros_like(data), path)
+
     for i in range(ROUNDS // 10):
         work(i)
     before = settled()
@@ -33,41 +54,7 @@ def repeated(work: Callable[[int], object]) -> None:
         after = settled()
         assert after.pop("threads") <= before["threads"] + MORE_THREADS
         assert after.items() <= before.items()
-        grown = resident_bytes() - resident
-        if grown < SLACK:
+        if (grown := resident_bytes() - resident) < SLACK:
             break
     assert grown < SLACK
-
-
-def test_operations(make_handle: HandleFactory, folder: Path) -> None:
-    handle, data, path = make_handle(intra_op_parallelism=2), pattern(100_001), folder / "file"
-    back, short = torch.zeros_like(data), store(folder / "short", pattern(1000))
-
-    def asynchronous(*arguments) -> None:
-        handle.async_pread(*arguments)
-        handle.wait()
-
-    def work(i: int) -> None:
-        handle.sync_pwrite(data, path)
-        handle.async_pread(torch.zeros_like(data), path)
-        handle.read(back, path, True)
-        assert handle.wait() == 1
-        handle.submit_preadv([torch.zeros(100), torch.zeros(1000)], [path, path]).result()
-        written = handle.submit_pwrite(data[::2], path, 5)
-        written.add_done_callback(lambda future: future.result())
-        written.result()
-        handle.submit_pread(torch.zeros(100_000, dtype=torch.uint8), path)  # at which nobody looks
-        locked = handle.new_cpu_locked_tensor(100_000 + i, data)
-        handle.async_pwrite(locked[3:], folder / "locked")
-        handle.free_cpu_locked_tensor(locked)
-        handle.wait()
-        for call in (handle.sync_pread, asynchronous, lambda *a: handle.submit_pread(*a).result()):
-            for given, wrong in (((data, short), EOFError), ((data, folder / "missing"), FileNotFoundError),
-                                 ((data[::2], path), ValueError), ((data, None), TypeError)):  # fmt: skip
-                with pytest.raises(wrong):
-                    call(*given)
-        if i % 4 == 0:  # ending a queue of libaio takes the kernel a while
-            make_handle(queue_depth=4, intra_op_parallelism=3).async_pread(torch.zeros_like(data), path)
-
-    repeated(work)
     assert torch.equal(back, data)

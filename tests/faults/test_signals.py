@@ -14,17 +14,9 @@ import pytest
 import torch
 
 import nvme_ops
-from tests.conftest import GIB, MIB, HandleFactory, pattern, store
+from tests.conftest import GIB, MIB, HandleFactory, pattern, round_trip, store
 
 PART = 32 * MIB  # takes 0.05 s where 512-byte requests are fastest
-
-
-class Stop(KeyboardInterrupt):
-    pass
-
-
-def stop(*_: object) -> None:
-    raise Stop
 
 
 @pytest.fixture
@@ -55,16 +47,10 @@ def sparse(path: Path, size: int) -> Path:
 def test_a_storm_of_signals(make_handle: HandleFactory, folder: Path) -> None:
     handled: list[None] = []
     signal.signal(signal.SIGALRM, lambda *_: handled.append(None))
-    handle, data = make_handle(block_size=65536, queue_depth=4, num_threads=2, cache="direct"), pattern(8 * MIB)
-    back = torch.zeros_like(data)
+    handle = make_handle(block_size=65536, queue_depth=4, num_threads=2, cache="direct")
     signal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)
     for _ in range(3):
-        handle.sync_pwrite(data, folder / "file")
-        back.zero_()
-        handle.async_pread(back, folder / "file")
-        assert handle.wait() == 1
-        assert torch.equal(back, data)
-        handle.pread(back, folder / "file", True, False)
+        round_trip(handle, folder / "file", 8 * MIB)
     signal.setitimer(signal.ITIMER_REAL, 0)
     assert handled
 
@@ -74,49 +60,42 @@ def test_a_storm_of_signals(make_handle: HandleFactory, folder: Path) -> None:
 def test_a_handler_that_raises_ends_the_wait(make_handle: HandleFactory, folder: Path, call: str, lanes: int) -> None:
     """512-byte requests, one at a time: hours of work for a file of holes, without the memory for it touched."""
     handle = make_handle(block_size=512, queue_depth=1, intra_op_parallelism=lanes, cache="direct")
-    size = GIB
-    path, target = sparse(folder / "file", size), torch.empty(size, dtype=torch.uint8)
-    signal.signal(signal.SIGALRM, stop)
+    path, target = sparse(folder / "file", GIB), torch.empty(GIB, dtype=torch.uint8)
+    signal.signal(signal.SIGALRM, signal.default_int_handler)
     future = handle.submit_pread(target[:PART], path) if call == "result" else None
     if call == "wait":
         handle.async_pread(target[:PART], path)
-    with pytest.raises(Stop), alarm_after(0.01):  # noqa: PT012  (one of these)
+    with pytest.raises(KeyboardInterrupt), alarm_after(0.01):  # noqa: PT012  (one of these)
         if call == "read":
             handle.read(target, path)
         elif call == "validated":
             handle.pread(target[:PART], path, True, False)
-        elif call == "wait":
-            handle.wait()
-        elif future is not None:
-            future.result()
+        else:
+            future.result() if future is not None else handle.wait()
     if future is not None:
         assert future.result() == PART
     handle.wait()  # nothing of the interrupted call is left but what goes on in the background
     assert handle.wait() == 0
-    data = pattern(100_000)
-    back = torch.zeros_like(data)
-    handle.sync_pwrite(data, path)
-    assert handle.sync_pread(back, path) == 1
-    assert torch.equal(back, data)
+    round_trip(handle, path, 100_000)
 
 
 @pytest.mark.usefixtures("alarm")
 def test_a_handler_may_use_the_handle(make_handle: HandleFactory, folder: Path) -> None:
     handle = make_handle(block_size=4096, queue_depth=1, cache="direct")
-    path, inner = sparse(folder / "file", 32 * MIB), store(folder / "inner", pattern(10_000))
-    target, seen = torch.ones(32 * MIB, dtype=torch.uint8), []
+    inner, target = store(folder / "inner", pattern(10_000)), torch.ones(32 * MIB, dtype=torch.uint8)
+    used: list[torch.Tensor] = []
 
     def use(*_: object) -> None:
         back = torch.zeros(10_000, dtype=torch.uint8)
         handle.read(back, inner)
-        seen.append(torch.equal(back, pattern(10_000)))
+        used.append(back)
 
     signal.signal(signal.SIGALRM, use)
     signal.setitimer(signal.ITIMER_REAL, 0.005, 0.02)
-    handle.read(target, path)
+    handle.read(target, sparse(folder / "file", 32 * MIB))
     signal.setitimer(signal.ITIMER_REAL, 0)
-    assert seen
-    assert all(seen)
+    assert used
+    assert all(torch.equal(back, pattern(10_000)) for back in used)
     assert not target.any()
 
 
