@@ -13,7 +13,7 @@ import torch
 
 from nvme_ops import IoFuture, aio_handle
 from nvme_ops.io.file import shared_handle
-from nvme_ops.storage.joined import JoinedOperation, as_operation
+from nvme_ops.storage.joined import Finish, JoinedOperation, as_operation
 from tests.conftest import in_threads, pattern
 from tests.contract.faulty import Faulty
 
@@ -22,8 +22,8 @@ def writes(folder: Path, count: int = 3, handle: aio_handle | None = None) -> li
     return [(handle or shared_handle()).submit_pwrite(pattern(10_000), folder / str(number)) for number in range(count)]
 
 
-def failing(folder: Path, count: int) -> list[IoFuture]:
-    return [shared_handle().submit_pread(torch.zeros(10), folder / f"none{number}") for number in range(count)]
+def joined(transfers: list[IoFuture], finish: Finish = lambda _: None) -> IoFuture:
+    return IoFuture(as_operation(JoinedOperation(transfers, finish)))
 
 
 def test_the_end_happens_once_among_threads_and_calls_back_each_once(folder: Path, eager_switches: None) -> None:
@@ -50,7 +50,7 @@ def test_what_finish_raises_is_the_failure_but_ctrl_c_is_made_up_for(folder: Pat
     def finish(_: object) -> None:
         raise raised.pop()
 
-    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
+    future = joined(writes(folder), finish)
     with pytest.raises(KeyboardInterrupt, match="first"):
         future.result()
     for _ in range(2):
@@ -68,7 +68,7 @@ def test_a_failure_keeps_nothing_alive_that_its_callers_have(folder: Path) -> No
             pass
         return weakref.ref(tensor)
 
-    future = IoFuture(as_operation(JoinedOperation(writes(folder), finish)))
+    future = joined(writes(folder), finish)
     assert learn(future)() is None
     with pytest.raises(ValueError, match="damaged"):
         future.result()
@@ -87,20 +87,17 @@ def test_what_is_done_at_the_end_may_ask_for_it(folder: Path) -> None:
 
 
 def test_thousands_that_have_ended_call_back_once(folder: Path) -> None:
-    ended = [IoFuture(as_operation(JoinedOperation(writes(folder, 1), lambda _: None))) for _ in range(1500)]
-    for transfer in ended:
-        transfer.result()
-    called = list[IoFuture]()
-    future = IoFuture(as_operation(JoinedOperation(list(ended), lambda _: None)))
+    ended, called = [joined(writes(folder, 1)) for _ in range(1500)], list[IoFuture]()
+    nbytes = sum(transfer.result() for transfer in ended)
+    future = joined(ended)
     future.add_done_callback(called.append)
-    assert future.result() == sum(transfer.result() for transfer in ended)
+    assert future.result() == nbytes
     assert called == [future]
 
 
 def test_a_timeout_leaves_it_to_go_on(folder: Path) -> None:
     handle = Faulty("write", "hold")
-    operation = JoinedOperation([*writes(folder, 1), *writes(folder, 1, handle)], lambda failure: None)
-    future = IoFuture(as_operation(operation))
+    future = joined([*writes(folder, 1), *writes(folder, 1, handle)])
     for timeout in (0, 0.01, -1):
         with pytest.raises(TimeoutError):
             future.result(timeout)
@@ -112,11 +109,11 @@ def test_a_timeout_leaves_it_to_go_on(folder: Path) -> None:
 
 def test_a_failure_that_nobody_asks_for_is_reported(folder: Path, unraisable: list[Any]) -> None:
     for asked in (True, False):
-        operation = JoinedOperation(failing(folder, 1), lambda failure: None)
-        while not operation.done():
+        future = joined([shared_handle().submit_pread(torch.zeros(10), folder / "none")])
+        while not future.done():
             pass
         if asked:
-            operation.exception()
-        del operation
+            future.exception()
+        del future
         gc.collect()
         assert [type(error) for error in unraisable] == ([] if asked else [FileNotFoundError])

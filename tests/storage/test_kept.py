@@ -58,20 +58,6 @@ def checked(folder: Path) -> dict[str, str]:
     return result
 
 
-def test_checksums_are_compared_in_the_next_session(folder: Path) -> None:
-    with kept(folder) as session, TensorStore(session, checksums=True) as store:
-        store.put("a", OLD["a"]).result()
-        path = session.path(0, "slab")
-    with open(path, "r+b") as slab:
-        slab.write(b"other")
-    with (
-        kept(folder) as session,
-        TensorStore(session) as store,
-        pytest.raises(OSError, match="does not have the checksums"),
-    ):
-        store.get("a").result()
-
-
 def test_the_index_does_not_grow_for_ever(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_LINES", 20)
     with kept(folder) as session, TensorStore(session) as store:
@@ -89,7 +75,6 @@ def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
     folder: Path, monkeypatch: pytest.MonkeyPatch, during: Any
 ) -> None:
     monkeypatch.setattr(journal, "_LINES", 0)
-    replaced: list[bool] = []
 
     def rewritten_meanwhile(fd: int, _: str) -> None:
         before = os.stat(index).st_ino
@@ -98,6 +83,7 @@ def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
         os.fsync(fd)
         replaced.append(True)
 
+    replaced: list[bool] = []
     with kept(folder) as session, TensorStore(session) as store:
         index = session.path(0, "index")
         for key, tensor in OLD.items():
@@ -105,8 +91,8 @@ def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
         with monkeypatch.context() as patch:
             patch.setattr(during, "sync", rewritten_meanwhile)
             store.sync()
+        assert replaced
         shutil.copytree(session.folders[0], folder / "copy" / Path(session.folders[0]).name)
-    assert replaced
     monkeypatch.setattr(journal, "boot_id", lambda: "another")
     assert checked(folder / "copy") == ALL_OLD
 
@@ -115,82 +101,63 @@ def test_a_sync_beside_a_rewritten_index_survives_a_power_failure(
 
 
 def put(folder: Path) -> None:
-    session = kept(folder)
-    store = TensorStore(session, handle=aio_handle(backend="threads"))
-    for key, tensor in NEW.items():
-        store.put(key, tensor, atomic=key == "a").result()
-    store.close()
-    session.close()
+    with kept(folder) as session, TensorStore(session, handle=aio_handle(backend="threads")) as store:
+        for key, tensor in NEW.items():
+            store.put(key, tensor, atomic=key == "a").result()
 
 
 def drop(folder: Path) -> None:
-    session = kept(folder)
-    store = TensorStore(session, handle=aio_handle(backend="threads"))
-    for key in OLD:
-        store.drop(key)
-        store.put("a", NEW["a"]).result()  # perhaps where the dropped one was
-    store.sync()
-    store.trim()
-    session.close()
-
-
-def traced(work: Callable[[Path], object], folder: Path, log: Path, *injections: str) -> Outcome:
-    return save_under_strace(lambda: work(folder), log, *injections)
-
-
-@pytest.fixture
-def place(folder: Path) -> Path:
-    (folder / "place").mkdir()
-    return folder / "place"
+    with kept(folder) as session, TensorStore(session, handle=aio_handle(backend="threads")) as store:
+        for key in OLD:
+            store.drop(key)
+            store.put("a", NEW["a"]).result()  # perhaps where the dropped one was
+        store.sync()
+        store.trim()
 
 
 @SOME_CALLS
-@pytest.mark.parametrize("work", ["put", "first put", "drop"])
-def test_killed_at_any_system_call_it_has_whole_values(place: Path, folder: Path, work: str, ends: bool) -> None:
-    def prepare() -> None:
-        if work != "first put":
-            fill(place)
+@pytest.mark.parametrize(("work", "first"), [(put, False), (put, True), (drop, False)])
+def test_killed_at_any_system_call_it_has_whole_values(
+    folder: Path, work: Callable[[Path], None], first: bool, ends: bool
+) -> None:
+    def killed(*injections: str) -> Outcome:
+        if not first:
+            fill(folder)
+        return save_under_strace(lambda: work(folder), folder, *injections)
 
-    prepare()
-    outcome = traced((drop if work == "drop" else put), place, folder)
+    outcome = killed()
     assert (outcome.status, outcome.error) == (0, None)
-    checked(place)
+    checked(folder)
     seen = set()
-    for name, number in outcome.points(ends and work != "first put"):
-        if name in CHANGING - {"openat"} if work != "first put" else name == "pwrite64":
-            prepare()
-            killed = traced((drop if work == "drop" else put), place, folder, kill_at(name, number))
-            assert killed.status in (0, -signal.SIGKILL), (name, number, killed.error)
-            state = checked(place)
-            assert "put" not in work or work == "first put" or state.keys() == OLD.keys(), (name, number)
-            assert work != "first put" or set(state.values()) <= {"new"}
-            seen.add(tuple(state.get(key) for key in ("a", "b")))
+    for name, number in outcome.points(ends and not first):
+        if name in ({"pwrite64"} if first else CHANGING - {"openat"}):
+            assert killed(kill_at(name, number)).status in (0, -signal.SIGKILL), (name, number)
+            state = checked(folder)
+            assert work is drop or first or state.keys() == OLD.keys(), (name, number)
+            assert not first or set(state.values()) <= {"new"}
+            seen.add((state.get("a"), state.get("b")))
     assert len(seen) > 1  # it was killed in between too
 
 
 @SOME_CALLS
 def test_killed_while_it_is_emptied_it_is_whole_or_empty(
-    place: Path, folder: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
+    folder: Path, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of several places all, and never with the new fingerprint."""
     monkeypatch.setattr(striped, "STRIPE", PAGE)
 
     def session(mark: str) -> Session:
-        return Session([place / "a", place / "b"], name="job", reuse=True, fingerprint=mark)
+        return Session([folder / "a", folder / "b"], name="job", reuse=True, fingerprint=mark)
 
-    def prepare() -> None:
+    def emptied(*injections: str) -> Outcome:
         with session("") as kept, TensorStore(kept, weights=[1, 1]) as store:
             store.put("a", pattern(4 * PAGE)).result()
+        return save_under_strace(lambda: session("2").close(), folder, *injections)
 
-    def empty(_: Path) -> None:
-        session("2").close()
-
-    prepare()
     seen = set()
-    points = [point for point in traced(empty, place, folder).points(ends) if point[0] in CHANGING]
+    points = [point for point in emptied().points(ends) if point[0] in CHANGING]
     for turn, point in enumerate(points):
-        prepare()
-        traced(empty, place, folder, kill_at(*point))
+        emptied(kill_at(*point))
         fingerprint = "2" * (turn % 2)
         with session(fingerprint) as kept, TensorStore(kept, weights=[1, 1]) as store:
             seen.add((fingerprint, len(store)))
@@ -198,29 +165,28 @@ def test_killed_while_it_is_emptied_it_is_whole_or_empty(
     assert seen == {("", 0), ("", 1), ("2", 0)}
 
 
-def test_an_index_that_cannot_be_written_leaves_the_old_value(place: Path, folder: Path) -> None:
+def test_an_index_that_cannot_be_written_leaves_the_old_value(folder: Path) -> None:
     """And the store can go on, with no half line before its next one."""
 
-    def work(folder: Path) -> None:
-        store = TensorStore(kept(folder), handle=aio_handle(backend="threads"))
-        failures = {key: store.put(key, tensor).exception() for key, tensor in NEW.items()}
-        for key in [key for key, failure in failures.items() if failure is not None]:
-            assert torch.equal(got(store, key), OLD[key])
-            store.put(key, NEW[key]).result()
-        os._exit(7 if any(failures.values()) else 1)
+    def work() -> None:
+        with kept(folder) as session, TensorStore(session, handle=aio_handle(backend="threads")) as store:
+            failed = [key for key, tensor in NEW.items() if store.put(key, tensor).exception() is not None]
+            for key in failed:
+                assert torch.equal(got(store, key), OLD[key])
+                store.put(key, NEW[key]).result()
+            os._exit(7 if failed else 1)
 
-    fill(place)
-    outcome = traced(put, place, folder)
-    checked(place)
-    failed = 0
-    for name, number in outcome.points():
+    def ended(*injections: str) -> Outcome:
+        fill(folder)
+        return save_under_strace(work, folder, *injections)
+
+    failures = 0
+    for name, number in ended().points():
         if name == "pwrite64":
-            fill(place)
-            ended = traced(work, place, folder, fail_at(name, number, "ENOSPC"))
-            failed += ended.status == 7
-            state = checked(place)
-            assert ended.status != 7 or state == ALL_NEW
-    assert failed > 0
+            failed = ended(fail_at(name, number, "ENOSPC")).status == 7
+            assert checked(folder) == ALL_NEW or not failed
+            failures += failed
+    assert failures
 
 
 # A damaged index
@@ -247,10 +213,11 @@ def entry(key: str = "x", nbytes: int = 100, start: int = FREE, **changes: Any) 
 def test_a_torn_last_line_does_not_count(folder: Path, cut: int) -> None:
     fill(folder)
     path = index_of(folder)
-    path.write_bytes(path.read_bytes() + line(entry())[:-cut])
+    before = path.read_bytes()
+    path.write_bytes(before + line(entry())[:-cut])
     assert checked(folder) == ALL_OLD
+    *lines, _ = before.splitlines(keepends=True)  # without the mark
     fill(folder)
-    lines = path.read_bytes().splitlines(keepends=True)[:-1]  # without the mark
     path.write_bytes(b"".join(lines)[:-cut])
     assert list(checked(folder).values()) == ["old", "old"]
 
@@ -315,19 +282,22 @@ def test_an_index_that_is_read_in_parts_is_not_cut(folder: Path, monkeypatch: py
 # Syncs that failed, and power failures
 
 
+def fails_to_sync(store: TensorStore, monkeypatch: pytest.MonkeyPatch, path: str) -> None:
+    failing(monkeypatch, "fdatasync", path)
+    with pytest.raises(OSError, match="fdatasync") as caught:
+        store.sync()
+    assert (caught.value.errno, caught.value.filename) == (errno.EIO, path)
+
+
 def test_a_sync_that_failed_stays_failed_until_the_values_are_put_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with kept(folder) as session, TensorStore(session) as store:
-        slab = session.path(0, "slab")
         store.put("old", torch.ones(5))
         store.sync()
         store.put("new", torch.ones(6))
         store.put("gone", torch.ones(7))
-        failing(monkeypatch, "fdatasync", slab)
-        with pytest.raises(OSError, match="fdatasync") as caught:
-            store.sync()
-        assert (caught.value.errno, caught.value.filename) == (errno.EIO, slab)
+        fails_to_sync(store, monkeypatch, session.path(0, "slab"))
         for _ in range(2):
             with pytest.raises(OSError, match=r"2 tensors put before it may be lost.*'gone', 'new'"):
                 store.sync()
@@ -338,13 +308,10 @@ def test_a_sync_that_failed_stays_failed_until_the_values_are_put_again(
 
 def test_an_index_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with kept(folder) as session, TensorStore(session) as store:
-        store.put("a", torch.ones(5)).result()
         path = session.path(0, "index")
         before = os.stat(path).st_ino
-        failing(monkeypatch, "fdatasync", path)
-        with pytest.raises(OSError, match="fdatasync") as caught:
-            store.sync()
-        assert caught.value.filename == path
+        store.put("a", torch.ones(5))
+        fails_to_sync(store, monkeypatch, path)
         store.put("a", torch.ones(5))
         store.sync()
         assert os.stat(path).st_ino != before
@@ -352,9 +319,7 @@ def test_an_index_whose_sync_failed_is_written_anew(folder: Path, monkeypatch: p
         store.sync()
         assert Path(path).read_bytes() == written, "nothing is new"
         store.put("b", torch.ones(5))
-        failing(monkeypatch, "fdatasync", path)
-        with pytest.raises(OSError, match="fdatasync"):
-            store.sync()
+        fails_to_sync(store, monkeypatch, path)
         store.put("b", torch.ones(5))
         with monkeypatch.context() as patch:
             patch.setattr(journal, "replacing", refuse)
@@ -369,18 +334,15 @@ def refuse(_: object) -> None:
 
 
 def test_after_a_restart_only_what_was_synced_must_be_whole(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = kept(folder)
-    store = TensorStore(session)
-    store.put("first", torch.ones(5))
-    store.sync()
-    lines = Path(session.path(0, "index"))
-    durable = lines.stat().st_size
-    store.put("second", torch.ones(5))
-    store.sync()
-    store.put("third", torch.ones(5)).result()
-    content = lines.read_bytes()
-    store.close()
-    session.close()
+    with kept(folder) as session, TensorStore(session) as store:
+        lines = Path(session.path(0, "index"))
+        store.put("first", torch.ones(5))
+        store.sync()
+        durable = lines.stat().st_size
+        store.put("second", torch.ones(5))
+        store.sync()
+        store.put("third", torch.ones(5)).result()
+        content = lines.read_bytes()
     monkeypatch.setattr(journal, "boot_id", lambda: "another")
     for begin in range(0, len(content), 20):
         gone = bytes(min(100, len(content) - begin))
