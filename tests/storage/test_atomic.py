@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import signal
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +17,6 @@ from nvme_ops.base.native import native
 from nvme_ops.filesystem.publication import replacing
 from tests.conftest import give_up_root, in_child, killed_in, open_to_all
 from tests.crashing_save import (
-    CHANGING,
     NEW,
     OLD,
     Hooked,
@@ -27,7 +25,6 @@ from tests.crashing_save import (
     beside,
     content,
     fail_at,
-    kill_at,
     save_under_strace,
 )  # fmt: skip
 
@@ -87,23 +84,6 @@ def test_what_makes_a_save_durable_comes_in_order(path: Path, saved: Callable[..
     for durable, calls in ((True, wanted), (False, ["rename"])):
         assert [name for _, name in saved(durable=durable).calls if name in wanted] == calls
         assert content(path) == "new"
-
-
-@CALLS
-def test_killed_at_any_system_call(path: Path, saved: Callable[..., Outcome], before: str | None, ends: bool) -> None:
-    """A call of one thread stands for those of the others that have its name and number."""
-    points = [point for point in saved(before=before).points(ends) if point[0] in CHANGING]
-    assert {name for name, _ in points} >= {"openat", "rename"}
-    seen = set()
-    for point in points:
-        outcome = saved(kill_at(*point), before=before)
-        assert outcome.status in (0, -signal.SIGKILL), (point, outcome)  # 0: it made a call less of a kind
-        after = content(path)
-        assert after in (before, "new"), point
-        assert after == "new" or outcome.status, point
-        seen.add(after)
-    assert seen == {before, "new"}
-    saved()  # which finds no litter
 
 
 @CALLS

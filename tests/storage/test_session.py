@@ -9,13 +9,17 @@ import gc
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+from nvme_ops.data import AsyncLog, SampleWriter
 from nvme_ops.filesystem import files
+from nvme_ops.offload import NvmeOptimizer, save_on_nvme, stream_weights, swap_params
 from nvme_ops.storage import Session, TensorStore
 from tests.conftest import NOBODY, killed_in, living
 from tests.storage.conftest import kept
@@ -307,3 +311,35 @@ def test_what_is_no_folder(folder: Path, unraisable: list[Any]) -> None:
     del caught
     gc.collect()
     assert unraisable == [], "what was not made needs no end"
+
+
+# The folder that a capability is given
+
+
+def network() -> Any:
+    return nn.Linear(64, 64)
+
+
+MAKERS: tuple[Callable[[Path], Any], ...] = (
+    lambda folder: AsyncLog(folder / "log"),
+    SampleWriter,
+    lambda folder: NvmeOptimizer(network().parameters(), torch.optim.AdamW, folder),
+    lambda folder: swap_params(network(), folder, memory_budget="8M", min_bytes=1),
+    save_on_nvme,
+    lambda folder: stream_weights(network().requires_grad_(False), folder, memory_budget="8M"),
+)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_last_folder_of_a_path_is_made(maker: Callable[[Path], Any], folder: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="only the last one of a path is made") as missing:
+        maker(folder / "disk" / "job" / "new")
+    assert missing.value.filename == str(folder / "disk")
+    (folder / "file").write_bytes(b"")
+    with pytest.raises(NotADirectoryError, match="Not a directory") as no_folder:
+        maker(folder / "file")
+    assert no_folder.value.filename == str(folder / "file")
+    assert list(folder.iterdir()) == [folder / "file"]
+    made = maker(folder / "new")
+    assert (folder / "new").is_dir()
+    made.close()
