@@ -62,6 +62,7 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), text)
 
 
+_LOGICAL_BLOCK = "queue/logical_block_size"  # a file of a disk in sysfs
 _MAX_LEVELS = 16  # stacks are two or three deep; a loop device may name a file on itself
 _BY_NAME = {"loop": "loop", "zram": "memory", "ram": "memory", "nbd": "network", "rbd": "network", "drbd": "network"}
 
@@ -99,10 +100,7 @@ def devices_under(host: Host, path: str, mount: Mount | None) -> list[Device]:
 def logical_block(host: Host, number: int) -> int | None:
     """Returns the device's own logical block size in bytes; None if sysfs has none."""
     folder = _folder(host, number)
-    if folder is None:
-        return None
-    text = _text(_whole(folder) / "queue/logical_block_size")
-    return int(text) if text.isdigit() else None
+    return None if folder is None else _number(_whole(folder) / _LOGICAL_BLOCK)
 
 
 def _folder(host: Host, number: int) -> Path | None:
@@ -115,6 +113,11 @@ def _text(file: Path) -> str:
         return file.read_text(errors="replace").strip()
     except OSError:
         return ""
+
+
+def _number(file: Path) -> int | None:
+    text = _text(file)
+    return int(text) if text.isdigit() else None
 
 
 def _whole(folder: Path) -> Path:
@@ -137,13 +140,12 @@ def _descend(host: Host, folder: Path | None, stack: tuple[str, ...], levels: in
 
 
 def _describe(disk: Path, stack: tuple[str, ...]) -> Device:
-    block = _text(disk / "queue/logical_block_size")
     rotational = _text(disk / "queue/rotational") == "1"
     model = " ".join(f"{_text(disk / 'device/vendor')} {_text(disk / 'device/model')}".split())
     kind = _kind(disk, rotational)
     if kind in ("virtio", "loop", "memory"):
         model = _text(disk / "device/model") or _text(disk / "loop/backing_file")
-    return Device(disk.name, kind, model, int(block) if block.isdigit() else 512, rotational, stack)
+    return Device(disk.name, kind, model, _number(disk / _LOGICAL_BLOCK) or 512, rotational, stack)
 
 
 def _kind(disk: Path, rotational: bool) -> str:
@@ -216,8 +218,8 @@ def identify(path: str | os.PathLike[str], way: str, backend: str, host: Host | 
         physical, kind = devices_under(host, place, mount), mount.kind if mount else "unknown"
         number = _file_system_id(place, mount)
     disks = tuple(sorted(_described(host, device) for device in physical))
-    processors, gpu = len(os.sched_getaffinity(0)), _gpu() if way != "cpu" else ""
-    return Identity(disks, kind, number, os.uname().release, processors, way, backend, gpu)
+    gpu = _gpu() if way != "cpu" else ""
+    return Identity(disks, kind, number, os.uname().release, len(os.sched_getaffinity(0)), way, backend, gpu)
 
 
 def nearest(path: str | os.PathLike[str]) -> str:
@@ -230,10 +232,9 @@ def nearest(path: str | os.PathLike[str]) -> str:
 
 def _described(host: Host, device: Device) -> str:
     """Describes a disk by kind, model, id and size; its name (sda), which may change at boot, only replaces the id."""
-    folder = Path("/sys/block", device.name)
-    serial = next((text for name in _NAMES if (text := host.read_or(str(folder / name)))), device.name)
-    sectors = host.read_or(str(folder / "size"), "0")
-    size = size_words(int(sectors) * 512) if sectors.isdigit() else ""
+    folder = host.path(f"/sys/block/{device.name}")
+    serial = next((text for name in _NAMES if (text := _text(folder / name))), device.name)
+    size = size_words((_number(folder / "size") or 0) * 512)
     return " ".join(f"{device.kind} {device.model} {serial} {size}".split())
 
 
