@@ -502,10 +502,10 @@ class TensorStore(Closing, Owned):
         """Waits for what is in flight and closes the files; the session removes them. Further calls do nothing."""
         if not self._is_ours() or not self._claims.close():
             return
-        try:
-            self.wait()
-        finally:
+        with self._undo:
             try:
+                self.wait()
+            finally:
                 if self._journal and not self._writing:
                     if self._unsynced.changed:
                         self._slabs.sync()
@@ -517,8 +517,6 @@ class TensorStore(Closing, Owned):
                     with contextlib.suppress(OSError):
                         self._reclaim()
                         self._slabs.trim()
-            finally:
-                self._undo.close()
 
     @never_raising
     def __repr__(self) -> str:
