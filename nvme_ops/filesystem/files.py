@@ -19,7 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -218,7 +218,8 @@ def make_last_folder(path: str) -> None:
         FileNotFoundError: the parent is missing, or has mounted disks; the error names the topmost missing folder.
         NotADirectoryError: the path exists and is not a folder.
     """
-    parent = os.path.realpath(os.path.dirname(os.path.abspath(path)))
+    above = os.path.dirname(os.path.abspath(path))
+    parent = os.path.realpath(above)
     holds_mounts = parent == "/" or (parent in _MOUNT_PARENTS and not os.path.ismount(parent))
     if holds_mounts and not os.path.lexists(path):
         raise no_folder(os.path.abspath(path), f"no such folder, and none is made directly below {parent}")
@@ -230,13 +231,12 @@ def make_last_folder(path: str) -> None:
     except OSError as error:
         if os.path.isdir(path):  # on a read-only file system
             return
-        above = os.path.dirname(os.path.abspath(path))
         if not isinstance(error, FileNotFoundError) or os.path.lexists(above):
             raise
         raise no_folder(above, "no such folder, and only the last one of a path is made") from None
     else:
         with suppress(PermissionError):  # a folder that may be written to and not read
-            sync_folder(os.path.dirname(os.path.abspath(path)))
+            sync_folder(above)
 
 
 def sync_above(folder: str) -> None:
@@ -290,15 +290,12 @@ class HeldFile(lifetime.Closing, lifetime.Owned, lifetime.Tracked):
         self.path = path
         lifetime.track(self)
         while True:
-            file = opening(path)
-            try:
+            with ExitStack() as undo:
+                file = undo.enter_context(opening(path))
                 if lock(file.fileno()) and is_at(path, file.fileno(), follow=True):
                     self._file = file
+                    undo.pop_all()
                     return
-            except BaseException:
-                file.close()
-                raise
-            file.close()
 
     def fileno(self) -> int:
         """Returns the descriptor."""

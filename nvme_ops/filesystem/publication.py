@@ -281,7 +281,10 @@ def opened(path: str) -> Iterator[int]:
 
 
 class OpenFiles(contextlib.ExitStack):
-    """Files that are opened once, as ``open_leased``, and stay open until ``close``: whoever saves changes none."""
+    """Files that are opened once, as ``open_leased``, and stay open until ``close``: whoever saves changes none.
+
+    Those opened after ``close`` are what is there then.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,10 +298,6 @@ class OpenFiles(contextlib.ExitStack):
             self._fds[path] = open_leased(path)
         with naming("read", path):
             yield self._fds[path]
-
-    def close(self) -> None:
-        """Closes the files; those opened afterwards are what is there then."""
-        super().close()
 
     def _close(self, path: str) -> None:
         fd = self._fds.pop(path, -1)
@@ -318,8 +317,7 @@ def content_of(path: str, most: int) -> bytes:
             raise OSError(errno.EINVAL, "is not a regular file", path)
         if status.st_size > most:
             raise FormatError(f"{path}: has {status.st_size} bytes; such a file has at most {most} bytes")
-        with naming("read", path):
-            return read_whole(fd)
+        return read_whole(fd, path)
     finally:
         os.close(fd)
 
@@ -365,17 +363,17 @@ def _take(spare: str, path: str, mode: int) -> int:
         status = os.fstat(fd)
         # another user who may read it may have it open
         private = not stat.S_IMODE(status.st_mode) & ~mode & 0o077
-        if _is_spare(status) and private and _lock(fd) and os.path.samestat(os.fstat(fd), os.lstat(spare)):
+        if is_single(status) and private and _lock(fd) and is_at(spare, fd):
             set_mode(fd, mode)
             os.rename(spare, path)
-            if os.path.samestat(os.fstat(fd), os.lstat(path)):
+            if is_at(path, fd):
                 undo.pop_all()
                 return fd
             os.unlink(path)  # another process has just put its spare there: a second name of a checkpoint
     return -1
 
 
-def _is_spare(status: os.stat_result) -> bool:
+def is_single(status: os.stat_result) -> bool:
     """Returns whether it is a regular file of this user with no other name."""
     return stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid()
 
@@ -383,7 +381,7 @@ def _is_spare(status: os.stat_result) -> bool:
 def _keep(path: str, spare: str) -> bool:
     """Gives the file that is about to be replaced a second name; returns whether it could."""
     with suppress(OSError):  # there is no file, or the file system has no hard links
-        if _is_spare(os.lstat(path)):
+        if is_single(os.lstat(path)):
             _remove_spare(spare)
             os.link(path, spare, follow_symlinks=False)
             return True
@@ -413,7 +411,7 @@ def remove_litter(folder: str) -> None:
 
 
 def hidden(folder: str, names: re.Pattern[str] = _HIDDEN) -> list[str]:
-    """Returns the temporary files in a folder, also those in use, and the files that ``recycle`` keeps."""
+    """Returns the paths in a folder whose names match; by default temporary files, also those in use, and spares."""
     with suppress(OSError), os.scandir(folder) as entries:
         return [entry.path for entry in entries if names.fullmatch(entry.name)]
     return []

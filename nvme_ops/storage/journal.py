@@ -25,7 +25,7 @@ from nvme_ops.base.errors import FormatError, naming
 from nvme_ops.base.lifetime import Tracked, track
 from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import parse_json
-from nvme_ops.filesystem.files import boot_id, read_whole, sync, write_whole
+from nvme_ops.filesystem.files import boot_id, is_at, read_whole, sync, write_whole
 from nvme_ops.filesystem.publication import replacing
 from nvme_ops.io.future import IoFuture
 from nvme_ops.storage.session import Session
@@ -184,7 +184,7 @@ class Journal(Tracked):
             fd = os.dup(file.fd)
             write_whole(fd, b"".join(lines))
         with contextlib.suppress(OSError):
-            if fd >= 0 and os.path.samestat(os.fstat(fd), os.lstat(self.path)):
+            if fd >= 0 and is_at(self.path, fd):
                 fd, self._fd = self._fd, fd
                 self._end, self._lines = sum(map(len, lines)), len(lines)
                 self._boot_marked = self._boot

@@ -38,7 +38,7 @@ from nvme_ops.filesystem.files import (
     unlink,
     unlock_and_close,
 )
-from nvme_ops.filesystem.publication import remove_litter
+from nvme_ops.filesystem.publication import hidden, is_single, remove_litter
 from nvme_ops.io.arguments import require_switches
 
 OWNER = "owner"
@@ -260,8 +260,7 @@ class Session(Closing, Usable, Tracked):
         """
         path = self.path(index, name)
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
-        status = os.fstat(fd)
-        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_uid == os.geteuid():
+        if is_single(os.fstat(fd)):
             return fd
         os.close(fd)
         raise PermissionError(errno.EPERM, "is not a file that belongs to this session alone", path)
@@ -419,11 +418,9 @@ def _require_ours(path: str) -> None:
 
 def _remove_abandoned(parent: str) -> None:
     """Removes sessions in ``parent`` whose processes are gone, except kept ones."""
-    with contextlib.suppress(OSError), os.scandir(parent) as entries:
-        candidates = [entry.path for entry in entries if _FOLDER.fullmatch(entry.name)]
-        for path in candidates:
-            with contextlib.suppress(OSError):
-                _remove_if_abandoned(path)
+    for path in hidden(parent, _FOLDER):
+        with contextlib.suppress(OSError):
+            _remove_if_abandoned(path)
 
 
 @contextlib.contextmanager
@@ -451,13 +448,12 @@ def _remove_if_abandoned(path: str) -> None:
 
 def kept_sessions(parent: str | os.PathLike[str]) -> Iterator[tuple[str, str, bool]]:
     """Yields name and path of each kept session in ``parent`` that can be read, and whether a process has it now."""
-    with contextlib.suppress(OSError), os.scandir(expanded(parent)) as entries:
-        for path in sorted(entry.path for entry in entries if _KEPT.fullmatch(entry.name)):
-            with contextlib.suppress(OSError):
-                with _looking(path) as (owner, is_abandoned):
-                    pass
-                if owner and owner.get("keep") is True:
-                    yield str(owner["name"]), path, not is_abandoned
+    for path in sorted(hidden(expanded(parent), _KEPT)):
+        with contextlib.suppress(OSError):
+            with _looking(path) as (owner, is_abandoned):
+                pass
+            if owner and owner.get("keep") is True:
+                yield str(owner["name"]), path, not is_abandoned
 
 
 def file_of(path: str, name: str) -> str:
