@@ -273,13 +273,11 @@ class StripedSlabs(Tracked):
         """Waits for the transfers in flight and closes the files. Further calls do nothing."""
         for file in self._files:
             file.close()
-        self.close_descriptors()
+        self._after_fork()
 
-    def close_descriptors(self) -> None:
-        """Closes only the descriptors, for a forked child: the transfers are its parent's."""
+    def _after_fork(self) -> None:
+        """Closes only the descriptors: in a forked child the transfers are its parent's."""
         fds, self._fds = self._fds, []
         for fd in fds:
             with contextlib.suppress(OSError):
                 os.close(fd)
-
-    _after_fork = close_descriptors
