@@ -99,7 +99,9 @@ def replacing(
                 folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             remove_litter(folder)
             require_room(folder)
-            mode = _mode(path)
+            mode: int | None = None
+            with suppress(FileNotFoundError):
+                mode = stat.S_IMODE(os.stat(path).st_mode)
             spare = os.path.join(folder, f".{_short(name)}{_SPARE}")
             if recycle and durable and os.path.lexists(spare):
                 sync_names(folder_fd, path)  # its writer may have been killed before this: then it is still needed
@@ -320,14 +322,6 @@ def content_of(path: str, most: int) -> bytes:
         return read_whole(fd, path)
     finally:
         os.close(fd)
-
-
-def _mode(path: str) -> int | None:
-    """Returns the permission bits of the file, or None if there is no such file."""
-    try:
-        return stat.S_IMODE(os.stat(path).st_mode)
-    except FileNotFoundError:
-        return None
 
 
 def _create(folder: str, name: str, mode: int, spare: str | None = None) -> tuple[int, str]:

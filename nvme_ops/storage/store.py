@@ -244,7 +244,9 @@ class TensorStore(Closing, Owned):
             raise TypeError(f"a key must be a str, not {type(key).__name__}")
         require_switches(atomic=atomic)
         source = to_store(tensor)
-        self._measure()
+        if not self._slabs.is_measured:
+            with self._claims.take(_MEASURE):  # without the lock; other threads that put wait for it
+                self._slabs.measure()
         with self._claim(key):
             self._reclaim()
             with self._lock:
@@ -549,12 +551,6 @@ class TensorStore(Closing, Owned):
         for operation in oldest:
             if not operation.done():
                 break
-
-    def _measure(self) -> None:
-        """Measures the devices once, without holding the lock; other threads wait for that."""
-        if not self._slabs.is_measured:
-            with self._claims.take(_MEASURE):
-                self._slabs.measure()
 
     def _reclaim(self) -> None:
         """Frees the extents of values that were replaced or dropped and are no longer being read."""
