@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ast
 import graphlib
-import os
 import re
 import subprocess
 import sys
@@ -61,23 +60,19 @@ STOREY = {part: number for number, floor in enumerate(INSIDE_OFFLOAD) for part i
 PYPROJECT = (ROOT / "pyproject.toml").read_text()
 NEEDS_TRANSFORMERS = ("nvme_cache.py",)  # imported on the first use of a cache that is a class of theirs
 ENTRY_POINTS = {"__init__", "__main__"}
-NOT_IN_A_LIBRARY = r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b"
-IGNORED = {".git", ".venv", "venv", "build", "dist", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
+NO_COMMENT_BEFORE = r"^(?:(?!//).)*?"
+PRINTS_OR_ENDS = r"(?<![\w:.])(?:std::)?(printf|fprintf|puts|exit|_exit|assert)\s*\(|std::(cout|cerr)\b"
 TEXT = {".py", ".pyi", ".h", ".cpp", ".md", ".toml", ".in", ".yml", ".yaml", ".sh", ".cfg", ".txt", ".json"}
 
 
 def listed() -> list[Path]:
-    """The files that git knows or would add; without git, all that are no leftovers of a build."""
+    """The files that git knows or would add."""
     command = ["git", "-C", str(ROOT), "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
     try:
         names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
-    except (OSError, subprocess.CalledProcessError):
-        names = []
-        for folder, below, files in os.walk(ROOT):  # follows no links
-            below[:] = [name for name in below if name not in IGNORED and not name.endswith(".egg-info")]
-            names += [os.path.join(folder, name) for name in files]
-    paths = [ROOT / name for name in names if name]
-    return sorted(path for path in paths if path.is_file() and not path.is_symlink())
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"git lists no files here: {error}", allow_module_level=True)
+    return sorted(path for path in map(ROOT.joinpath, names) if path.is_file() and not path.is_symlink())
 
 
 FILES = listed()
@@ -101,15 +96,19 @@ def clean(problems: list[str]) -> None:
     assert not problems, "\n" + "\n".join(problems)
 
 
-def includes(path: Path) -> Iterator[tuple[int, str]]:
-    """Line and operand of every ``#include``, brackets or quotes kept."""
-    for number, line in enumerate(lines_of(path), 1):
-        if match := re.match(r'\s*#\s*include\s*(<[^>]+>|"[^"]+")', line):
-            yield number, match[1]
+def found(pattern: str, paths: list[Path]) -> Iterator[tuple[str, re.Match[str]]]:
+    """Every line in which the pattern is, as FILE:LINE, and the match."""
+    for path in paths:
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
+            if match := re.search(pattern, line):
+                yield f"{name_of(path)}:{number}", match
+
+
+INCLUDE = r'^\s*#\s*include\s*(<[^>]+>|"[^"]+")'
 
 
 def test_includes_point_from_binding_to_base_and_every_header_is_included() -> None:
-    problems, used = [], {operand[1:-1] for path in NATIVE for _, operand in includes(path)}
+    problems, used = [], {operand[1][1:-1] for _, operand in found(INCLUDE, NATIVE)}
     for path in NATIVE:
         top, *inner = path.relative_to(ROOT).parts
         if top != "csrc":
@@ -120,8 +119,8 @@ def test_includes_point_from_binding_to_base_and_every_header_is_included() -> N
             continue
         if path.suffix == ".h" and "/".join(inner) not in used:
             problems.append(f"{name_of(path)}:1: nothing includes it")
-        for number, operand in includes(path):
-            place, target = f"{name_of(path)}:{number}", operand[1:-1]
+        for place, match in found(INCLUDE, [path]):
+            operand, target = match[1], match[1][1:-1]
             if operand[0] == '"' and not (ROOT / "csrc" / target).is_file():
                 problems.append(f"{place}: {operand} is not a path below csrc")
             elif operand[0] == '"' and target.split("/")[0] not in LAYERS[layer]:
@@ -239,42 +238,20 @@ def test_files_are_small() -> None:
     clean(long if len(long) > max(1, LONG_SHARE * len(sizes)) else [])
 
 
-LONGEST_NAME = 70  # of a test; longer ones are sentences about several things
-
-
-def test_names_of_tests_are_short() -> None:
-    problems = []
-    for path in [path for path in PYTHON if inside(path, "tests")]:
-        for number, line in enumerate(lines_of(path), 1):
-            match = re.match(r"\s*def (test_\w+)", line)
-            if match and len(match[1]) > LONGEST_NAME:
-                problems.append(f"{name_of(path)}:{number}: {match[1]} has {len(match[1])} characters")
-    clean(problems)
-
-
-ENGINE = {
-    "nvme_ops/io/handle.py",
-    "nvme_ops/io/gds.py",
-    "nvme_ops/io/engine.py",
-}  # know where a handle keeps its engine
+ENGINE = {f"nvme_ops/io/{name}.py" for name in ("handle", "gds", "engine")}  # know where a handle keeps its engine
 
 
 @pytest.mark.parametrize(
     ("pattern", "files"),
     [
         (r"\b(TODO|FIXME|XXX)\b", [path for path in [*PYTHON, *NATIVE] if inside(path, "csrc", *LIBRARY)]),
-        (NOT_IN_A_LIBRARY, [path for path in NATIVE if inside(path, "csrc")]),
+        (f"{NO_COMMENT_BEFORE}(?:{PRINTS_OR_ENDS})", [path for path in NATIVE if inside(path, "csrc")]),
         (r"/(?:home|Users)/\w+/|/root\b/", [path for path in FILES if path.suffix in TEXT or path.suffix == ""]),
         # nvme_ops.io.engine.engine_of(handle) gives it
         (r"(?<!self)\._engine\b", [path for path in PYTHON if inside(path, *LIBRARY) and name_of(path) not in ENGINE]),
+        (r"^\s*def test_\w{66,}", [path for path in PYTHON if inside(path, "tests")]),  # several things in one test
     ],
-    ids=["unfinished", "prints, exits or asserts", "someone's home", "where a handle keeps its engine"],
+    ids=["unfinished", "prints, exits or asserts", "someone's home", "where a handle keeps its engine", "long names"],
 )
 def test_what_must_not_be_there_is_not(pattern: str, files: list[Path]) -> None:
-    problems = []
-    for path in files:
-        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), 1):
-            code = line.partition("//")[0] if pattern is NOT_IN_A_LIBRARY else line
-            if match := re.search(pattern, code):
-                problems.append(f"{name_of(path)}:{number}: {match[0]}")
-    clean(problems)
+    clean([f"{place}: {match[0]}" for place, match in found(pattern, files)])
