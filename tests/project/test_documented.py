@@ -8,6 +8,7 @@ from pathlib import Path
 
 import nvme_ops
 from tests.conftest import REPOSITORY, run_python
+from tests.project.test_surface import PACKAGES
 
 OURS = re.compile(r"\b(NVME_OPS_(?!HAVE_)[A-Z_]+|NVME_BUILD_[A-Z]+)\b")
 LINK = re.compile(r"\]\(([^)#:]+)(?:#[^)]*)?\)")
@@ -32,14 +33,9 @@ def test_the_changelog_begins_with_this_version() -> None:
 
 
 def test_every_link_leads_somewhere() -> None:
-    broken = []
     for page in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
-        broken += [
-            f"{page.name}: {target}"
-            for target in LINK.findall(page.read_text())
-            if not target.startswith("http") and not (page.parent / target).exists()
-        ]
-    assert broken == []
+        for target in LINK.findall(page.read_text()):
+            assert target.startswith("http") or (page.parent / target).exists(), f"{page.name}: {target}"
 
 
 def test_the_page_on_the_architecture_names_files_that_exist() -> None:
@@ -65,15 +61,9 @@ def test_readme_site_and_front_page_lead_to_every_page() -> None:
     assert "://" not in site, "it takes nothing from other servers"
 
 
-PUBLIC = ("", "data", "dcp", "offload", "op_builder", "storage")  # packages
-
-
 BESIDES = {  #: what calls return, and what few need
-    "nvme_ops.checkpoint.background.SaveFuture",
-    "nvme_ops.checkpoint.background.release_memory",
-    "nvme_ops.data.store.Read",
-    "nvme_ops.memory.pool.Lease",
-    "nvme_ops.storage.store.StoreFuture",
+    *("checkpoint.background.SaveFuture", "checkpoint.background.release_memory", "data.store.Read"),
+    *("memory.pool.Lease", "storage.store.StoreFuture"),
 }
 
 
@@ -86,11 +76,13 @@ def test_the_reference_has_every_public_name_once_and_links_to_it() -> None:
     shown = [re.sub(r"\.(\w+)\.\1$", r".\1", name) for _, name in listed]
     assert sorted(set(shown)) == sorted(shown)
     public = set()
-    for name in PUBLIC:
-        package = importlib.import_module(f"nvme_ops.{name}".rstrip("."))
-        public |= {f"{package.__name__}.{entry}" for entry in package.__all__ if entry not in (*PUBLIC, "__version__")}
+    for name in PACKAGES:
+        package = importlib.import_module(f"nvme_ops{name}")
+        hidden = {"__version__", *(other[1:] for other in PACKAGES)}
+        public |= {f"{package.__name__}.{entry}" for entry in package.__all__ if entry not in hidden}
     assert public - set(shown) == set()
-    assert {name for name in set(shown) - public if not name.startswith("nvme_ops.integrations.")} == BESIDES
+    others = {name for name in set(shown) - public if not name.startswith("nvme_ops.integrations.")}
+    assert {name.removeprefix("nvme_ops.") for name in others} == BESIDES
 
 
 def test_completion_shows_what_is_public_and_nothing_else() -> None:

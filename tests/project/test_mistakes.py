@@ -67,9 +67,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.aio_handle.tuned('/no/such')", FileNotFoundError, "is a disk not mounted.*'/no'"),
     ("nvme_ops.aio_handle.adaptive('.', objective='time')", TypeError, "objective"),
     ("nvme_ops.aio_handle(backend=5)", TypeError, "backend must be a str, not int"),
-    ("nvme_ops.aio_handle(cache=False)", TypeError, "cache must be a str, not bool"),
     ("nvme_ops.aio_handle.tuned('.', way='gpus')", ValueError, "way must be one of 'cpu', 'gpu', 'gds', not 'gpus'"),
-    ("nvme_ops.empty('a')", TypeError, "size must consist of integers"),
     ("nvme_ops.empty(1.5)", TypeError, "size must consist of integers"),
     # Transfers
     ("h.sync_pread(t, 'missing')", FileNotFoundError, "opening the file to read: No such file.*'missing'"),
@@ -79,7 +77,6 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("h.sync_pread([1, 2], 'text')", TypeError, r"must be a torch\.Tensor or .* buffer, not list"),
     ("h.sync_pread(t, 5.5)", TypeError, "a file must be a path or a file descriptor, not float"),
     ("h.sync_pread(t.view(10, 100).t(), 'text')", ValueError, "read into a contiguous tensor and copy it"),
-    ("h.sync_pwrite(t, 'missing/x')", FileNotFoundError, "'missing/x'"),
     ("h.sync_pwrite(t.to('meta'), 'x')", ValueError, "with memory of its own"),
     ("h.sync_pwrite(t.to_sparse(), 'x')", ValueError, "dense, strided tensor"),
     ("h.submit_pread(t, 'text', priority='high')", TypeError, r"Priority\.PREFETCH, not 'high'"),
@@ -87,12 +84,10 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.open('x', 'rw')", ValueError, "mode must be one of 'r'"),
     ("nvme_ops.open('x', 'w').write(t)", TypeError, r"write takes bytes, not Tensor: pwrite\(tensor, offset\)"),
     ("nvme_ops.open('x', 'w').write('words')", TypeError, "write takes bytes, not str"),
-    ("nvme_ops.open('x', None)", TypeError, "mode must be a str, not NoneType"),
     ("nvme_ops.open('s3://bucket/x')", ValueError, "s3:// is no local file"),
     ("nvme_ops.load('hf://org/model')", ValueError, "only local files can be saved and loaded: copy it to"),
     # Checkpoints
     ("nvme_ops.save('x.pt', m)", TypeError, r"path must be a str .* not Linear: save\(obj, path\)"),
-    ("nvme_ops.save({'a': t}, 5)", TypeError, "path must be a str or an os.PathLike, not int"),
     ("nvme_ops.save({'a': t}, 'missing/x.pt')", FileNotFoundError, "no such folder; is a disk not mounted"),
     ("nvme_ops.save({'a': t}, 'x.xyz')", ValueError, r"x\.xyz: the name does not end with any of .* give format="),
     ("nvme_ops.save({'a': t}, 'x.pt', format='zip')", ValueError, "format must be one of"),
@@ -112,17 +107,10 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("nvme_ops.load('ok.pt', keys=['b'])", KeyError, "has no tensor 'b'"),
     ("nvme_ops.load('ok.pt', into=5)", TypeError, "into must be a module or a dict of tensors, not int"),
     ("nvme_ops.load('ok.safetensors', into=m)", KeyError, "no counterpart in into=; .* strict=False"),
-    (
-        "nvme_ops.load('ok.safetensors', into={'a': t[:5]})",
-        ValueError,
-        r"shape \(1000,\), and the one to fill .*\(5,\)",
-    ),
+    ("nvme_ops.load('ok.safetensors', into={'a': t[:5]})", ValueError, r"shape \(1000,\), and the one to .*\(5,\)"),
     ("safe_open('ok.safetensors', 'tf')", ValueError, "framework must be 'pt' or 'np'"),
-    ("safe_open('ok.safetensors', 'pt').get_tensor('b')", KeyError, "has no tensor 'b'"),
-    ("nvme_ops.save({'a': t}, 'x.safetensors', metadata='a')", TypeError, "metadata must map .* not be a str"),
     ("nvme_ops.load('ok.pt', map_location='gpu')", RuntimeError, "device string: gpu"),
     ("nvme_ops.dcp.save('x', {'a': t})", TypeError, r"the path must be .* not dict: save\(state_dict, checkpoint_id\)"),
-    ("nvme_ops.dcp.load('x', {'a': t})", TypeError, r"the path must be .* not dict: load\(state_dict, checkpoint_id\)"),
     # Handles and folders of all kinds of objects
     *[
         (call.format("handle=5"), TypeError, "handle must be an aio_handle or a gds_handle, not int")
@@ -154,13 +142,8 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
         )
     ],
     ("storage.Session('dir', name=5)", TypeError, "name must be a str, not int"),
-    ("storage.Session('dir', name='x', fingerprint=5)", TypeError, "fingerprint must be a str, not int"),
     ("storage.TensorStore('dir')", TypeError, r"must be a Session, not str: Session\(folder, name=...\)"),
-    (
-        "storage.TensorStore(storage.Session('dir', name='x'), 5)",
-        TypeError,
-        "must be a Pool, not int: Pool",
-    ),
+    ("storage.TensorStore(storage.Session('dir', name='x'), 5)", TypeError, "must be a Pool, not int: Pool"),
     *[
         (call.format(f"{name}={value!r}"), TypeError, f"{name} must be {words}, not {type(value).__name__}")
         for calls, value, words in ((SWITCHES, "no", "a bool"), (CALLBACKS, 5, "callable"))
@@ -193,14 +176,10 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     # Sizes
     ("storage.Pool('4M').lease(1.5)", TypeError, "nbytes must be bytes or a size"),
     ("storage.Pool('64X')", ValueError, "budget: '64X' is not a size; examples: 512M"),
-    ("nvme_ops.save({'a': t}, 'dir/x', max_shard_size=1.5)", TypeError, "max_shard_size must be bytes or a size"),
     ("nvme_ops.save_async({'a': t}, 'x.pt', memory='lots')", ValueError, "memory: 'lots' is not a size"),
-    ("data.AsyncLog('dir/log', buffer_bytes='4X')", ValueError, "buffer_bytes: '4X' is not a size"),
     ("data.SampleWriter('dir/s', shard_bytes=True)", TypeError, "shard_bytes must be bytes or a size such as '4G'"),
-    ("offload.swap_params(m, 'dir', memory_budget='4M', min_bytes='')", ValueError, "min_bytes: '' is not a size"),
     ("offload.NvmeCache('dir', '4M', config=m)", TypeError, r"config must be .* \(model\.config\), not Linear"),
     ("offload.from_pretrained('dir', memory_budget='4M', quantize='int8')", ValueError, "argument of stream_weights"),
-    ("offload.from_pretrained('dir', memory_budget='4M', exclude=['a'])", ValueError, "argument of stream_weights"),
     ("offload.from_pretrained([], memory_budget='4M')", ValueError, "path must name at least one file"),
     # Training
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.SGD(m.parameters(), lr=1), 'dir')", TypeError, "its class"),
@@ -208,12 +187,7 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.NvmeOptimizer(m, torch.optim.AdamW, 'dir')", TypeError, r"not a module: model\.parameters\(\)"),
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.LBFGS, 'dir')", TypeError, "is not one of torch.optim's"),
     ("offload.NvmeOptimizer([], torch.optim.AdamW, 'dir')", ValueError, "empty parameter list"),
-    ("offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', rate=1)", TypeError, "argument 'rate'"),
-    (
-        "offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', memory_budget='1K')",
-        ValueError,
-        "at least 1 MiB",
-    ),
+    ("offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', memory_budget=9)", ValueError, "at least 1 MiB"),
     ("offload.NvmeOptimizer(m.parameters(), torch.optim.AdamW, 'dir', overlap='x')", ValueError, "None or 'backward'"),
     ("offload.swap_params(m, 'dir', memory_budget='1K')", MemoryError, r"of 1\.373 MiB.* does not fit .* 1 KiB"),
     ("offload.swap_params('dir', m, memory_budget='4M')", TypeError, r"module must be a torch\.nn\.Module, not str"),
@@ -221,20 +195,13 @@ CALLS: list[tuple[str, type[BaseException], str]] = [
     ("offload.swap_gradients([], 'dir')", ValueError, "no parameters that take a gradient"),
     ("offload.save_on_nvme('dir', policy='never')", ValueError, "is not one of nvme, auto"),
     ("offload.save_on_nvme('dir', memory_budget=-1)", ValueError, "memory_budget must be at least 0 bytes, not -1"),
-    ("offload.save_on_nvme('dir', min_bytes=None)", TypeError, "min_bytes must be bytes"),
     # Data
     ("data.SampleWriter('dir/s', {'a': 'x'})", TypeError, "column 'a' must be bytes, str, int, float, bool, a dtype"),
     ("data.SampleWriter('dir/s', {})", ValueError, "columns must not be empty"),
-    ("data.SampleWriter('/no/such/x', {'a': bytes})", FileNotFoundError, "is a disk not mounted"),
     ("with data.SampleWriter('w', {'a': int}) as w: w.add(5)", TypeError, "a sample must be a dict of 'a', not int"),
-    (
-        "with data.SampleWriter('w', {'a': int}) as w: w.add({'b': 1})",
-        KeyError,
-        "a sample must be a dict of 'a', not of 'b'",
-    ),
+    ("with data.SampleWriter('w', {'a': int}) as w: w.add({'b': 1})", KeyError, "must be a dict of 'a', not of 'b'"),
     ("data.SampleStore('store')[0:2]", TypeError, r"must be an int, not slice: read\(\) takes several"),
     ("data.SampleStore('dir')", nvme_ops.FormatError, "has no samples: no index.nvmedata"),
-    ("data.Loader('missing', 4)", FileNotFoundError, "missing"),
     ("data.AsyncLog('dir/log', window=-1)", ValueError, "between 0.001 and 3600 seconds"),
     ("list(data.AsyncLog.read('missing'))", FileNotFoundError, "no log of this name: 'missing'"),
 ]
@@ -330,10 +297,8 @@ COMMANDS = [
         for words, said in {
             "": "required: --folder",
             "--nvme_dir dir /no/such": "/no/such: no such folder",
-            "--nvme_dir dir --io_size 9999T": "of free space are needed and there are .* --io-size or --folder",
             "--nvme_dir dir --no_read --no_write": "leave nothing to measure",
             "--nvme_dir dir --loops 0": "--loops: '0' is not a number of at least 1",
-            "--nvme_dir dir --output none/such.json": "--output none/such.json: its folder does not exist",
             "--nvme_dir dir --output a.png": "a file's name ends with .json",
             "--nvme_dir dir --log_dir /proc/nothing": "No such file or directory: '/proc/nothing'",
             "--nvme_dir missing --log_dir log": "missing: no such folder",  # and no folder is made
@@ -364,9 +329,7 @@ def test_a_mistake_in_a_command_is_a_line(
 #: What is in the file of ``nvme-tune --sweep-config``; its values are those of ``nvme-bench --sweep``.
 SWEEPS = {
     "{": "Expecting property name",
-    "[]": "not an object with lists of values",
     '{"queue_depth": 32}': "not an object with lists of values",
-    '{"queue_depth": []}': "not an object with lists of values",
     '{"blocksize": [1]}': "'blocksize' is none of block_size, queue_depth",
     '{"queue_depth": [true]}': "queue_depth: 'True' is not a number",
     '{"queue_depth": [8], "queue-depth": [9]}': "queue-depth: twice",
@@ -377,8 +340,9 @@ SWEEPS = {
 def test_a_wrong_sweep_is_a_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(text)
-    words = ["--nvme_dir", str(tmp_path), "--sweep_config", str(path)]
-    status, errors = refusal(importlib.import_module(_TUNE).main, words)
+    status, errors = refusal(
+        importlib.import_module(_TUNE).main, ["--nvme_dir", str(tmp_path), "--sweep_config", str(path)]
+    )
     assert status == 2
     assert f"--sweep-config {path}: " in errors
     assert SWEEPS[text] in errors

@@ -165,7 +165,6 @@ def test_the_wheel_for_every_python_works_without_a_compiler(run: Run, tmp_path:
     assert re.fullmatch(rf"nvme_ops-{nvme_ops.__version__}-cp311-abi3-manylinux.*\.whl", wheel.name)
     assert compiled(wheel) == set(ALL_OPS)
     assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
-    (tmp_path / "no programs").mkdir()
     program = f"""
 import torch, nvme_ops
 from nvme_ops.op_builder import ALL_OPS
@@ -178,9 +177,7 @@ nvme_ops.load({str(tmp_path / "model.safetensors")!r}, into=model)
 assert torch.equal(model.weight, before)
 print(ALL_OPS["async_io"].load().__file__)
 """
-    result = run(
-        "-W", "error::UserWarning", "-c", program, python=clean_python, PATH=str(tmp_path / "no programs"), CXX=""
-    )
+    result = run("-W", "error::UserWarning", "-c", program, python=clean_python, PATH="/no/such", CXX="")
     assert result.stderr == ""
     assert Path(result.stdout.strip()).is_relative_to(tmp_path / "environment")
     assert not list((tmp_path / "cache").rglob("*.so"))
@@ -205,8 +202,7 @@ def test_a_wheel_with_both_ops_loads_both_without_a_compiler(
     wheel = make_wheel(run, small, tmp_path / "wheel", DS_BUILD_OPS="1", **hidden)
     assert compiled(wheel) == set(ALL_OPS)
     assert run("-m", "pip", "install", "--no-deps", wheel, python=clean_python).returncode == 0
-    (tmp_path / "no programs").mkdir()
-    result = run("-c", LOAD, *ALL_OPS, python=clean_python, PATH=str(tmp_path / "no programs"), CXX="")
+    result = run("-c", LOAD, *ALL_OPS, python=clean_python, PATH="/no/such", CXX="")
     assert result.stderr == ""
     for line, op in zip(result.stdout.splitlines(), ALL_OPS, strict=True):
         assert line.startswith(f"nvme_ops.ops.{op} 42 False ")
