@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import subprocess
 import sys
 import sysconfig
@@ -11,18 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nvme_ops.io.handle import aio_handle
-from nvme_ops.io.pin_memory import pin_handle
-from nvme_ops.op_builder import (
-    ALL_OPS,
-    AsyncIOBuilder,
-    GDSBuilder,
-    OpBuilder,
-    PinMemoryBuilder,
-    jit,
-    machine,
-    recipe,
-)
+from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, GDSBuilder, OpBuilder, jit, machine, recipe
 from tests.conftest import run_python
 from tests.op_builder.tiny_op import REPOSITORY
 
@@ -33,11 +21,7 @@ from tests.op_builder.tiny_op import REPOSITORY
 def test_a_builder_describes_its_op(builder: OpBuilder, variable: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert type(ALL_OPS[builder.name]) is type(builder)
     assert (builder.BUILD_VAR, builder.NAME, builder.build_for_cpu) == (variable, builder.name, True)
-    assert (OpBuilder("any").jit_mode, OpBuilder("any").error_log) == (False, None)
-    assert builder.strip_empty_entries(["-a", "", "-b"]) == ["-a", "-b"]
-    assert builder.cpu_arch() in ("-march=native", "-mcpu=native")
-    assert builder.is_rocm_pytorch() is (torch.version.hip is not None)
-    assert not any("march" in flag for flag in builder.cxx_args())
+    assert not any("march" in flag for flag in builder.cxx_args()), "a prebuilt op runs on other machines"
     extension = builder.builder()
     assert extension.name == builder.absolute_name() == f"nvme_ops.ops.{builder.name}"
     assert [Path(source).resolve() for source in extension.sources] == [Path(p).resolve() for p in builder.sources()]
@@ -105,20 +89,6 @@ def test_the_binding_compiles_as_one_file(tmp_path: Path, op: str, monkeypatch: 
     flags = [*recipe.cxx_args, *includes, f"-DTORCH_EXTENSION_NAME={op}", "-std=c++20", "-fsyntax-only", "-Werror"]
     result = recipe.compiler.run(*flags, str(united))
     assert result.returncode == 0, "it takes a third of the time, so keep names distinct:\n" + result.stdout
-
-
-def test_type_checkers_know_what_load_returns() -> None:
-    """mypy checks this file; what it sees must be there at run time too."""
-    handle: type[aio_handle] = AsyncIOBuilder().load().aio_handle
-    pinned: type[pin_handle] = PinMemoryBuilder().load().pin_handle
-    assert (handle, pinned) == (aio_handle, pin_handle)
-    modules = {"AsyncIOModule": AsyncIOBuilder().load(), "PinMemoryModule": PinMemoryBuilder().load()}
-    for stub in ast.parse((REPOSITORY / "op_builder" / "__init__.pyi").read_text()).body:
-        if isinstance(stub, ast.ClassDef) and stub.name in modules:
-            names = [ast.unparse(entry.target) for entry in stub.body if isinstance(entry, ast.AnnAssign)]
-            module = modules.pop(stub.name)
-            assert all(hasattr(module, name) for name in names)
-    assert not modules
 
 
 @pytest.mark.parametrize("first", ["import", "load"])

@@ -14,7 +14,7 @@ import make_wheel
 import pytest
 import torch
 
-from nvme_ops.op_builder import ALL_OPS, finished, jit, machine, recipe
+from nvme_ops.op_builder import finished, jit, machine, recipe
 from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 MINOR = finished.minor(str(torch.__version__))
@@ -140,9 +140,6 @@ def test_another_build_of_the_same_torch_fits(monkeypatch: pytest.MonkeyPatch) -
     assert without_abi3 != finished.PORTABLE_PYTHON
 
 
-# Variables
-
-
 def test_the_variables_and_their_aliases(monkeypatch: pytest.MonkeyPatch) -> None:
     for own, alias, expected in (("", "", None), ("1", "", True), ("", "1", True), ("0", "1", False)):
         monkeypatch.setenv("NVME_BUILD_AIO", own)
@@ -151,17 +148,6 @@ def test_the_variables_and_their_aliases(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("NVME_BUILD_AIO", "yes")
     with pytest.raises(ValueError, match="NVME_BUILD_AIO must be 1 or 0, not 'yes'"):
         jit.variable("NVME_BUILD_AIO")
-
-
-def test_what_a_wheel_leaves_out_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "header_flags", lambda *_: [])
-    assert make_wheel.left_out(make_wheel.TORCHES, list(ALL_OPS)) == []
-    monkeypatch.setattr(machine, "header_flags", lambda *_: None)
-    torch, libaio, gds = make_wheel.left_out([make_wheel.TORCHES[-1]], ["async_io"])
-    assert torch.startswith("torch 2.7, 2.8, ")
-    assert torch.endswith(": there the ops are compiled on first use; --torch adds them")
-    assert libaio == "the libaio backend of async_io: libaio.h is not here; fix: apt-get install libaio-dev"
-    assert gds.startswith("the op gds: ")
 
 
 def test_a_fix_names_where_the_package_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
