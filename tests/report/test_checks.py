@@ -164,6 +164,7 @@ PEERS = {
 SERVING = {name: text for name, text in PEERS.items() if "nvidia-fs" not in name}
 PASSING = {"sys/kernel/iommu_groups/0/x": "", "proc/cmdline": "quiet iommu=pt"}
 NOT_OPEN = {"proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06"}
+CRASHING = {"nvme_ops.op_builder.machine.gds_requirements": fails(errno.EIO)}
 NO_WAY = {**HIDDEN, SETTINGS: '{"properties": {"allow_compat_mode": false}}'}
 CASES |= {
     "no GPU": cufile(NO, "no NVIDIA GPU is visible", "docker run --gpus all", {}),
@@ -201,6 +202,7 @@ CASES |= {
     "unknown": cufile(NO, "NVME_OPS_GDS=maybe is not one of", "unset NVME_OPS_GDS", NVME_OPS_GDS="maybe"),
     "parts are missing": cufile(NO, "for lack of: cuFile library, kernel modules", "NVME_OPS_GDS=off", WITH_GPU),
     "forced by the environment": cufile(INFO, "is set (CUFILE_FORCE_COMPAT_MODE)", CUFILE_FORCE_COMPAT_MODE="true"),
+    "a check that crashes": cufile(FAIL, "Input/output error", "report this line")._replace(patches=CRASHING),
     "no way": cufile(NO, "allow_compat_mode is false", "/etc/cufile.json", NO_WAY),
 }  # fmt: skip
 
@@ -244,11 +246,6 @@ def test_a_made_up_machine_has_its_result_and_fix(case: Case, tmp_path: Path, mo
     assert [item for item in meant if case.fix in item.fix and bool(item.fix) == item.status.needs_fix], results
     if case.check is gds.section and not case.files:
         assert [item.name for item in results if item.status.needs_fix] == ["GPU"]
-
-
-def test_a_check_of_cufile_that_crashes_is_no_fact(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "gds_requirements", fails(errno.EIO))
-    assert gds.section(Host())[0].status is FAIL
 
 
 def test_what_the_op_itself_says_of_a_backend_counts() -> None:
@@ -327,15 +324,14 @@ def test_a_missing_compiler_is_no_complaint_where_all_ops_are_built() -> None:
     assert [result.detail for result in ops.compiled_with(built)] == ["torch 2.13.0, CUDA none, prebuilt"] * len(built)
 
 
-def unlucky() -> None:
-    os.write(1, b"out of luck")
-    os._exit(3)  # as a library may
-
-
 @pytest.mark.parametrize(
     ("opens", "status", "words"),
     [
-        (unlucky, NO, "ended with status 3: out of luck"),
+        (
+            lambda: (os.write(1, b"out of luck"), os._exit(3)),
+            NO,
+            "ended with status 3: out of luck",
+        ),
         (lambda: time.sleep(600), NO, "did not end in 0 s"),
         (lambda: {"version": 1150, "path": "lib.so"}, OKAY, "opens: 1.15, lib.so; GPUDirect Storage is available"),
         (None, WARNING, "a test double that says nothing about this machine; no GPUDirect Storage: cuFile opens in"),
