@@ -2,26 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable
 
 import pytest
 
 from nvme_ops.base import lifetime
-from tests.conftest import run_python
-
-
-def in_child(work: Callable[[], bool]) -> bool:
-    """Returns what ``work`` returns in a forked child; False if it raises."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            status = 0 if work() else 1
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+from tests.conftest import in_child, run_python
 
 
 class Kept(lifetime.Owned, lifetime.Tracked):
@@ -42,25 +28,26 @@ def test_what_is_owned_is_refused_to_a_forked_child() -> None:
     kept = Kept("{brace}")
     kept._require_ours()
 
-    def refused() -> bool:
+    def refused() -> None:
         with pytest.raises(RuntimeError, match=r"^{brace}: the parent's$"):
             kept._require_ours()
-        return not kept._is_ours()
+        assert not kept._is_ours()
 
-    assert in_child(refused)
+    in_child(refused)
     assert not kept.forked
 
 
 def test_all_that_is_tracked_hears_of_a_fork_although_one_fails() -> None:
     tracked = [Kept(str(number), OSError(number) if number % 2 else None) for number in range(6)]
     lifetime.untrack(tracked[-1])
-    assert in_child(lambda: [item.forked for item in tracked] == [True] * 5 + [False])
-
-
-def test_forks_are_counted_on_both_sides() -> None:
     before = lifetime.forks()
-    assert in_child(lambda: lifetime.forks() == before + 1)
-    assert lifetime.forks() == before + 1
+
+    def child() -> None:
+        assert [item.forked for item in tracked] == [True] * 5 + [False]
+        assert lifetime.forks() == before + 1
+
+    in_child(child)
+    assert lifetime.forks() == before + 1, "they are counted on both sides"
 
 
 def test_a_lock_is_free_in_the_child_of_a_thread_that_does_not_hold_it() -> None:
@@ -71,11 +58,14 @@ def test_a_lock_is_free_in_the_child_of_a_thread_that_does_not_hold_it() -> None
             held.set()
             over.wait()
 
+    def free() -> None:
+        assert lock.acquire(blocking=False)
+
     thread = threading.Thread(target=hold)
     thread.start()
     held.wait()
     try:
-        assert in_child(lambda: lock.acquire(blocking=False))
+        in_child(free)
         assert not lock.acquire(blocking=False)
     finally:
         over.set()
@@ -84,13 +74,8 @@ def test_a_lock_is_free_in_the_child_of_a_thread_that_does_not_hold_it() -> None
 
 def test_a_lock_stays_that_of_the_thread_that_forks() -> None:
     lock = lifetime.forkable_lock()
-
-    def left() -> bool:
-        lock.release()  # as the end of a ``with`` block does; RuntimeError if it is not held
-        return True
-
     with lock:
-        assert in_child(left)
+        in_child(lock.release)  # as the end of a ``with`` block does; RuntimeError if it is not held
 
 
 END = """
