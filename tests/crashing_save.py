@@ -62,13 +62,11 @@ class Outcome:
 
         With ``ends`` the first and the last one of each name.
         """
-        counts = Counter(self.calls)
         most: dict[str, int] = {}
-        for (_, name), count in counts.items():
+        for (_, name), count in Counter(self.calls).items():
             most[name] = max(count, most.get(name, 0))
-        if ends:
-            return [(name, number) for name, count in most.items() for number in sorted({1, count})]
-        return [(name, number) for name, count in most.items() for number in range(1, count + 1)]
+        numbers = {name: sorted({1, count}) if ends else range(1, count + 1) for name, count in most.items()}
+        return [(name, number) for name in numbers for number in numbers[name]]
 
 
 def save_under_strace(save: Callable[[], object], folder: Path, *injections: str) -> Outcome:

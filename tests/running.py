@@ -100,26 +100,17 @@ def reason_of(report: Any) -> str:
 
 
 @pytest.hookimpl(trylast=True)  # when it is known which are run
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Slow tests may take long on a machine that is busy: the time limit of all is for what hangs.
 
-    Those with a limit of their own take longest, and begin first: each process begins with its share of the tests.
+    Those with a limit of their own take longest, and begin first.
     """
-    long: list[pytest.Item] = []
-    others: list[pytest.Item] = []
-    for item in items:
-        slow, limit = item.get_closest_marker("slow"), item.get_closest_marker("timeout")
-        (long if slow and limit else others).append(item)
-        if slow and not limit:
+    slow = [item for item in items if item.get_closest_marker("slow")]
+    limited = [item for item in slow if item.get_closest_marker("timeout")]
+    for item in slow:
+        if item not in limited:
             item.add_marker(pytest.mark.timeout(SLOW))
-    processes, dealt = getattr(config, "workerinput", {}).get("workercount", 1), list[pytest.Item]()
-    for number in range(processes):
-        share = (len(items) - len(dealt)) // (processes - number)
-        first = long[number::processes]
-        rest = max(0, share - len(first))
-        dealt += first + others[:rest]
-        del others[:rest]
-    items[:] = dealt
+    items.sort(key=lambda item: item not in limited)
 
 
 # The checkout
