@@ -132,27 +132,3 @@ def test_no_command_says_that_numpy_is_missing(folder: Path) -> None:
     bench = ("bench", "--folder", folder, "--io_size", "1M", "--loops", "1", "--multi_process", "2")
     for words in (("checkpoint", "info", folder / "model.pt"), bench):
         assert missing not in run_python(program, *words, fresh=True).stderr
-
-
-def test_what_commands_print_fits_80_columns(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def lines_of(module: str, *words: str) -> list[str]:
-        assert importlib.import_module(f"nvme_ops.{module}").main(list(words)) == 0
-        return capsys.readouterr().out.splitlines()
-
-    model = str(folder / "model.pt")
-    name = "model.layers.0.block_sparse_moe.experts.0.gate_proj.weight_scale_inv"
-    nvme_ops.save({name: torch.ones(2000, 3), "bias": torch.ones(3)}, model, metadata={"words": "many " * 30})
-    bench = ("--folder", str(folder), "--io_size", "1M", "--loops", "1")
-    sweep = ("--engine", "aio_handle", "--sweep", "block_size=64K,1M", "queue_depth=1,32")
-    said = [
-        *lines_of("checkpoint.cli", "info", model),
-        *lines_of("checkpoint.cli", "verify", model),
-        *lines_of("measure.bench", *bench, *sweep),
-        *lines_of("measure.bench", "explain", str(folder), "--io_size", "1M", "--rounds", "2", "--write"),
-        *lines_of("measure.bench", "workload", "llm-checkpoint", *bench[:2], "--size", "8M", "--seconds", "0.1"),
-        *lines_of("measure.tune", *bench[:2], "--io_size", "1M", "--no_write", "--no_store"),
-    ]
-    too_long = [line for line in said if len(line) > 80 and " " in line.strip() and str(folder) not in line]
-    assert too_long == []
-    assert name in said
-    assert any(line.startswith("fastest: aio_handle, block_size") for line in said)

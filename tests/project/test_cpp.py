@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -62,17 +61,3 @@ def test_programs(configuration: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
     assert len(PROGRAMS) > 10
     assert {f"{configuration} {name}" for name in PROGRAMS} <= set(result.stdout.splitlines())
-
-
-def test_libaio_is_compiled_in_where_the_compiler_finds_its_header(tmp_path: Path) -> None:
-    if not shutil.which("make"):
-        pytest.skip("make is not installed")
-    subprocess.run([str(SOURCES / "hide-header"), str(tmp_path), "libaio.h"], check=True)
-    (tmp_path / "installed").mkdir()
-    (tmp_path / "installed" / "libaio.h").touch()
-    core = f"{tmp_path}/build/plain/core.o"
-    for flags, compiled in (("", False), (f"-I{tmp_path}/installed", True)):  # going by the command alone
-        planned = make("--dry-run", core, BUILD=f"{tmp_path}/build", CXX=f"{tmp_path}/c++", CXXFLAGS=flags)
-        assert planned.returncode == 0, planned.stderr
-        assert f"-o {core}" in planned.stdout
-        assert ("-DNVME_OPS_HAVE_LIBAIO=1" in planned.stdout) == compiled

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import nvme_ops
-from tests.conftest import REPOSITORY, run_python
+from tests.conftest import REPOSITORY
 from tests.project.test_surface import PACKAGES
 
 OURS = re.compile(r"\b(NVME_OPS_(?!HAVE_)[A-Z_]+|NVME_BUILD_[A-Z]+)\b")
@@ -83,20 +83,3 @@ def test_the_reference_has_every_public_name_once_and_links_to_it() -> None:
     assert public - set(shown) == set()
     others = {name for name in set(shown) - public if not name.startswith("nvme_ops.integrations.")}
     assert {name.removeprefix("nvme_ops.") for name in others} == BESIDES
-
-
-def test_completion_shows_what_is_public_and_nothing_else() -> None:
-    """In a fresh process that has used much: what it imports on the way is not for users."""
-    program = """
-        import importlib, pkgutil, pydoc
-        import nvme_ops, nvme_ops.offload, nvme_ops.data, nvme_ops.dcp
-        nvme_ops.offload.swap_params, nvme_ops.data.Loader, nvme_ops.aio_handle.tuned
-        packages = [each.name for each in pkgutil.iter_modules(nvme_ops.__path__) if each.ispkg]
-        modules = [nvme_ops, nvme_ops.dcp, *(importlib.import_module(f"nvme_ops.{name}") for name in packages)]
-        public = [module for module in modules if hasattr(module, "__all__")]
-        seen = {module.__name__: (dir(module), sorted(module.__all__)) for module in public}
-        assert {"nvme_ops", "nvme_ops.offload", "nvme_ops.data", "nvme_ops.dcp"} <= seen.keys()
-        assert [name for name, (shown, public) in seen.items() if shown != public] == []
-        assert "save(obj" in pydoc.plain(pydoc.render_doc(nvme_ops))
-    """
-    run_python(program)

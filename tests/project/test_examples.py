@@ -101,20 +101,6 @@ def test_demo_removes_its_files_when_it_is_stopped(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("words", "expected", "said"),
-    [
-        (["--size", "4000000G"], 1, r"GiB of free space are needed in .* and there are [\d.]+; choose"),
-        (["--path", "/no/such"], 1, "/no/such: no such folder"),
-        (["--rounds", "0"], 2, "--rounds"),
-    ],
-)
-def test_demo_refuses_what_cannot_be_done(words: list[str], expected: int, said: str, tmp_path: Path) -> None:
-    status, _, errors = run("demo", "--path", str(tmp_path), *words)
-    assert status == expected
-    assert re.search(said, errors)
-
-
 # Blocks of Python on pages
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
