@@ -353,13 +353,21 @@ def _command(*words: object) -> str:
 
 
 class LoopDevice:
-    """A block device over a file."""
+    """A block device over a new file, for a file system of this kind or none. Skips where there can be none."""
 
-    def __init__(self, image: Path, size: int, sector: int) -> None:
-        self.image = image
-        with image.open("wb") as file:
+    def __init__(self, folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> None:
+        if os.geteuid() != 0:
+            pytest.skip("loop devices need root")
+        for tool in ("losetup", f"mkfs.{kind}", "mount", "umount"):
+            if shutil.which(tool) is None:
+                pytest.skip(f"{tool} is not installed")
+        self.image = folder / f"device{len(list(folder.iterdir()))}"
+        with self.image.open("wb") as file:
             file.truncate(size)
-        self.path = Path(_command("losetup", "--find", "--show", "--sector-size", sector, image))
+        try:
+            self.path = Path(_command("losetup", "--find", "--show", "--sector-size", sector, self.image))
+        except subprocess.CalledProcessError as error:
+            pytest.skip(f"no loop device: {error.stderr.strip()}")
 
     def close(self) -> None:
         _command("losetup", "--detach", self.path)
@@ -375,38 +383,17 @@ MAKE = {
 }
 
 
-def new_device(folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> LoopDevice:
-    """Makes one, for a file system of this kind or none. Skips the test where there can be none."""
-    if os.geteuid() != 0:
-        pytest.skip("loop devices need root")
-    for tool in ("losetup", f"mkfs.{kind}", "mount", "umount"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} is not installed")
-    try:
-        return LoopDevice(folder / f"device{len(list(folder.iterdir()))}", size, sector)
-    except subprocess.CalledProcessError as error:
-        pytest.skip(f"no loop device: {error.stderr.strip()}")
-
-
 @pytest.fixture
 def make_device(folder: Path) -> Iterator[Callable[..., LoopDevice]]:
     """Makes loop devices: ``make_device(size, sector=512)``. Needs root."""
     with contextlib.ExitStack() as stack:
-
-        def make(size: int, sector: int = 512) -> LoopDevice:
-            device = new_device(folder, size, sector)
-            stack.callback(device.close)
-            return device
-
-        yield make
+        yield lambda *given: stack.enter_context(contextlib.closing(LoopDevice(folder, *given)))
 
 
 @contextlib.contextmanager
 def file_system(folder: Path, size: int, sector: int = 512, kind: str = "ext4") -> Iterator[Path]:
     """A small file system on a loop device."""
-    with contextlib.ExitStack() as stack:
-        device = new_device(folder, size, sector, kind)
-        stack.callback(device.close)
+    with contextlib.closing(LoopDevice(folder, size, sector, kind)) as device:
         mounted = folder / f"mounted{device.path.name}"
         mounted.mkdir()
         _command(*MAKE[kind].split(), device.path)
@@ -414,8 +401,10 @@ def file_system(folder: Path, size: int, sector: int = 512, kind: str = "ext4") 
             _command("mount", device.path, mounted)
         except subprocess.CalledProcessError as error:
             pytest.skip(f"cannot mount: {error.stderr.strip()}")
-        stack.callback(_command, "umount", mounted)
-        yield mounted
+        try:
+            yield mounted
+        finally:
+            _command("umount", mounted)
 
 
 @pytest.fixture

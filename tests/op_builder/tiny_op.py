@@ -68,7 +68,6 @@ class Sandbox:
         self.cache = folder / "cache folder"
         self.calls = folder / "calls"
         self.compiler = executable(folder / "counting-c++", COMPILER)
-        self.python = sys.executable
         self.csrc.mkdir()
         self.source = self.csrc / "tiny.cpp"
         self.header = self.csrc / "answer.h"
@@ -92,7 +91,7 @@ class Sandbox:
     def start(self, program: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
         """Start ``program`` in a new Python, with the builder at hand as ``TinyBuilder``."""
         return subprocess.Popen(
-            [self.python, "-c", f"{IMPORT}{program}"],
+            [sys.executable, "-c", f"{IMPORT}{program}"],
             env={**os.environ, **self.environment, **QUIET, "PYTHONPATH": str(REPOSITORY), **(environment or {})},
             cwd=self.cache.parent,
             stdout=subprocess.PIPE,
