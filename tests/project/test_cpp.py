@@ -20,17 +20,6 @@ CONFIGURATIONS = {"address": ["-fsanitize=address,undefined"], "thread": ["-fsan
 PROBE = "#include <thread>\nint main() { int* p = nullptr; std::thread([&] { p = new int; }).join(); delete p; }\n"
 
 
-def make(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    # A make that runs these tests must not hand its own flags and job slots on.
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKELEVEL")
-    }
-    environment.setdefault("NVME_OPS_TEST_ITERATIONS", "100")  # random cases; by hand there are more
-    words = [f"{name}={value}" for name, value in variables.items()]
-    command = ["make", "--no-print-directory", "-C", str(SOURCES), *words, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
-
-
 def missing(configuration: str, folder: Path) -> str:
     """Why programs of ``configuration`` cannot be built or run here; empty when they can."""
     source, program = folder / f"{configuration}.cpp", folder / configuration
@@ -57,7 +46,11 @@ def test_programs(configuration: str, tmp_path: Path) -> None:
         pytest.skip(reason)
     if configuration == "plain" and not missing("address", tmp_path):
         pytest.skip("the same programs run under AddressSanitizer")
-    result = make("--keep-going", f"run-{configuration}")
+    # A make that runs these tests must not hand its own flags and job slots on.
+    environment = {name: os.environ[name] for name in os.environ.keys() - {"MAKEFLAGS", "MFLAGS", "MAKELEVEL"}}
+    environment.setdefault("NVME_OPS_TEST_ITERATIONS", "100")  # random cases; by hand there are more
+    command = ["make", "--no-print-directory", "-C", str(SOURCES), "--keep-going", f"run-{configuration}"]
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace", env=environment, check=False)
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-10000:]
     assert len(PROGRAMS) > 10
     assert {f"{configuration} {name}" for name in PROGRAMS} <= set(result.stdout.splitlines())

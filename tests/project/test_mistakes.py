@@ -20,6 +20,7 @@ import torch
 import nvme_ops
 from nvme_ops import data, offload, storage
 from nvme_ops.integrations.safetensors import safe_open
+from nvme_ops.measure import tune
 from tests.conftest import refusal
 from tests.project.test_surface import public
 
@@ -251,74 +252,67 @@ def test_every_switch_and_callback_is_in_the_table() -> None:
     assert missing == []
 
 
-_BENCH, _TUNE = "nvme_ops.measure.bench", "nvme_ops.measure.tune"
-
-#: Modules of commands, and words that are wrong.
-COMMANDS = [
-    *(
-        (_BENCH, words.split(), said)
-        for words, said in {
-            "--folder /no/such --read": "/no/such: no such folder",
-            "--folder dir --io_size 9999T": "of free space are needed and there are .* --io-size or --folder",
-            "--folder dir --engine fast": "--engine fast: there are aio_handle, gds_handle, torch, python, and all",
-            "--folder_to_device_mapping dir:0 /none:1": "/none: no such folder",
-            "--folder_to_device_mapping dir": "dir: not FOLDER:NUMBER",
-            "--folder_to_device_mapping dir:0 --multi_process 2": "has one process for each folder",
-            "--folder_to_device_mapping dir:0 .:1 --scaling --sweep queue-depth=1,2": "are two runs",
-            "--folder dir --cached": "--cached goes with --read",
-            "--folder dir --use_gds": "--use-gds goes with --device cuda",
-            "--folder dir --scaling": "--scaling needs several folders",
-            "--folder dir --sweep blocks=1M": "blocks=1M: not NAME=VALUE,...; names are block-size, queue-depth",
-            "--folder dir --sweep block-size=1M,0": "--sweep block-size: '0' is not a size",
-            "--folder dir --sweep single-submit=maybe": "--sweep single-submit: 'maybe' is neither true nor false",
-            "--folder dir --sweep block_size=1M block_size=2M": "--sweep block_size: twice",
-            "--folder dir --output none/such.json": "--output none/such.json: its folder does not exist",
-            "--folder dir --output a.foo": "--output a.foo: ",
-            "--folder dir --bloc 1M": "unrecognized arguments: --bloc 1M",  # abbreviations break when a flag is added
-            "explain dir --rounds 1": "--rounds 1: at least 2",
-            "explain dir --device cuda:77": "--device cuda:77: torch sees",
-            "explain dir --device tpu": "--device tpu: neither cpu nor cuda:N",
-            "explain text --write": "a file that exists is only read",
-            "workload resnet50 --folder missing": "no such folder",
-            "workload cosmoflow --folder dir --seconds nan": "must be numbers greater than 0",
-            "workload cosmoflow --folder dir --output x.png": "ends with .json",
-            "workload llm-checkpoint --folder dir --reader nvme_ops": "--reader is for jobs that read",
-            "workload llm-checkpoint --folder dir --accelerators 2": "--accelerators is for jobs that read",
-        }.items()
-    ),
-    ("nvme_ops.checkpoint.cli", ["info", "text"], "does not end with"),
-    ("nvme_ops.checkpoint.cli", ["verify", "dir"], "none of model"),
-    ("nvme_ops.checkpoint.cli", ["diff", "ok.pt"], "required: SECOND"),
-    ("nvme_ops.checkpoint.cli", ["convert", "ok.pt", "missing/x.safetensors"], "is a disk not mounted"),
-    ("nvme_ops.data.cli", ["convert", "dir", "out"], "dir"),
-    ("nvme_ops.data.cli", ["verify", "text"], "text"),
-    *(
-        (_TUNE, words.split(), said)
-        for words, said in {
-            "": "required: --folder",
-            "--nvme_dir dir /no/such": "/no/such: no such folder",
-            "--nvme_dir dir --no_read --no_write": "leave nothing to measure",
-            "--nvme_dir dir --loops 0": "--loops: '0' is not a number of at least 1",
-            "--nvme_dir dir --output a.png": "a file's name ends with .json",
-            "--nvme_dir dir --log_dir /proc/nothing": "No such file or directory: '/proc/nothing'",
-            "--nvme_dir missing --log_dir log": "missing: no such folder",  # and no folder is made
-            "--nvme_dir dir --sweep_config /no/such": "--sweep-config /no/such: .*No such file",
-            "--nvme_dir dir --sweep_config text": "--sweep-config text: ",
-        }.items()
-    ),
-    ("nvme_ops.report.cli", ["--paths", "x"], "unrecognized arguments"),
-    ("nvme_ops.offload.cli", ["plan", "dir", "--memory", "1G"], "nvme-checkpoint convert"),
-    ("nvme_ops.offload.cli", ["plan", "dir"], "required: --memory"),
-]
+#: Modules of commands, words that are wrong, and what is said of them.
+MISUSED = {
+    "measure.bench": {
+        "--folder /no/such --read": "/no/such: no such folder",
+        "--folder dir --io_size 9999T": "of free space are needed and there are .* --io-size or --folder",
+        "--folder dir --engine fast": "--engine fast: there are aio_handle, gds_handle, torch, python, and all",
+        "--folder_to_device_mapping dir:0 /none:1": "/none: no such folder",
+        "--folder_to_device_mapping dir": "dir: not FOLDER:NUMBER",
+        "--folder_to_device_mapping dir:0 --multi_process 2": "has one process for each folder",
+        "--folder_to_device_mapping dir:0 .:1 --scaling --sweep queue-depth=1,2": "are two runs",
+        "--folder dir --cached": "--cached goes with --read",
+        "--folder dir --use_gds": "--use-gds goes with --device cuda",
+        "--folder dir --scaling": "--scaling needs several folders",
+        "--folder dir --sweep blocks=1M": "blocks=1M: not NAME=VALUE,...; names are block-size, queue-depth",
+        "--folder dir --sweep block-size=1M,0": "--sweep block-size: '0' is not a size",
+        "--folder dir --sweep single-submit=maybe": "--sweep single-submit: 'maybe' is neither true nor false",
+        "--folder dir --sweep block_size=1M block_size=2M": "--sweep block_size: twice",
+        "--folder dir --output none/such.json": "--output none/such.json: its folder does not exist",
+        "--folder dir --output a.foo": "--output a.foo: ",
+        "--folder dir --bloc 1M": "unrecognized arguments: --bloc 1M",  # abbreviations break when a flag is added
+        "explain dir --rounds 1": "--rounds 1: at least 2",
+        "explain dir --device cuda:77": "--device cuda:77: torch sees",
+        "explain dir --device tpu": "--device tpu: neither cpu nor cuda:N",
+        "explain text --write": "a file that exists is only read",
+        "workload resnet50 --folder missing": "no such folder",
+        "workload cosmoflow --folder dir --seconds nan": "must be numbers greater than 0",
+        "workload cosmoflow --folder dir --output x.png": "ends with .json",
+        "workload llm-checkpoint --folder dir --reader nvme_ops": "--reader is for jobs that read",
+        "workload llm-checkpoint --folder dir --accelerators 2": "--accelerators is for jobs that read",
+    },
+    "measure.tune": {
+        "": "required: --folder",
+        "--nvme_dir dir /no/such": "/no/such: no such folder",
+        "--nvme_dir dir --no_read --no_write": "leave nothing to measure",
+        "--nvme_dir dir --loops 0": "--loops: '0' is not a number of at least 1",
+        "--nvme_dir dir --output a.png": "a file's name ends with .json",
+        "--nvme_dir dir --log_dir /proc/nothing": "No such file or directory: '/proc/nothing'",
+        "--nvme_dir missing --log_dir log": "missing: no such folder",  # and no folder is made
+        "--nvme_dir dir --sweep_config /no/such": "--sweep-config /no/such: .*No such file",
+        "--nvme_dir dir --sweep_config text": "--sweep-config text: ",
+    },
+    "checkpoint.cli": {
+        "info text": "does not end with",
+        "verify dir": "none of model",
+        "diff ok.pt": "required: SECOND",
+        "convert ok.pt missing/x.safetensors": "is a disk not mounted",
+    },
+    "data.cli": {"convert dir out": "dir", "verify text": "text"},
+    "report.cli": {"--paths x": "unrecognized arguments"},
+    "offload.cli": {"plan dir --memory 1G": "nvme-checkpoint convert", "plan dir": "required: --memory"},
+}
+COMMANDS = [(module, words, said) for module, rows in MISUSED.items() for words, said in rows.items()]
 
 
-@pytest.mark.parametrize(("module", "words", "said"), COMMANDS, ids=[" ".join([m, *w]) for m, w, _ in COMMANDS])
+@pytest.mark.parametrize(("module", "words", "said"), COMMANDS)
 def test_a_mistake_in_a_command_is_a_line(
-    place: dict[str, Any], folder: Path, module: str, words: list[str], said: str
+    place: dict[str, Any], folder: Path, module: str, words: str, said: str
 ) -> None:
-    if module == "nvme_ops.offload.cli":
+    if module == "offload.cli":
         pytest.importorskip("transformers")
-    status, errors = refusal(importlib.import_module(module).main, words)
+    status, errors = refusal(importlib.import_module(f"nvme_ops.{module}").main, words.split())
     assert status == 2, errors
     *usage, last = errors.splitlines()
     assert re.search(said, last), errors
@@ -340,9 +334,7 @@ SWEEPS = {
 def test_a_wrong_sweep_is_a_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "sweep.json"
     path.write_text(text)
-    status, errors = refusal(
-        importlib.import_module(_TUNE).main, ["--nvme_dir", str(tmp_path), "--sweep_config", str(path)]
-    )
+    status, errors = refusal(tune.main, ["--nvme_dir", str(tmp_path), "--sweep_config", str(path)])
     assert status == 2
     assert f"--sweep-config {path}: " in errors
     assert SWEEPS[text] in errors
