@@ -6,7 +6,6 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -44,9 +43,10 @@ def test_parts_are_read_and_a_counter_that_wraps_around_counts_on(tmp_path: Path
 def test_a_gpu_tells_its_energy_and_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     counters = [5_000, 7_000]
-    nvml: Any = SimpleNamespace(NVMLError=ValueError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=int,
-                                nvmlDeviceGetTotalEnergyConsumption=counters.__getitem__)  # fmt: skip
-    meter = Meter([1], str(tmp_path), nvml)
+    nvml = SimpleNamespace(NVMLError=ValueError, nvmlInit=lambda: None, nvmlDeviceGetHandleByIndex=int,
+                           nvmlDeviceGetTotalEnergyConsumption=counters.__getitem__)  # fmt: skip
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    meter = Meter([1], str(tmp_path))
     before = meter.read()
     counters[1] += 2_500
     assert (used(before, meter.read()), meter.unavailable()) == ({"gpu-1": 2.5}, "")

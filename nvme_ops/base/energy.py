@@ -9,7 +9,6 @@ import contextlib
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 _CLASS = "class/powercap"
@@ -26,14 +25,13 @@ class Meter:
     Args:
         gpus: torch's numbers of the devices to measure.
         sysfs: where sysfs is mounted.
-        nvml: a module to use instead of ``pynvml``.
     """
 
-    def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys", nvml: ModuleType | None = None) -> None:
+    def __init__(self, gpus: Sequence[int] = (), sysfs: str = "/sys") -> None:
         counters, why_not = _rapl(Path(sysfs))
         self._parts = {part: _rapl_reader(*counter) for part, counter in counters.items()}
         self._ignored: tuple[type[Exception], ...] = (OSError, ValueError)  # a measurement must not fail by these
-        self._why_not = [why_not, self._find_gpus(gpus, nvml) if gpus else ""]
+        self._why_not = [why_not, self._find_gpus(gpus) if gpus else ""]
 
     def read(self) -> dict[str, float]:
         """Returns joules by part: ``package-0``, ``dram-0``, ``psys``, ``gpu-0``. Only differences are meaningful.
@@ -51,10 +49,10 @@ class Meter:
         """Returns why there are no figures, beginning with ``not available``; empty if any part has one."""
         return "" if self._parts else "not available: " + "; ".join(filter(None, self._why_not))
 
-    def _find_gpus(self, numbers: Sequence[int], module: ModuleType | None) -> str:
+    def _find_gpus(self, numbers: Sequence[int]) -> str:
         """Keeps the GPUs that report their energy; returns why others do not."""
         try:
-            nvml: Any = module or importlib.import_module("pynvml")
+            nvml: Any = importlib.import_module("pynvml")
         except ImportError:
             return "the GPU's energy needs NVML: pip install nvidia-ml-py"
         self._ignored += (nvml.NVMLError,)
