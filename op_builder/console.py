@@ -41,13 +41,10 @@ def _can_be_flushed(stream: TextIO | None) -> bool:
 @contextlib.contextmanager
 def usable_streams() -> Iterator[None]:
     """Gives code that flushes stdout and stderr, as torch's builder does, streams that can be flushed."""
-    saved = sys.stdout, sys.stderr
-    with open("/dev/null", "w") as nowhere:
+    with contextlib.ExitStack() as stack:
+        nowhere = stack.enter_context(open(os.devnull, "w"))
         if not _can_be_flushed(sys.stdout):
-            sys.stdout = nowhere
+            stack.enter_context(contextlib.redirect_stdout(nowhere))
         if not _can_be_flushed(sys.stderr):
-            sys.stderr = nowhere
-        try:
-            yield
-        finally:
-            sys.stdout, sys.stderr = saved
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
+        yield
