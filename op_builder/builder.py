@@ -120,7 +120,8 @@ class OpBuilder:
 
     def find_built(self) -> finished.BuiltOp | None:
         """Returns the finished op that ``load`` would use: prebuilt, else from the cache; None if it would compile."""
-        if (prebuilt := self._find_prebuilt()) is not None:
+        prebuilt = finished.find_prebuilt(self.name)
+        if prebuilt is not None and not finished.mismatch(prebuilt, self._requirements()):
             return prebuilt
         entry = finished.find_cached(self.recipe())
         record = entry.record() if entry is not None else None
@@ -217,7 +218,7 @@ class OpBuilder:
         """Returns everything that determines what a build produces, including flags from the environment."""
         return Recipe(
             name=self.name,
-            sources=tuple(self._sources()),
+            sources=tuple(map(Path, self.strip_empty_entries(self.sources()))),
             united=tuple([tuple(map(Path, group)) for group in self.united_sources()]),
             headers=tuple(headers(self.source_root())),
             include_paths=tuple(self.strip_empty_entries(self.include_paths())),
@@ -234,21 +235,14 @@ class OpBuilder:
         """Prints ``msg`` on stderr as a warning."""
         say(f" [WARNING]  {msg}")
 
-    def _sources(self) -> list[Path]:
-        return [Path(path) for path in self.strip_empty_entries(self.sources())]
-
     def _requirements(self) -> dict[str, str]:
-        return requirements([*self._sources(), *headers(self.source_root())])  # asks no compiler
-
-    def _find_prebuilt(self) -> finished.BuiltOp | None:
-        prebuilt = finished.find_prebuilt(self.name)
-        return prebuilt if prebuilt is not None and not finished.mismatch(prebuilt, self._requirements()) else None
+        sources = map(Path, self.strip_empty_entries(self.sources()))
+        return requirements([*sources, *headers(self.source_root())])  # asks no compiler
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
-            if load_finished(self, try_prebuilt) is None:
-                _loaded[self.name] = self._load_built(verbose)
-            return _loaded[self.name]
+            module = _loaded[self.name] = load_finished(self, try_prebuilt) or self._load_built(verbose)
+            return module
 
     def _load_cached(self) -> ModuleType | None:
         self.jit_mode = True
@@ -298,11 +292,11 @@ class OpBuilder:
 def load_finished(builder: OpBuilder, try_prebuilt: bool = True) -> ModuleType | None:
     """Does what ``load`` does before it compiles; None, with a warning if there is an op that does not load."""
     with _loading:
-        if builder.name not in _loaded:
-            module = (builder.load_prebuilt() if try_prebuilt else None) or builder._load_cached()
-            if module is not None:
-                _loaded[builder.name] = module
-        return _loaded.get(builder.name)
+        module = _loaded.get(builder.name) or (builder.load_prebuilt() if try_prebuilt else None)
+        module = module or builder._load_cached()
+        if module is not None:
+            _loaded[builder.name] = module
+        return module
 
 
 # The ops
