@@ -135,9 +135,8 @@ def requirement() -> str:
     try:
         noted = importlib.metadata.distribution("nvme-ops").read_text("direct_url.json")
         url = urlsplit(str(json.loads(noted or "{}").get("url", "")))
+        place = unquote(url.path) if url.scheme == "file" else "nvme-ops"
     except (importlib.metadata.PackageNotFoundError, ValueError, OSError):
-        url = urlsplit(
-            PACKAGE.resolve().parent.as_uri() if (PACKAGE.resolve().parent / "pyproject.toml").exists() else ""
-        )
-    place = unquote(url.path) if url.scheme == "file" else "nvme-ops"
+        checkout = PACKAGE.resolve().parent
+        place = str(checkout) if (checkout / "pyproject.toml").exists() else "nvme-ops"
     return shlex.quote(place)

@@ -309,14 +309,8 @@ def package() -> list[Result]:
 # The command that installs something missing, for the package manager in use
 
 _CONDA = "conda install -y -c conda-forge {}"
-_INSTALL = {
-    "apt-get": "apt-get install -y {}",
-    "dnf": "dnf install -y {}",
-    "yum": "yum install -y {}",
-    "zypper": "zypper install -y {}",
-    "pacman": "pacman -S --noconfirm {}",
-    "apk": "apk add {}",
-}
+_INSTALL = {manager: f"{manager} install -y {{}}" for manager in ("apt-get", "dnf", "yum", "zypper")}
+_INSTALL |= {"pacman": "pacman -S --noconfirm {}", "apk": "apk add {}"}
 # The package by manager; "" is the name that the RPM distributions share.
 _NAMES = {
     "compiler": {"apt-get": "g++", "pacman": "gcc", "apk": "g++", "conda": "gxx", "": "gcc-c++"},

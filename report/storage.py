@@ -62,13 +62,8 @@ def _directory(host: Host, folder: str) -> Result:
 def _page(host: Host, folder: str, failure: Failure | None) -> Result:
     if failure is None:
         return Result("page", Status.OKAY, "a handle wrote one and read it back")
-    error = OSError(failure.errno, failure.words)
-    return Result(
-        "page",
-        Status.NO,
-        f"a handle cannot write one and read it back: {failure.words}",
-        _write_fix(host, folder, error),
-    )
+    words = f"a handle cannot write one and read it back: {failure.words}"
+    return Result("page", Status.NO, words, _write_fix(host, folder, OSError(failure.errno, failure.words)))
 
 
 def _write_fix(host: Host, folder: str, error: OSError) -> str:
