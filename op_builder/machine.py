@@ -56,6 +56,11 @@ class Host:
         except OSError:
             return default
 
+    def search(self, pattern: str, name: str) -> str | None:
+        """Returns what the pattern's group matches in a file, at its first match; None if there is none."""
+        match = re.search(pattern, self.read_or(name), re.MULTILINE)
+        return match[1] if match else None
+
     def exists(self, name: str) -> bool:
         """Returns whether the file exists; also False if there is no permission to look."""
         return os.path.exists(self.path(name))
@@ -389,7 +394,8 @@ def _mapped(name: str, host: Host) -> Iterator[Path]:
 def gpu(host: Host = _HERE) -> Requirement:
     """Checks for an NVIDIA GPU that this process may use."""
     cards = [file.parent.name for file in sorted(host.path("/proc/driver/nvidia/gpus").glob("*/information"))]
-    models = [_model(host.read_or(f"/proc/driver/nvidia/gpus/{card}/information")) for card in cards]
+    files = [f"/proc/driver/nvidia/gpus/{card}/information" for card in cards]
+    models = [host.search(r"^Model:\s*(.*\S)", file) or "unknown model" for file in files]
     nodes = sorted(path.name for path in host.path("/dev").glob("nvidia[0-9]*"))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     hidden = bool(nodes) and visible is not None and visible.strip().partition(",")[0] in ("", "-1", "NoDevFiles")
@@ -405,17 +411,11 @@ def gpu(host: Host = _HERE) -> Requirement:
     return Requirement("GPU", found, words, fix, data={"models": models, "devices": nodes})
 
 
-def _model(text: str) -> str:
-    match = re.search(r"^Model:\s*(.+)$", text, re.MULTILINE)
-    return match[1].strip() if match else "unknown model"
-
-
 def gpu_driver(host: Host = _HERE) -> Requirement:
     """Checks for NVIDIA's driver: its kernel module, and the library that comes with it."""
-    match = re.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", host.read_or(DRIVER_VERSION))
-    version = match[1] if match else None
+    version = host.search(r"Kernel Module.*?(\d+\.\d+(?:\.\d+)?)", DRIVER_VERSION)
     places = [*_mapped(_CUDA, host), *_system_places(_CUDA, (*_SYSTEM_FOLDERS, *_DRIVER_FOLDERS), host)]
-    loaded, library = bool(match) or host.exists("/dev/nvidiactl"), any(map(os.path.isfile, places))
+    loaded, library = version is not None or host.exists("/dev/nvidiactl"), any(map(os.path.isfile, places))
     if loaded:
         words = f"the driver's library {_CUDA} is not found"
         fix = "docker run --gpus all ...  # outside a container: install the driver's libraries (libnvidia-compute)"
@@ -466,8 +466,7 @@ def kernel_modules(host: Host = _HERE) -> Requirement:
 
 def nvidia_fs(host: Host = _HERE) -> Requirement:
     """Checks for the kernel module that connects storage and GPU, unless PCI peer-to-peer does."""
-    match = re.search(r"version:\s*(\S+)", host.read_or("/proc/driver/nvidia-fs/version"))
-    version = match[1] if match else None
+    version = host.search(r"version:\s*(\S+)", "/proc/driver/nvidia-fs/version")
     loaded, devices = host.exists("/proc/driver/nvidia-fs"), any(host.path("/dev").glob("nvidia-fs*"))
     if loaded:
         words = "nvidia-fs is loaded, but /dev/nvidia-fs* is not here: data pass through host memory"

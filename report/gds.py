@@ -228,10 +228,10 @@ def peer_to_peer(facts: _Facts) -> Result:
 def obstacles(host: Host, settings: CuFileSettings) -> list[str]:
     """Returns what PCI peer-to-peer lacks; empty if nothing is known to be missing."""
     x86 = platform.machine() == "x86_64"
-    driver = re.search(r"Open Kernel Module.*?(\d+)\.", host.read_or(machine.DRIVER_VERSION))
+    driver = int(host.search(r"Open Kernel Module.*?(\d+)\.", machine.DRIVER_VERSION) or 0)
     problems = {
         f"the kernel lacks {_OPTION}": not _kernel_has_option(host),
-        f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": not driver or int(driver[1]) < _LEAST_DRIVER,
+        f"the driver is not NVIDIA's open one, {_LEAST_DRIVER} or later": driver < _LEAST_DRIVER,
         f"its option {_STATIC_BAR} is not set": x86 and _STATIC_BAR not in host.read_or("/proc/driver/nvidia/params"),
         "nvme_core.multipath is on": host.read_or("/sys/module/nvme_core/parameters/multipath") == "Y",
         f"use_pci_p2pdma is not set in {settings.path or SETTINGS}": not settings.peer_to_peer,

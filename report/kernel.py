@@ -76,14 +76,8 @@ def _release(host: Host) -> tuple[int, ...]:
 
 def seccomp_mode(host: Host) -> int | None:
     """Returns 0 for no filter, 1 strict, 2 filtered; None if the kernel does not say."""
-    mode = _of_this_process(host, "Seccomp")
+    mode = host.search(r"^Seccomp:\s*(\d+)", "/proc/self/status")
     return int(mode) if mode else None
-
-
-def _of_this_process(host: Host, name: str) -> str:
-    """Returns a hexadecimal number in /proc/self/status, an empty string where it is not there."""
-    match = re.search(rf"^{name}:\s*([0-9a-fA-F]+)", host.read_or("/proc/self/status"), re.MULTILINE)
-    return match[1] if match else ""
 
 
 def io_uring(host: Host) -> Result:
@@ -220,7 +214,8 @@ def memlock(host: Host) -> Result:
     """Reports how much memory may be locked; io_uring's registered buffers need as much as the staging memory."""
     soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     unlimited = soft == resource.RLIM_INFINITY
-    privileged = bool(int(_of_this_process(host, "CapEff") or "0", 16) >> _CAP_IPC_LOCK & 1)
+    capabilities = host.search(r"^CapEff:\s*([0-9a-fA-F]+)", "/proc/self/status") or "0"
+    privileged = bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1)
     limits = [None if limit == resource.RLIM_INFINITY else limit for limit in (soft, hard)]
     words, fix = "unlimited" if unlimited else size_words(soft), ""
     if privileged and not unlimited:
@@ -234,8 +229,7 @@ def memlock(host: Host) -> Result:
 
 def transparent(host: Host) -> Result:
     """Reports whether the kernel uses huge pages on request (``madvise``) or for all memory (``always``)."""
-    match = re.search(r"\[(\w+)\]", host.read_or(_TRANSPARENT))
-    mode = match[1] if match else ""
+    mode = host.search(r"\[(\w+)\]", _TRANSPARENT) or ""
     words, fix = mode, ""
     if mode not in ("always", "madvise"):
         words = mode or "not in this kernel"
