@@ -129,6 +129,8 @@ def test_has_function_links_a_program_that_calls_it(
     assert capfd.readouterr() == ("", "")
     assert not builder.has_function("no_such_function", ("m",), verbose=True)
     assert "undefined reference" in capfd.readouterr().err
+    monkeypatch.setenv("CXX", "/no/such")
+    assert not builder.has_function("own_function", ("own",))
 
 
 def test_a_compiler_that_hangs_is_given_up(no_libaio: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,3 +139,8 @@ def test_a_compiler_that_hangs_is_given_up(no_libaio: Path, monkeypatch: pytest.
     builder = AsyncIOBuilder()
     assert not builder.is_compatible()
     assert "timed out" in str(builder.error_log)
+
+
+def test_missing_python_headers_are_said_with_the_fix(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("sysconfig.get_path", lambda *_: str(tmp_path))
+    assert f"apt-get install python3.{sys.version_info.minor}-dev" in str(machine.python_header())

@@ -19,7 +19,7 @@ import pytest
 from nvme_ops.op_builder import finished, jit, machine, trust
 from tests.conftest import NOBODY, in_child, open_to_all, with_mounts
 from tests.made_up import executable
-from tests.op_builder.tiny_op import Sandbox, TinyBuilder, here, once, sandbox, workshop
+from tests.op_builder.tiny_op import ANSWER, Sandbox, TinyBuilder, here, once, sandbox, workshop
 
 CLONE_NEWUSER, PR_SET_DUMPABLE = 0x10000000, 4
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as two users")
@@ -295,6 +295,26 @@ def test_the_log_does_not_go_through_a_link(here: Sandbox, monkeypatch: pytest.M
         assert (written == log) == in_the_cache
         assert "nonsense" in written.read_text()
     assert victim.read_text() == "precious"
+
+
+NO_TEMPORARY_FOLDER = """
+import resource, tempfile
+resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+tempfile.tempdir = None  # another package may have asked for it already
+"""
+
+
+def test_a_cached_op_needs_no_temporary_folder_and_probes_miss_it(sandbox: Sandbox, tmp_path: Path) -> None:
+    program = """
+builder = TinyBuilder()
+print(builder.is_compatible(), "No usable temporary directory" in builder.error_log, builder.has_function("f", ["c"]))
+try: builder.load()
+except RuntimeError as error: print("No usable temporary directory" in str(error))
+"""
+    places = {"TORCH_EXTENSIONS_DIR": "", "XDG_CACHE_HOME": str(tmp_path)}
+    assert sandbox.run(f"{NO_TEMPORARY_FOLDER}{program}", places) == "False True False\nTrue"
+    assert sandbox.run(ANSWER, places) == "42"
+    assert sandbox.run(f"{NO_TEMPORARY_FOLDER}{ANSWER}", places) == "42"
 
 
 def test_ninja_is_not_taken_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

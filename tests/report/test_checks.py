@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -30,7 +30,6 @@ from tests.conftest import REPOSITORY, with_mounts
 from tests.made_up import EVERYTHING, WITH_GPU, ForAGpu, clear_environment, executable, put, without
 
 OKAY, INFO, WARNING, NO, FAIL = Status.OKAY, Status.INFO, Status.WARNING, Status.NO, Status.FAIL
-Files: TypeAlias = Mapping[str, str]
 
 
 class Case(NamedTuple):
@@ -52,7 +51,7 @@ def fails(code: int) -> Callable[..., int]:
     return fail
 
 
-def uring(code: int, detail: str, fix: str, files: Files | None = None) -> Case:
+def uring(code: int, detail: str, fix: str, files: Mapping[str, str] | None = None) -> Case:
     setup = {"nvme_ops.report.kernel.io_uring_setup": fails(code)}
     return Case(kernel.io_uring, NO, f"{detail} [{errno.errorcode[code]}]", fix, files or {}, patches=setup)
 
@@ -138,7 +137,7 @@ CASES = {
 }  # fmt: skip
 
 
-def cufile(status: Status, detail: str, fix: str = "", files: Files = EVERYTHING, **environ: str) -> Case:
+def cufile(status: Status, detail: str, fix: str = "", files: Mapping[str, str] = EVERYTHING, **environ: str) -> Case:
     cuda = environ.pop("cuda", "13.0") or None
     build = {"nvme_ops.report.ops.torch_build": lambda: ("2.13.0", cuda)}
     return Case(gds.section, status, detail, fix, files, environ, build)
@@ -360,6 +359,7 @@ def test_a_folder_is_inspected_and_left_as_it_was(tmp_path: Path, monkeypatch: p
     names = ["directory", "file system", "O_DIRECT", "alignment", "device", "GPUDirect Storage", "free space"]
     assert list(inspected()) == names
     assert inspected(tmp_path / "file" / "below")["directory"].fix.startswith("namei -l ")
+    assert inspected(tmp_path / "file")["directory"].fix == f"nvme-report --folder {tmp_path}"
     shared = inspected(Path("/dev/shm"))
     assert shared["device"].data["kind"] == "memory" or shared["file system"].data["type"] != "tmpfs"
     rotating = Device("sda", "rotational", "", 512, True, ("dm-0", "md0", "sda"))
