@@ -241,8 +241,7 @@ class OpBuilder:
 
     def _load(self, verbose: bool, try_prebuilt: bool) -> ModuleType:
         with _loading:
-            module = _loaded[self.name] = load_finished(self, try_prebuilt) or self._load_built(verbose)
-            return module
+            return load_finished(self, try_prebuilt) or self._load_built(verbose)
 
     def _load_cached(self) -> ModuleType | None:
         self.jit_mode = True
@@ -272,9 +271,10 @@ class OpBuilder:
         if verbose:
             say(f"Time to build the {self.name} op: {time.monotonic() - started:.1f} seconds")
         try:
-            return jit.import_library(self.absolute_name(), entry.library)
+            module = _loaded[self.name] = jit.import_library(self.absolute_name(), entry.library)
         except ImportError as error:
             raise RuntimeError(f"the {self.name} op was built but cannot be loaded: {error}") from error
+        return module
 
     def toolchain_problem(self) -> str | None:
         """Returns why nothing can be compiled here, with the fix; None if it can."""
