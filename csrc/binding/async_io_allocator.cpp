@@ -64,13 +64,11 @@ bool install() {
 }  // namespace
 
 PyObject* allocate_from_pool(PyObject*, PyObject* begin) {
-  return guarded([&]() -> PyObject* {
-    const int wanted = PyObject_IsTrue(begin);
-    if (wanted < 0) throw PythonError();
-    if (!install()) Py_RETURN_FALSE;
-    uses += wanted != 0 ? 1 : -1;
-    Py_RETURN_TRUE;
-  });
+  const int wanted = PyObject_IsTrue(begin);
+  if (wanted < 0) throw PythonError();
+  if (!install()) Py_RETURN_FALSE;
+  uses += wanted != 0 ? 1 : -1;
+  Py_RETURN_TRUE;
 }
 
 }  // namespace nvme_ops

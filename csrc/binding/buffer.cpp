@@ -1,5 +1,4 @@
 #include <Python.h>
-#include <errno.h>
 #include <structmember.h>
 #include <sys/mman.h>
 
@@ -30,26 +29,24 @@ BufferObject* buffer_of(PyObject* self) {
   return reinterpret_cast<BufferObject*>(self);
 }
 
-PyObject* buffer_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
+PyObject* buffer_create(PyTypeObject* type, PyObject* arguments) {
   Py_ssize_t bytes;
-  if (!PyArg_ParseTuple(arguments, "n", &bytes)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    if (bytes < 0) raise(bad_argument("bytes must not be negative: " + std::to_string(bytes)));
-    std::byte* memory;
-    {
-      const WithoutGil released;
-      memory = BufferPool::instance().allocate(static_cast<std::size_t>(bytes));
-    }
-    PyObject* const self = PyType_GenericAlloc(type, 0);
-    if (self == nullptr) {
-      BufferPool::instance().release(memory);
-      throw PythonError();
-    }
-    new (&buffer_of(self)->collapse) std::shared_ptr<Collapse>;
-    buffer_of(self)->data = memory;
-    buffer_of(self)->bytes = bytes;
-    return self;
-  });
+  parse(arguments, "n", &bytes);
+  if (bytes < 0) raise(bad_argument("bytes must not be negative: " + std::to_string(bytes)));
+  std::byte* memory;
+  {
+    const WithoutGil released;
+    memory = BufferPool::instance().allocate(static_cast<std::size_t>(bytes));
+  }
+  PyObject* const self = PyType_GenericAlloc(type, 0);
+  if (self == nullptr) {
+    BufferPool::instance().release(memory);
+    throw PythonError();
+  }
+  new (&buffer_of(self)->collapse) std::shared_ptr<Collapse>;
+  buffer_of(self)->data = memory;
+  buffer_of(self)->bytes = bytes;
+  return self;
 }
 
 void buffer_deallocate(PyObject* self) {
@@ -93,8 +90,9 @@ PyObject* unlock(PyObject* self, PyObject*) {
 }
 
 PyMethodDef buffer_methods[] = {
-    {"lock", lock, METH_NOARGS, "lock() -> bool. Populates the pages and locks them; False if the system refuses."},
-    {"unlock", unlock, METH_NOARGS, "unlock(). Lets the pages be swapped out again."},
+    {"lock", method<lock>, METH_NOARGS,
+     "lock() -> bool. Populates the pages and locks them; False if the system refuses."},
+    {"unlock", method<unlock>, METH_NOARGS, "unlock(). Lets the pages be swapped out again."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef buffer_members[] = {
@@ -105,8 +103,9 @@ PyMemberDef buffer_members[] = {
 
 void add_buffer_type(PyObject* module) {
   add_type(module, "async_io.Buffer", sizeof(BufferObject),
-           "Buffer(bytes). Huge-page memory; returns to the pool when freed.", buffer_create, buffer_deallocate,
-           buffer_methods, {{Py_tp_members, buffer_members}, {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}});
+           "Buffer(bytes). Huge-page memory; returns to the pool when freed.", constructor<buffer_create>,
+           buffer_deallocate, buffer_methods,
+           {{Py_tp_members, buffer_members}, {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)}});
 }
 
 }  // namespace nvme_ops

@@ -16,12 +16,8 @@
 namespace nvme_ops {
 namespace {
 
-struct EngineObject {
-  PyObject_HEAD BoundEngine* engine;
-};
-
 BoundEngine& engine_of(PyObject* self) {
-  return *reinterpret_cast<EngineObject*>(self)->engine;
+  return *held<BoundEngine>(self);
 }
 
 std::uint64_t positive(long long value, const char* name) {
@@ -43,10 +39,7 @@ struct SingleCall {
 
   explicit SingleCall(PyObject* arguments) {
     PyObject* urgency = nullptr;
-    if (!PyArg_ParseTuple(arguments, "pOOOp|pOO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency,
-                          &pending)) {
-      throw PythonError();
-    }
+    parse(arguments, "pOOOp|pOO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency, &pending);
     priority = priority_of(urgency);
   }
   Op op() const { return write ? Op::Write : Op::Read; }
@@ -75,80 +68,67 @@ PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<M
 }
 
 PyObject* run(PyObject* self, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    const SingleCall call(arguments);
-    const Memory memory = memory_of(call.memory, call.op(), "buffer");
-    BoundEngine& engine = engine_of(self);
-    Sample sample = call.sample(engine, memory, true);
-    const Transfer transfer = call.transfer(engine.tool(sample), memory);
-    return PyLong_FromUnsignedLongLong(engine.run(transfer, call.all_lanes != 0, std::move(sample)));
-  });
+  const SingleCall call(arguments);
+  const Memory memory = memory_of(call.memory, call.op(), "buffer");
+  BoundEngine& engine = engine_of(self);
+  Sample sample = call.sample(engine, memory, true);
+  const Transfer transfer = call.transfer(engine.tool(sample), memory);
+  return PyLong_FromUnsignedLongLong(engine.run(transfer, call.all_lanes != 0, std::move(sample)));
 }
 
 PyObject* submit(PyObject* self, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    const SingleCall call(arguments);
-    Memory memory = memory_of(call.memory, call.op(), "buffer");
-    BoundEngine& engine = engine_of(self);
-    Sample sample = call.sample(engine, memory, false);
-    Transfer transfer = call.transfer(engine.tool(sample), memory);
-    std::vector<Memory> memories;
-    memories.push_back(std::move(memory));
-    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), call.pending);
-  });
+  const SingleCall call(arguments);
+  Memory memory = memory_of(call.memory, call.op(), "buffer");
+  BoundEngine& engine = engine_of(self);
+  Sample sample = call.sample(engine, memory, false);
+  Transfer transfer = call.transfer(engine.tool(sample), memory);
+  std::vector<Memory> memories;
+  memories.push_back(std::move(memory));
+  return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), call.pending);
 }
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    int write;
-    PyObject *objects, *files, *offsets, *urgency = nullptr, *pending = Py_None;
-    if (!PyArg_ParseTuple(arguments, "pOOO|OO", &write, &objects, &files, &offsets, &urgency, &pending)) {
-      throw PythonError();
-    }
-    const Priority priority = priority_of(urgency);
-    const Op op = write ? Op::Write : Op::Read;
-    std::vector<Memory> memories = memories_of(objects, op, "tensors");
-    BoundEngine& engine = engine_of(self);
-    Sample sample =
-        engine.sample(op, priority, memories.data(), memories.size(), false, priority != Priority::Background);
-    Transfer transfer = build_transfer({op, priority, engine.tool(sample), false}, memories, files, offsets);
-    return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), pending);
-  });
+  int write;
+  PyObject *objects, *files, *offsets, *urgency = nullptr, *pending = Py_None;
+  parse(arguments, "pOOO|OO", &write, &objects, &files, &offsets, &urgency, &pending);
+  const Priority priority = priority_of(urgency);
+  const Op op = write ? Op::Write : Op::Read;
+  std::vector<Memory> memories = memories_of(objects, op, "tensors");
+  BoundEngine& engine = engine_of(self);
+  Sample sample =
+      engine.sample(op, priority, memories.data(), memories.size(), false, priority != Priority::Background);
+  Transfer transfer = build_transfer({op, priority, engine.tool(sample), false}, memories, files, offsets);
+  return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), pending);
 }
 
 PyObject* staging_bytes(PyObject* self, PyObject*) {
-  return guarded([&] { return PyLong_FromSize_t(engine_of(self).staging_bytes()); });
+  return PyLong_FromSize_t(engine_of(self).staging_bytes());
 }
 
 PyObject* backend(PyObject* self, PyObject*) {
-  return guarded([&] { return PyUnicode_FromString(engine_of(self).backend()); });
+  return PyUnicode_FromString(engine_of(self).backend());
 }
 
 PyObject* paths(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const DevicePath::Statistics now = engine_of(self).paths();
-    Ref uses = checked(PyDict_New());
-    for (const auto& [name, use] : now.uses) {
-      const Ref numbers =
-          checked(Py_BuildValue("{s:K,s:K}", "transfers", static_cast<unsigned long long>(use.transfers), "bytes",
-                                static_cast<unsigned long long>(use.bytes)));
-      if (PyDict_SetItemString(uses.get(), name.c_str(), numbers.get()) != 0) throw PythonError();
-    }
-    return Py_BuildValue("{s:z,s:s,s:N}", "last", now.last.empty() ? nullptr : now.last.c_str(), "why", now.why.c_str(),
-                         "uses", uses.release());
-  });
+  const DevicePath::Statistics now = engine_of(self).paths();
+  Ref uses = checked(PyDict_New());
+  for (const auto& [name, use] : now.uses) {
+    const Ref numbers = checked(Py_BuildValue("{s:K,s:K}", "transfers", static_cast<unsigned long long>(use.transfers),
+                                              "bytes", static_cast<unsigned long long>(use.bytes)));
+    if (PyDict_SetItemString(uses.get(), name.c_str(), numbers.get()) != 0) throw PythonError();
+  }
+  return Py_BuildValue("{s:z,s:s,s:N}", "last", now.last.empty() ? nullptr : now.last.c_str(), "why", now.why.c_str(),
+                       "uses", uses.release());
 }
 
 PyObject* statistics(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const Statistics now = engine_of(self).statistics();
-    const auto count = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
-    return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "read_bytes", count(now.read_bytes), "written_bytes",
-                         count(now.written_bytes), "staged_bytes", count(now.staged_bytes), "cached_bytes",
-                         count(now.cached_bytes), "requests", count(now.requests), "in_flight_sum",
-                         count(now.in_flight_sum), "in_flight_max", count(now.in_flight_max), "queued_nanoseconds",
-                         count(now.queued_nanoseconds), "kernel_nanoseconds", count(now.kernel_nanoseconds));
-  });
+  const Statistics now = engine_of(self).statistics();
+  const auto count = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
+  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "read_bytes", count(now.read_bytes), "written_bytes",
+                       count(now.written_bytes), "staged_bytes", count(now.staged_bytes), "cached_bytes",
+                       count(now.cached_bytes), "requests", count(now.requests), "in_flight_sum",
+                       count(now.in_flight_sum), "in_flight_max", count(now.in_flight_max), "queued_nanoseconds",
+                       count(now.queued_nanoseconds), "kernel_nanoseconds", count(now.kernel_nanoseconds));
 }
 
 PyObject* sweep(PyObject* self, PyObject*) {
@@ -156,68 +136,56 @@ PyObject* sweep(PyObject* self, PyObject*) {
   Py_RETURN_NONE;
 }
 
-PyObject* engine_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    long long block_size, queue_depth, lanes;
-    int single_submit, overlap_events;
-    const char *backend_name, *cache;
-    PyObject* experience = Py_None;
-    if (!PyArg_ParseTuple(arguments, "LLppLss|O", &block_size, &queue_depth, &single_submit, &overlap_events, &lanes,
-                          &backend_name, &cache, &experience)) {
-      throw PythonError();
-    }
-    const std::shared_ptr<Learner> learner = learner_of(experience);
-    const bool automatic = lanes == 0;
-    const std::uint64_t given = automatic ? kAutomaticLanes : positive(lanes, "intra_op_parallelism");
-    EngineOptions options{{},
-                          positive(block_size, "block_size"),
-                          positive(queue_depth, "queue_depth"),
-                          single_submit != 0,
-                          overlap_events != 0,
-                          std::max(given, learner ? learner->experience.bounds().lanes : 0),
-                          automatic};
-    if (options.lanes > kMaxLanes) {
-      raise(bad_argument("intra_op_parallelism must be at most " + std::to_string(kMaxLanes) + ", not " +
-                         std::to_string(lanes)));
-    }
-    const Cache mode = cache_named(cache);
-    options.backends = choose_backends(backend_name);
-    auto engine = std::make_unique<BoundEngine>(std::move(options), mode, learner);
-    Ref self = new_object(type);
-    reinterpret_cast<EngineObject*>(self.get())->engine = engine.release();
-    return self.release();
-  });
-}
-
-void engine_deallocate(PyObject* self) {
-  delete reinterpret_cast<EngineObject*>(self)->engine;
-  free_object(self);
+PyObject* engine_create(PyTypeObject* type, PyObject* arguments) {
+  long long block_size, queue_depth, lanes;
+  int single_submit, overlap_events;
+  const char *backend_name, *cache;
+  PyObject* experience = Py_None;
+  parse(arguments, "LLppLss|O", &block_size, &queue_depth, &single_submit, &overlap_events, &lanes, &backend_name,
+        &cache, &experience);
+  const std::shared_ptr<Learner> learner = learner_of(experience);
+  const bool automatic = lanes == 0;
+  const std::uint64_t given = automatic ? kAutomaticLanes : positive(lanes, "intra_op_parallelism");
+  EngineOptions options{{},
+                        positive(block_size, "block_size"),
+                        positive(queue_depth, "queue_depth"),
+                        single_submit != 0,
+                        overlap_events != 0,
+                        std::max(given, learner ? learner->experience.bounds().lanes : 0),
+                        automatic};
+  if (options.lanes > kMaxLanes) {
+    raise(bad_argument("intra_op_parallelism must be at most " + std::to_string(kMaxLanes) + ", not " +
+                       std::to_string(lanes)));
+  }
+  const Cache mode = cache_named(cache);
+  options.backends = choose_backends(backend_name);
+  return new_holder(type, std::make_unique<BoundEngine>(std::move(options), mode, learner));
 }
 
 PyMethodDef engine_methods[] = {
-    {"run", run, METH_VARARGS,
+    {"run", method<run>, METH_VARARGS,
      "run(op, memory, file, offset, validate, all_lanes=False, priority=0) -> int. Blocks; bytes moved."},
-    {"submit", submit, METH_VARARGS,
+    {"submit", method<submit>, METH_VARARGS,
      "submit(op, memory, file, offset, validate, True, priority=0, pending=None) -> Operation. On all lanes."},
-    {"submit_many", submit_many, METH_VARARGS,
+    {"submit_many", method<submit_many>, METH_VARARGS,
      "submit_many(op, memories, files, offsets, priority=0, pending=None) -> Operation. On all lanes."},
-    {"backend", backend, METH_NOARGS, "backend() -> str. The backend in use."},
-    {"staging_bytes", staging_bytes, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
-    {"paths", paths, METH_NOARGS, "paths() -> dict. The paths that tensors on accelerators took, and why."},
-    {"statistics", statistics, METH_NOARGS, "statistics() -> dict[str, int]. What the lanes have done so far."},
-    {"sweep", sweep, METH_NOARGS, "sweep(). Releases the memory of transfers that have ended."},
+    {"backend", method<backend>, METH_NOARGS, "backend() -> str. The backend in use."},
+    {"staging_bytes", method<staging_bytes>, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
+    {"paths", method<paths>, METH_NOARGS, "paths() -> dict. The paths that tensors on accelerators took, and why."},
+    {"statistics", method<statistics>, METH_NOARGS, "statistics() -> dict[str, int]. What the lanes have done so far."},
+    {"sweep", method<sweep>, METH_NOARGS, "sweep(). Releases the memory of transfers that have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void add_engine_type(PyObject* module) {
-  add_type(module, "nvme_ops.Engine", sizeof(EngineObject),
+  add_type(module, "nvme_ops.Engine", sizeof(Holder<BoundEngine>),
            "Engine(block_size, queue_depth, single_submit, overlap_events, lanes, backend, cache, experience=None).",
-           engine_create, engine_deallocate, engine_methods);
+           constructor<engine_create>, free_holder<BoundEngine>, engine_methods);
 }
 
 PyObject* endings(PyObject*, PyObject*) {
-  return guarded([] { return PyLong_FromUnsignedLongLong(Endings::instance().count()); });
+  return PyLong_FromUnsignedLongLong(Endings::instance().count());
 }
 
 PyObject* note_ending(PyObject*, PyObject*) {
@@ -226,27 +194,25 @@ PyObject* note_ending(PyObject*, PyObject*) {
 }
 
 PyObject* wait_for_ending(PyObject*, PyObject* arguments) {
-  return guarded([&]() -> PyObject* {
-    unsigned long long seen;
-    double seconds;
-    if (!PyArg_ParseTuple(arguments, "Kd", &seen, &seconds)) throw PythonError();
-    using Clock = std::chrono::steady_clock;
-    const auto end = Clock::now() + std::chrono::microseconds(static_cast<long>(std::min(seconds, 1e9) * 1e6));
-    while (Endings::instance().count() == seen && Clock::now() < end) {
-      {
-        const WithoutGil released;
-        const auto left = std::chrono::duration_cast<std::chrono::microseconds>(end - Clock::now());
-        Endings::instance().wait(
-            seen, std::min<std::chrono::microseconds>(left, std::chrono::milliseconds(kInterruptMilliseconds)));
-      }
-      if (PyErr_CheckSignals() != 0) throw PythonError();
+  unsigned long long seen;
+  double seconds;
+  parse(arguments, "Kd", &seen, &seconds);
+  using Clock = std::chrono::steady_clock;
+  const auto end = Clock::now() + std::chrono::microseconds(static_cast<long>(std::min(seconds, 1e9) * 1e6));
+  while (Endings::instance().count() == seen && Clock::now() < end) {
+    {
+      const WithoutGil released;
+      const auto left = std::chrono::duration_cast<std::chrono::microseconds>(end - Clock::now());
+      Endings::instance().wait(
+          seen, std::min<std::chrono::microseconds>(left, std::chrono::milliseconds(kInterruptMilliseconds)));
     }
-    const std::set<BoundEngine*> now = BoundEngine::all();
-    for (BoundEngine* engine : now) {  // releasing memory runs Python code, which may drop one
-      if (BoundEngine::all().count(engine) != 0) engine->sweep();
-    }
-    Py_RETURN_NONE;
-  });
+    if (PyErr_CheckSignals() != 0) throw PythonError();
+  }
+  const std::set<BoundEngine*> now = BoundEngine::all();
+  for (BoundEngine* engine : now) {  // releasing memory runs Python code, which may drop one
+    if (BoundEngine::all().count(engine) != 0) engine->sweep();
+  }
+  Py_RETURN_NONE;
 }
 
 void shut_down_engines() {

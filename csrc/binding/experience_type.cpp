@@ -10,9 +10,7 @@ constexpr std::uintptr_t kAligned = 512;  // of memory, for direct I/O
 
 PyTypeObject* experience_class = nullptr;
 
-struct ExperienceObject {
-  PyObject_HEAD std::shared_ptr<Learner>* learner;
-};
+using Held = std::shared_ptr<Learner>;
 
 Place place_of(const Memory& memory) {
   if (memory.device) return Place::Device;
@@ -39,61 +37,46 @@ Ref from_tool(const Tool& tool) {
 }
 
 PyObject* entries(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    const Learner& learner = **reinterpret_cast<ExperienceObject*>(self)->learner;
-    return list_of(learner.experience.entries(),
-                   [](const auto& item) {
-                     const auto& [kind, entry] = item;
-                     const Trials& trials = entry.trials;
-                     const auto [op, size, place, cached, concurrency] = kind.fields();
-                     Ref tools = list_of(entry.tools, from_tool);
-                     Ref costs = list_of(trials.tried(), [](const Trials::Tried& one) {
-                       return checked(PyFloat_FromDouble(one.cost));
-                     });
-                     return checked(Py_BuildValue(
-                         "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), costs.release(),
-                         static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
-                         static_cast<unsigned long long>(trials.explorations()),
-                         static_cast<unsigned long long>(entry.transfers)));
-                   })
-        .release();
-  });
+  const Learner& learner = **held<Held>(self);
+  return list_of(learner.experience.entries(),
+                 [](const auto& item) {
+                   const auto& [kind, entry] = item;
+                   const Trials& trials = entry.trials;
+                   const auto [op, size, place, cached, concurrency] = kind.fields();
+                   Ref tools = list_of(entry.tools, from_tool);
+                   Ref costs = list_of(trials.tried(),
+                                       [](const Trials::Tried& one) { return checked(PyFloat_FromDouble(one.cost)); });
+                   return checked(Py_BuildValue(
+                       "((IIIII)NNnOKK)", op, size, place, cached, concurrency, tools.release(), costs.release(),
+                       static_cast<Py_ssize_t>(trials.chosen()), trials.exploring() ? Py_True : Py_False,
+                       static_cast<unsigned long long>(trials.explorations()),
+                       static_cast<unsigned long long>(entry.transfers)));
+                 })
+      .release();
 }
 
 PyObject* freeze(PyObject* self, PyObject*) {
-  (*reinterpret_cast<ExperienceObject*>(self)->learner)->experience.freeze();
+  (*held<Held>(self))->experience.freeze();
   Py_RETURN_NONE;
 }
 
-PyObject* experience_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    PyObject* first;
-    unsigned long long lanes;
-    int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile;
-    if (!PyArg_ParseTuple(arguments, "OK(pppp)p", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed,
-                          &cache_fixed, &cufile)) {
-      throw PythonError();
-    }
-    Bounds bounds{{},         lanes, block_size_fixed != 0, queue_depth_fixed != 0, lanes_fixed != 0, cache_fixed != 0,
-                  cufile != 0};
-    if (!to_tool(first, &bounds.first)) throw PythonError();
-    auto learner = std::make_unique<std::shared_ptr<Learner>>(std::make_shared<Learner>(bounds));
-    Ref self = new_object(type);
-    reinterpret_cast<ExperienceObject*>(self.get())->learner = learner.release();
-    return self.release();
-  });
-}
-
-void experience_deallocate(PyObject* self) {
-  delete reinterpret_cast<ExperienceObject*>(self)->learner;
-  free_object(self);
+PyObject* experience_create(PyTypeObject* type, PyObject* arguments) {
+  PyObject* first;
+  unsigned long long lanes;
+  int block_size_fixed, queue_depth_fixed, lanes_fixed, cache_fixed, cufile;
+  parse(arguments, "OK(pppp)p", &first, &lanes, &block_size_fixed, &queue_depth_fixed, &lanes_fixed, &cache_fixed,
+        &cufile);
+  Bounds bounds{{},         lanes, block_size_fixed != 0, queue_depth_fixed != 0, lanes_fixed != 0, cache_fixed != 0,
+                cufile != 0};
+  if (!to_tool(first, &bounds.first)) throw PythonError();
+  return new_holder(type, std::make_unique<Held>(std::make_shared<Learner>(bounds)));
 }
 
 PyMethodDef experience_methods[] = {
-    {"entries", entries, METH_NOARGS,
+    {"entries", method<entries>, METH_NOARGS,
      "entries() -> list. For each class: fields, tools, their costs, the one chosen, whether it is being explored, "
      "explorations, transfers."},
-    {"freeze", freeze, METH_NOARGS, "freeze(). From now on what is known is used and nothing is learned."},
+    {"freeze", method<freeze>, METH_NOARGS, "freeze(). From now on what is known is used and nothing is learned."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -158,13 +141,13 @@ void Sample::Use::end(double cost, bool cached) {
 std::shared_ptr<Learner> learner_of(PyObject* object) {
   if (object == Py_None) return nullptr;
   if (Py_TYPE(object) != experience_class) raise_type_error("experience must be an Experience or None");
-  return *reinterpret_cast<ExperienceObject*>(object)->learner;
+  return *held<Held>(object);
 }
 
 void add_experience_type(PyObject* module) {
   experience_class =
-      add_type(module, "nvme_ops.Experience", sizeof(ExperienceObject), "Experience(first, lanes, fixed, cufile).",
-               experience_create, experience_deallocate, experience_methods);
+      add_type(module, "nvme_ops.Experience", sizeof(Holder<Held>), "Experience(first, lanes, fixed, cufile).",
+               constructor<experience_create>, free_holder<Held>, experience_methods);
 }
 
 }  // namespace nvme_ops

@@ -21,68 +21,60 @@ PyObject* described(const CuFileDriver& driver) {
 }
 
 PyObject* open_driver(PyObject*, PyObject* objects) {
-  return guarded([&]() -> PyObject* {
-    const Ref list = checked(PySequence_Tuple(objects));
-    std::vector<std::string> candidates;
-    for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
-      const char* const path = PyUnicode_AsUTF8AndSize(PyTuple_GetItem(list.get(), i), nullptr);
-      if (path == nullptr) throw PythonError();
-      candidates.emplace_back(path);
-    }
-    const CuFileDriver* driver;
-    {
-      const WithoutGil released;
-      driver = &CuFileDriver::open(candidates);
-    }
-    return described(*driver);
-  });
+  const Items list(objects, "candidates must be a sequence of paths");
+  std::vector<std::string> candidates;
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const char* const path = PyUnicode_AsUTF8AndSize(list[i], nullptr);
+    if (path == nullptr) throw PythonError();
+    candidates.emplace_back(path);
+  }
+  const CuFileDriver* driver;
+  {
+    const WithoutGil released;
+    driver = &CuFileDriver::open(candidates);
+  }
+  return described(*driver);
 }
 
 PyObject* pin(PyObject*, PyObject* tensor) {
-  return guarded([&]() -> PyObject* {
-    Memory memory = device_memory_of(tensor, "tensor");
-    if (memory.bytes == 0) raise(bad_argument("tensor has no elements: there is nothing to pin"));
-    Pins::instance().pin(std::move(memory), CuFileDriver::current());
-    Py_RETURN_TRUE;
-  });
+  Memory memory = device_memory_of(tensor, "tensor");
+  if (memory.bytes == 0) raise(bad_argument("tensor has no elements: there is nothing to pin"));
+  Pins::instance().pin(std::move(memory), CuFileDriver::current());
+  Py_RETURN_TRUE;
 }
 
 PyObject* unpin(PyObject*, PyObject* tensor) {
-  return guarded([&] {
-    const Memory memory = device_memory_of(tensor, "tensor");
-    Memory kept;
-    {
-      const WithoutGil released;
-      kept = Pins::instance().unpin(memory);
-    }
-    return PyBool_FromLong(kept.bytes > 0);
-  });
+  const Memory memory = device_memory_of(tensor, "tensor");
+  Memory kept;
+  {
+    const WithoutGil released;
+    kept = Pins::instance().unpin(memory);
+  }
+  return PyBool_FromLong(kept.bytes > 0);
 }
 
 PyObject* is_pinned(PyObject*, PyObject* tensor) {
-  return guarded([&] { return PyBool_FromLong(Pins::instance().holds(device_memory_of(tensor, "tensor"))); });
+  return PyBool_FromLong(Pins::instance().holds(device_memory_of(tensor, "tensor")));
 }
 
 PyObject* shut_down_all(PyObject* self, PyObject* none) {
   const Ref done(shut_down(self, none));
-  if (!done) return nullptr;
-  return guarded([]() -> PyObject* {
-    if (CuFileDriver::current() != nullptr) Pins::instance().clear();
-    {
-      const WithoutGil released;
-      CuFileDriver::close();
-    }
-    Py_RETURN_NONE;
-  });
+  if (CuFileDriver::current() != nullptr) Pins::instance().clear();
+  {
+    const WithoutGil released;
+    CuFileDriver::close();
+  }
+  Py_RETURN_NONE;
 }
 
 PyMethodDef functions[] = {
-    {"open_driver", open_driver, METH_O,
+    {"open_driver", method<open_driver>, METH_O,
      "open_driver(candidates) -> dict. Opens cuFile, once; returns its properties."},
-    {"pin", pin, METH_O, "pin(tensor) -> True. Registers a tensor's memory with cuFile, once."},
-    {"unpin", unpin, METH_O, "unpin(tensor) -> bool. Deregisters it; False unless exactly this was registered."},
-    {"is_pinned", is_pinned, METH_O, "is_pinned(tensor) -> bool. Whether all of its memory is registered."},
-    {"shut_down", shut_down_all, METH_NOARGS,
+    {"pin", method<pin>, METH_O, "pin(tensor) -> True. Registers a tensor's memory with cuFile, once."},
+    {"unpin", method<unpin>, METH_O,
+     "unpin(tensor) -> bool. Deregisters it; False unless exactly this was registered."},
+    {"is_pinned", method<is_pinned>, METH_O, "is_pinned(tensor) -> bool. Whether all of its memory is registered."},
+    {"shut_down", method<shut_down_all>, METH_NOARGS,
      "shut_down(). Finishes all operations, ends all threads, closes cuFile; runs at exit."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -130,11 +130,10 @@ Memory memory_of(PyObject* object, Op op, const char* argument) {
 std::vector<Memory> memories_of(PyObject* objects, Op op, const char* argument) {
   if (is_tensor(objects)) return rows_of(objects, op, argument);
   // Copied to a tuple: code called below may change the list.
-  const Ref list = tuple_of(objects, std::string(argument) + " must be a sequence of tensors");
-  const Py_ssize_t count = PyTuple_Size(list.get());
+  const Items list(objects, std::string(argument) + " must be a sequence of tensors");
   std::vector<Memory> memories;
-  memories.reserve(static_cast<std::size_t>(count));
-  for (Py_ssize_t i = 0; i < count; ++i) memories.push_back(memory_of(PyTuple_GetItem(list.get(), i), op, argument));
+  memories.reserve(list.size());
+  for (std::size_t i = 0; i < list.size(); ++i) memories.push_back(memory_of(list[i], op, argument));
   return memories;
 }
 

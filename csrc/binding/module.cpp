@@ -12,11 +12,10 @@ namespace {
 void add_interface(PyObject* module, const char* name) {
   const Ref interface = checked(PyImport_ImportModule(name));
   const Ref names = checked(PyObject_GetAttrString(interface.get(), "__all__"));
-  const Ref list = checked(PySequence_Tuple(names.get()));
-  for (Py_ssize_t i = 0; i < PyTuple_Size(list.get()); ++i) {
-    PyObject* const entry = PyTuple_GetItem(list.get(), i);
-    const Ref value = checked(PyObject_GetAttr(interface.get(), entry));
-    if (PyObject_SetAttr(module, entry, value.get()) != 0) throw PythonError();
+  const Items list(names.get(), "__all__ must be a sequence");
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    const Ref value = checked(PyObject_GetAttr(interface.get(), list[i]));
+    if (PyObject_SetAttr(module, list[i], value.get()) != 0) throw PythonError();
   }
 }
 
@@ -42,11 +41,9 @@ PyObject* make_module(const char* name, const char* doc, PyMethodDef* functions,
 }
 
 PyObject* shut_down(PyObject*, PyObject*) {
-  return guarded([]() -> PyObject* {
-    shut_down_engines();
-    stop_callbacks();
-    Py_RETURN_NONE;
-  });
+  shut_down_engines();
+  stop_callbacks();
+  Py_RETURN_NONE;
 }
 
 }  // namespace nvme_ops

@@ -31,14 +31,10 @@ struct Files {
   }
 };
 
-struct OpenFileObject {
-  PyObject_HEAD Files* files;
-};
-
 PyTypeObject* open_file_type = nullptr;
 
 Files& files_of(PyObject* self) {
-  Files*& files = reinterpret_cast<OpenFileObject*>(self)->files;
+  Files*& files = held<Files>(self);
   if (files->generation != fork_generation()) {
     const Files& before = *files;
     files = new Files;  // the parent's stays as it is: its locks may be held
@@ -48,39 +44,31 @@ Files& files_of(PyObject* self) {
   return *files;
 }
 
-PyObject* open_file_create(PyTypeObject* type, PyObject* arguments, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    int fd, padded = 0;
-    if (!PyArg_ParseTuple(arguments, "i|p", &fd, &padded)) throw PythonError();
-    auto files = std::make_unique<Files>();
-    files->fd = fd;
-    files->padded = padded != 0;
-    Ref self = new_object(type);
-    reinterpret_cast<OpenFileObject*>(self.get())->files = files.release();
-    return self.release();
-  });
+PyObject* open_file_create(PyTypeObject* type, PyObject* arguments) {
+  int fd, padded = 0;
+  parse(arguments, "i|p", &fd, &padded);
+  auto files = std::make_unique<Files>();
+  files->fd = fd;
+  files->padded = padded != 0;
+  return new_holder(type, std::move(files));
 }
 
 void open_file_deallocate(PyObject* self) {
-  Files& files = files_of(self);
-  files.close();
-  delete &files;
-  free_object(self);
+  files_of(self).close();
+  free_holder<Files>(self);
 }
 
 PyObject* close(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    Files& files = files_of(self);
-    const std::string path = files.by_use.empty() ? std::string() : files.by_use.begin()->second->path();
-    files.fd = -1;
-    if (const int error = files.close()) raise(system_failure(error, "closing the file", path));
-    Py_RETURN_NONE;
-  });
+  Files& files = files_of(self);
+  const std::string path = files.by_use.empty() ? std::string() : files.by_use.begin()->second->path();
+  files.fd = -1;
+  if (const int error = files.close()) raise(system_failure(error, "closing the file", path));
+  Py_RETURN_NONE;
 }
 
 // For the other op, which reopens the file through it.
 PyObject* fileno(PyObject* self, PyObject*) {
-  return guarded([&] { return PyLong_FromLong(files_of(self).fd); });
+  return PyLong_FromLong(files_of(self).fd);
 }
 
 PyObject* itself(PyObject* self, void*) {
@@ -92,18 +80,19 @@ PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "Itself, a
                                       {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef open_file_methods[] = {
-    {"fileno", fileno, METH_NOARGS, "fileno() -> int. The descriptor that it was made from."},
-    {"close", close, METH_NOARGS, "close(). Closes it after its transfers; raises a failed close. Safe to call again."},
+    {"fileno", method<fileno>, METH_NOARGS, "fileno() -> int. The descriptor that it was made from."},
+    {"close", method<close>, METH_NOARGS,
+     "close(). Closes it after its transfers; raises a failed close. Safe to call again."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
 
 void add_open_file_type(PyObject* module) {
-  open_file_type =
-      add_type(module, "nvme_ops.OpenFile", sizeof(OpenFileObject),
-               "OpenFile(fd, padded=False). A file that stays open. "
-               "Padded: writes may overwrite the rest of their last page.",
-               open_file_create, open_file_deallocate, open_file_methods, {{Py_tp_getset, open_file_properties}});
+  open_file_type = add_type(module, "nvme_ops.OpenFile", sizeof(Holder<Files>),
+                            "OpenFile(fd, padded=False). A file that stays open. "
+                            "Padded: writes may overwrite the rest of their last page.",
+                            constructor<open_file_create>, open_file_deallocate, open_file_methods,
+                            {{Py_tp_getset, open_file_properties}});
 }
 
 bool is_open_file(PyObject* object) {

@@ -116,85 +116,75 @@ bool settled(Operation& operation) {
 }
 
 PyObject* done(PyObject* self, PyObject*) {
-  return guarded([&] { return PyBool_FromLong(settled(operation_of(self))); });
+  return PyBool_FromLong(settled(operation_of(self)));
 }
 
 PyObject* wait_for(PyObject* self, PyObject* argument) {
-  return guarded([&]() -> PyObject* {
-    using Clock = std::chrono::steady_clock;
-    Operation& operation = operation_of(self);
-    require_own_process(operation);
-    const bool for_ever = argument == Py_None;
-    const double seconds = for_ever ? 0 : PyFloat_AsDouble(argument);
-    if (PyErr_Occurred()) throw PythonError();
-    if (seconds != seconds) raise(bad_argument("timeout must be a number of seconds, not nan"));
-    const auto start = Clock::now();
-    const auto keep = reinterpret_cast<OperationObject*>(self)->operation;
-    while (!operation.outcome->done()) {
-      const double left = for_ever ? 1 : seconds - std::chrono::duration<double>(Clock::now() - start).count();
-      if (left <= 0) Py_RETURN_FALSE;
-      {
-        const WithoutGil released;
-        const auto slice = std::chrono::microseconds(static_cast<long>(std::min(left, 1.0) * 1e6) + 1);
-        operation.outcome->wait_for(std::min<std::chrono::microseconds>(slice, kSlice));
-      }
-      if (PyErr_CheckSignals() != 0) throw PythonError();
-      require_own_process(operation);  // a handler may have forked
+  using Clock = std::chrono::steady_clock;
+  Operation& operation = operation_of(self);
+  require_own_process(operation);
+  const bool for_ever = argument == Py_None;
+  const double seconds = for_ever ? 0 : PyFloat_AsDouble(argument);
+  if (PyErr_Occurred()) throw PythonError();
+  if (seconds != seconds) raise(bad_argument("timeout must be a number of seconds, not nan"));
+  const auto start = Clock::now();
+  const auto keep = reinterpret_cast<OperationObject*>(self)->operation;
+  while (!operation.outcome->done()) {
+    const double left = for_ever ? 1 : seconds - std::chrono::duration<double>(Clock::now() - start).count();
+    if (left <= 0) Py_RETURN_FALSE;
+    {
+      const WithoutGil released;
+      const auto slice = std::chrono::microseconds(static_cast<long>(std::min(left, 1.0) * 1e6) + 1);
+      operation.outcome->wait_for(std::min<std::chrono::microseconds>(slice, kSlice));
     }
-    settled(operation);
-    Py_RETURN_TRUE;
-  });
+    if (PyErr_CheckSignals() != 0) throw PythonError();
+    require_own_process(operation);  // a handler may have forked
+  }
+  settled(operation);
+  Py_RETURN_TRUE;
 }
 
 PyObject* request_cancel(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    Operation& operation = operation_of(self);
-    operation.retrieved = true;  // a caller that cancels it does not care how it ends
-    if (operation.generation == fork_generation() && !operation.outcome->done()) {
-      operation.job->fail(system_failure(ECANCELED, "the transfer"));
-    }
-    Py_RETURN_NONE;
-  });
+  Operation& operation = operation_of(self);
+  operation.retrieved = true;  // a caller that cancels it does not care how it ends
+  if (operation.generation == fork_generation() && !operation.outcome->done()) {
+    operation.job->fail(system_failure(ECANCELED, "the transfer"));
+  }
+  Py_RETURN_NONE;
 }
 
 PyObject* failure(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    Operation& operation = operation_of(self);
-    NVME_INVARIANT(settled(operation));
-    operation.retrieved = true;
-    if (!operation.outcome->failure()) Py_RETURN_NONE;
-    return exception_of(*operation.outcome->failure()).release();
-  });
+  Operation& operation = operation_of(self);
+  NVME_INVARIANT(settled(operation));
+  operation.retrieved = true;
+  if (!operation.outcome->failure()) Py_RETURN_NONE;
+  return exception_of(*operation.outcome->failure()).release();
 }
 
 PyObject* bytes(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    Operation& operation = operation_of(self);
-    NVME_INVARIANT(settled(operation));
-    return PyLong_FromUnsignedLongLong(operation.outcome->bytes());
-  });
+  Operation& operation = operation_of(self);
+  NVME_INVARIANT(settled(operation));
+  return PyLong_FromUnsignedLongLong(operation.outcome->bytes());
 }
 
 PyObject* add_callback(PyObject* self, PyObject* callable) {
-  return guarded([&]() -> PyObject* {
-    require_own_process(operation_of(self));
-    Worker& worker = callbacks();
-    try {
-      worker.start();  // not on a lane, where a failure could not be reported
-    } catch (const std::system_error&) {
-      if (!operation_of(self).outcome->done()) throw;
-      return PyObject_CallObject(callable, nullptr);  // no thread can be started, and none is needed
-    }
-    auto task = std::make_shared<Worker::Tasks>(Worker::task([callable] {
-      const WithGil gil;
-      const Ref owned(callable);
-      const Ref result(PyObject_CallObject(callable, nullptr));
-      if (!result) PyErr_WriteUnraisable(callable);
-    }));
-    operation_of(self).outcome->then([&worker, task] { worker.post(std::move(*task)); });
-    Py_INCREF(callable);  // the task's reference; it cannot run before the GIL is free
-    Py_RETURN_NONE;
-  });
+  require_own_process(operation_of(self));
+  Worker& worker = callbacks();
+  try {
+    worker.start();  // not on a lane, where a failure could not be reported
+  } catch (const std::system_error&) {
+    if (!operation_of(self).outcome->done()) throw;
+    return PyObject_CallObject(callable, nullptr);  // no thread can be started, and none is needed
+  }
+  auto task = std::make_shared<Worker::Tasks>(Worker::task([callable] {
+    const WithGil gil;
+    const Ref owned(callable);
+    const Ref result(PyObject_CallObject(callable, nullptr));
+    if (!result) PyErr_WriteUnraisable(callable);
+  }));
+  operation_of(self).outcome->then([&worker, task] { worker.post(std::move(*task)); });
+  Py_INCREF(callable);  // the task's reference; it cannot run before the GIL is free
+  Py_RETURN_NONE;
 }
 
 void operation_deallocate(PyObject* self) {
@@ -203,14 +193,16 @@ void operation_deallocate(PyObject* self) {
 }
 
 PyMethodDef operation_methods[] = {
-    {"submitted", submitted, METH_NOARGS, "submitted() -> bool. False until the call that submits it has returned."},
-    {"done", done, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
-    {"wait", wait_for, METH_O, "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
-    {"exception", failure, METH_NOARGS, "exception() -> Exception | None. Once done: its failure."},
-    {"request_cancel", request_cancel, METH_NOARGS,
+    {"submitted", method<submitted>, METH_NOARGS,
+     "submitted() -> bool. False until the call that submits it has returned."},
+    {"done", method<done>, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
+    {"wait", method<wait_for>, METH_O,
+     "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
+    {"exception", method<failure>, METH_NOARGS, "exception() -> Exception | None. Once done: its failure."},
+    {"request_cancel", method<request_cancel>, METH_NOARGS,
      "request_cancel(). Nothing more of it is begun; it ends soon, with ECANCELED unless all had been begun."},
-    {"bytes", bytes, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
-    {"add_callback", add_callback, METH_O,
+    {"bytes", method<bytes>, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
+    {"add_callback", method<add_callback>, METH_O,
      "add_callback(callable). Calls it without arguments, on the thread for callbacks, once done."},
     {nullptr, nullptr, 0, nullptr}};
 

@@ -21,14 +21,12 @@ PyObject* operations_of(PyObject* self) {
   return pending->operations;
 }
 
-PyObject* pending_create(PyTypeObject* type, PyObject*, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    Ref operations = checked(PyDict_New());
-    Ref self = new_object(type);
-    reinterpret_cast<PendingObject*>(self.get())->operations = operations.release();
-    reinterpret_cast<PendingObject*>(self.get())->generation = fork_generation();
-    return self.release();
-  });
+PyObject* pending_create(PyTypeObject* type, PyObject*) {
+  Ref operations = checked(PyDict_New());
+  Ref self = new_object(type);
+  reinterpret_cast<PendingObject*>(self.get())->operations = operations.release();
+  reinterpret_cast<PendingObject*>(self.get())->generation = fork_generation();
+  return self.release();
 }
 
 void pending_deallocate(PyObject* self) {
@@ -70,41 +68,39 @@ void raise_failures(PyObject* failures) {
 }
 
 PyObject* wait(PyObject* self, PyObject*) {
-  return guarded([&]() -> PyObject* {
-    PyObject* const operations = operations_of(self);
-    const Ref seen = checked(PyDict_Keys(operations));
-    const Py_ssize_t count = PyList_Size(seen.get());
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const operation = PyList_GetItem(seen.get(), i);
-      // Another thread is about to submit it: it was not submitted before this call.
-      if (!truth(operation, "submitted")) continue;
-      checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
-    }
-    if (PyErr_CheckSignals() != 0) throw PythonError();
-    // From here on no other code can run: this call counts exactly what no other thread's wait() has counted.
-    const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
-    for (Py_ssize_t i = 0; i < count; ++i) {
-      PyObject* const operation = PyList_GetItem(seen.get(), i);
-      if (PyDict_Contains(operations, operation) != 1 || !truth(operation, "done")) continue;
-      if (PyList_Append(ended.get(), operation) != 0) throw PythonError();
-      const Ref failure = checked(PyObject_CallMethod(operation, "exception", nullptr));
-      if (failure.get() != Py_None && PyList_Append(failures.get(), failure.get()) != 0) throw PythonError();
-    }
-    const Py_ssize_t number = PyList_Size(ended.get());
-    Ref result = checked(PyLong_FromSsize_t(number));
-    if (PyList_Size(failures.get()) > 0) {
-      raise_failures(failures.get());
-      result = Ref();
-    }
-    for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GetItem(ended.get(), i));
-    return result.release();
-  });
+  PyObject* const operations = operations_of(self);
+  const Ref seen = checked(PyDict_Keys(operations));
+  const Py_ssize_t count = PyList_Size(seen.get());
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const operation = PyList_GetItem(seen.get(), i);
+    // Another thread is about to submit it: it was not submitted before this call.
+    if (!truth(operation, "submitted")) continue;
+    checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
+  }
+  if (PyErr_CheckSignals() != 0) throw PythonError();
+  // From here on no other code can run: this call counts exactly what no other thread's wait() has counted.
+  const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* const operation = PyList_GetItem(seen.get(), i);
+    if (PyDict_Contains(operations, operation) != 1 || !truth(operation, "done")) continue;
+    if (PyList_Append(ended.get(), operation) != 0) throw PythonError();
+    const Ref failure = checked(PyObject_CallMethod(operation, "exception", nullptr));
+    if (failure.get() != Py_None && PyList_Append(failures.get(), failure.get()) != 0) throw PythonError();
+  }
+  const Py_ssize_t number = PyList_Size(ended.get());
+  Ref result = checked(PyLong_FromSsize_t(number));
+  if (PyList_Size(failures.get()) > 0) {
+    raise_failures(failures.get());
+    result = Ref();
+  }
+  for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GetItem(ended.get(), i));
+  return result.release();
 }
 
 PyMethodDef pending_methods[] = {
-    {"add", add, METH_O, "add(operation). Makes wait() wait for it."},
-    {"discard", discard, METH_O, "discard(operation). Removes one that was never submitted."},
-    {"wait", wait, METH_NOARGS,
+    {"add", method<add>, METH_O, "add(operation). Makes wait() wait for it."},
+    {"discard", method<discard>, METH_O, "discard(operation). Removes one that was never submitted."},
+    {"wait", method<wait>, METH_NOARGS,
      "wait() -> int. Waits for all and returns how many; raises their first failure once all have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
@@ -118,8 +114,9 @@ void remove_pending(PyObject* pending, PyObject* operation) {
 }
 
 void add_pending_type(PyObject* module) {
-  add_type(module, "nvme_ops.Pending", sizeof(PendingObject), "Pending(). Operations to wait for.", pending_create,
-           pending_deallocate, pending_methods, {{Py_mp_length, reinterpret_cast<void*>(length)}});
+  add_type(module, "nvme_ops.Pending", sizeof(PendingObject), "Pending(). Operations to wait for.",
+           constructor<pending_create>, pending_deallocate, pending_methods,
+           {{Py_mp_length, reinterpret_cast<void*>(length)}});
 }
 
 }  // namespace nvme_ops

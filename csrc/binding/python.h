@@ -7,9 +7,8 @@
 
 #include <exception>
 #include <initializer_list>
-#include <new>
+#include <memory>
 #include <string>
-#include <system_error>
 #include <utility>
 
 #include "base/error.h"
@@ -48,14 +47,23 @@ inline Ref checked(PyObject* stolen) {
   return Ref(stolen);
 }
 
-// Copies any iterable into a tuple, which nobody else can change.
-inline Ref tuple_of(PyObject* object, const std::string& otherwise) {
-  PyObject* const tuple = PySequence_Tuple(object);
-  if (tuple == nullptr && PyErr_ExceptionMatches(PyExc_TypeError)) {
-    PyErr_SetString(PyExc_TypeError, otherwise.c_str());
+// The items of any iterable, in a tuple, which nobody else can change.
+class Items {
+public:
+  Items() = default;
+  Items(PyObject* iterable, const std::string& otherwise) : tuple_(PySequence_Tuple(iterable)) {
+    if (tuple_) return;
+    if (PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_SetString(PyExc_TypeError, otherwise.c_str());
+    throw PythonError();
   }
-  return checked(tuple);
-}
+  std::size_t size() const { return static_cast<std::size_t>(PyTuple_Size(tuple_.get())); }
+  PyObject* operator[](std::size_t index) const {
+    return PyTuple_GetItem(tuple_.get(), static_cast<Py_ssize_t>(index));
+  }
+
+private:
+  Ref tuple_;
+};
 
 // A list of what `convert`, which returns a Ref, makes of each value.
 template <class Values, class Convert>
@@ -80,6 +88,27 @@ inline void free_object(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
   PyObject_Free(self);
   Py_DECREF(type);
+}
+
+// An object that owns a C++ one.
+template <class Value>
+struct Holder {
+  PyObject_HEAD Value* value;
+};
+template <class Value>
+Value*& held(PyObject* self) {
+  return reinterpret_cast<Holder<Value>*>(self)->value;
+}
+template <class Value>
+PyObject* new_holder(PyTypeObject* type, std::unique_ptr<Value> value) {
+  Ref self = new_object(type);
+  held<Value>(self.get()) = value.release();
+  return self.release();
+}
+template <class Value>
+void free_holder(PyObject* self) {
+  delete held<Value>(self);
+  free_object(self);
 }
 
 // Makes a type and adds it to a module; throws PythonError. The type lives as long as the module. Without `create` only
@@ -139,14 +168,30 @@ void set_error(const Failure& failure);
 
 // Runs the body of a function that Python calls; a C++ exception becomes a Python exception.
 template <class Body>
-auto guarded(Body&& body, decltype(body()) failed = {}) noexcept -> decltype(body()) {
+PyObject* guarded(Body&& body) noexcept {
   try {
     return body();
   } catch (const PythonError&) {
   } catch (...) {
     set_error(current_failure());
   }
-  return failed;
+  return nullptr;
+}
+
+// The same for a table of methods, and for the one that makes an object.
+template <PyObject* (*body)(PyObject* self, PyObject* arguments)>
+PyObject* method(PyObject* self, PyObject* arguments) noexcept {
+  return guarded([&] { return body(self, arguments); });
+}
+template <PyObject* (*body)(PyTypeObject* type, PyObject* arguments)>
+PyObject* constructor(PyTypeObject* type, PyObject* arguments, PyObject*) noexcept {
+  return guarded([&] { return body(type, arguments); });
+}
+
+// Parses arguments as PyArg_ParseTuple does; throws PythonError.
+template <class... Targets>
+void parse(PyObject* arguments, const char* format, Targets*... targets) {
+  if (!PyArg_ParseTuple(arguments, format, targets...)) throw PythonError();
 }
 
 }  // namespace nvme_ops

@@ -90,13 +90,13 @@ private:
 };
 
 // One entry for each of `count` tensors.
-Ref entries(PyObject* object, std::size_t count, const std::string& name, const std::string& kind) {
-  Ref tuple = tuple_of(object, name + " must be " + kind);
-  const auto length = static_cast<std::size_t>(PyTuple_Size(tuple.get()));
-  if (length != count) {
-    raise(bad_argument(name + " has " + std::to_string(length) + " entries for " + std::to_string(count) + " tensors"));
+Items entries(PyObject* object, std::size_t count, const std::string& name, const std::string& kind) {
+  Items items(object, name + " must be " + kind);
+  if (items.size() != count) {
+    raise(bad_argument(name + " has " + std::to_string(items.size()) + " entries for " + std::to_string(count) +
+                       " tensors"));
   }
-  return tuple;
+  return items;
 }
 
 // What one call moves, file by file: each is open only while it is worked on.
@@ -175,14 +175,12 @@ Transfer build_transfer(const TransferKind& kind, const std::vector<Memory>& mem
   const bool single = is_file(files);
   const bool whole = offsets == Py_None;
   if (whole && single) raise(bad_argument("file_offsets is needed when all tensors share one file"));
-  const Ref names = single ? Ref() : entries(files, count, "files", "a path, a descriptor, or a sequence of them");
-  const Ref places = whole ? Ref() : entries(offsets, count, "file_offsets", "a sequence of integers");
+  const Items names = single ? Items() : entries(files, count, "files", "a path, a descriptor, or a sequence of them");
+  const Items places = whole ? Items() : entries(offsets, count, "file_offsets", "a sequence of integers");
 
   ByFile by_file(count);
   for (std::size_t i = 0; i < count; ++i) {
-    const auto index = static_cast<Py_ssize_t>(i);
-    by_file.add(single ? files : PyTuple_GetItem(names.get(), index),
-                whole ? 0 : offset_of(PyTuple_GetItem(places.get(), index)));
+    by_file.add(single ? files : names[i], whole ? 0 : offset_of(places[i]));
   }
   TransferBuilder builder(kind, whole && kind.op == Op::Write);
   return by_file.transfer(builder, memories, kind.op, kind.tool.cache);
