@@ -54,7 +54,12 @@ struct Probe {
 struct Backend {
   const char* name;
   Probe (*probe)();
-  std::unique_ptr<Queue> (*open)(const QueueOptions&);  // throws IoError, std::bad_alloc
+  std::unique_ptr<Queue> (*open)(const QueueOptions&);  // throws IoError, std::bad_alloc; null if it was not built
 };
+
+template <class Kind>
+std::unique_ptr<Queue> open_queue(const QueueOptions& options) {
+  return std::make_unique<Kind>(options);
+}
 
 }  // namespace nvme_ops

@@ -5,11 +5,11 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
-#include <type_traits>
 #include <utility>
 
 #include "backends/cufile_driver.h"
 #include "base/error.h"
+#include "base/symbol.h"
 
 namespace nvme_ops {
 namespace {
@@ -31,13 +31,10 @@ const CudaDriver& cuda_driver() {
     CudaDriver table;
     void* const library = ::dlopen("libcuda.so.1", RTLD_NOW | RTLD_LOCAL);
     if (library == nullptr) return table;
-    const auto find = [&](const char* name, auto* function) {
-      *function = reinterpret_cast<std::remove_reference_t<decltype(*function)>>(::dlsym(library, name));
-      return *function != nullptr;
-    };
-    table.usable = find("cuPointerGetAttribute", &table.pointer_attribute) && find("cuCtxGetCurrent", &table.current) &&
-                   find("cuCtxSetCurrent", &table.make_current) &&
-                   find("cuDevicePrimaryCtxRetain", &table.retain_primary);
+    table.usable = find_symbol(library, "cuPointerGetAttribute", &table.pointer_attribute) &&
+                   find_symbol(library, "cuCtxGetCurrent", &table.current) &&
+                   find_symbol(library, "cuCtxSetCurrent", &table.make_current) &&
+                   find_symbol(library, "cuDevicePrimaryCtxRetain", &table.retain_primary);
     return table;
   }();
   return driver;
@@ -123,15 +120,15 @@ private:
   bool answered_ = false;
 };
 
-std::unique_ptr<Queue> open_queue(const QueueOptions&) {
+std::unique_ptr<Queue> open_cufile(const QueueOptions&) {
   const CuFileDriver* const driver = CuFileDriver::current();
-  if (driver == nullptr) raise({Failure::Kind::Unavailable, 0, "cuFile's driver is not open", {}});
+  if (driver == nullptr) raise(unavailable("cuFile's driver is not open"));
   return std::make_unique<CuFileQueue>(*driver);
 }
 
 }  // namespace
 
 const Backend kCuFile{"cufile", [] { return Probe{CuFileDriver::current() != nullptr, "its driver is not open"}; },
-                      open_queue};
+                      open_cufile};
 
 }  // namespace nvme_ops

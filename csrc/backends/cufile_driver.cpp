@@ -1,15 +1,11 @@
 #include "backends/cufile_driver.h"
 
 #include <dlfcn.h>
-#include <errno.h>
 #include <unistd.h>
 
 #include <atomic>
-#include <chrono>
 #include <condition_variable>
-#include <cstdint>
 #include <cstdlib>
-#include <cstring>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -17,6 +13,7 @@
 
 #include "base/error.h"
 #include "base/fork.h"
+#include "base/symbol.h"
 #include "base/thread.h"
 
 namespace nvme_ops {
@@ -26,7 +23,7 @@ constexpr const char* kLibrary = "libcufile.so.0";  // no package provides an un
 constexpr const char* kOverride = "NVME_OPS_CUFILE_LIBRARY";
 
 Failure not_usable(const std::string& reason) {
-  return {Failure::Kind::Unavailable, 0, "cuFile is not usable: " + reason, {}};
+  return unavailable("cuFile is not usable: " + reason);
 }
 
 const char* loading_error() {
@@ -51,12 +48,6 @@ void* open_library(const std::vector<std::string>& candidates) {
   if (void* const library = ::dlopen(kLibrary, RTLD_NOW | RTLD_LOCAL)) return library;
   raise(not_usable(std::string(loading_error()) + tried +
                    "; fix: pip install nvidia-cufile (for CUDA 12: nvidia-cufile-cu12)"));
-}
-
-template <class Function>
-bool find(void* library, const char* name, Function* function) {
-  *function = reinterpret_cast<Function>(::dlsym(library, name));
-  return *function != nullptr;
 }
 
 using Clock = std::chrono::steady_clock;
@@ -97,10 +88,7 @@ std::chrono::seconds opening_patience(const CuFileApi& api) {
 }
 
 Failure cannot_work(const std::string& reason) {
-  return {Failure::Kind::Unavailable,
-          0,
-          "cuFile cannot work here: " + reason + " (NVME_OPS_GDS=off moves GPU tensors without cuFile)",
-          {}};
+  return unavailable("cuFile cannot work here: " + reason + " (NVME_OPS_GDS=off moves GPU tensors without cuFile)");
 }
 
 // Runs something that may never return. If so, its thread is lost, and so is cuFile for this process.
@@ -151,7 +139,7 @@ CuFileApi load_cufile(const std::vector<std::string>& candidates) {
   CuFileApi api{};
   std::string missing;
   const auto need = [&](const char* name, auto* function) {
-    if (!find(library, name, function)) missing += std::string(missing.empty() ? "" : ", ") + name;
+    if (!find_symbol(library, name, function)) missing += std::string(missing.empty() ? "" : ", ") + name;
   };
   need("cuFileDriverOpen", &api.driver_open);
   need("cuFileDriverGetProperties", &api.driver_properties);
@@ -161,9 +149,9 @@ CuFileApi load_cufile(const std::vector<std::string>& candidates) {
   need("cuFileBufDeregister", &api.deregister_memory);
   need("cuFileRead", &api.read);
   need("cuFileWrite", &api.write);
-  if (!find(library, "cuFileDriverClose_v2", &api.driver_close)) need("cuFileDriverClose", &api.driver_close);
-  find(library, "cuFileGetVersion", &api.version);
-  find(library, "cuFileSetParameterBool", &api.set_flag_parameter);
+  if (!find_symbol(library, "cuFileDriverClose_v2", &api.driver_close)) need("cuFileDriverClose", &api.driver_close);
+  find_symbol(library, "cuFileGetVersion", &api.version);
+  find_symbol(library, "cuFileSetParameterBool", &api.set_flag_parameter);
   api.fake = ::dlsym(library, "nvme_ops_fake_cufile") != nullptr;
   Dl_info where{};
   if (api.driver_open != nullptr && ::dladdr(reinterpret_cast<void*>(api.driver_open), &where) != 0) {

@@ -17,7 +17,6 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <algorithm>
 #include <chrono>
 #include <cstring>
 #include <thread>
@@ -302,13 +301,9 @@ Probe probe_io_uring() {
   return {true, {}};
 }
 
-std::unique_ptr<Queue> open_io_uring(const QueueOptions& options) {
-  return std::make_unique<IoUringQueue>(options);
-}
-
 }  // namespace
 
-const Backend kIoUring{"io_uring", probe_io_uring, open_io_uring};
+const Backend kIoUring{"io_uring", probe_io_uring, open_queue<IoUringQueue>};
 
 }  // namespace nvme_ops
 
@@ -317,9 +312,7 @@ const Backend kIoUring{"io_uring", probe_io_uring, open_io_uring};
 namespace nvme_ops {
 
 const Backend kIoUring{"io_uring", [] { return Probe{false, "built with kernel headers older than Linux 5.6"}; },
-                       [](const QueueOptions&) -> std::unique_ptr<Queue> {
-                         broken_invariant("io_uring is built in", __FILE__, __LINE__);
-                       }};
+                       nullptr};
 
 }  // namespace nvme_ops
 

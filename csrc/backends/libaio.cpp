@@ -2,6 +2,7 @@
 // build time; the library is opened at run time, so that a prebuilt op loads where it is not installed.
 #include "backends/registry.h"
 #include "base/error.h"
+#include "base/symbol.h"
 
 #ifdef NVME_OPS_HAVE_LIBAIO
 
@@ -20,25 +21,16 @@ struct Library {
   decltype(&::io_destroy) destroy = nullptr;
   decltype(&::io_submit) submit = nullptr;
   decltype(&::io_getevents) getevents = nullptr;
+  bool complete = false;
 
   Library() {
     void* handle = nullptr;
     for (const char* name : {"libaio.so.1", "libaio.so.1t64"}) {
       if (handle == nullptr) handle = ::dlopen(name, RTLD_NOW | RTLD_LOCAL);
     }
-    if (handle == nullptr) return;
-    find(handle, "io_setup", setup);
-    find(handle, "io_destroy", destroy);
-    find(handle, "io_submit", submit);
-    find(handle, "io_getevents", getevents);
-  }
-
-  bool complete() const { return setup && destroy && submit && getevents; }
-
-private:
-  template <class Function>
-  static void find(void* handle, const char* name, Function& function) {
-    function = reinterpret_cast<Function>(::dlsym(handle, name));
+    complete = handle != nullptr && find_symbol(handle, "io_setup", &setup) &&
+               find_symbol(handle, "io_destroy", &destroy) && find_symbol(handle, "io_submit", &submit) &&
+               find_symbol(handle, "io_getevents", &getevents);
   }
 };
 
@@ -133,7 +125,7 @@ private:
 };
 
 Probe probe_libaio() {
-  if (!library().complete()) return {false, "libaio.so.1 is not installed (apt install libaio1, dnf install libaio)"};
+  if (!library().complete) return {false, "libaio.so.1 is not installed (apt install libaio1, dnf install libaio)"};
   io_context_t context = nullptr;
   const int result = library().setup(1, &context);
   if (result == -EAGAIN) return {false, "fs.aio-max-nr is used up (sysctl -w fs.aio-max-nr=1048576)"};
@@ -142,13 +134,9 @@ Probe probe_libaio() {
   return {true, {}};
 }
 
-std::unique_ptr<Queue> open_libaio(const QueueOptions& options) {
-  return std::make_unique<LibaioQueue>(options);
-}
-
 }  // namespace
 
-const Backend kLibaio{"libaio", probe_libaio, open_libaio};
+const Backend kLibaio{"libaio", probe_libaio, open_queue<LibaioQueue>};
 
 }  // namespace nvme_ops
 
@@ -159,7 +147,7 @@ namespace nvme_ops {
 const Backend kLibaio{
     "libaio",
     [] { return Probe{false, "built without libaio's headers (apt install libaio-dev, dnf install libaio-devel)"}; },
-    [](const QueueOptions&) -> std::unique_ptr<Queue> { broken_invariant("libaio is built in", __FILE__, __LINE__); }};
+    nullptr};
 
 }  // namespace nvme_ops
 

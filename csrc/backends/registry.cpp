@@ -38,10 +38,7 @@ std::vector<const Backend*> choose_backends(const std::string& name) {
   }
   if (chosen.empty()) raise(bad_argument(source + "='" + wanted + "' is not one of " + names));
   if (wanted != "auto" && !probe(*chosen.front()).usable) {
-    raise({Failure::Kind::Unavailable,
-           0,
-           "the " + wanted + " backend is not usable: " + probe(*chosen.front()).reason,
-           {}});
+    raise(unavailable("the " + wanted + " backend is not usable: " + probe(*chosen.front()).reason));
   }
   return chosen;
 }

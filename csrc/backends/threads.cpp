@@ -113,8 +113,6 @@ private:
 
 }  // namespace
 
-const Backend kThreads{
-    "threads", [] { return Probe{true, {}}; },
-    [](const QueueOptions& options) -> std::unique_ptr<Queue> { return std::make_unique<ThreadsQueue>(options); }};
+const Backend kThreads{"threads", [] { return Probe{true, {}}; }, open_queue<ThreadsQueue>};
 
 }  // namespace nvme_ops

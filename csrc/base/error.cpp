@@ -5,7 +5,6 @@
 #include <cstring>
 #include <new>
 #include <system_error>
-#include <utility>
 
 namespace nvme_ops {
 
@@ -76,6 +75,10 @@ Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t siz
 
 Failure bad_argument(std::string message) {
   return {Failure::Kind::Argument, 0, std::move(message), {}};
+}
+
+Failure unavailable(std::string message) {
+  return {Failure::Kind::Unavailable, 0, std::move(message), {}};
 }
 
 Failure no_queue(int error, const std::string& operation) {

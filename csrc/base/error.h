@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
 #include <string>
 #include <utility>
@@ -39,6 +38,7 @@ Failure system_failure(int error, const std::string& operation, const std::strin
 Failure transfer_failure(int error, Op op, std::uint64_t bytes, std::uint64_t offset, const std::string& path);
 Failure end_of_file(std::uint64_t bytes, std::uint64_t offset, std::uint64_t size, const std::string& path);
 Failure bad_argument(std::string message);
+Failure unavailable(std::string message);
 Failure no_queue(int error, const std::string& operation);  // ENOMEM becomes Failure::Kind::Memory
 Failure out_of_memory() noexcept;                           // allocates nothing
 

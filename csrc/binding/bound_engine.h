@@ -2,7 +2,6 @@
 // that take several steps.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <list>
 #include <memory>

@@ -11,7 +11,6 @@
 #include <array>
 #include <optional>
 #include <utility>
-#include <vector>
 
 #include "base/error.h"
 #include "base/fork.h"
@@ -45,10 +44,7 @@ void translated(Body&& body) {
   try {
     body();
   } catch (const c10::Error& error) {
-    raise({Failure::Kind::Unavailable,
-           0,
-           std::string("copying to or from the device: ") + error.what_without_backtrace(),
-           {}});
+    raise(unavailable(std::string("copying to or from the device: ") + error.what_without_backtrace()));
   }
 }
 

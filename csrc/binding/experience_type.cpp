@@ -1,6 +1,5 @@
 #include "binding/experience_type.h"
 
-#include "base/limits.h"
 #include "binding/python.h"
 
 namespace nvme_ops {

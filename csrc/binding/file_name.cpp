@@ -11,13 +11,11 @@
 #include <iterator>
 #include <map>
 #include <tuple>
-#include <utility>
 
 #include "base/error.h"
 #include "base/fork.h"
 #include "base/unique_fd.h"
 #include "binding/open_file.h"
-#include "binding/python.h"
 
 namespace nvme_ops {
 namespace {

@@ -54,7 +54,8 @@ PyObject* unpin(PyObject*, PyObject* tensor) {
 }
 
 PyObject* is_pinned(PyObject*, PyObject* tensor) {
-  return PyBool_FromLong(Pins::instance().holds(device_memory_of(tensor, "tensor")));
+  const Memory memory = device_memory_of(tensor, "tensor");
+  return PyBool_FromLong(Pins::instance().pinned(memory.data, memory.bytes) == Pins::Part::All);
 }
 
 PyObject* shut_down_all(PyObject* self, PyObject* none) {

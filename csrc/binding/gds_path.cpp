@@ -139,7 +139,7 @@ private:
     }
     const CuFileDriver* const driver = CuFileDriver::current();
     if (driver == nullptr) return fall_back("cuFile's driver is not open", why);
-    if (Pins::instance().borders_in(extent.tensor->data() + position, bytes)) {
+    if (Pins::instance().pinned(extent.tensor->data() + position, bytes) == Pins::Part::Some) {
       return fall_back("only part of the tensor is pinned", why);
     }
     if (tool.bounce && mode_ == Mode::Auto) {
@@ -161,7 +161,7 @@ private:
   }
 
   Path fall_back(const std::string& reason, std::string* why) const {
-    if (mode_ == Mode::Require) raise({Failure::Kind::Unavailable, 0, "NVME_OPS_GDS=require, but " + reason, {}});
+    if (mode_ == Mode::Require) raise(unavailable("NVME_OPS_GDS=require, but " + reason));
     *why = reason;
     return Path::Bounce;
   }

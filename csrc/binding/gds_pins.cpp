@@ -18,20 +18,24 @@ Pins& Pins::instance() {
   return *only;
 }
 
-Pins::Table::const_iterator Pins::before(const std::byte* data) const {
-  auto found = pins_.upper_bound(data);
-  return found == pins_.begin() ? pins_.end() : std::prev(found);
+Pins::Table::iterator Pins::reaching(const std::byte* data) {
+  const auto after = pins_.upper_bound(data);
+  if (after == pins_.begin()) return after;
+  const auto before = std::prev(after);
+  return before->first + before->second.memory.bytes > data ? before : after;
 }
 
-Pins::Table::const_iterator Pins::around(const std::byte* data, std::uint64_t bytes) const {
-  const auto found = before(data);
-  return found != pins_.end() && data + bytes <= found->first + found->second.memory.bytes ? found : pins_.end();
+Pins::Part Pins::part_of(const std::byte* data, std::uint64_t bytes) {
+  const auto pin = reaching(data);
+  if (pin == pins_.end() || pin->first >= data + bytes) return Part::None;
+  return pin->first <= data && data + bytes <= pin->first + pin->second.memory.bytes ? Part::All : Part::Some;
 }
 
 void Pins::pin(Memory memory, const CuFileDriver* driver) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (around(memory.data, memory.bytes) != pins_.end()) return;
-  if (borders(memory.data, memory.bytes)) {
+  const Part pinned = part_of(memory.data, memory.bytes);
+  if (pinned == Part::All) return;
+  if (pinned == Part::Some) {
     raise(system_failure(kAlreadyRegistered,
                          "registering " + std::to_string(memory.bytes) + " bytes of which some are pinned"));
   }
@@ -62,22 +66,9 @@ Memory Pins::unpin(const Memory& memory) {
   }
 }
 
-bool Pins::holds(const Memory& memory) const {
+Pins::Part Pins::pinned(const std::byte* data, std::uint64_t bytes) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return around(memory.data, memory.bytes) != pins_.end();
-}
-
-bool Pins::borders_in(const std::byte* data, std::uint64_t bytes) const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return borders(data, bytes);
-}
-
-bool Pins::borders(const std::byte* data, std::uint64_t bytes) const {
-  if (around(data, bytes) != pins_.end()) return false;
-  const auto earlier = before(data);
-  const auto later = pins_.lower_bound(data);
-  return (earlier != pins_.end() && earlier->first + earlier->second.memory.bytes > data) ||
-         (later != pins_.end() && later->first < data + bytes);
+  return part_of(data, bytes);
 }
 
 void Pins::clear() {
@@ -89,9 +80,7 @@ void Pins::clear() {
 Pins::Use::Use(const std::byte* data, std::uint64_t bytes) {
   Pins& all = instance();
   const std::lock_guard<std::mutex> lock(all.mutex_);
-  auto pin = all.pins_.upper_bound(data);
-  if (pin != all.pins_.begin() && std::prev(pin)->first + std::prev(pin)->second.memory.bytes > data) --pin;
-  for (; pin != all.pins_.end() && pin->first < data + bytes; ++pin) {
+  for (auto pin = all.reaching(data); pin != all.pins_.end() && pin->first < data + bytes; ++pin) {
     ++pin->second.users;
     pinned_.push_back(pin->first);
   }

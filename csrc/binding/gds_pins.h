@@ -4,7 +4,6 @@
 #include <condition_variable>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -28,11 +27,9 @@ public:
   // pinned; release the returned one with the GIL held.
   Memory unpin(const Memory& memory);
 
-  bool holds(const Memory& memory) const;
-
-  // Returns whether only part of a range is pinned, or parts by different pins: cuFile refuses transfers across such a
-  // border.
-  bool borders_in(const std::byte* data, std::uint64_t bytes) const;
+  // How much of a range one pin covers. Some: or different pins do; cuFile refuses transfers across such a border.
+  enum class Part : std::uint8_t { None, Some, All };
+  Part pinned(const std::byte* data, std::uint64_t bytes);
 
   // Call at exit with the GIL, when nothing is in flight.
   void clear();
@@ -59,12 +56,10 @@ private:
 
   static void forget(const Pin& pin);
 
-  // Returns the pin that begins at `data`, or the last one before it.
-  Table::const_iterator before(const std::byte* data) const;
-  bool borders(const std::byte* data, std::uint64_t bytes) const;
-  Table::const_iterator around(const std::byte* data, std::uint64_t bytes) const;
+  Table::iterator reaching(const std::byte* data);  // the first that ends after `data`
+  Part part_of(const std::byte* data, std::uint64_t bytes);
 
-  mutable std::mutex mutex_;
+  std::mutex mutex_;
   std::condition_variable unused_;
   Table pins_;
 };

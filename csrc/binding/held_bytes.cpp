@@ -73,10 +73,6 @@ std::shared_ptr<void> share_bytes(const c10::Storage& storage) {
   }
 }
 
-bool can_be_resized(const c10::Storage& storage) {
-  return storage.resizable() && storage.allocator() != nullptr;
-}
-
 // Counts, for each storage, the transfers that forbid resizing it. Access with the GIL held.
 std::map<c10::StorageImpl*, std::size_t>& forbidden() {
   static auto* const storages = new std::map<c10::StorageImpl*, std::size_t>;
@@ -92,7 +88,7 @@ void allow_resizing(const c10::Storage& storage) {
 
 std::shared_ptr<void> forbid_resizing(const c10::Storage& storage) {
   c10::StorageImpl* const key = storage.unsafeGetStorageImpl();
-  if (forbidden().count(key) == 0 && !can_be_resized(storage)) return std::make_shared<c10::Storage>(storage);
+  if (forbidden().count(key) == 0 && !torch_manages(storage)) return std::make_shared<c10::Storage>(storage);
   ++forbidden()[key];
   key->set_resizable(false);
   return {key, [storage](void*) { allow_resizing(storage); }};
@@ -108,12 +104,16 @@ std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, 
   if (held_bytes_of(storage) != nullptr) return share_bytes(storage);
   const c10::DataPtr& bytes = storage.data_ptr();
   if (!storage.device().is_cpu() || c10::impl::cow::is_cow_data_ptr(bytes)) return forbid_resizing(storage);
-  if (can_be_resized(storage)) {
+  if (torch_manages(storage)) {
     // Other code inspects a DataPtr to learn what it is: only one straight from an allocator carries nothing else.
     const bool plain = bytes.get_deleter() == storage.allocator()->raw_deleter();
     return plain ? share_bytes(storage) : forbid_resizing(storage);
   }
   return pooled || !shared_between_processes(tensor) ? share_bytes(storage) : std::make_shared<c10::Storage>(storage);
+}
+
+bool torch_manages(const c10::Storage& storage) {
+  return storage.resizable() && storage.allocator() != nullptr;
 }
 
 c10::DeleterFnPtr deleter_of(const c10::Storage& storage) {

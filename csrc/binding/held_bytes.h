@@ -14,6 +14,9 @@ namespace nvme_ops {
 // an error. `tensor` is any with this storage; `pooled`: its memory is from the buffer pool.
 std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, bool pooled);
 
+// Returns whether torch allocated the bytes, and can resize the storage: the buffer pool's cannot be.
+bool torch_manages(const c10::Storage& storage);
+
 // Returns the deleter of a storage's bytes, also while they are held.
 c10::DeleterFnPtr deleter_of(const c10::Storage& storage);
 

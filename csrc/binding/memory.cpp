@@ -29,11 +29,6 @@ bool pinned_by_torch(PyObject* object, const c10::TensorImpl& tensor) {
   return PyObject_IsTrue(call(object, "is_pinned").get()) == 1;
 }
 
-// Returns whether torch allocated the memory, and not the buffer pool.
-bool managed(const c10::Storage& storage) {
-  return storage.resizable() && storage.allocator() != nullptr;
-}
-
 void require_memory(const c10::TensorImpl& tensor, const std::string& argument) {
   if (tensor.layout() != c10::kStrided || tensor.is_meta() || !tensor.has_storage()) {
     raise(bad_argument(argument + " must be a dense, strided tensor with memory of its own"));
@@ -79,7 +74,7 @@ Memory memory_of_tensor(PyObject* object, Op op, const std::string& argument) {
     memory.data = data_of(tensor, op);
     if (memory.data == nullptr) raise(bad_argument(argument + " has no memory"));
     const BufferPool& pool = BufferPool::instance();
-    pooled = pool.contains(memory.data, memory.bytes) && !managed(tensor->storage());
+    pooled = pool.contains(memory.data, memory.bytes) && !torch_manages(tensor->storage());
     memory.fast =
         memory.bytes > kInPlaceBytes && (pool.huge(memory.data, memory.bytes) || pinned_by_torch(object, *tensor));
   }

@@ -9,7 +9,6 @@
 #include "base/fork.h"
 #include "base/limits.h"
 #include "binding/device_tensor.h"
-#include "binding/python.h"
 #include "engine/validate.h"
 #include "engine/worker.h"
 

@@ -10,7 +10,6 @@
 #include <numeric>
 
 #include "base/error.h"
-#include "base/limits.h"
 
 namespace nvme_ops {
 namespace {

@@ -1,11 +1,9 @@
 #include "engine/engine.h"
 
-#include <algorithm>
 #include <condition_variable>
 #include <thread>
 
 #include "base/fork.h"
-#include "base/limits.h"
 #include "base/thread.h"
 #include "engine/admission.h"
 
@@ -246,8 +244,7 @@ Failure interrupted_failure() {
 
 void require_process(unsigned long generation) {
   if (generation == fork_generation()) return;
-  raise(
-      {Failure::Kind::Unavailable, 0, "submitted before this process was forked: only the parent can wait for it", {}});
+  raise(unavailable("submitted before this process was forked: only the parent can wait for it"));
 }
 
 }  // namespace nvme_ops

@@ -5,11 +5,9 @@
 #pragma once
 
 #include <algorithm>
-#include <chrono>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <string>
 #include <vector>
 
 #include "base/limits.h"
@@ -34,8 +32,6 @@ using Interrupted = std::function<bool()>;
 class Engine {
 public:
   explicit Engine(const EngineOptions& options);
-  Engine(const Engine&) = delete;
-  Engine& operator=(const Engine&) = delete;
   ~Engine();  // finishes submitted jobs. Never call it in a forked child, which lacks the lanes' threads
 
   // Runs a job on this thread, with one lane; returns when it has ended. If another thread is doing so, the job goes to

@@ -1,6 +1,5 @@
 #include "engine/experience.h"
 
-#include <algorithm>
 #include <utility>
 
 #include "base/limits.h"

@@ -9,7 +9,6 @@
 #include <sys/statfs.h>
 #include <sys/syscall.h>
 #include <sys/sysmacros.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -125,8 +124,7 @@ bool power_of_two(std::uint64_t value) {
 }  // namespace
 
 std::unique_ptr<File> File::reader(Cache cache) const {
-  const int fd = direct_ ? direct_.get() : buffered_.get();
-  return open("/proc/self/fd/" + std::to_string(fd), Op::Read, cache, path_);
+  return open("/proc/self/fd/" + std::to_string(any()), Op::Read, cache, path_);
 }
 
 std::unique_ptr<File> File::open(const std::string& path, Op op, Cache cache, std::string shown) {
@@ -143,8 +141,7 @@ std::unique_ptr<File> File::open(const std::string& path, Op op, Cache cache, st
     if (!file->buffered_) raise(system_failure(errno, operation, file->path_));
   }
   file->inspect();
-  const int fd = file->direct_ ? file->direct_.get() : file->buffered_.get();
-  ::fcntl(fd, F_SETFL, file->direct_ ? O_DIRECT : 0);
+  ::fcntl(file->any(), F_SETFL, file->direct_ ? O_DIRECT : 0);
   return file;
 }
 
@@ -181,7 +178,7 @@ std::unique_ptr<File> File::adopt(int fd, Op op, Cache cache, int shown) {
 
 void File::inspect() {
   Status status{};
-  const int fd = direct_ ? direct_.get() : buffered_.get();
+  const int fd = any();
   if (::statx(fd, "", AT_EMPTY_PATH, STATX_BASIC_STATS | kStatxDirectAlignment, &status.base) < 0 &&
       !status.take_older(fd)) {
     raise(system_failure(errno, "reading the file's status", path_));
@@ -234,8 +231,7 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
   const std::uint64_t start = std::max(offset, size_);  // a hole before the write stays a hole
   if (end > start && end - start >= kPreallocateBytes) grow(start, end);
   if (whole && size_ > end) {
-    const int fd = direct_ ? direct_.get() : buffered_.get();
-    if (::ftruncate(fd, static_cast<off_t>(end)) < 0) {
+    if (::ftruncate(any(), static_cast<off_t>(end)) < 0) {
       raise(system_failure(errno, "cutting the file to " + std::to_string(end) + " bytes", path_));
     }
     size_ = end;
@@ -245,14 +241,14 @@ void File::prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole)
 
 void File::refresh_size() {
   struct stat status{};
-  if (regular_ && ::fstat(direct_ ? direct_.get() : buffered_.get(), &status) == 0) {
+  if (regular_ && ::fstat(any(), &status) == 0) {
     size_ = static_cast<std::uint64_t>(status.st_size);
   }
 }
 
 // Allocates blocks first and extends the file afterwards, so that a full disk changes nothing visible.
 void File::grow(std::uint64_t start, std::uint64_t end) {
-  const int fd = direct_ ? direct_.get() : buffered_.get();
+  const int fd = any();
   const auto from = static_cast<off_t>(start);
   const auto length = static_cast<off_t>(end - start);
   int error = 0;

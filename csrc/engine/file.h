@@ -1,7 +1,6 @@
 // One open file as the engine sees it: a descriptor for direct and one for cached I/O, and the alignment of direct I/O.
 #pragma once
 
-#include <sys/types.h>
 #include <sys/uio.h>
 
 #include <atomic>
@@ -74,6 +73,7 @@ public:
 
 private:
   File(std::string path, Op op, Cache cache) : path_(std::move(path)), op_(op), cache_(cache) {}
+  int any() const { return direct_ ? direct_.get() : buffered_.get(); }
   void inspect();
   void refresh_size();
   void grow(std::uint64_t start, std::uint64_t end);

@@ -9,7 +9,6 @@
 #include <exception>
 #include <mutex>
 #include <thread>
-#include <utility>
 
 #include "base/fork.h"
 #include "base/thread.h"

@@ -45,8 +45,6 @@ public:
   explicit StagingArea(std::shared_ptr<StagingBudget> budget) : budget_(std::move(budget)) {
     chunks_.reserve(kMostChunks);
   }
-  StagingArea(const StagingArea&) = delete;
-  StagingArea& operator=(const StagingArea&) = delete;
   ~StagingArea() { trim(); }
 
   std::size_t held_bytes() const { return held_.load(std::memory_order_relaxed); }  // from any thread

@@ -15,9 +15,6 @@ namespace nvme_ops {
 
 class Worker {
 public:
-  Worker() = default;
-  Worker(const Worker&) = delete;
-  Worker& operator=(const Worker&) = delete;
   ~Worker() { stop(); }
 
   // Tasks to be posted. They are allocated where running out of memory can still be reported, so that posting them
