@@ -19,6 +19,12 @@
 #include "engine/validate.h"
 
 namespace nvme_ops {
+
+struct DeviceTensor {
+  at::Tensor flat;  // all of the tensor's memory, as bytes
+  std::optional<c10::Event> before;
+};
+
 namespace {
 
 constexpr std::uint64_t kChunk = 8 << 20;  // a power of two, to which torch's allocator of page-locked memory rounds up
@@ -48,61 +54,8 @@ void translated(Body&& body) {
   }
 }
 
-class StagedDeviceTensor final : public DeviceTensor {
-public:
-  explicit StagedDeviceTensor(const at::Tensor& tensor);
-  std::byte* data() const override { return bytes_of(flat_); }
-  void synchronize() const override;
-  void compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-               const Interrupted& interrupted) override;
-
-  const at::Tensor& flat() const { return flat_; }
-  const c10::Event& before() const { return *before_; }
-
-private:
-  at::Tensor flat_;  // all of the tensor's memory, as bytes
-  std::optional<c10::Event> before_;
-};
-
-StagedDeviceTensor::StagedDeviceTensor(const at::Tensor& tensor) {
-  translated([&] {
-    const c10::NoGradGuard no_grad;
-    flat_ = tensor.detach().view({-1}).view(c10::kByte);
-    const c10::impl::VirtualGuardImpl device(flat_.device().type());
-    before_.emplace(flat_.device().type());
-    before_->record(device.getStream(flat_.device()));
-  });
-}
-
-void StagedDeviceTensor::synchronize() const {
-  translated([&] { before_->synchronize(); });
-}
-
-void StagedDeviceTensor::compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-                                 const Interrupted& interrupted) {
-  translated([&] {
-    const c10::InferenceMode plain_memory;
-    const auto total = static_cast<std::uint64_t>(flat_.numel());
-    const at::Tensor stored = page_locked(flat_, std::min(total, kChunk));
-    for (std::uint64_t position = 0; position < total; position += kChunk) {
-      const std::uint64_t bytes = std::min(kChunk, total - position);
-      const auto job = std::make_shared<Job>(
-          Op::Read, std::vector<Extent>{{file, bytes_of(stored), bytes, offset + position, true, false, true}});
-      engine.run(job, interrupted);
-      if (job->outcome()->failure()) raise(*job->outcome()->failure());
-      const at::Tensor here =
-          flat_.narrow(0, static_cast<std::int64_t>(position), static_cast<std::int64_t>(bytes)).to(c10::kCPU);
-      const auto* const ours = static_cast<const std::byte*>(here.const_data_ptr());
-      const auto* const difference = std::mismatch(ours, ours + bytes, bytes_of(stored)).first;
-      if (difference != ours + bytes) {
-        raise(mismatch(offset + position + static_cast<std::uint64_t>(difference - ours), file->file().path()));
-      }
-    }
-  });
-}
-
-const StagedDeviceTensor& staged(const DeviceExtent& extent) {
-  return static_cast<const StagedDeviceTensor&>(*extent.tensor);
+at::Tensor part_of(const at::Tensor& tensor, std::uint64_t from, std::uint64_t bytes) {
+  return tensor.narrow(0, static_cast<std::int64_t>(from), static_cast<std::int64_t>(bytes));
 }
 
 // One page-locked chunk in flight: first filled (from storage or the device), then emptied to the other side.
@@ -144,7 +97,7 @@ public:
         tool_(tool),
         extents_(extents),
         interrupted_(interrupted),
-        like_(staged(extents[0]).flat()),
+        like_(extents[0].tensor->flat),
         guard_(like_.device().type()),
         side_(guard_.getStreamFromGlobalPool(like_.device())),
         holds_(count) {
@@ -189,12 +142,9 @@ private:
     return files_;
   }
 
-  static at::Tensor part_of(const at::Tensor& tensor, std::uint64_t from, std::uint64_t bytes) {
-    return tensor.narrow(0, static_cast<std::int64_t>(from), static_cast<std::int64_t>(bytes));
-  }
   at::Tensor on_device(const ChunkPart& part) const {
     const DevicePart& whole = parts_[part.part];
-    return part_of(staged(extents_[whole.tensor]).flat(), whole.position + part.from, part.bytes);
+    return part_of(extents_[whole.tensor].tensor->flat, whole.position + part.from, part.bytes);
   }
 
   void begin(Slot& slot) {
@@ -218,7 +168,7 @@ private:
   // Waits for the work queued on the tensor, opens the file and makes it long enough.
   void enter(std::size_t index) {
     const DeviceExtent& extent = extents_[index];
-    staged(extent).before().block(side_.current_stream());
+    extent.tensor->before->block(side_.current_stream());
     holds_[index].emplace(extent.file);
     bool prepared = extent.prepared;
     extent.file->prepare(&prepared, op_, extent.offset, extent.bytes, extent.whole);
@@ -307,23 +257,54 @@ private:
 
 }  // namespace
 
+std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor) {
+  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
+  auto made = std::make_shared<DeviceTensor>();
+  translated([&] {
+    const c10::NoGradGuard no_grad;
+    made->flat = at::Tensor(Pointer::unsafe_reclaim_from_nonowning(tensor)).detach().view({-1}).view(c10::kByte);
+    const c10::impl::VirtualGuardImpl device(made->flat.device().type());
+    made->before.emplace(made->flat.device().type());
+    made->before->record(device.getStream(made->flat.device()));
+  });
+  return made;
+}
+
+std::byte* data_of(const DeviceTensor& tensor) {
+  return bytes_of(tensor.flat);
+}
+
+void synchronize(const DeviceTensor& tensor) {
+  translated([&] { tensor.before->synchronize(); });
+}
+
+void compare(Engine& engine, const DeviceTensor& tensor, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
+             const Interrupted& interrupted) {
+  translated([&] {
+    const c10::InferenceMode plain_memory;
+    const auto total = static_cast<std::uint64_t>(tensor.flat.numel());
+    const at::Tensor stored = page_locked(tensor.flat, std::min(total, kChunk));
+    for (std::uint64_t position = 0; position < total; position += kChunk) {
+      const std::uint64_t bytes = std::min(kChunk, total - position);
+      const at::Tensor here = part_of(tensor.flat, position, bytes).to(c10::kCPU);
+      compare_with_file(engine, file, bytes_of(stored), offset + position, bytes,
+                        static_cast<const std::byte*>(here.const_data_ptr()), interrupted);
+    }
+  });
+}
+
 void bounce(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
             const Interrupted& interrupted) {
   translated([&] {
     const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
     for (std::size_t first = 0; first < extents.size();) {
-      const c10::Device device = staged(extents[first]).flat().device();
+      const c10::Device device = extents[first].tensor->flat.device();
       std::size_t next = first + 1;
-      while (next < extents.size() && staged(extents[next]).flat().device() == device) ++next;
+      while (next < extents.size() && extents[next].tensor->flat.device() == device) ++next;
       Ring(engine, op, priority, tool, &extents[first], next - first, interrupted).run();
       first = next;
     }
   });
-}
-
-std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor) {
-  using Pointer = c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>;
-  return std::make_shared<StagedDeviceTensor>(at::Tensor(Pointer::unsafe_reclaim_from_nonowning(tensor)));
 }
 
 }  // namespace nvme_ops

@@ -15,21 +15,18 @@ struct TensorImpl;
 
 namespace nvme_ops {
 
-class DeviceTensor {
-public:
-  virtual ~DeviceTensor() = default;
-
-  // The tensor's memory, for the other paths; and the wait for the work queued on it.
-  virtual std::byte* data() const = 0;
-  virtual void synchronize() const = 0;
-
-  // Compares the tensor with what the file holds. Throws IoError.
-  virtual void compare(Engine& engine, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
-                       const Interrupted& interrupted) = 0;
-};
+struct DeviceTensor;
 
 // Records the work queued on the caller's current stream: every transfer comes after it. `tensor` is contiguous.
 std::shared_ptr<DeviceTensor> device_tensor(c10::TensorImpl* tensor);
+
+// The tensor's memory, for the other paths; and the wait for the work queued on it.
+std::byte* data_of(const DeviceTensor& tensor);
+void synchronize(const DeviceTensor& tensor);
+
+// Compares the tensor with what the file holds. Throws IoError.
+void compare(Engine& engine, const DeviceTensor& tensor, const std::shared_ptr<SharedFile>& file, std::uint64_t offset,
+             const Interrupted& interrupted);
 
 // `bytes` of a tensor from `position` on, and their place in a file.
 struct DeviceExtent {

@@ -139,7 +139,7 @@ private:
     }
     const CuFileDriver* const driver = CuFileDriver::current();
     if (driver == nullptr) return fall_back("cuFile's driver is not open", why);
-    if (Pins::instance().pinned(extent.tensor->data() + position, bytes) == Pins::Part::Some) {
+    if (Pins::instance().pinned(data_of(*extent.tensor) + position, bytes) == Pins::Part::Some) {
       return fall_back("only part of the tensor is pinned", why);
     }
     if (tool.bounce && mode_ == Mode::Auto) {
@@ -182,8 +182,8 @@ private:
 
   void through_cufile(Op op, const Tool& tool, const DeviceExtent& extent, std::uint64_t position, std::uint64_t bytes,
                       const Interrupted& interrupted) {
-    extent.tensor->synchronize();
-    Extent part{extent.file, extent.tensor->data() + position, bytes, extent.offset + position, true};
+    synchronize(*extent.tensor);
+    Extent part{extent.file, data_of(*extent.tensor) + position, bytes, extent.offset + position, true};
     part.prepared = part.device = true;
     const Pins::Use use(part.memory, bytes);
     const auto job = std::make_shared<Job>(op, std::vector<Extent>{part}, Priority::Demand, tool);

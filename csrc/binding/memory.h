@@ -12,7 +12,7 @@
 
 namespace nvme_ops {
 
-class DeviceTensor;  // device_tensor.h
+struct DeviceTensor;  // device_tensor.h
 
 struct Memory {
   std::byte* data = nullptr;

@@ -45,7 +45,7 @@ void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupte
     const auto reader = reader_of(extent.file, op == Op::Write ? Cache::Direct : Cache::Buffered);
     {
       const FileHold reading(reader);
-      extent.tensor->compare(engine, reader, extent.offset, interrupted);
+      compare(engine, *extent.tensor, reader, extent.offset, interrupted);
     }
     hold.end_after(op);
   }

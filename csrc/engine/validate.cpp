@@ -17,6 +17,19 @@ constexpr std::uint64_t kChunk = 4 * kHugePage;
 
 }  // namespace
 
+void compare_with_file(Engine& engine, const std::shared_ptr<SharedFile>& file, std::byte* scratch,
+                       std::uint64_t offset, std::uint64_t bytes, const std::byte* expected,
+                       const Interrupted& interrupted) {
+  const auto back =
+      std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch, bytes, offset, true, false, true}});
+  engine.run(back, interrupted);
+  if (const auto& failure = back->outcome()->failure()) raise(*failure);
+  if (std::memcmp(scratch, expected, bytes) == 0) return;
+  const auto at = static_cast<std::uint64_t>(std::mismatch(scratch, scratch + bytes, expected).first - scratch);
+  raise({Failure::Kind::Mismatch, EIO,
+         "validation failed: file and tensor differ at offset " + std::to_string(offset + at), file->file().path()});
+}
+
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
   const std::unique_ptr<std::byte, void (*)(std::byte*)> scratch(
       BufferPool::instance().allocate(kChunk),
@@ -27,21 +40,10 @@ void validate(Engine& engine, const Job& job, const Interrupted& interrupted) {
     const FileHold open(file);
     for (std::uint64_t position = 0; position < extent.bytes; position += kChunk) {
       const std::uint64_t bytes = std::min(kChunk, extent.bytes - position);
-      const std::uint64_t offset = extent.offset + position;
-      const auto back =
-          std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch.get(), bytes, offset, true, false, true}});
-      engine.run(back, interrupted);
-      if (const auto& failure = back->outcome()->failure()) raise(*failure);
-      if (std::memcmp(scratch.get(), extent.memory + position, bytes) == 0) continue;
-      const auto difference = std::mismatch(scratch.get(), scratch.get() + bytes, extent.memory + position).first;
-      raise(mismatch(offset + static_cast<std::uint64_t>(difference - scratch.get()), file->file().path()));
+      compare_with_file(engine, file, scratch.get(), extent.offset + position, bytes, extent.memory + position,
+                        interrupted);
     }
   }
-}
-
-Failure mismatch(std::uint64_t offset, const std::string& path) {
-  return {Failure::Kind::Mismatch, EIO, "validation failed: file and tensor differ at offset " + std::to_string(offset),
-          path};
 }
 
 }  // namespace nvme_ops

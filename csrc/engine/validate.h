@@ -2,7 +2,7 @@
 #pragma once
 
 #include <cstdint>
-#include <string>
+#include <memory>
 
 #include "engine/engine.h"
 
@@ -13,7 +13,9 @@ namespace nvme_ops {
 // offset of the first difference.
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted);
 
-// Makes the failure for a first difference at `offset`.
-Failure mismatch(std::uint64_t offset, const std::string& path);
+// Reads `bytes` of an open file at `offset` into `scratch` and compares them with what is `expected`. Throws the same.
+void compare_with_file(Engine& engine, const std::shared_ptr<SharedFile>& file, std::byte* scratch,
+                       std::uint64_t offset, std::uint64_t bytes, const std::byte* expected,
+                       const Interrupted& interrupted);
 
 }  // namespace nvme_ops
