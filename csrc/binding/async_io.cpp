@@ -23,7 +23,7 @@ PyObject* list_backends(PyObject*, PyObject*) {
   for (const Backend* backend : backends()) {
     const Probe& answer = probe(*backend);
     const Ref reason = answer.usable ? Ref::borrowed(Py_None) : checked(PyUnicode_FromString(answer.reason.c_str()));
-    if (PyDict_SetItemString(answers.get(), backend->name, reason.get()) != 0) throw PythonError();
+    set_item(answers, backend->name, reason);
   }
   return answers.release();
 }

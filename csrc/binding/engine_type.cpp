@@ -113,22 +113,20 @@ PyObject* paths(PyObject* self, PyObject*) {
   const DevicePath::Statistics now = engine_of(self).paths();
   Ref uses = checked(PyDict_New());
   for (const auto& [name, use] : now.uses) {
-    const Ref numbers = checked(Py_BuildValue("{s:K,s:K}", "transfers", static_cast<unsigned long long>(use.transfers),
-                                              "bytes", static_cast<unsigned long long>(use.bytes)));
-    if (PyDict_SetItemString(uses.get(), name.c_str(), numbers.get()) != 0) throw PythonError();
+    const auto transfers = static_cast<unsigned long long>(use.transfers);
+    const auto bytes = static_cast<unsigned long long>(use.bytes);
+    set_item(uses, name.c_str(), checked(Py_BuildValue("{s:K,s:K}", "transfers", transfers, "bytes", bytes)));
   }
   return Py_BuildValue("{s:z,s:s,s:N}", "last", now.last.empty() ? nullptr : now.last.c_str(), "why", now.why.c_str(),
                        "uses", uses.release());
 }
 
 PyObject* statistics(PyObject* self, PyObject*) {
-  const Statistics now = engine_of(self).statistics();
-  const auto count = [](std::uint64_t value) { return static_cast<unsigned long long>(value); };
-  return Py_BuildValue("{s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K,s:K}", "read_bytes", count(now.read_bytes), "written_bytes",
-                       count(now.written_bytes), "staged_bytes", count(now.staged_bytes), "cached_bytes",
-                       count(now.cached_bytes), "requests", count(now.requests), "in_flight_sum",
-                       count(now.in_flight_sum), "in_flight_max", count(now.in_flight_max), "queued_nanoseconds",
-                       count(now.queued_nanoseconds), "kernel_nanoseconds", count(now.kernel_nanoseconds));
+  Ref numbers = checked(PyDict_New());
+  for (const auto& [name, value] : engine_of(self).statistics()) {
+    set_item(numbers, name.c_str(), checked(PyLong_FromUnsignedLongLong(value)));
+  }
+  return numbers.release();
 }
 
 PyObject* sweep(PyObject* self, PyObject*) {

@@ -76,6 +76,11 @@ Ref list_of(const Values& values, Convert&& convert) {
   return list;
 }
 
+// Sets an item of a dict.
+inline void set_item(const Ref& dict, const char* key, const Ref& value) {
+  if (PyDict_SetItemString(dict.get(), key, value.get()) != 0) throw PythonError();
+}
+
 // The name of an object's type, for messages.
 std::string type_name(PyObject* object);
 

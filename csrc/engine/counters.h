@@ -1,9 +1,13 @@
 // Counters of a lane, for handle.statistics(). Written by the thread that drives the lane, read by any.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <map>
+#include <string>
+#include <utility>
 
 namespace nvme_ops {
 
@@ -34,22 +38,21 @@ struct Counters {
   Counter staged_bytes, cached_bytes;    // of the bytes moved: through staging memory; from or through the page cache
 };
 
-// The sums over the lanes of an engine.
-struct Statistics {
-  std::uint64_t read_bytes = 0, written_bytes = 0, requests = 0, in_flight_sum = 0, in_flight_max = 0,
-                queued_nanoseconds = 0, kernel_nanoseconds = 0, staged_bytes = 0, cached_bytes = 0;
+// The sums over the lanes of an engine, by name.
+using Statistics = std::map<std::string, std::uint64_t>;
 
-  void add(const Counters& lane) {
-    read_bytes += lane.read_bytes.value();
-    written_bytes += lane.written_bytes.value();
-    requests += lane.requests.value();
-    in_flight_sum += lane.in_flight_sum.value();
-    if (lane.in_flight_max.value() > in_flight_max) in_flight_max = lane.in_flight_max.value();
-    queued_nanoseconds += lane.queued_nanoseconds.value();
-    kernel_nanoseconds += lane.kernel_nanoseconds.value();
-    staged_bytes += lane.staged_bytes.value();
-    cached_bytes += lane.cached_bytes.value();
-  }
-};
+inline void add(Statistics& sums, const Counters& lane) {
+  const std::pair<const char*, const Counter&> summands[] = {{"read_bytes", lane.read_bytes},
+                                                             {"written_bytes", lane.written_bytes},
+                                                             {"requests", lane.requests},
+                                                             {"in_flight_sum", lane.in_flight_sum},
+                                                             {"queued_nanoseconds", lane.queued_nanoseconds},
+                                                             {"kernel_nanoseconds", lane.kernel_nanoseconds},
+                                                             {"staged_bytes", lane.staged_bytes},
+                                                             {"cached_bytes", lane.cached_bytes}};
+  for (const auto& [name, counter] : summands) sums[name] += counter.value();
+  std::uint64_t& most = sums["in_flight_max"];
+  most = std::max(most, lane.in_flight_max.value());
+}
 
 }  // namespace nvme_ops

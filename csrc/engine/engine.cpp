@@ -222,8 +222,8 @@ std::size_t Engine::staging_bytes() const {
 
 Statistics Engine::statistics() const {
   Statistics sum;
-  sum.add(inline_lane_.counters());
-  for (const auto& thread : threads_) sum.add(thread->counters());
+  add(sum, inline_lane_.counters());
+  for (const auto& thread : threads_) add(sum, thread->counters());
   return sum;
 }
 
