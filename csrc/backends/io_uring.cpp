@@ -19,7 +19,9 @@
 
 #include <chrono>
 #include <cstring>
+#include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "base/unique_fd.h"
@@ -58,47 +60,30 @@ int register_with(int ring, unsigned opcode, void* argument, unsigned count) {
 }
 
 // Identifies the file behind a descriptor; every ring has an inode of its own.
-struct Identity {
-  explicit Identity(int fd) {
-    struct stat status{};
-    if (::fstat(fd, &status) == 0) device = status.st_dev, inode = status.st_ino;
-  }
-  bool operator!=(const Identity& other) const { return device != other.device || inode != other.inode; }
+std::pair<dev_t, ino_t> identity_of(int fd) {
+  struct stat status{};
+  ::fstat(fd, &status);
+  return {status.st_dev, status.st_ino};
+}
 
-  dev_t device = 0;
-  ino_t inode = 0;
+// Memory shared with a ring.
+struct Unmap {
+  std::size_t bytes = 0;
+  void operator()(char* base) const { ::munmap(base, bytes); }
 };
+using Mapping = std::unique_ptr<char, Unmap>;
 
-// A shared mapping of ring memory.
-class Mapping {
-public:
-  Mapping() = default;
-  Mapping(int ring, std::size_t bytes, off_t what)
-      : bytes_(bytes), base_(::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what)) {
-    if (base_ == MAP_FAILED) {
-      base_ = nullptr;
-      raise(no_queue(errno, "mapping an io_uring"));
-    }
-    ::madvise(base_, bytes, MADV_DONTFORK);  // a child would keep the ring alive
-  }
-  Mapping(Mapping&& other) noexcept { *this = std::move(other); }
-  Mapping& operator=(Mapping&& other) noexcept {
-    std::swap(bytes_, other.bytes_);
-    std::swap(base_, other.base_);
-    return *this;
-  }
-  ~Mapping() {
-    if (base_ != nullptr) ::munmap(base_, bytes_);
-  }
-  template <class T>
-  T* at(unsigned offset) const {
-    return reinterpret_cast<T*>(static_cast<char*>(base_) + offset);
-  }
+Mapping map_ring(int ring, std::size_t bytes, off_t what) {
+  void* const base = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, ring, what);
+  if (base == MAP_FAILED) raise(no_queue(errno, "mapping an io_uring"));
+  ::madvise(base, bytes, MADV_DONTFORK);  // a child would keep the ring alive
+  return {static_cast<char*>(base), Unmap{bytes}};
+}
 
-private:
-  std::size_t bytes_ = 0;
-  void* base_ = nullptr;
-};
+template <class T>
+T* at(const Mapping& memory, unsigned offset) {
+  return reinterpret_cast<T*>(memory.get() + offset);
+}
 
 unsigned load_acquire(const unsigned* value) {
   return __atomic_load_n(value, __ATOMIC_ACQUIRE);
@@ -111,7 +96,9 @@ void store_release(unsigned* value, unsigned what) {
 class IoUringQueue final : public Queue {
 public:
   explicit IoUringQueue(const QueueOptions& options)
-      : single_submit_(options.single_submit), ring_(set_up(options.depth, &params_)), identity_(ring_.get()) {
+      : single_submit_(options.single_submit),
+        ring_(set_up(options.depth, &params_)),
+        identity_(identity_of(ring_.get())) {
     const int fd = ring_.get();
     const io_uring_params& params = params_;
     refused_.reserve(options.depth + params.sq_entries);
@@ -119,19 +106,19 @@ public:
 
     const std::size_t sq_bytes = params.sq_off.array + params.sq_entries * sizeof(unsigned);
     const std::size_t cq_bytes = params.cq_off.cqes + params.cq_entries * sizeof(io_uring_cqe);
-    sq_ = Mapping(fd, sq_bytes, IORING_OFF_SQ_RING);
-    cq_ = Mapping(fd, cq_bytes, IORING_OFF_CQ_RING);
-    sqe_memory_ = Mapping(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES);
-    sqes_ = sqe_memory_.at<io_uring_sqe>(0);
-    sq_tail_ = sq_.at<unsigned>(params.sq_off.tail);
-    sq_head_ = sq_.at<unsigned>(params.sq_off.head);
-    sq_mask_ = *sq_.at<unsigned>(params.sq_off.ring_mask);
+    sq_ = map_ring(fd, sq_bytes, IORING_OFF_SQ_RING);
+    cq_ = map_ring(fd, cq_bytes, IORING_OFF_CQ_RING);
+    sqe_memory_ = map_ring(fd, params.sq_entries * sizeof(io_uring_sqe), IORING_OFF_SQES);
+    sqes_ = at<io_uring_sqe>(sqe_memory_, 0);
+    sq_tail_ = at<unsigned>(sq_, params.sq_off.tail);
+    sq_head_ = at<unsigned>(sq_, params.sq_off.head);
+    sq_mask_ = *at<unsigned>(sq_, params.sq_off.ring_mask);
     sq_entries_ = params.sq_entries;
-    cq_head_ = cq_.at<unsigned>(params.cq_off.head);
-    cq_tail_ = cq_.at<unsigned>(params.cq_off.tail);
-    cq_mask_ = *cq_.at<unsigned>(params.cq_off.ring_mask);
-    cqes_ = cq_.at<io_uring_cqe>(params.cq_off.cqes);
-    unsigned* array = sq_.at<unsigned>(params.sq_off.array);
+    cq_head_ = at<unsigned>(cq_, params.cq_off.head);
+    cq_tail_ = at<unsigned>(cq_, params.cq_off.tail);
+    cq_mask_ = *at<unsigned>(cq_, params.cq_off.ring_mask);
+    cqes_ = at<io_uring_cqe>(cq_, params.cq_off.cqes);
+    unsigned* array = at<unsigned>(sq_, params.sq_off.array);
     for (unsigned i = 0; i < sq_entries_; ++i) array[i] = i;
     make_buffer_table(options.buffers);
   }
@@ -200,7 +187,7 @@ private:
 
   // Whether the descriptor is not our ring any more: somebody closed all descriptors, and the number may belong to
   // another file or ring by now.
-  bool lost() const { return ring_ && identity_ != Identity(ring_.get()); }
+  bool lost() const { return ring_ && identity_ != identity_of(ring_.get()); }
 
   static void prepare(io_uring_sqe& sqe, const Request& request) {
     std::memset(&sqe, 0, sizeof sqe);
@@ -266,7 +253,7 @@ private:
   bool buffer_table_ = false;
   io_uring_params params_{};
   UniqueFd ring_;
-  const Identity identity_;
+  const std::pair<dev_t, ino_t> identity_;
   Mapping sq_, cq_, sqe_memory_;
   io_uring_sqe* sqes_ = nullptr;
   io_uring_cqe* cqes_ = nullptr;

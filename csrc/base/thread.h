@@ -11,17 +11,17 @@ namespace nvme_ops {
 
 template <class Function>
 std::thread quiet_thread(Function&& function) {
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  try {
-    std::thread thread(std::forward<Function>(function));
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    return thread;
-  } catch (...) {
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    throw;
-  }
+  struct Blocked {
+    sigset_t before;
+    Blocked() {
+      sigset_t all;
+      sigfillset(&all);
+      pthread_sigmask(SIG_SETMASK, &all, &before);
+    }
+    ~Blocked() { pthread_sigmask(SIG_SETMASK, &before, nullptr); }
+  };
+  const Blocked blocked;
+  return std::thread(std::forward<Function>(function));
 }
 
 }  // namespace nvme_ops

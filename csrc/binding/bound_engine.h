@@ -51,9 +51,12 @@ public:
     all().erase(this);
   }
 
-  static std::set<BoundEngine*>& all() {
-    static auto* const engines = new std::set<BoundEngine*>;
-    return *engines;
+  // Lets every engine do something, which may run Python code, or other threads, that drop one.
+  static void for_each(void (BoundEngine::*act)()) {
+    const std::set<BoundEngine*> now = all();
+    for (BoundEngine* engine : now) {
+      if (all().count(engine) != 0) (engine->*act)();
+    }
   }
 
   const EngineOptions& options() const { return options_; }
@@ -170,6 +173,11 @@ public:
   }
 
 private:
+  static std::set<BoundEngine*>& all() {
+    static auto* const engines = new std::set<BoundEngine*>;
+    return *engines;
+  }
+
   struct Running {
     std::shared_ptr<Engine> engine;
     std::shared_ptr<DevicePath> device_path;

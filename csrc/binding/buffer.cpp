@@ -90,9 +90,8 @@ PyObject* unlock(PyObject* self, PyObject*) {
 }
 
 PyMethodDef buffer_methods[] = {
-    {"lock", method<lock>, METH_NOARGS,
-     "lock() -> bool. Populates the pages and locks them; False if the system refuses."},
-    {"unlock", method<unlock>, METH_NOARGS, "unlock(). Lets the pages be swapped out again."},
+    {"lock", method<lock>, METH_NOARGS, "Populates the pages and locks them; False if refused."},
+    {"unlock", method<unlock>, METH_NOARGS, "Lets the pages be swapped out again."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyMemberDef buffer_members[] = {

@@ -1,6 +1,5 @@
 #include <algorithm>
 #include <chrono>
-#include <set>
 #include <string>
 
 #include "backends/registry.h"
@@ -161,17 +160,14 @@ PyObject* engine_create(PyTypeObject* type, PyObject* arguments) {
 }
 
 PyMethodDef engine_methods[] = {
-    {"run", method<run>, METH_VARARGS,
-     "run(op, memory, file, offset, validate, all_lanes=False, priority=0) -> int. Blocks; bytes moved."},
-    {"submit", method<submit>, METH_VARARGS,
-     "submit(op, memory, file, offset, validate, True, priority=0, pending=None) -> Operation. On all lanes."},
-    {"submit_many", method<submit_many>, METH_VARARGS,
-     "submit_many(op, memories, files, offsets, priority=0, pending=None) -> Operation. On all lanes."},
-    {"backend", method<backend>, METH_NOARGS, "backend() -> str. The backend in use."},
-    {"staging_bytes", method<staging_bytes>, METH_NOARGS, "staging_bytes() -> int. Staging memory held at the moment."},
-    {"paths", method<paths>, METH_NOARGS, "paths() -> dict. The paths that tensors on accelerators took, and why."},
-    {"statistics", method<statistics>, METH_NOARGS, "statistics() -> dict[str, int]. What the lanes have done so far."},
-    {"sweep", method<sweep>, METH_NOARGS, "sweep(). Releases the memory of transfers that have ended."},
+    {"run", method<run>, METH_VARARGS, "Blocks; returns the bytes moved."},
+    {"submit", method<submit>, METH_VARARGS, "On all lanes; returns an Operation."},
+    {"submit_many", method<submit_many>, METH_VARARGS, "The same for many tensors."},
+    {"backend", method<backend>, METH_NOARGS, "The backend in use."},
+    {"staging_bytes", method<staging_bytes>, METH_NOARGS, "Staging memory held at the moment."},
+    {"paths", method<paths>, METH_NOARGS, "The paths that tensors on accelerators took, and why."},
+    {"statistics", method<statistics>, METH_NOARGS, "What the lanes have done so far."},
+    {"sweep", method<sweep>, METH_NOARGS, "Releases the memory of transfers that have ended."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace
@@ -206,18 +202,12 @@ PyObject* wait_for_ending(PyObject*, PyObject* arguments) {
     }
     if (PyErr_CheckSignals() != 0) throw PythonError();
   }
-  const std::set<BoundEngine*> now = BoundEngine::all();
-  for (BoundEngine* engine : now) {  // releasing memory runs Python code, which may drop one
-    if (BoundEngine::all().count(engine) != 0) engine->sweep();
-  }
+  BoundEngine::for_each(&BoundEngine::sweep);
   Py_RETURN_NONE;
 }
 
 void shut_down_engines() {
-  const std::set<BoundEngine*> now = BoundEngine::all();
-  for (BoundEngine* engine : now) {  // finishing lets other threads run, which may drop one
-    if (BoundEngine::all().count(engine) != 0) engine->finish();
-  }
+  BoundEngine::for_each(&BoundEngine::finish);
 }
 
 }  // namespace nvme_ops

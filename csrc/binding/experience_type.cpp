@@ -72,10 +72,8 @@ PyObject* experience_create(PyTypeObject* type, PyObject* arguments) {
 }
 
 PyMethodDef experience_methods[] = {
-    {"entries", method<entries>, METH_NOARGS,
-     "entries() -> list. For each class: fields, tools, their costs, the one chosen, whether it is being explored, "
-     "explorations, transfers."},
-    {"freeze", method<freeze>, METH_NOARGS, "freeze(). From now on what is known is used and nothing is learned."},
+    {"entries", method<entries>, METH_NOARGS, "What is known of each class of transfers."},
+    {"freeze", method<freeze>, METH_NOARGS, "From now on what is known is used and nothing is learned."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -69,14 +69,11 @@ PyObject* shut_down_all(PyObject* self, PyObject* none) {
 }
 
 PyMethodDef functions[] = {
-    {"open_driver", method<open_driver>, METH_O,
-     "open_driver(candidates) -> dict. Opens cuFile, once; returns its properties."},
-    {"pin", method<pin>, METH_O, "pin(tensor) -> True. Registers a tensor's memory with cuFile, once."},
-    {"unpin", method<unpin>, METH_O,
-     "unpin(tensor) -> bool. Deregisters it; False unless exactly this was registered."},
-    {"is_pinned", method<is_pinned>, METH_O, "is_pinned(tensor) -> bool. Whether all of its memory is registered."},
-    {"shut_down", method<shut_down_all>, METH_NOARGS,
-     "shut_down(). Finishes all operations, ends all threads, closes cuFile; runs at exit."},
+    {"open_driver", method<open_driver>, METH_O, "Opens cuFile, once; returns its properties."},
+    {"pin", method<pin>, METH_O, "Registers a tensor's memory with cuFile, once."},
+    {"unpin", method<unpin>, METH_O, "False unless exactly this memory was registered."},
+    {"is_pinned", method<is_pinned>, METH_O, "Whether all of its memory is registered."},
+    {"shut_down", method<shut_down_all>, METH_NOARGS, "Finishes and ends everything, closes cuFile."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -65,12 +65,7 @@ std::shared_ptr<void> share_bytes(const c10::Storage& storage) {
     const std::lock_guard<std::mutex> lock(mutex());
     ++held->transfers;
   }
-  try {
-    return {held, [storage](void* context) { end_transfer(storage, static_cast<HeldBytes*>(context)); }};
-  } catch (...) {
-    end_transfer(storage, held);
-    throw;
-  }
+  return {held, [storage](void* context) { end_transfer(storage, static_cast<HeldBytes*>(context)); }};
 }
 
 // Counts, for each storage, the transfers that forbid resizing it. Access with the GIL held.

@@ -80,9 +80,8 @@ PyGetSetDef open_file_properties[] = {{"_open_file", itself, nullptr, "Itself, a
                                       {nullptr, nullptr, nullptr, nullptr, nullptr}};
 
 PyMethodDef open_file_methods[] = {
-    {"fileno", method<fileno>, METH_NOARGS, "fileno() -> int. The descriptor that it was made from."},
-    {"close", method<close>, METH_NOARGS,
-     "close(). Closes it after its transfers; raises a failed close. Safe to call again."},
+    {"fileno", method<fileno>, METH_NOARGS, "The descriptor that it was made from."},
+    {"close", method<close>, METH_NOARGS, "Closes it after its transfers; raises a failed close."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

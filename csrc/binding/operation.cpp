@@ -79,13 +79,7 @@ namespace {
 
 // Returns the thread that runs Python callbacks, so that a slow one delays no transfer. A forked child starts its own.
 Worker& callbacks() {
-  static Worker* worker = nullptr;
-  static unsigned long generation = 0;
-  if (worker == nullptr || generation != fork_generation()) {
-    worker = new Worker;  // never destroyed: its thread is stopped at exit
-    generation = fork_generation();
-  }
-  return *worker;
+  return of_this_process<Worker>();
 }
 
 constexpr std::chrono::milliseconds kSlice(kInterruptMilliseconds);
@@ -192,17 +186,13 @@ void operation_deallocate(PyObject* self) {
 }
 
 PyMethodDef operation_methods[] = {
-    {"submitted", method<submitted>, METH_NOARGS,
-     "submitted() -> bool. False until the call that submits it has returned."},
-    {"done", method<done>, METH_NOARGS, "done() -> bool. Whether the result has arrived."},
-    {"wait", method<wait_for>, METH_O,
-     "wait(seconds: float | None) -> bool. Waits for the result; False after `seconds`."},
-    {"exception", method<failure>, METH_NOARGS, "exception() -> Exception | None. Once done: its failure."},
-    {"request_cancel", method<request_cancel>, METH_NOARGS,
-     "request_cancel(). Nothing more of it is begun; it ends soon, with ECANCELED unless all had been begun."},
-    {"bytes", method<bytes>, METH_NOARGS, "bytes() -> int. Once done: bytes moved."},
-    {"add_callback", method<add_callback>, METH_O,
-     "add_callback(callable). Calls it without arguments, on the thread for callbacks, once done."},
+    {"submitted", method<submitted>, METH_NOARGS, "False until the call that submits it has returned."},
+    {"done", method<done>, METH_NOARGS, "Whether the result has arrived."},
+    {"wait", method<wait_for>, METH_O, "Waits for the result; False after so many seconds."},
+    {"exception", method<failure>, METH_NOARGS, "Once done: its failure."},
+    {"request_cancel", method<request_cancel>, METH_NOARGS, "Begins nothing more of it; ECANCELED unless all had been."},
+    {"bytes", method<bytes>, METH_NOARGS, "Once done: bytes moved."},
+    {"add_callback", method<add_callback>, METH_O, "Called on the thread for callbacks, once done."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyTypeObject* operation_type = nullptr;

@@ -98,10 +98,9 @@ PyObject* wait(PyObject* self, PyObject*) {
 }
 
 PyMethodDef pending_methods[] = {
-    {"add", method<add>, METH_O, "add(operation). Makes wait() wait for it."},
-    {"discard", method<discard>, METH_O, "discard(operation). Removes one that was never submitted."},
-    {"wait", method<wait>, METH_NOARGS,
-     "wait() -> int. Waits for all and returns how many; raises their first failure once all have ended."},
+    {"add", method<add>, METH_O, "Makes wait() wait for it."},
+    {"discard", method<discard>, METH_O, "Removes one that was never submitted."},
+    {"wait", method<wait>, METH_NOARGS, "Waits for all; how many, or their first failure."},
     {nullptr, nullptr, 0, nullptr}};
 
 }  // namespace

@@ -133,36 +133,33 @@ std::byte* BufferPool::allocate_closely(std::size_t bytes) {
 }
 
 std::byte* BufferPool::allocate_block(std::size_t size) {
-  // A cached block up to an eighth larger will do.
-  const auto found = cached_.lower_bound(size);
-  if (found != cached_.end() && found->first - size <= size / 8) {
-    std::byte* const memory = found->second;
-    live_.emplace(memory, Allocation{found->first, open_.end(), forks_});
-    cached_bytes_ -= found->first;
-    live_bytes_ += found->first;
-    cached_.erase(found);
-    return memory;
-  }
-  std::byte* const memory = map_block(size);
+  const auto [memory, bytes] = take_pages(size, size / 8);
   try {
-    live_.emplace(memory, Allocation{size, open_.end(), forks_});
+    live_.emplace(memory, Allocation{bytes, open_.end(), forks_});
   } catch (...) {
-    ::munmap(memory, size);
+    ::munmap(memory, bytes);
     throw;
   }
-  live_bytes_ += size;
+  live_bytes_ += bytes;
   return memory;
 }
 
-// Maps a new block; gives up cached ones for it if need be.
-std::byte* BufferPool::map_block(std::size_t size) {
-  std::byte* memory = map_pages(size);
+// Takes a cached block, up to `slack` bytes larger, or maps a new one; gives up all cached ones for it if need be.
+std::pair<std::byte*, std::size_t> BufferPool::take_pages(std::size_t bytes, std::size_t slack) {
+  const auto found = cached_.lower_bound(bytes);
+  if (found != cached_.end() && found->first - bytes <= slack) {
+    const auto [size, memory] = *found;
+    cached_bytes_ -= size;
+    cached_.erase(found);
+    return {memory, size};
+  }
+  std::byte* memory = map_pages(bytes);
   if (memory == nullptr) {
     free_cached(0);
-    memory = map_pages(size);
+    memory = map_pages(bytes);
   }
-  if (memory == nullptr) raise(no_room(size));
-  return memory;
+  if (memory == nullptr) raise(no_room(bytes));
+  return {memory, bytes};
 }
 
 std::byte* BufferPool::allocate_part(std::size_t part) {
@@ -172,7 +169,7 @@ std::byte* BufferPool::allocate_part(std::size_t part) {
     open_.push_front({nullptr, part, parts_of(part)});
     page = open_.begin();
     try {
-      page->memory = take_pages(pages_of(part));
+      page->memory = take_pages(pages_of(part), 0).first;
     } catch (...) {
       open_.erase(page);
       throw;
@@ -186,15 +183,6 @@ std::byte* BufferPool::allocate_part(std::size_t part) {
   if (page->free == 0) full_.splice(full_.begin(), open_, page);
   free_parts_ -= part;
   live_bytes_ += part;
-  return memory;
-}
-
-std::byte* BufferPool::take_pages(std::size_t bytes) {
-  const auto found = cached_.find(bytes);
-  if (found == cached_.end()) return map_block(bytes);
-  std::byte* const memory = found->second;
-  cached_bytes_ -= bytes;
-  cached_.erase(found);
   return memory;
 }
 

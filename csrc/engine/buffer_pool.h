@@ -6,6 +6,7 @@
 #include <list>
 #include <map>
 #include <mutex>
+#include <utility>
 
 #include "base/limits.h"
 
@@ -60,8 +61,7 @@ private:
 
   BufferPool();
   std::size_t allocation(const std::byte* memory, std::size_t bytes) const;  // its size; 0 if there is none
-  std::byte* map_block(std::size_t size);
-  std::byte* take_pages(std::size_t bytes);
+  std::pair<std::byte*, std::size_t> take_pages(std::size_t bytes, std::size_t slack);
   std::byte* allocate_block(std::size_t size);
   std::byte* allocate_part(std::size_t part);
   std::byte* release_part(std::byte* memory, Pages::iterator page) noexcept;
