@@ -1,5 +1,4 @@
-// The interface between the engine and a backend. A backend is one file ending in one `Backend` row, listed in
-// registry.cpp; adding one changes nothing else.
+// The interface between the engine and a backend: one file ending in one `Backend` row, listed in registry.cpp.
 #pragma once
 
 #include <chrono>

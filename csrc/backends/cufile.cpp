@@ -50,8 +50,7 @@ void* primary_context(const CudaDriver& driver, int device) {
   return context;
 }
 
-// Returns null for memory that is not CUDA's. Mapped virtual memory belongs to no context: torch uses its device's
-// primary one.
+// Returns null for memory that is not CUDA's. Mapped virtual memory belongs to no context but the primary one.
 void* owner(const CudaDriver& driver, const void* memory) {
   const auto pointer = reinterpret_cast<std::uintptr_t>(memory);
   void* context = nullptr;
@@ -61,8 +60,7 @@ void* owner(const CudaDriver& driver, const void* memory) {
   return primary_context(driver, device);
 }
 
-// Makes the CUDA context that owns a pointer current for the length of a scope, through the CUDA driver found at run
-// time. Does nothing for other memory.
+// Makes the CUDA context that owns a pointer current for the length of a scope; nothing for other memory.
 class CudaContextOf {
 public:
   explicit CudaContextOf(const void* memory) {

@@ -47,8 +47,7 @@ struct CuFileApi {
   bool fake;         // a test double, recognised by a symbol of its own
 };
 
-// Returns the library already loaded, else the first of `candidates` (absolute paths, best first) that loads. Throws an
-// IoError that says what was tried and how to get it.
+// Returns the library already loaded, else the first of `candidates` (absolute, best first) that loads. Throws IoError.
 CuFileApi load_cufile(const std::vector<std::string>& candidates);
 
 class CuFileDriver {

@@ -185,8 +185,7 @@ private:
     raise(no_queue(errno, "io_uring_setup"));
   }
 
-  // Whether the descriptor is not our ring any more: somebody closed all descriptors, and the number may belong to
-  // another file or ring by now.
+  // Whether somebody has closed all descriptors: the number may belong to another file or ring by now.
   bool lost() const { return ring_ && identity_ != identity_of(ring_.get()); }
 
   static void prepare(io_uring_sqe& sqe, const Request& request) {

@@ -17,8 +17,7 @@ constexpr const char* name_of(Op op) {
 enum class Priority : std::uint8_t { Demand, Prefetch, Writeback, Background };
 inline constexpr std::size_t kPriorities = 4;
 
-// The I/O priority of a request (ioprio_set(2)): 0, the process's own, for Demand; for the others the lowest levels of
-// the best-effort class, which end at 7.
+// The I/O priority of a request (ioprio_set(2)): the process's own for Demand, else the lowest best-effort levels.
 constexpr std::uint16_t io_priority(Priority priority) {
   constexpr unsigned kBestEffort = 2U << 13;
   return priority == Priority::Demand

@@ -1,5 +1,4 @@
-// A file descriptor that is closed by the destructor in the process that opened it; a forked child has closed it at the
-// fork.
+// A file descriptor that its destructor closes; a forked child has closed it at the fork.
 #pragma once
 
 #include <errno.h>

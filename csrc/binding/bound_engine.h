@@ -1,5 +1,4 @@
-// An engine as Python holds it: recreated after a fork, with the operations in flight and the threads for transfers
-// that take several steps.
+// An engine as Python holds it: recreated after a fork, with its operations and the threads for several steps.
 #pragma once
 
 #include <array>

@@ -66,8 +66,7 @@ int get_buffer(PyObject* self, Py_buffer* view, int flags) {
   return PyBuffer_FillInfo(view, self, buffer_of(self)->data, buffer_of(self)->bytes, 0, flags);
 }
 
-// Populates every page, so that no transfer waits for the kernel to clear one, and locks them where the system allows:
-// marked beforehand, they are locked as they are populated.
+// Populates every page and locks them where the system allows: marked beforehand, they are locked on the way.
 PyObject* lock(PyObject* self, PyObject*) {
   BufferObject* const buffer = buffer_of(self);
   const auto bytes = static_cast<std::size_t>(buffer->bytes);

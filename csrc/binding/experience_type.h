@@ -1,6 +1,5 @@
 // The type `Experience`, by which the handles of one device learn together, and what they measure: a Sample for each
-// transfer. Used only while holding the GIL, so a forked child finds it consistent. The exception is what other threads
-// do when a transfer ends: that takes no lock.
+// transfer. Used only while holding the GIL; what other threads do when a transfer ends takes no lock.
 #pragma once
 
 #include <Python.h>

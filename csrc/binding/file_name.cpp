@@ -26,9 +26,8 @@ std::string folder_now() {
   return ::getcwd(folder, sizeof folder) != nullptr && folder[0] == '/' ? std::string(folder) + "/" : std::string();
 }
 
-// Returns our own descriptor for the file behind `fd`, shared by all calls in flight on it: the caller may close `fd`,
-// and descriptors are limited. The file is reopened through it, so any other on the same file and with the same flags
-// will do. Call with the GIL held.
+// Returns our own descriptor for the file behind `fd`, which the caller may close, shared by all calls in flight on it:
+// descriptors are limited. It is only reopened, so any with the same flags will do. Call with the GIL held.
 std::shared_ptr<UniqueFd> duplicate(int fd, const std::string& shown) {
   using Key = std::tuple<dev_t, ino_t, int, unsigned long>;
   static auto* const known = new std::map<Key, std::weak_ptr<UniqueFd>>;

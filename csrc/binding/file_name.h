@@ -1,5 +1,4 @@
-// A file as the caller named it: a path (str, bytes or os.PathLike), a descriptor, or an open one: an OpenFile or an
-// nvme_ops.File, which has one.
+// A file as the caller named it: a path, a descriptor, an OpenFile, or an nvme_ops.File, which has one.
 #pragma once
 
 #include <Python.h>
@@ -29,8 +28,7 @@ public:
   bool is_open() const { return fd_ >= 0 || open_; }
   bool operator<(const FileName& other) const;
 
-  // Returns the file, to be opened when it is first needed. Until then the current folder may change, and the owner may
-  // close a descriptor. Throws IoError.
+  // Opened when first needed: until then the folder may change, and a descriptor be closed. Throws IoError.
   std::shared_ptr<SharedFile> share(Op op, Cache cache) const;
 
 private:

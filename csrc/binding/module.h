@@ -1,20 +1,17 @@
-// The modules of both ops, and what each file of the binding adds to them: types, and functions that async_io.cpp lists
-// and explains.
+// The modules of both ops, and what each file of the binding adds to them.
 #pragma once
 
 #include <Python.h>
 
 namespace nvme_ops {
 
-// Makes a module with the types Engine and Operation, whose function `shut_down` runs at exit, and which re-exports
-// everything in `__all__` of the Python module `interface`. Throws PythonError.
+// Makes a module, which re-exports all of the Python module `interface` and runs `shut_down` at exit. May throw.
 PyObject* make_module(const char* name, const char* doc, PyMethodDef* functions, const char* interface);
 
 // shut_down(): finishes all operations and ends all threads.
 PyObject* shut_down(PyObject*, PyObject*);
 
-// `async_io.Buffer`: pool memory with the buffer protocol, from which torch.frombuffer makes tensors that keep it
-// alive.
+// `async_io.Buffer`: pool memory with the buffer protocol, for torch.frombuffer.
 void add_buffer_type(PyObject* module);
 
 // `async_io.Engine`, and functions for those who wait until memory is released.

@@ -13,8 +13,7 @@ void add_open_file_type(PyObject* module);
 
 bool is_open_file(PyObject* object);
 
-// Returns the file for a further call, opened when its first transfer needs it. Call with the GIL held. Throws IoError
-// once it was closed.
+// Returns the file for a further call. Call with the GIL held. Throws IoError once it was closed.
 std::shared_ptr<SharedFile> share_open_file(PyObject* object, Op op, Cache cache);
 
 }  // namespace nvme_ops

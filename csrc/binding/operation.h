@@ -30,8 +30,7 @@ private:
   void execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const;
 };
 
-// Created and destroyed with the GIL held. A failure that was never retrieved is reported when the last reference is
-// released.
+// Created and destroyed with the GIL held. Reports a failure that was never retrieved when it is destroyed.
 struct Operation {
   Operation(std::shared_ptr<Outcome> outcome, std::shared_ptr<Job> job, std::vector<Memory> memories, Sample sample);
   ~Operation();

@@ -55,8 +55,7 @@ bool truth(PyObject* operation, const char* method) {
   return PyObject_IsTrue(checked(PyObject_CallMethod(operation, method, nullptr)).get()) == 1;
 }
 
-// Returns the first exception, with all of them in its attribute `failures`, and in its notes where Python has those
-// (3.11).
+// Returns the first exception, with all of them in `failures`, and in its notes from Python 3.11 on.
 void raise_failures(PyObject* failures) {
   const Ref first = Ref::borrowed(PyList_GetItem(failures, 0));
   if (PyObject_SetAttrString(first.get(), "failures", failures) != 0) throw PythonError();

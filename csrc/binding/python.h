@@ -116,8 +116,7 @@ void free_holder(PyObject* self) {
   free_object(self);
 }
 
-// Makes a type and adds it to a module; throws PythonError. The type lives as long as the module. Without `create` only
-// `new_object` makes objects of it.
+// Makes a type and adds it to a module, for its life. Without `create` only `new_object` makes objects. May throw.
 PyTypeObject* add_type(PyObject* module, const char* name, std::size_t bytes, const char* doc, newfunc create,
                        destructor deallocate, PyMethodDef* methods, std::initializer_list<PyType_Slot> more = {});
 
@@ -126,8 +125,7 @@ PyTypeObject* add_type(PyObject* module, const char* name, std::size_t bytes, co
   throw PythonError();
 }
 
-// Python ends other threads at exit by unwinding them from the call that takes the GIL. None of ours may be unwound:
-// such a thread sleeps until the process is gone.
+// At exit Python unwinds threads that take the GIL. None of ours may be unwound: it sleeps until the process is gone.
 template <class Take>
 void take_gil(Take&& take) noexcept {
   try {
@@ -163,8 +161,7 @@ private:
   PyGILState_STATE state_ = PyGILState_LOCKED;
 };
 
-// Polled while the engine waits: true once a signal handler, as of Ctrl-C, has raised. The exception stays set on this
-// thread.
+// Polled while the engine waits: true once a signal handler has raised. The exception stays set on this thread.
 bool signal_raised();
 
 // Makes the exception for a failure: OSError with errno and filename, EOFError, ValueError, MemoryError, RuntimeError.

@@ -1,6 +1,5 @@
-// Lets requests that somebody waits for overtake the others. A device serves what is in flight roughly in order, so a
-// read that arrives behind a full queue of writes waits for all of them, whatever its priority: while there is demand
-// anywhere in the process, only a little of lower priority is admitted.
+// Lets requests that somebody waits for overtake the others: while there is demand anywhere in the process, only a little
+// of lower priority is admitted, since a device serves what is in flight roughly in order.
 #pragma once
 
 #include <atomic>
@@ -13,8 +12,7 @@ namespace nvme_ops {
 // The admission of one engine: its lanes share the bytes below Demand in flight. Several devices have several engines.
 class Admission {
 public:
-  // Returns false if the request must wait: ask again later. Every admitted request must finish. One request of lower
-  // priority is always admitted.
+  // Returns false if the request must wait; every admitted one must finish. One below Demand is always admitted.
   bool admit(Priority priority, std::uint64_t bytes) noexcept;
   void finish(Priority priority, std::uint64_t bytes) noexcept;
 
@@ -22,8 +20,7 @@ private:
   std::atomic<std::uint64_t> deferable_{0};  // bytes below demand in flight
 };
 
-// Records that somebody is about to wait. Called when submitting, since a lane that has other requests in flight may
-// take a while to see the new one.
+// Records that somebody is about to wait, before a lane that has other requests in flight can see the new one.
 void note_demand() noexcept;
 
 }  // namespace nvme_ops

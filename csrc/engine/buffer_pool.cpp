@@ -69,8 +69,7 @@ std::byte* map_pages(std::size_t bytes) {
     void* memory = map(nullptr, bytes, 0);
     return memory == MAP_FAILED ? nullptr : static_cast<std::byte*>(memory);
   }
-  // Reserved huge pages are used on request only: a forked child that writes to one needs another, and is killed if
-  // there is none. The mapping succeeds only if all are available.
+  // On request only: a forked child that writes to a reserved page needs another, and is killed if there is none.
   void* reserved = reserved_pages_wanted() ? map(nullptr, bytes, MAP_HUGETLB | kHugeTlbPages) : MAP_FAILED;
   if (reserved != MAP_FAILED) {
     // A limit on huge pages otherwise shows at the first touch, as SIGBUS: better to fail here.
@@ -105,8 +104,7 @@ std::size_t bound_from_environment() {
 }  // namespace
 
 BufferPool::BufferPool() : bound_(bound_from_environment()) {
-  // A forked child must find the lock free. Both start without cached memory: if that is in reserved huge pages, the
-  // first write needs another page, and kills the child if there is none.
+  // A forked child must find the lock free. Both start without cached memory, which may be in reserved huge pages.
   constexpr auto forked = [] {
     ++instance().forks_;
     instance().free_cached(0);

@@ -1,5 +1,4 @@
-// Collapses long-lived memory into huge pages after the fact: small pages were faster to get while somebody waited for
-// them, and transfers to huge ones are faster by a fifth.
+// Collapses long-lived memory into huge pages after the fact: small ones were faster to get, these to transfer.
 #pragma once
 
 #include <chrono>
@@ -10,8 +9,7 @@
 
 namespace nvme_ops {
 
-// Runs on a thread of the process, slowly. Contents and addresses stay; pages that are being transferred wait for
-// another round.
+// Runs on a thread of the process, slowly. Contents and addresses stay; pages in transfer wait for another round.
 class Collapse {
 public:
   static constexpr std::chrono::milliseconds kDelay{1000};  // the caller uses new memory at once and goes first

@@ -1,7 +1,6 @@
 // The lanes of one handle: one for blocking calls, served by the caller's own thread, and one with a thread for each of
-// intra_op_parallelism, started when the first asynchronous or parallel call needs it. If that is automatic, a job has
-// the first lane, and the last as well when it turns out to be a large read that the page cache has (Planner::divide);
-// cached reads into an accelerator have them all.
+// intra_op_parallelism, started when needed. If that is automatic, a job has the first lane, and the last as well for a
+// large cached read (Planner::divide); cached reads into an accelerator have them all.
 #pragma once
 
 #include <algorithm>
@@ -43,8 +42,7 @@ public:
   // work; if it allows none, this thread does it before returning.
   void submit(const std::shared_ptr<Job>& job);
 
-  // Returns the number of lanes for a cached read of so many bytes into an accelerator, which takes them faster than
-  // one processor copies; 0: as usual.
+  // Returns the lanes for a cached read into an accelerator, which is faster than one processor copies; 0: as usual.
   std::uint64_t lanes_for_cached(std::uint64_t bytes) const {
     return automatic_ ? std::min<std::uint64_t>(bytes / kLaneBytes, threads_.size()) : 0;
   }

@@ -39,8 +39,7 @@ std::vector<Tool> tools_for(const TransferClass& kind, const Bounds& bounds) {
   };
   const bool device = kind.place == Place::Device, read = kind.op == Op::Read;
   if (device && bounds.cufile) add([](Tool& tool) { tool.bounce = true; });
-  // Reads only: the error of a write through the page cache would come when nobody asks any more. And small ones only:
-  // large ones would drive out what others keep there.
+  // Reads only: a cached write's error would come too late. Small ones only: large ones would drive out others' data.
   if (kind.size <= kLatencyBound && !device && read && !bounds.cache_fixed) {
     add([](Tool& tool) { tool.cache = Cache::Buffered; });
   }

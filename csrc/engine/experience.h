@@ -1,5 +1,4 @@
-// What adaptive handles have learned about each class of transfers. Knows no torch and no Python.
-// Used by one thread at a time.
+// What adaptive handles have learned about each class of transfers. Used by one thread at a time.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,7 @@
 
 namespace nvme_ops {
 
-// Where a tensor lies: ordinary memory at an address that direct I/O allows, or not; huge or page-locked pages; an
-// accelerator.
+// Where a tensor lies: at an address that direct I/O allows, or not; in huge or page-locked pages; on a device.
 enum class Place : std::uint8_t { Pageable, Aligned, Pinned, Device };
 
 // Waited: the caller's thread moves it, and nothing else is in flight. Alone: a lane's thread does. Crowd: more is in

@@ -32,8 +32,7 @@ struct Status {
   std::uint32_t direct_memory_alignment() const { return word(152); }
   std::uint32_t direct_offset_alignment() const { return word(156); }
 
-  // Takes what fstat() says, for containers that refuse statx(): EPERM in older Docker. Returns whether it says
-  // anything.
+  // Takes what fstat() says, for containers that refuse statx() with EPERM. Returns whether it says anything.
   bool take_older(int fd) {
     struct stat older{};
     if (::fstat(fd, &older) < 0) return false;
@@ -95,10 +94,8 @@ void require_storage(mode_t mode, const std::string& path) {
 }
 
 // Frees the blocks beyond the end of the file that a failed fallocate() left: XFS frees them when a hole is punched,
-// ext4 when the file is truncated to its own length. That length is known only while nobody else can change it, which a
-// lease says: the kernel grants it where no other descriptor of the file exists, and keeps others from opening it
-// meanwhile. Without leases the blocks stay with the file: whoever extended it a moment ago must not lose what was
-// written.
+// ext4 when the file is truncated to its own length. Nobody else may change that meanwhile, which a lease ensures: the
+// kernel grants it where no other descriptor of the file exists. Without one the blocks stay.
 void give_back(int fd, off_t from, off_t length) {
   ::fcntl(fd, F_SETSIG, SIGURG);  // ignored by default; SIGIO would end a process that somebody makes wait
   if (::fcntl(fd, F_SETLEASE, F_WRLCK) < 0) return;

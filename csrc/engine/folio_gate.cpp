@@ -12,8 +12,7 @@
 namespace nvme_ops {
 namespace {
 
-// Writes in flight by a hash of file and folio: direct ones count upwards, cached ones downwards. Two folios that share
-// a counter sometimes wait for each other, which is harmless.
+// Writes in flight by a hash of file and folio: direct ones count upwards, cached ones downwards. Collisions only wait.
 constexpr std::size_t kCounters = 1 << 14;
 std::array<std::atomic<int>, kCounters> counters{};
 

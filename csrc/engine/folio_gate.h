@@ -1,7 +1,6 @@
-// Keeps cached and direct writes out of the same folio at the same time. The page cache works in folios of up to 2 MiB:
-// during a direct write, a cached write next to it can dirty a folio that covers both. The kernel then cannot drop that
-// folio when the direct write ends: readers keep getting the old data from it, and the next fsync reports EIO.
-// Readahead decides how large folios are, so their size is not known in advance.
+// Keeps cached and direct writes out of the same folio at the same time. A cached write beside a direct one can dirty a
+// folio that covers both: readers then keep getting the old data from it, and the next fsync reports EIO. Readahead
+// decides how large folios are, up to 2 MiB.
 #pragma once
 
 #include <cstdint>
@@ -20,9 +19,8 @@ struct GatedWrite {
   std::uint64_t offset, bytes;
 };
 
-// Returns false while writes of the other kind are in flight in the folios where this one begins or ends; ask again
-// later. Folios that it covers completely do not matter. Every write that entered must leave. Shared by all threads and
-// handles of the process; takes no lock.
+// Returns false while writes of the other kind are in flight in the folios where this one begins or ends. Every write
+// that entered must leave. Shared by all threads and handles of the process; takes no lock.
 bool enter_folios(const GatedWrite& write) noexcept;
 void leave_folios(const GatedWrite& write) noexcept;
 

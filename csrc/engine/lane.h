@@ -1,5 +1,4 @@
-// Keeps one queue full: submits what its planner makes of its shares, and judges every completion. Used by one thread
-// at a time.
+// Keeps one queue full, and judges every completion. Used by one thread at a time.
 #pragma once
 
 #include <atomic>

@@ -195,8 +195,7 @@ void Planner::divide(ActiveShare& active) noexcept {
   }
 }
 
-// Returns whether a small read, with nothing else in flight, continues others of its file: then it is faster through
-// the page cache, for which the kernel reads ahead.
+// Returns whether a lone small read continues others of its file: the page cache is faster then, as it reads ahead.
 bool Planner::in_a_row(const Job& job, const Extent& extent) {
   if (job.op() != Op::Read || job.extents().size() != 1 || extent.bytes > kInPlaceBytes) return false;
   if (extent.device || extent.spans || !idle()) return false;
@@ -224,8 +223,7 @@ Planner::Planned Planner::denied(ActiveShare& active, Failure failure) {
   return Planned::Nothing;
 }
 
-// Plans the piece at the start of what the flight wants; sets `advanced` to the bytes planned or copied. Returns
-// Nothing if the job has failed.
+// Plans the start of what the flight wants; sets `advanced` to the bytes planned or copied. Nothing: the job failed.
 Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
   Flight& flight = flights_[slot];
   ActiveShare& active = *flight.share;

@@ -1,6 +1,5 @@
-// Turns shares into requests: whose turn it is (Schedule), which piece comes next (split.h) and by which route, and
-// what it needs before it may go: an open file, pages, staging memory, its turn at the gates. It has no queue, so that
-// it can be tested without one. Used by one thread at a time.
+// Turns shares into requests: whose turn it is (Schedule), which piece comes next (split.h), by which route, and what it
+// needs before it may go. Has no queue, so that it can be tested without one. Used by one thread at a time.
 #pragma once
 
 #include <array>
@@ -76,8 +75,7 @@ public:
         counters_(counters),
         help_(std::move(help)) {}
 
-  // Shares to be added. They are allocated where running out of memory can still be reported; afterwards nothing
-  // allocates in a way that could lose a share.
+  // Shares to be added, allocated where that can still fail: afterwards nothing allocates in a way that could lose one.
   static Shares ready(Share share);
 
   // Allocates for all that can be in flight, so that no transfer needs memory later. Throws std::bad_alloc.
@@ -104,8 +102,7 @@ public:
   // Tells the jobs of shares that have ended.
   void finish_shares();
 
-  // Returns whether to wait a moment before planning again: for other threads' transfers; for a kernel short of
-  // resources.
+  // Returns whether to wait a moment before planning again: for other threads; for a kernel short of resources.
   bool take_at_gate() { return std::exchange(at_gate_, false); }
   bool take_pause() { return std::exchange(pause_, false); }
   void pause() { pause_ = true; }
@@ -114,8 +111,7 @@ public:
   const StagingArea& staging() const { return staging_; }
 
 private:
-  // Gated: writes of the other kind are in flight in the piece's folios, its memory has no pages yet, more urgent
-  // requests go first, or its job has as much in flight as it may.
+  // Gated: it waits for writes of the other kind in its folios, for pages, for more urgent requests, or for its own job.
   enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   Planned plan_next();

@@ -26,10 +26,8 @@ constexpr std::size_t kLarge = 64;              // from this size on huge pages 
 constexpr std::int64_t kUsual = 600'000;        // nanoseconds for a chunk in small pages, until measured
 constexpr std::int64_t kReserve = 16 * kUsual;  // the most nanoseconds saved by huge pages that they may lose again
 
-// Huge pages are filled fastest, and cleared fastest if the machine has free ones: in a sixth of the time. A virtual
-// machine's host reclaims memory in just that size; then a huge page takes eight times as long as the small ones, of
-// which the kernel keeps some. Available memory comes first, then the rest: so huge pages are used while their recent
-// savings pay for their cost.
+// Huge pages are filled fastest, and cleared in a sixth of the time if the machine has free ones; where a host must
+// reclaim them first, they take eight times as long. So they are used while their recent savings pay for their cost.
 class PageChoice {
 public:
   bool huge() {

@@ -1,6 +1,5 @@
-// Populates memory that a read is about to fill and that has no pages yet. The first touch costs more than a fast
-// device needs for the data: the kernel clears every page, and under a hypervisor the host may first have to find it
-// memory. So several threads do it ahead of the device.
+// Populates memory that a read is about to fill and that has no pages yet, on several threads ahead of the device: the
+// first touch costs more than a fast device needs for the data.
 #pragma once
 
 #include <atomic>
@@ -13,8 +12,7 @@
 
 namespace nvme_ops {
 
-// The parts of one call's memory that have no pages. Memory that has some is left alone, and so are ends that are not a
-// whole huge page.
+// The parts of one call's memory that have no pages: whole huge pages, in memory that has none at all.
 class Population {
 public:
   // Call before start().
@@ -56,12 +54,10 @@ private:
   unsigned long generation_ = 0;
 };
 
-// Populates memory on several threads; returns when all of it has pages: false if they are all huge, true if some may
-// be small.
+// Populates memory on several threads; returns once all of it has pages: whether some may be small.
 bool populate_now(std::byte* memory, std::uint64_t bytes);
 
-// For memory that is filled sequentially: populates, on this thread, those of its huge pages that begin in [start,
-// stop).
+// For memory filled sequentially: populates, on this thread, its huge pages that begin in [start, stop).
 void populate_in_part(std::byte* memory, std::uint64_t bytes, std::uint64_t start, std::uint64_t stop);
 
 }  // namespace nvme_ops

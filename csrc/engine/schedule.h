@@ -1,6 +1,5 @@
-// Decides which share a lane plans next: a pure decision that knows no file, no queue and no clock. The highest
-// priority goes first; within one, shares take turns, so that a large one does not block a small one; and whatever the
-// demand, a lower priority gets a piece after every kPatientPieces of higher ones.
+// Decides which share a lane plans next: the highest priority first; within one, shares take turns; and a lower one gets
+// a piece after every kPatientPieces of higher ones. A pure decision that knows no file, no queue and no clock.
 #pragma once
 
 #include <algorithm>

@@ -27,8 +27,7 @@ public:
   std::uint64_t bytes() const { return bytes_; }
   std::size_t count() const { return spans_.size(); }
 
-  // Returns the memory at `position`, which must be before the end: at most `bytes`, and at most to the end of its
-  // part.
+  // Returns the memory at `position`: at most `bytes`, and at most to the end of its part.
   Span at(std::uint64_t position, std::uint64_t bytes) const {
     const auto after = std::upper_bound(starts_.begin(), starts_.end(), position);
     const auto index = static_cast<std::size_t>(after - starts_.begin()) - 1;
@@ -37,8 +36,7 @@ public:
     return {span.memory + skip, std::min(bytes, span.bytes - skip)};
   }
 
-  // Copies `bytes` between a block and the parts from `position` on: out of the parts for Op::Write, into them for
-  // Op::Read.
+  // Copies between a block and the parts from `position` on: out of them for Op::Write, into them for Op::Read.
   void copy(Op op, std::byte* block, std::uint64_t position, std::uint64_t bytes) const {
     while (bytes > 0) {
       const Span part = at(position, bytes);

@@ -18,8 +18,7 @@ struct Share {
   std::uint64_t skip, stop;
   bool claims = false;
 
-  // Claims the files of this share: shares of one job may meet in a file, which then stays open until the last of them
-  // has ended.
+  // Claims the files of this share: where shares of a job meet in a file, it stays open until all have ended.
   void claim_files() noexcept;
   void release_files() noexcept;
 };

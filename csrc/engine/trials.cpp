@@ -10,8 +10,7 @@ namespace {
 constexpr double kUnknown = std::numeric_limits<double>::infinity();
 constexpr double kNewWeight = 0.125;  // of the latest cost in the average
 constexpr unsigned kUsualUses = 16;   // uses that make the usual cost
-// How many times the best cost a tool may have to be in the next round. A first turn of one use may also have paid for
-// threads and memory.
+// How many times the best cost a tool may have to stay. A first turn of one use may have paid for threads and memory.
 constexpr double kStay = 1.2, kStayAfterOneUse = 2.0;
 constexpr std::size_t kRepeats = 2;      // for each tool, of an exploration: then it ends, whatever was measured
 constexpr unsigned kUsesOfABadTurn = 2;  // after which a turn ends early, if they cost more than kStayAfterOneUse

@@ -1,6 +1,5 @@
-// Which of several tools costs least, found by using them: a few rounds in which each is used for one turn and the
-// worst drop out, then the best alone, until its cost changes or much time has passed. A pure decision that knows no
-// file and no clock. Used by one thread at a time.
+// Which of several tools costs least, found by using them: a few rounds in which the worst drop out, then the best
+// alone, until its cost changes or much time has passed. A pure decision, for one thread at a time.
 #pragma once
 
 #include <cstddef>

@@ -8,9 +8,8 @@
 
 namespace nvme_ops {
 
-// Compares every extent's memory with its file, which is read directly after a write and through the page cache after a
-// read, so that the bytes take another route than before. The caller holds the files. Throws IoError: Mismatch with the
-// offset of the first difference.
+// Compares every extent's memory with its file, read by another route than before: directly after a write, through the
+// page cache after a read. The caller holds the files. Throws IoError: Mismatch with the first difference's offset.
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted);
 
 // Reads `bytes` of an open file at `offset` into `scratch` and compares them with what is `expected`. Throws the same.

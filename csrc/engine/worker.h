@@ -17,8 +17,7 @@ class Worker {
 public:
   ~Worker() { stop(); }
 
-  // Tasks to be posted. They are allocated where running out of memory can still be reported, so that posting them
-  // cannot fail for lack of memory.
+  // Tasks to be posted, allocated where running out of memory can still be reported: posting them cannot fail so.
   using Tasks = std::list<std::function<void()>>;
   static Tasks task(std::function<void()> function) {
     Tasks tasks;
