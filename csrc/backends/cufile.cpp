@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "backends/cufile_driver.h"
@@ -87,15 +88,14 @@ public:
   explicit CuFileQueue(const CuFileDriver& driver) : driver_(driver) {}
 
   std::size_t submit(const Request* requests, std::size_t count) override {
-    if (answered_ || count == 0) return 0;
+    if (answer_ || count == 0) return 0;
     answer_ = {requests->token, transfer(*requests)};
-    answered_ = true;
     return 1;
   }
 
   std::size_t reap(Completion* completions, std::size_t most, std::size_t, std::chrono::milliseconds) override {
-    if (most == 0 || !std::exchange(answered_, false)) return 0;
-    *completions = answer_;
+    if (most == 0 || !answer_) return 0;
+    *completions = *std::exchange(answer_, std::nullopt);
     return 1;
   }
 
@@ -114,8 +114,7 @@ private:
   }
 
   const CuFileDriver& driver_;
-  Completion answer_{};
-  bool answered_ = false;
+  std::optional<Completion> answer_;
 };
 
 std::unique_ptr<Queue> open_cufile(const QueueOptions&) {

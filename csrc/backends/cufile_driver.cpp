@@ -4,9 +4,9 @@
 #include <unistd.h>
 
 #include <atomic>
-#include <condition_variable>
 #include <cstdlib>
 #include <functional>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -93,21 +93,10 @@ Failure cannot_work(const std::string& reason) {
 
 // Runs something that may never return. If so, its thread is lost, and so is cuFile for this process.
 bool returns_in_time(std::function<void()> work, Clock::time_point deadline) {
-  struct Shared {
-    std::mutex mutex;
-    std::condition_variable ended;
-    bool done = false;
-  };
-  const auto shared = std::make_shared<Shared>();
-  std::thread thread = quiet_thread([shared, work = std::move(work)] {
-    work();
-    const std::lock_guard<std::mutex> lock(shared->mutex);
-    shared->done = true;
-    shared->ended.notify_all();
-  });
-  std::unique_lock<std::mutex> lock(shared->mutex);
-  const bool done = shared->ended.wait_until(lock, deadline, [&] { return shared->done; });
-  lock.unlock();
+  std::packaged_task<void()> task(std::move(work));
+  const std::future<void> ended = task.get_future();
+  std::thread thread = quiet_thread(std::move(task));
+  const bool done = ended.wait_until(deadline) == std::future_status::ready;
   done ? thread.join() : thread.detach();
   return done;
 }

@@ -8,7 +8,6 @@
 
 #include "backends/registry.h"
 #include "base/thread.h"
-#include "base/transfer.h"
 
 namespace nvme_ops {
 namespace {

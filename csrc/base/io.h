@@ -1,6 +1,9 @@
 // The vocabulary of all layers: a request to the kernel and its completion.
 #pragma once
 
+#include <errno.h>
+#include <unistd.h>
+
 #include <cstddef>
 #include <cstdint>
 
@@ -37,6 +40,14 @@ struct Request {
   void* file = nullptr;  // the backend's own handle of the file, if it registers files
   Priority priority = Priority::Demand;
 };
+
+// Serves a request by a plain system call; returns the bytes moved, or a negated errno.
+inline std::int64_t transfer(const Request& request) {
+  const auto offset = static_cast<off_t>(request.offset);
+  const ssize_t moved = request.op == Op::Read ? ::pread(request.fd, request.data, request.bytes, offset)
+                                               : ::pwrite(request.fd, request.data, request.bytes, offset);
+  return moved < 0 ? -errno : moved;
+}
 
 // `result` is the bytes moved, or a negated errno.
 struct Completion {

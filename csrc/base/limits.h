@@ -16,14 +16,12 @@ inline constexpr std::uint64_t kMaxEdge = 64 << 10;        // a larger st_blksiz
 inline constexpr std::size_t kHugePage = 2 << 20;
 inline constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
 
-inline constexpr std::size_t kStagingBytes =
-    64 << 20;  // per handle, shared by its lanes; each gets at least one huge page
+inline constexpr std::size_t kStagingBytes = 64 << 20;      // per handle; each lane gets at least one huge page
 inline constexpr std::size_t kLaneStagingBytes = 16 << 20;  // per lane: more would not stay in the processor's cache
 inline constexpr std::size_t kIdleBytes = kHugePage;        // staging memory that the process keeps while idle
 inline constexpr std::size_t kPoolBytes = 256 << 20;        // freed tensor memory kept for reuse; NVME_OPS_POOL_BYTES
 
-inline constexpr std::uint64_t kInPlaceBytes =
-    64 << 10;  // aligned transfers up to this size go in place even in small pages
+inline constexpr std::uint64_t kInPlaceBytes = 64 << 10;  // aligned transfers up to this go in place in small pages
 inline constexpr std::uint64_t kDividedBytes = 64 << 20;  // cached reads from here on: two lanes, if that is automatic
 inline constexpr std::uint64_t kLaneBytes = 1 << 20;      // the least for each lane, if an accelerator gets them
 inline constexpr unsigned kReadsInARow = 3;               // small ones: the third goes through the page cache

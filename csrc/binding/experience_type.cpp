@@ -121,18 +121,17 @@ void Sample::end(const Outcome& outcome, std::uint64_t cached) {
 
 void Sample::end(bool succeeded, Clock::time_point when, std::uint64_t cached) {
   const std::unique_ptr<Use> use = std::move(use_);
-  if (!use) return;
+  if (!use || !succeeded || !use->measured) return;
+  use->flight->end();
+  // In that time the device moved both its own bytes and those beside them: together they give the device's rate.
   const double seconds = std::chrono::duration<double>(when - use->start).count();
-  if (succeeded && use->measured) use->end(seconds, cached > use->bytes / 2);
+  use->noted = true;
+  use->learner->experience.note(use->choice, use->bytes + use->beside, cached > use->bytes / 2, seconds);
 }
 
-void Sample::Use::end(double cost, bool cached) {
-  const std::shared_ptr<Learner> ending = std::exchange(learner, nullptr);
-  if (!ending) return;
+Sample::Use::~Use() {
   if (flight) flight->end();
-  if (cost == 0) return ending->experience.lose(choice);
-  // In that time the device moved both its own bytes and those beside them: together they give the device's rate.
-  ending->experience.note(choice, bytes + beside, cached, cost);
+  if (!noted) learner->experience.lose(choice);
 }
 
 std::shared_ptr<Learner> learner_of(PyObject* object) {

@@ -59,13 +59,12 @@ private:
     std::atomic<bool> ended_{false};
   };
   struct Use {
-    ~Use() { end(0, false); }
-    void end(double cost, bool cached);  // once; 0: it says nothing
+    ~Use();  // unless it was noted, it says nothing
 
-    std::shared_ptr<Learner> learner;  // null once it has ended
+    std::shared_ptr<Learner> learner;
     Experience::Choice choice{};
     std::uint64_t bytes = 0, beside = 0;  // its own; those of others that move meanwhile
-    bool measured = false;
+    bool measured = false, noted = false;
     std::shared_ptr<Flight> flight{};
     Clock::time_point start{};
   };

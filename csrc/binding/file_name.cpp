@@ -108,13 +108,11 @@ std::shared_ptr<SharedFile> share_descriptor(int fd, Op op, Cache cache) {
 std::shared_ptr<SharedFile> FileName::share(Op op, Cache cache) const {
   if (open_) return share_open_file(open_.get(), op, cache);
   if (fd_ >= 0) return share_descriptor(fd_, op, cache);
-  if (path_.empty() || path_[0] == '/') {
-    return std::make_shared<SharedFile>(path_,
-                                        [op, cache](const std::string& path) { return File::open(path, op, cache); });
-  }
-  return std::make_shared<SharedFile>(path_, [folder = folder_now(), op, cache](const std::string& path) {
+  const bool relative = !path_.empty() && path_[0] != '/';
+  auto open = [folder = relative ? folder_now() : std::string(), op, cache](const std::string& path) {
     return File::open(folder + path, op, cache, path);
-  });
+  };
+  return std::make_shared<SharedFile>(path_, std::move(open));
 }
 
 }  // namespace nvme_ops

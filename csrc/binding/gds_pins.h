@@ -18,8 +18,8 @@ class Pins {
 public:
   static Pins& instance();
 
-  // Call with the GIL. Keeps the memory alive until it is unpinned; does nothing if it is pinned already. Throws IoError,
-  // as cuFile would, if only part of it is. Without a driver it is only remembered.
+  // Call with the GIL. Keeps the memory alive until it is unpinned; does nothing if it is pinned already. Throws
+  // IoError, as cuFile would, if only part of it is. Without a driver it is only remembered.
   void pin(Memory memory, const CuFileDriver* driver);
 
   // Call without the GIL: waits for the transfers that use it. Returns an empty Memory unless exactly this memory was

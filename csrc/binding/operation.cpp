@@ -190,7 +190,8 @@ PyMethodDef operation_methods[] = {
     {"done", method<done>, METH_NOARGS, "Whether the result has arrived."},
     {"wait", method<wait_for>, METH_O, "Waits for the result; False after so many seconds."},
     {"exception", method<failure>, METH_NOARGS, "Once done: its failure."},
-    {"request_cancel", method<request_cancel>, METH_NOARGS, "Begins nothing more of it; ECANCELED unless all had been."},
+    {"request_cancel", method<request_cancel>, METH_NOARGS,
+     "Begins nothing more of it; ECANCELED unless all had been."},
     {"bytes", method<bytes>, METH_NOARGS, "Once done: bytes moved."},
     {"add_callback", method<add_callback>, METH_O, "Called on the thread for callbacks, once done."},
     {nullptr, nullptr, 0, nullptr}};

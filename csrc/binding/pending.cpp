@@ -1,3 +1,5 @@
+#include <vector>
+
 #include "base/fork.h"
 #include "binding/module.h"
 #include "binding/python.h"
@@ -68,31 +70,27 @@ void raise_failures(PyObject* failures) {
 
 PyObject* wait(PyObject* self, PyObject*) {
   PyObject* const operations = operations_of(self);
-  const Ref seen = checked(PyDict_Keys(operations));
-  const Py_ssize_t count = PyList_Size(seen.get());
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* const operation = PyList_GetItem(seen.get(), i);
+  const Items seen(operations, "");
+  for (std::size_t i = 0; i < seen.size(); ++i) {
     // Another thread is about to submit it: it was not submitted before this call.
-    if (!truth(operation, "submitted")) continue;
-    checked(PyObject_CallMethod(operation, "wait", "O", Py_None));
+    if (truth(seen[i], "submitted")) checked(PyObject_CallMethod(seen[i], "wait", "O", Py_None));
   }
   if (PyErr_CheckSignals() != 0) throw PythonError();
   // From here on no other code can run: this call counts exactly what no other thread's wait() has counted.
-  const Ref failures = checked(PyList_New(0)), ended = checked(PyList_New(0));
-  for (Py_ssize_t i = 0; i < count; ++i) {
-    PyObject* const operation = PyList_GetItem(seen.get(), i);
-    if (PyDict_Contains(operations, operation) != 1 || !truth(operation, "done")) continue;
-    if (PyList_Append(ended.get(), operation) != 0) throw PythonError();
-    const Ref failure = checked(PyObject_CallMethod(operation, "exception", nullptr));
+  const Ref failures = checked(PyList_New(0));
+  std::vector<PyObject*> ended;
+  for (std::size_t i = 0; i < seen.size(); ++i) {
+    if (PyDict_Contains(operations, seen[i]) != 1 || !truth(seen[i], "done")) continue;
+    ended.push_back(seen[i]);
+    const Ref failure = checked(PyObject_CallMethod(seen[i], "exception", nullptr));
     if (failure.get() != Py_None && PyList_Append(failures.get(), failure.get()) != 0) throw PythonError();
   }
-  const Py_ssize_t number = PyList_Size(ended.get());
-  Ref result = checked(PyLong_FromSsize_t(number));
+  Ref result = checked(PyLong_FromSize_t(ended.size()));
   if (PyList_Size(failures.get()) > 0) {
     raise_failures(failures.get());
     result = Ref();
   }
-  for (Py_ssize_t i = 0; i < number; ++i) remove_pending(self, PyList_GetItem(ended.get(), i));
+  for (PyObject* const operation : ended) remove_pending(self, operation);
   return result.release();
 }
 

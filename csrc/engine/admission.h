@@ -1,5 +1,5 @@
-// Lets requests that somebody waits for overtake the others: while there is demand anywhere in the process, only a little
-// of lower priority is admitted, since a device serves what is in flight roughly in order.
+// Lets requests that somebody waits for overtake the others: while there is demand anywhere in the process, only a
+// little of lower priority is admitted, since a device serves what is in flight roughly in order.
 #pragma once
 
 #include <atomic>

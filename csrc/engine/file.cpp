@@ -14,8 +14,8 @@
 #include <algorithm>
 #include <climits>
 #include <csignal>
-#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <utility>
 
 #include "base/error.h"
@@ -70,18 +70,13 @@ int open_retrying(const char* path, int flags) {
 
 // Returns the device's logical block size, the most that direct I/O can require; for kernels without STATX_DIOALIGN.
 std::uint64_t logical_block_size(const struct statx& status) {
-  char path[96];
-  for (const char* queue : {"queue", "../queue"}) {  // a disk has its own queue, a partition uses its disk's
-    const bool device = S_ISBLK(status.stx_mode);
-    std::snprintf(path, sizeof path, "/sys/dev/block/%u:%u/%s/logical_block_size",
-                  device ? status.stx_rdev_major : status.stx_dev_major,
-                  device ? status.stx_rdev_minor : status.stx_dev_minor, queue);
-    if (FILE* file = std::fopen(path, "re")) {
-      unsigned long bytes = 0;
-      const int fields = std::fscanf(file, "%lu", &bytes);
-      std::fclose(file);
-      if (fields == 1 && bytes >= 512) return bytes;
-    }
+  const bool device = S_ISBLK(status.stx_mode);
+  const std::string number = std::to_string(device ? status.stx_rdev_major : status.stx_dev_major) + ":" +
+                             std::to_string(device ? status.stx_rdev_minor : status.stx_dev_minor);
+  for (const char* queue : {"/queue", "/../queue"}) {  // a disk has its own queue, a partition uses its disk's
+    std::ifstream file("/sys/dev/block/" + number + queue + "/logical_block_size");
+    std::uint64_t bytes = 0;
+    if (file >> bytes && bytes >= 512) return bytes;
   }
   return kPageSize;
 }

@@ -5,6 +5,7 @@
 #include <array>
 #include <atomic>
 #include <cstddef>
+#include <utility>
 
 #include "base/error.h"
 #include "engine/file.h"
@@ -27,12 +28,11 @@ std::size_t hash(std::uint64_t inode, std::uint64_t folio) {
   return mixed % kCounters;
 }
 
-struct Ends {
-  explicit Ends(const GatedWrite& write)
-      : first(hash(write.inode, write.offset / folio_bytes())),
-        last(hash(write.inode, (write.offset + write.bytes - 1) / folio_bytes())) {}
-  const std::size_t first, last;
-};
+// The counters of the folios in which a write begins and ends.
+std::pair<std::size_t, std::size_t> ends_of(const GatedWrite& write) {
+  return {hash(write.inode, write.offset / folio_bytes()),
+          hash(write.inode, (write.offset + write.bytes - 1) / folio_bytes())};
+}
 
 int step_of(const GatedWrite& write) {
   return write.kind == WriteKind::Direct ? 1 : -1;
@@ -61,18 +61,18 @@ std::uint64_t folio_bytes() {
 
 bool enter_folios(const GatedWrite& write) noexcept {
   static_cast<void>(resetting);
-  const Ends ends(write);
+  const auto [first, last] = ends_of(write);
   const int step = step_of(write);
-  if (!enter(counters[ends.first], step)) return false;
-  if (ends.last == ends.first || enter(counters[ends.last], step)) return true;
-  leave(counters[ends.first], step);
+  if (!enter(counters[first], step)) return false;
+  if (last == first || enter(counters[last], step)) return true;
+  leave(counters[first], step);
   return false;
 }
 
 void leave_folios(const GatedWrite& write) noexcept {
-  const Ends ends(write);
-  leave(counters[ends.first], step_of(write));
-  if (ends.last != ends.first) leave(counters[ends.last], step_of(write));
+  const auto [first, last] = ends_of(write);
+  leave(counters[first], step_of(write));
+  if (last != first) leave(counters[last], step_of(write));
 }
 
 }  // namespace nvme_ops

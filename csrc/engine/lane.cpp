@@ -10,7 +10,6 @@
 
 #include "base/error.h"
 #include "base/limits.h"
-#include "base/transfer.h"
 
 namespace nvme_ops {
 namespace {

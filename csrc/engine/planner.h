@@ -1,5 +1,5 @@
-// Turns shares into requests: whose turn it is (Schedule), which piece comes next (split.h), by which route, and what it
-// needs before it may go. Has no queue, so that it can be tested without one. Used by one thread at a time.
+// Turns shares into requests: whose turn it is (Schedule), which piece comes next (split.h), by which route, and what
+// it needs before it may go. Has no queue, so that it can be tested without one. Used by one thread at a time.
 #pragma once
 
 #include <array>
@@ -111,7 +111,7 @@ public:
   const StagingArea& staging() const { return staging_; }
 
 private:
-  // Gated: it waits for writes of the other kind in its folios, for pages, for more urgent requests, or for its own job.
+  // Gated: it waits for writes of the other kind in its folios, for pages, for more urgent requests, or its own job.
   enum class Planned { Piece, Copied, Stalled, Gated, Nothing };
 
   Planned plan_next();

@@ -18,11 +18,10 @@ namespace {
 
 constexpr std::size_t kLeastChunks = 4;  // fewer are not worth a thread
 constexpr unsigned kMaxPopulators = 4;
-constexpr std::size_t kLead = 32;  // with a lead of this many chunks one thread is enough
-constexpr unsigned kTrySoon = 8;   // chunks in small pages after which a huge one is tried; doubled each
-constexpr unsigned kTryLate =
-    64;  // time it is slower again, up to this; and huge ones after which a small one is tried
-constexpr std::size_t kLarge = 64;              // from this size on huge pages are tried at once
+constexpr std::size_t kLead = 32;   // with a lead of this many chunks one thread is enough
+constexpr unsigned kTrySoon = 8;    // chunks in small pages before a huge one is tried; doubled each time it is slower,
+constexpr unsigned kTryLate = 64;   // up to this; and huge ones before a small one is tried
+constexpr std::size_t kLarge = 64;  // from this size on huge pages are tried at once
 constexpr std::int64_t kUsual = 600'000;        // nanoseconds for a chunk in small pages, until measured
 constexpr std::int64_t kReserve = 16 * kUsual;  // the most nanoseconds saved by huge pages that they may lose again
 

@@ -1,5 +1,5 @@
-// Decides which share a lane plans next: the highest priority first; within one, shares take turns; and a lower one gets
-// a piece after every kPatientPieces of higher ones. A pure decision that knows no file, no queue and no clock.
+// Decides which share a lane plans next: the highest priority first; within one, shares take turns; and a lower one
+// gets a piece after every kPatientPieces of higher ones. A pure decision that knows no file, no queue and no clock.
 #pragma once
 
 #include <algorithm>
