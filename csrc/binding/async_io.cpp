@@ -126,10 +126,9 @@ PyMethodDef functions[] = {
     {nullptr, nullptr, 0, nullptr}};
 
 class BouncePath final : public DevicePath {
-  void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
-                const Interrupted& interrupted) override {
-    bounce(engine, op, priority, tool, extents, interrupted);
-    for (const DeviceExtent& extent : extents) account("bounce", "the only path of this op", extent.bytes);
+  void transfer(const DeviceTransfer& transfer) override {
+    bounce(transfer);
+    for (const DeviceExtent& extent : transfer.extents) account("bounce", "the only path of this op", extent.bytes);
   }
 };
 

@@ -18,8 +18,7 @@ public:
   virtual ~DevicePath() = default;
 
   // Moves all extents of one call. Throws IoError.
-  virtual void transfer(Engine& engine, Op op, Priority priority, const Tool& tool,
-                        const std::vector<DeviceExtent>& extents, const Interrupted& interrupted) = 0;
+  virtual void transfer(const DeviceTransfer& transfer) = 0;
 
   struct Use {
     std::uint64_t transfers = 0, bytes = 0;

@@ -89,14 +89,9 @@ struct StreamEnd {
 // Moves the chunks of extents whose tensors are on one device.
 class Ring {
 public:
-  Ring(Engine& engine, Op op, Priority priority, const Tool& tool, const DeviceExtent* extents, std::size_t count,
-       const Interrupted& interrupted)
-      : engine_(engine),
-        op_(op),
-        priority_(priority),
-        tool_(tool),
+  Ring(const DeviceTransfer& transfer, const DeviceExtent* extents, std::size_t count)
+      : transfer_(transfer),
         extents_(extents),
-        interrupted_(interrupted),
         like_(extents[0].tensor->flat),
         guard_(like_.device().type()),
         side_(guard_.getStreamFromGlobalPool(like_.device())),
@@ -117,7 +112,7 @@ public:
     DeviceChunks chunks(parts_, kChunk);
     const StreamEnd end{side_.current_stream()};
     // Chunks whose first half is in flight, ahead of the second halves.
-    const std::size_t lead = op_ == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
+    const std::size_t lead = transfer_.op == Op::Read ? kChunks - kOnDeviceSide : kOnDeviceSide;
     std::size_t begun = 0, turned = 0;
     for (bool more = true; more || turned < begun;) {
       if (more && !failure_) {
@@ -152,12 +147,12 @@ private:
     for (const ChunkPart& part : slot.parts) {
       if (part.first) enter(parts_[part.part].tensor);
     }
-    op_ == Op::Read ? start_storage(slot) : start_copy(slot);
+    transfer_.op == Op::Read ? start_storage(slot) : start_copy(slot);
   }
   // Starts a chunk's second half as soon as the first has ended.
   void turn(Slot& slot) {
-    op_ == Op::Read ? end_storage(slot) : end_copy(slot);
-    if (!failure_) op_ == Op::Read ? start_copy(slot) : start_storage(slot);
+    transfer_.op == Op::Read ? end_storage(slot) : end_copy(slot);
+    if (!failure_) transfer_.op == Op::Read ? start_copy(slot) : start_storage(slot);
   }
   void finish(Slot& slot) {
     end_storage(slot);
@@ -171,11 +166,11 @@ private:
     extent.tensor->before->block(side_.current_stream());
     holds_[index].emplace(extent.file);
     bool prepared = extent.prepared;
-    extent.file->prepare(&prepared, op_, extent.offset, extent.bytes, extent.whole);
+    extent.file->prepare(&prepared, transfer_.op, extent.offset, extent.bytes, extent.whole);
   }
   void leave(std::size_t index) {
     const int error = holds_[index]->end();
-    if (error != 0 && op_ == Op::Write && !failure_) {
+    if (error != 0 && transfer_.op == Op::Write && !failure_) {
       failure_ = system_failure(error, "closing the file", holds_[index]->path());
     }
     holds_[index].reset();
@@ -195,10 +190,11 @@ private:
       }
       before = &part;
     }
-    Tool tool = tool_;
-    if (op_ == Op::Read && tool.lanes == 0) tool.lanes = engine_.lanes_for_cached(cached_bytes(extents));
-    slot.job = std::make_shared<Job>(op_, std::move(extents), priority_, tool);
-    engine_.submit(slot.job);
+    Tool tool = transfer_.tool;
+    if (transfer_.op == Op::Read && tool.lanes == 0)
+      tool.lanes = transfer_.engine.lanes_for_cached(cached_bytes(extents));
+    slot.job = std::make_shared<Job>(transfer_.op, std::move(extents), transfer_.priority, tool);
+    transfer_.engine.submit(slot.job);
   }
   // Returns the bytes of the extents if the page cache has them all, else 0.
   static std::uint64_t cached_bytes(const std::vector<Extent>& extents) {
@@ -216,7 +212,7 @@ private:
   }
   void end_storage(Slot& slot) {
     if (!slot.job) return;
-    wait(*slot.job, interrupted_);
+    wait(*slot.job, transfer_.interrupted);
     if (const auto& failed = slot.job->outcome()->failure(); failed && !failure_) failure_ = failed;
     slot.job.reset();
     for (const ChunkPart& part : slot.parts) {
@@ -226,7 +222,7 @@ private:
   void start_copy(Slot& slot) {
     for (const ChunkPart& part : slot.parts) {
       const at::Tensor host = part_of(slot.memory, part.place, part.bytes);
-      op_ == Op::Read ? on_device(part).copy_(host, true) : host.copy_(on_device(part), true);
+      transfer_.op == Op::Read ? on_device(part).copy_(host, true) : host.copy_(on_device(part), true);
     }
     slot.copy.emplace(like_.device().type());
     slot.copy->record(side_.current_stream());
@@ -236,12 +232,8 @@ private:
     slot.copy.reset();
   }
 
-  Engine& engine_;
-  const Op op_;
-  const Priority priority_;
-  const Tool& tool_;
+  const DeviceTransfer& transfer_;
   const DeviceExtent* const extents_;
-  const Interrupted& interrupted_;
   const at::Tensor& like_;
   const c10::impl::VirtualGuardImpl guard_;
   // Makes a side stream current while the ring lives; restores the caller's device and stream at its end.
@@ -293,15 +285,15 @@ void compare(Engine& engine, const DeviceTensor& tensor, const std::shared_ptr<S
   });
 }
 
-void bounce(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
-            const Interrupted& interrupted) {
+void bounce(const DeviceTransfer& transfer) {
+  const std::vector<DeviceExtent>& extents = transfer.extents;
   translated([&] {
     const c10::InferenceMode plain_memory;  // no autograd; inference tensors may be filled too
     for (std::size_t first = 0; first < extents.size();) {
       const c10::Device device = extents[first].tensor->flat.device();
       std::size_t next = first + 1;
       while (next < extents.size() && extents[next].tensor->flat.device() == device) ++next;
-      Ring(engine, op, priority, tool, &extents[first], next - first, interrupted).run();
+      Ring(transfer, &extents[first], next - first).run();
       first = next;
     }
   });

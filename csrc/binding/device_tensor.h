@@ -39,9 +39,18 @@ struct DeviceExtent {
   bool prepared = false;  // the file is known to hold it, or has been made long enough
 };
 
+// What one call moves.
+struct DeviceTransfer {
+  Engine& engine;
+  Op op;
+  Priority priority;
+  const Tool& tool;
+  const std::vector<DeviceExtent>& extents;
+  const Interrupted& interrupted;
+};
+
 // Moves all extents through one ring of page-locked chunks, which does not drain between them; on return the data are
 // visible to every stream. Each file is open only while it is worked on. Throws IoError.
-void bounce(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
-            const Interrupted& interrupted);
+void bounce(const DeviceTransfer& transfer);
 
 }  // namespace nvme_ops

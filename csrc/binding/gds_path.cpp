@@ -79,8 +79,8 @@ public:
     options_.queue_depth = 1;  // cuFile's calls block: one per lane
   }
 
-  void transfer(Engine& engine, Op op, Priority priority, const Tool& tool, const std::vector<DeviceExtent>& extents,
-                const Interrupted& interrupted) override {
+  void transfer(const DeviceTransfer& transfer) override {
+    const auto& [engine, op, priority, tool, extents, interrupted] = transfer;
     std::vector<DeviceExtent> bounced;
     std::uint64_t bounced_bytes = 0;
     std::optional<FileHold> hold;
@@ -120,7 +120,7 @@ public:
     }
     if (hold) hold->end_after(op);
     const auto start = std::chrono::steady_clock::now();
-    bounce(engine, op, priority, tool, bounced, interrupted);
+    bounce({engine, op, priority, tool, bounced, interrupted});
     if (bounced_bytes > 0) note(op, Path::Bounce, bounced_bytes, start);
   }
 
@@ -189,7 +189,7 @@ private:
     const auto job = std::make_shared<Job>(op, std::vector<Extent>{part}, Priority::Demand, tool);
     cufile().submit(job);
     wait(*job, interrupted);
-    if (job->outcome()->failure()) raise(*job->outcome()->failure());
+    job->outcome()->raise_failure();
   }
 
   Engine& cufile() {

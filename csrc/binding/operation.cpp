@@ -27,7 +27,7 @@ std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes
   } else {
     engine.run(job, interrupted);
   }
-  if (const auto& failure = job->outcome()->failure()) raise(*failure);
+  job->outcome()->raise_failure();
   execute_device(engine, path, interrupted);
   if (validate) nvme_ops::validate(engine, *job, interrupted);
   for (FileHold& hold : open) hold.end_after(op);
@@ -38,7 +38,7 @@ std::uint64_t Transfer::execute(Engine& engine, DevicePath& path, bool all_lanes
 
 void Transfer::execute_device(Engine& engine, DevicePath& path, const Interrupted& interrupted) const {
   if (device.empty()) return;
-  path.transfer(engine, op, priority, job->tool(), device, interrupted);
+  path.transfer({engine, op, priority, job->tool(), device, interrupted});
   if (!validate) return;
   for (const DeviceExtent& extent : device) {
     FileHold hold(extent.file);

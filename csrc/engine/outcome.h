@@ -45,6 +45,9 @@ public:
   std::uint64_t bytes() const { return bytes_; }
   std::chrono::steady_clock::time_point settled_at() const { return settled_at_; }
   const std::optional<Failure>& failure() const { return failure_; }
+  void raise_failure() const {
+    if (failure_) raise(*failure_);
+  }
 
 private:
   void settle(std::uint64_t bytes, std::optional<Failure> failure) noexcept {

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <memory>
 
 #include "base/error.h"
 #include "base/limits.h"
@@ -23,7 +22,7 @@ void compare_with_file(Engine& engine, const std::shared_ptr<SharedFile>& file, 
   const auto back =
       std::make_shared<Job>(Op::Read, std::vector<Extent>{{file, scratch, bytes, offset, true, false, true}});
   engine.run(back, interrupted);
-  if (const auto& failure = back->outcome()->failure()) raise(*failure);
+  back->outcome()->raise_failure();
   if (std::memcmp(scratch, expected, bytes) == 0) return;
   const auto at = static_cast<std::uint64_t>(std::mismatch(scratch, scratch + bytes, expected).first - scratch);
   raise({Failure::Kind::Mismatch, EIO,
