@@ -59,7 +59,7 @@ public:
   }
 
   const EngineOptions& options() const { return options_; }
-  const char* backend() { return running().engine->backend(); }
+  Engine& engine() { return *running().engine; }
 
   // What an engine that learns chooses for a transfer, and measures; empty for others.
   Sample sample(Op op, Priority priority, const Memory* memories, std::size_t count, bool waited, bool measured) {
@@ -146,8 +146,6 @@ public:
   }
 
   DevicePath::Statistics paths() { return running().device_path->statistics(); }
-  std::size_t staging_bytes() { return running().engine->staging_bytes(); }
-  Statistics statistics() { return running().engine->statistics(); }
 
   // Waits for all operations and ends the threads. A signal stops those that have not been started.
   void finish() {

@@ -31,25 +31,26 @@ Cache cache_named(const std::string& name) {
   raise(bad_argument("cache must be 'auto', 'direct' or 'buffered', not '" + name + "'"));
 }
 
+// The arguments of run() and submit(), and what is made of them.
 struct SingleCall {
-  int write, validate, all_lanes = 0;
-  Priority priority;
-  PyObject *memory, *file, *offset, *pending = Py_None;
+  SingleCall(PyObject* self, PyObject* arguments, bool waited) : engine(engine_of(self)) {
+    int write, validate;
+    PyObject *object, *file, *offset, *urgency = nullptr;
+    parse(arguments, "pOOOp|pOO", &write, &object, &file, &offset, &validate, &all_lanes, &urgency, &pending);
+    const Priority priority = priority_of(urgency);
+    const Op op = write ? Op::Write : Op::Read;
+    memory = memory_of(object, op, "buffer");
+    // Transfers that others may delay, or that are read again to be compared, do not say what their tool is worth.
+    sample = engine.sample(op, priority, &memory, 1, waited, validate == 0 && priority != Priority::Background);
+    transfer = build_transfer({op, priority, engine.tool(sample), validate != 0}, memory, file, offset);
+  }
 
-  explicit SingleCall(PyObject* arguments) {
-    PyObject* urgency = nullptr;
-    parse(arguments, "pOOOp|pOO", &write, &memory, &file, &offset, &validate, &all_lanes, &urgency, &pending);
-    priority = priority_of(urgency);
-  }
-  Op op() const { return write ? Op::Write : Op::Read; }
-
-  // Transfers that others may delay, or that are read again to be compared, do not say what their tool is worth.
-  Sample sample(BoundEngine& engine, const Memory& lent, bool waited) const {
-    return engine.sample(op(), priority, &lent, 1, waited, validate == 0 && priority != Priority::Background);
-  }
-  Transfer transfer(const Tool& tool, const Memory& lent) const {
-    return build_transfer({op(), priority, tool, validate != 0}, lent, file, offset);
-  }
+  BoundEngine& engine;
+  int all_lanes = 0;
+  PyObject* pending = Py_None;
+  Memory memory;
+  Sample sample;
+  Transfer transfer{};
 };
 
 // Submits a transfer; returns the object to wait for, which is in `pending`, unless that is None, before it begins.
@@ -67,23 +68,16 @@ PyObject* submit_operation(BoundEngine& engine, Transfer transfer, std::vector<M
 }
 
 PyObject* run(PyObject* self, PyObject* arguments) {
-  const SingleCall call(arguments);
-  const Memory memory = memory_of(call.memory, call.op(), "buffer");
-  BoundEngine& engine = engine_of(self);
-  Sample sample = call.sample(engine, memory, true);
-  const Transfer transfer = call.transfer(engine.tool(sample), memory);
-  return PyLong_FromUnsignedLongLong(engine.run(transfer, call.all_lanes != 0, std::move(sample)));
+  SingleCall call(self, arguments, true);
+  return PyLong_FromUnsignedLongLong(call.engine.run(call.transfer, call.all_lanes != 0, std::move(call.sample)));
 }
 
 PyObject* submit(PyObject* self, PyObject* arguments) {
-  const SingleCall call(arguments);
-  Memory memory = memory_of(call.memory, call.op(), "buffer");
-  BoundEngine& engine = engine_of(self);
-  Sample sample = call.sample(engine, memory, false);
-  Transfer transfer = call.transfer(engine.tool(sample), memory);
+  SingleCall call(self, arguments, false);
   std::vector<Memory> memories;
-  memories.push_back(std::move(memory));
-  return submit_operation(engine, std::move(transfer), std::move(memories), std::move(sample), call.pending);
+  memories.push_back(std::move(call.memory));
+  return submit_operation(call.engine, std::move(call.transfer), std::move(memories), std::move(call.sample),
+                          call.pending);
 }
 
 PyObject* submit_many(PyObject* self, PyObject* arguments) {
@@ -101,11 +95,11 @@ PyObject* submit_many(PyObject* self, PyObject* arguments) {
 }
 
 PyObject* staging_bytes(PyObject* self, PyObject*) {
-  return PyLong_FromSize_t(engine_of(self).staging_bytes());
+  return PyLong_FromSize_t(engine_of(self).engine().staging_bytes());
 }
 
 PyObject* backend(PyObject* self, PyObject*) {
-  return PyUnicode_FromString(engine_of(self).backend());
+  return PyUnicode_FromString(engine_of(self).engine().backend());
 }
 
 PyObject* paths(PyObject* self, PyObject*) {
@@ -122,7 +116,7 @@ PyObject* paths(PyObject* self, PyObject*) {
 
 PyObject* statistics(PyObject* self, PyObject*) {
   Ref numbers = checked(PyDict_New());
-  for (const auto& [name, value] : engine_of(self).statistics()) {
+  for (const auto& [name, value] : engine_of(self).engine().statistics()) {
     set_item(numbers, name.c_str(), checked(PyLong_FromUnsignedLongLong(value)));
   }
   return numbers.release();

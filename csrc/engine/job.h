@@ -52,11 +52,10 @@ public:
     if (!population_) return true;
     const Extent& wanted = extents_[extent];
     if (!wanted.spans) return population_->reached(wanted.memory + position, bytes);
-    while (bytes > 0) {
-      const Span part = wanted.spans->at(position, bytes);
+    for (const std::uint64_t end = position + bytes; position < end;) {
+      const Span part = wanted.spans->at(position, end - position);
       if (!population_->reached(part.memory, part.bytes)) return false;
       position += part.bytes;
-      bytes -= part.bytes;
     }
     return true;
   }

@@ -262,11 +262,11 @@ Planner::Planned Planner::plan_piece(unsigned slot, std::uint64_t* advanced) {
     if (piece.route == Route::Buffered) flight.request.fd = file.buffered();
     if (!pass_gates(flight)) return Planned::Gated;
     if ((scattered || piece.route == Route::Staged) && !stage(flight)) {
-      leave_gates(flight);
+      give_back(flight);
       return Planned::Stalled;
     }
   } catch (...) {
-    leave_gates(flight);
+    give_back(flight);
     return denied(active, current_failure());
   }
   ready_.push_back(slot);
@@ -312,27 +312,23 @@ bool Planner::pass_gates(Flight& flight) {
   flight.admitted = admission_->admit(flight.request.priority, flight.request.bytes);
   if (!flight.admitted || flight.request.op == Op::Read) return flight.admitted;
   flight.gated = enter_folios(gated_write(flight.piece, flight.in()));
-  if (!flight.gated) leave_gates(flight);
+  if (!flight.gated) give_back(flight);
   return flight.gated;
 }
 
-void Planner::leave_gates(Flight& flight) {
+void Planner::give_back(Flight& flight) {
   if (std::exchange(flight.admitted, false)) admission_->finish(flight.request.priority, flight.request.bytes);
-  if (!std::exchange(flight.gated, false)) return;
-  leave_folios(gated_write(flight.piece, flight.in()));
+  if (std::exchange(flight.gated, false)) leave_folios(gated_write(flight.piece, flight.in()));
+  if (flight.block) staging_.release(std::exchange(flight.block, {}));
 }
 
 void Planner::end(unsigned slot, std::uint64_t got) {
   Flight& flight = flights_[slot];
-  leave_gates(flight);
-  if (flight.block) staging_.release(std::exchange(flight.block, {}));
   flight.position += got;
   flight.bytes -= got;
-  if (flight.bytes > 0 && !flight.job().stopped()) {
-    remainders_.push_back(slot);
-  } else {
-    release(slot);
-  }
+  if (flight.bytes == 0 || flight.job().stopped()) return release(slot);
+  give_back(flight);
+  remainders_.push_back(slot);
 }
 
 void Planner::drop_stopped() {
@@ -343,9 +339,11 @@ void Planner::drop_stopped() {
 }
 
 void Planner::fail_all(const Failure& failure) {
-  schedule_.for_each([&](const ActiveShare& active) { active.share.job->fail(failure); });
   schedule_.begin();
-  while (ActiveShare* const active = schedule_.next()) end_planning(*active);
+  while (ActiveShare* const active = schedule_.next()) {
+    active->share.job->fail(failure);
+    end_planning(*active);
+  }
   for (const unsigned slot : remainders_) {
     flights_[slot].job().fail(failure);
     release(slot);
@@ -356,8 +354,7 @@ void Planner::fail_all(const Failure& failure) {
 
 void Planner::release(unsigned slot) {
   Flight& flight = flights_[slot];
-  leave_gates(flight);
-  if (flight.block) staging_.release(std::exchange(flight.block, {}));
+  give_back(flight);
   free_flights_.push_back(slot);
   ActiveShare& active = *flight.share;
   release_file(*active.share.job->extents()[flight.extent].file, *active.share.job);

@@ -125,7 +125,7 @@ private:
   std::uint64_t read_cached(ActiveShare& active, const Extent& extent, std::uint64_t position, std::uint64_t bytes);
   bool stage(Flight& flight);
   bool pass_gates(Flight& flight);
-  void leave_gates(Flight& flight);
+  void give_back(Flight& flight);  // its admission, its folios, its staging block
   void release(unsigned slot);
   void end_planning(ActiveShare& active);
   bool idle() const { return free_flights_.size() + remainders_.size() == flights_.size(); }  // nothing will end

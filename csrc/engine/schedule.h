@@ -67,13 +67,6 @@ public:
   // Removes an item that has nothing more to plan.
   void release(Item& item, Items& to) { to.splice(to.end(), level_of(item).items, item.self); }
 
-  template <class Visit>
-  void for_each(Visit&& visit) {
-    for (Level& level : levels_) {
-      for (Item& item : level.items) visit(item);
-    }
-  }
-
 private:
   struct Level {
     Items items;

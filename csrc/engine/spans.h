@@ -38,12 +38,11 @@ public:
 
   // Copies between a block and the parts from `position` on: out of them for Op::Write, into them for Op::Read.
   void copy(Op op, std::byte* block, std::uint64_t position, std::uint64_t bytes) const {
-    while (bytes > 0) {
-      const Span part = at(position, bytes);
+    for (const std::uint64_t end = position + bytes; position < end;) {
+      const Span part = at(position, end - position);
       op == Op::Write ? copy_bytes(block, part.memory, part.bytes) : copy_bytes(part.memory, block, part.bytes);
       block += part.bytes;
       position += part.bytes;
-      bytes -= part.bytes;
     }
   }
 
