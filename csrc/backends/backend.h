@@ -20,8 +20,8 @@ public:
   Queue& operator=(const Queue&) = delete;
   virtual ~Queue() = default;
 
-  // Takes requests in order and returns how many it took; the caller offers the rest again after the next reap().
-  // Requests taken are submitted by the next reap() at the latest. Never more than `depth` are in flight.
+  // Takes requests in order and returns how many; the caller offers the rest again after the next reap(), which submits
+  // those taken at the latest. Never more than `depth` are in flight.
   virtual std::size_t submit(const Request* requests, std::size_t count) = 0;
 
   // Collects completions, waiting until there are at least `least`, `timeout` has passed or a signal has arrived.

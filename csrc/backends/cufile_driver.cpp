@@ -237,19 +237,11 @@ void* CuFileDriver::register_file(int fd, const std::string& path) const {
   return file;
 }
 
-void CuFileDriver::deregister_file(void* file) const {
-  api_.deregister_file(file);
-}
-
 void CuFileDriver::register_memory(const void* memory, std::size_t bytes) const {
   const CuFileApi::Status status = api_.register_memory(memory, bytes, 0);
   if (status.code != 0) {
     raise(system_failure(status.code, "registering " + std::to_string(bytes) + " bytes of memory with cuFile"));
   }
-}
-
-void CuFileDriver::deregister_memory(const void* memory) const {
-  static_cast<void>(api_.deregister_memory(memory));
 }
 
 }  // namespace nvme_ops

@@ -61,18 +61,16 @@ public:
   // Called at exit, when nothing uses the driver any more.
   static void close();
 
-  const CuFileApi& api() const { return api_; }
-  int version() const { return version_; }  // 1000 * major + 10 * minor, 0 where unknown
+  const CuFileApi& api() const { return api_; }  // also for what cannot fail
+  int version() const { return version_; }       // 1000 * major + 10 * minor, 0 where unknown
 
   // Why data cannot go between storage and GPU without passing host memory, with the fix; empty if they can.
   const std::string& why_not_direct() const { return why_not_direct_; }
 
   // Returns cuFile's handle of the file. Throws an IoError with cuFile's code.
   void* register_file(int fd, const std::string& path) const;
-  void deregister_file(void* file) const;
 
   void register_memory(const void* memory, std::size_t bytes) const;  // throws IoError
-  void deregister_memory(const void* memory) const;
 
 private:
   explicit CuFileDriver(CuFileApi api);

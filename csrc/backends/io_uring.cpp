@@ -120,7 +120,10 @@ public:
     cqes_ = at<io_uring_cqe>(cq_, params.cq_off.cqes);
     unsigned* array = at<unsigned>(sq_, params.sq_off.array);
     for (unsigned i = 0; i < sq_entries_; ++i) array[i] = i;
-    make_buffer_table(options.buffers);
+    if (options.buffers == 0) return;
+    // An empty table that buffers enter one by one; older kernels do without.
+    BufferTable table{options.buffers, kSparse, 0, 0, 0};
+    buffer_table_ = register_with(fd, kRegisterBufferTable, &table, sizeof table) == 0;
   }
 
   ~IoUringQueue() override {
@@ -205,8 +208,7 @@ private:
     sqe.user_data = request.token;
   }
 
-  // Submits prepared requests and waits for `least` completions. A signal or the timeout ends the wait; what a kernel
-  // short of memory did not take is left for the next call.
+  // Submits prepared requests and waits for `least` completions, a signal or the timeout. The next call does the rest.
   void enter(unsigned least, __kernel_timespec* timeout) {
     WaitArgument argument{0, 0, 0, reinterpret_cast<std::uint64_t>(timeout)};
     const bool timed = least > 0 && timed_waits_;
@@ -230,13 +232,6 @@ private:
     }
     unsubmitted_ = 0;
     if (lost()) ring_.release();
-  }
-
-  // Registers an empty table that buffers enter one by one; older kernels do without.
-  void make_buffer_table(unsigned slots) {
-    if (slots == 0) return;
-    BufferTable table{slots, kSparse, 0, 0, 0};
-    buffer_table_ = register_with(ring_.get(), kRegisterBufferTable, &table, sizeof table) == 0;
   }
 
   bool update_buffer(int index, std::byte* memory, std::size_t bytes) {

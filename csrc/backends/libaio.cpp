@@ -1,5 +1,4 @@
-// Linux's older asynchronous interface, for kernels and containers without io_uring. libaio's header gives the types at
-// build time; the library is opened at run time, so that a prebuilt op loads where it is not installed.
+// Linux's older asynchronous interface. Only its header is needed to build; the library is opened at run time.
 #include "backends/registry.h"
 #include "base/error.h"
 #include "base/symbol.h"

@@ -13,8 +13,7 @@ unsigned long fork_generation() noexcept;
 // and opens its own must not get a number that we still use. Takes no lock and allocates nothing.
 void close_at_fork(int fd, bool close) noexcept;
 
-// One object per process, for objects that own threads: a forked child has none of them and makes its own object.
-// Never destroyed. A child leaves its parent's object untouched, whoever may hold its locks.
+// One object per process, never destroyed, for objects that own threads, which a forked child lacks.
 template <class Object>
 Object& of_this_process() {
   struct Owned {

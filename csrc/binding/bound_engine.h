@@ -18,8 +18,7 @@
 
 namespace nvme_ops {
 
-// Threads for transfers of several steps: validation, accelerators. A large one keeps storage busy by itself, and
-// several would only need more page-locked memory; small ones must overlap.
+// Threads for transfers of several steps. Large ones take turns: one keeps storage busy; small ones must overlap.
 class Service {
 public:
   Worker& of(const Transfer& transfer) {

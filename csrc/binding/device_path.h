@@ -6,7 +6,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <vector>
 
 #include "binding/device_tensor.h"
 #include "engine/engine.h"

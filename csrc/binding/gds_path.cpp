@@ -1,5 +1,4 @@
-// The gds op's choice of path: cuFile where data can go straight between storage and the GPU; otherwise cuFile's
-// compatibility mode or our own bounce path, whichever has been faster so far.
+// The gds op's choice of path: cuFile where it goes straight to the GPU, else its compatibility mode or our own path.
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -173,7 +172,7 @@ private:
     if (!file.direct_possible()) return "the file system has no direct I/O, or the handle's cache mode is 'buffered'";
     try {
       file.attach(driver.register_file(file.direct(), file.path()),
-                  [&driver](void* registration) { driver.deregister_file(registration); });
+                  [&driver](void* registration) { driver.api().deregister_file(registration); });
     } catch (const IoError& error) {
       return error.failure().message + ": '" + error.failure().path + "'";
     }

@@ -46,7 +46,8 @@ void Pins::pin(Memory memory, const CuFileDriver* driver) {
 
 // Does nothing in a forked child, which must not call cuFile, or once the driver is closed.
 void Pins::forget(const Pin& pin) {
-  if (pin.driver != nullptr && pin.driver == CuFileDriver::current()) pin.driver->deregister_memory(pin.memory.data);
+  if (pin.driver != nullptr && pin.driver == CuFileDriver::current())
+    pin.driver->api().deregister_memory(pin.memory.data);
 }
 
 Memory Pins::unpin(const Memory& memory) {

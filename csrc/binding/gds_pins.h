@@ -22,8 +22,7 @@ public:
   // IoError, as cuFile would, if only part of it is. Without a driver it is only remembered.
   void pin(Memory memory, const CuFileDriver* driver);
 
-  // Call without the GIL: waits for the transfers that use it. Returns an empty Memory unless exactly this memory was
-  // pinned; release the returned one with the GIL held.
+  // Call without the GIL: waits for the transfers that use it. Empty unless exactly this memory was pinned.
   Memory unpin(const Memory& memory);
 
   // How much of a range one pin covers. Some: or different pins do; cuFile refuses transfers across such a border.

@@ -22,8 +22,7 @@ struct Memory {
   std::shared_ptr<void> keep;            // released only with the GIL held
 };
 
-// `object` is a strided torch.Tensor or, in CPU memory, anything with the buffer protocol. A non-contiguous source is
-// gathered first; a non-contiguous destination is refused. Throws PythonError and IoError.
+// `object` is a strided torch.Tensor or has the buffer protocol. A non-contiguous source is gathered first. May throw.
 Memory memory_of(PyObject* object, Op op, const char* argument);
 
 // The same for each tensor of a sequence, or for each row of a contiguous tensor.

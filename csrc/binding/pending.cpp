@@ -7,8 +7,8 @@
 namespace nvme_ops {
 namespace {
 
-// Operations in the order they were submitted, as the keys of a dict. Native, because no signal handler's exception can
-// come between two steps here: an operation is removed only after it was waited for, together with being counted.
+// Operations in the order they were submitted, as the keys of a dict. Native: no signal handler's exception can come
+// between waiting for one, counting and removing it.
 struct PendingObject {
   PyObject_HEAD PyObject* operations;
   unsigned long generation;

@@ -1,5 +1,5 @@
-// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound. Memory that a
-// forked child shares is not reused: the first write to it would split huge pages into small ones, in both processes.
+// Memory that devices fill fastest: huge pages, aligned for direct I/O, cached for reuse within a bound. What a forked
+// child shares is not reused: the first write would split its huge pages.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +24,7 @@ public:
 
   static BufferPool& instance();
 
-  // Allocates at least `bytes` uninitialized bytes, aligned to a page, or to 2 MiB from that size on, in huge pages
-  // from a quarter of one on. Throws IoError.
+  // Allocates uninitialized bytes, aligned to a page, from 2 MiB on to that, in huge pages from 512 KiB on. May throw.
   std::byte* allocate(std::size_t bytes);
 
   // The same, aligned to 128 KiB, in sizes closer to `bytes`: several allocations of one size share huge pages.

@@ -1,5 +1,4 @@
-// Copies between staging blocks and tensors. Large copies bypass the processor's caches: the lines need not be read
-// before they are overwritten, which saves a third of the memory traffic and of the time.
+// Copies between staging blocks and tensors. Large ones bypass the caches, which saves a third of the traffic.
 #pragma once
 
 #include <cstddef>

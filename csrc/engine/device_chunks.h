@@ -1,5 +1,4 @@
-// Plans how the parts of a call that lie on an accelerator share page-locked chunks: a pure computation, in the order
-// of the parts. Large parts are cut, small ones share a chunk, neighbours in a file lie side by side.
+// Plans how the parts of a call on an accelerator share page-locked chunks: large ones are cut, small ones share.
 #pragma once
 
 #include <algorithm>

@@ -18,13 +18,7 @@ constexpr std::chrono::microseconds kLinger(50);
 LaneOptions lane_options(const EngineOptions& options) {
   const std::size_t chunks = kStagingBytes / StagingArea::kChunk;
   const std::size_t guaranteed = std::min<std::size_t>(chunks, options.lanes + 1);
-  return {options.backends,
-          options.block_size,
-          options.queue_depth,
-          options.single_submit,
-          options.overlap_events,
-          std::make_shared<StagingBudget>(chunks - guaranteed),
-          std::make_shared<Admission>(),
+  return {options, std::make_shared<StagingBudget>(chunks - guaranteed), std::make_shared<Admission>(),
           std::make_shared<std::atomic<const Backend*>>(options.backends.front())};
 }
 
@@ -113,11 +107,10 @@ private:
 };
 
 Engine::Engine(const EngineOptions& options)
-    : options_(lane_options(options)),
-      automatic_(options.automatic),
-      inline_lane_(options_, automatic_ ? last_lane() : Planner::Help()) {
+    : options_(lane_options(options)), inline_lane_(options_, options_.automatic ? last_lane() : Planner::Help()) {
   for (std::uint64_t i = 0; i < options.lanes; ++i) {
-    threads_.push_back(std::make_unique<LaneThread>(options_, automatic_ && i == 0 ? last_lane() : Planner::Help()));
+    threads_.push_back(
+        std::make_unique<LaneThread>(options_, options_.automatic && i == 0 ? last_lane() : Planner::Help()));
   }
 }
 
@@ -167,7 +160,7 @@ void Engine::run_inline(const std::shared_ptr<Job>& job, const Interrupted& inte
 void Engine::submit(const std::shared_ptr<Job>& job) {
   if (job->priority() == Priority::Demand) note_demand();
   const std::uint64_t wanted = job->tool().lanes;
-  const std::size_t usual = automatic_ ? 1 : threads_.size();
+  const std::size_t usual = options_.automatic ? 1 : threads_.size();
   const std::size_t lanes = wanted == 0 ? usual : std::min<std::size_t>(wanted, threads_.size());
   std::vector<Share> shares = split(job, lanes);
   std::vector<Lane::Shares> ready;

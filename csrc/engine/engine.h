@@ -15,16 +15,6 @@
 
 namespace nvme_ops {
 
-struct EngineOptions {
-  std::vector<const Backend*> backends;
-  std::uint64_t block_size;
-  std::uint64_t queue_depth;
-  bool single_submit;
-  bool overlap_events;
-  std::uint64_t lanes;
-  bool automatic = false;  // of the lanes a job has as many as help, mostly one, unless its tool says how many
-};
-
 // Polled while a thread waits; true stops the operation.
 using Interrupted = std::function<bool()>;
 
@@ -44,7 +34,7 @@ public:
 
   // Returns the lanes for a cached read into an accelerator, which is faster than one processor copies; 0: as usual.
   std::uint64_t lanes_for_cached(std::uint64_t bytes) const {
-    return automatic_ ? std::min<std::uint64_t>(bytes / kLaneBytes, threads_.size()) : 0;
+    return options_.automatic ? std::min<std::uint64_t>(bytes / kLaneBytes, threads_.size()) : 0;
   }
 
   // Returns whether submit() returns at once: there is a thread, or one could be started.
@@ -62,7 +52,6 @@ private:
   Planner::Help last_lane();  // for other lanes
 
   const LaneOptions options_;
-  const bool automatic_;
   std::mutex inline_mutex_;
   Lane inline_lane_;
   std::vector<std::unique_ptr<LaneThread>> threads_;

@@ -17,8 +17,7 @@ namespace nvme_ops {
 // Where a tensor lies: at an address that direct I/O allows, or not; in huge or page-locked pages; on a device.
 enum class Place : std::uint8_t { Pageable, Aligned, Pinned, Device };
 
-// Waited: the caller's thread moves it, and nothing else is in flight. Alone: a lane's thread does. Crowd: more is in
-// flight, or it is one of many tensors of a call.
+// Waited: by the caller's thread, alone in flight. Alone: by a lane's. Crowd: more is in flight, or many are in a call.
 enum class Concurrency : std::uint8_t { Waited, Alone, Crowd };
 
 struct TransferClass {
@@ -112,9 +111,8 @@ public:
     });
   }
 
-  // Returns the bytes of others that move while `bytes` of this priority do. Lower priorities are overtaken. Within
-  // one, transfers take turns (engine/schedule.h): of a larger one, however little of it is left, at most as much
-  // moves.
+  // Returns the bytes of others that move while `bytes` of this priority do: lower priorities are overtaken, and of a
+  // larger transfer at most as much moves (engine/schedule.h).
   std::uint64_t beside(Priority priority, std::uint64_t bytes) const noexcept {
     std::uint64_t sum = 0;
     for (std::size_t urgent = 0; urgent <= static_cast<std::size_t>(priority); ++urgent) {

@@ -103,8 +103,7 @@ void give_back(int fd, off_t from, off_t length) {
   ::fcntl(fd, F_SETLEASE, F_UNLCK);
 }
 
-// Returns whether fallocate() has found that there is no room. Everything else says that it cannot be used here, which
-// only costs speed: NFS knows no KEEP_SIZE, many file systems nothing at all, and old containers answer EPERM.
+// Returns whether there is no room. Other errors only say that fallocate() cannot be used here, which costs speed.
 bool no_room(int error) {
   return error == ENOSPC || error == EDQUOT || error == EFBIG || error == EIO;
 }

@@ -17,8 +17,7 @@
 
 namespace nvme_ops {
 
-// auto: reads what is in the page cache from there; everything else is direct. direct: never reads from the page cache.
-// buffered: everything goes through the page cache.
+// auto: reads what is in the page cache from there, all else is direct. direct: not even that. buffered: nothing is.
 enum class Cache : std::uint8_t { Auto, Direct, Buffered };
 
 class File {
@@ -48,8 +47,7 @@ public:
   int direct() const { return direct_.get(); }
   int buffered();  // opened at first use; throws IoError
 
-  // Returns whether the page cache has all of the range, which lies in a run that ends at `end`. Starts no I/O on a
-  // kernel with cachestat (Linux 6.5).
+  // Returns whether the page cache has all of the range, in a run that ends at `end`. With cachestat it starts no I/O.
   bool resident(Residency& known, std::uint64_t offset, std::uint64_t bytes, std::uint64_t end);
 
   // Reads what the page cache has from `offset` on, without waiting; returns the bytes read.

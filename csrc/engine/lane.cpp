@@ -83,8 +83,7 @@ bool Lane::open_queue() {
   return false;
 }
 
-// Registers a huge page with the queue when its blocks are large enough to gain by it and it is used a second time: for
-// a lone request it would cost two system calls and save nothing.
+// Registers a huge page that is used a second time for large blocks: a lone request would not gain by it.
 bool Lane::registered(const StagingBlock& block) {
   Chunk& chunk = chunks_[static_cast<std::size_t>(block.chunk)];
   if (!chunk.registered && may_register_ && block.bytes > kInPlaceBytes && std::exchange(chunk.used, true)) {

@@ -13,12 +13,18 @@
 
 namespace nvme_ops {
 
-struct LaneOptions {
+struct EngineOptions {
   std::vector<const Backend*> backends;  // to try, best first
   std::uint64_t block_size;
   std::uint64_t queue_depth;
   bool single_submit;   // one system call per request, against one per batch
   bool overlap_events;  // refill the queue after every completion, against after an eighth of it
+  std::uint64_t lanes;
+  bool automatic = false;  // of the lanes a job has as many as help, mostly one, unless its tool says how many
+};
+
+// What the lanes of an engine share.
+struct LaneOptions : EngineOptions {
   std::shared_ptr<StagingBudget> staging;
   std::shared_ptr<Admission> admission;
   std::shared_ptr<std::atomic<const Backend*>> in_use;  // told which backend opened

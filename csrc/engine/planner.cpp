@@ -169,8 +169,8 @@ Planner::Planned Planner::enter_extent(ActiveShare& active) {
   return Planned::Piece;
 }
 
-// Gives half of a large read to another lane if the page cache has it: copying is the processor's work. Leaves alone
-// jobs that were divided already, or whose caller sets the number of lanes: so the share is the whole job.
+// Gives half of a large read to another lane if the page cache has it: copying is the processor's work. Not where the
+// caller set the number of lanes, or it was divided already: so the share is the whole job.
 void Planner::divide(ActiveShare& active) noexcept {
   const std::shared_ptr<Job>& job = active.share.job;
   const Extent& extent = job->extents()[active.extent];

@@ -69,8 +69,8 @@ bool has_page(std::byte* page) {
   return ::mincore(page, kPageSize, &there) != 0 || (there & 1) != 0;
 }
 
-// madvise takes the lock that every page fault needs, so it is called as seldom as possible: memory being populated is
-// marked MADV_NOHUGEPAGE as a whole, and MADV_HUGEPAGE chunk by chunk where a huge page is wanted.
+// madvise takes the lock that every page fault needs, so it is called seldom: what is populated is MADV_NOHUGEPAGE as a
+// whole, and MADV_HUGEPAGE chunk by chunk where a huge page is wanted.
 void populate(std::byte* memory, std::size_t bytes, bool huge) noexcept {
   using Clock = std::chrono::steady_clock;
   if (huge) ::madvise(memory, bytes, MADV_HUGEPAGE);

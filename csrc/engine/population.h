@@ -19,8 +19,7 @@ public:
   void add(std::byte* memory, std::uint64_t bytes);
   bool empty() const { return starts_.empty(); }
 
-  // Populates on the process's threads, in the order added. If there are none, pages come at the first touch, as usual.
-  // Once the result is destroyed nothing accesses the memory any more.
+  // Populates on the process's threads, in the order added, until the result is destroyed. Without a thread: as usual.
   static std::shared_ptr<const Population> start(std::shared_ptr<Population> population);
 
   // Returns false while pages of [memory, memory + bytes) are missing.

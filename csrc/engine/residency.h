@@ -10,8 +10,8 @@ namespace nvme_ops {
 
 class Residency {
 public:
-  // Returns whether all of [offset, offset + bytes) is in the page cache; the run ends at `end`. `ask(offset, bytes)`
-  // returns pages found and pages in all. The answer may be out of date: that costs time, never correctness.
+  // Returns whether all of [offset, offset + bytes) is in the page cache, in a run that ends at `end`. `ask` returns
+  // pages found and pages in all. An answer out of date costs time, never correctness.
   template <class Ask>
   bool covers(std::uint64_t offset, std::uint64_t bytes, std::uint64_t end, Ask&& ask) {
     if (offset >= from_ && offset + bytes <= until_) return resident_;

@@ -11,8 +11,7 @@
 
 namespace nvme_ops {
 
-// Item has `Priority priority() const`, `unsigned turn` and `std::list<Item>::iterator self`. Items only move between
-// lists, which allocates nothing.
+// Item has `priority() const`, `turn` and `self`, its iterator. Items only move between lists, which allocates nothing.
 template <class Item>
 class Schedule {
 public:

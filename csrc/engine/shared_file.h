@@ -27,8 +27,7 @@ public:
   void pad() noexcept { padded_ = true; }
   bool padded() const { return padded_; }
 
-  // Opens the file if necessary. Every hold needs a release, which returns errno: some file systems report a failed
-  // write only at close.
+  // Opens the file if necessary. Every hold needs a release, which returns errno: some report a failed write at close.
   File& hold() {
     unsigned holders = holders_.load(std::memory_order_relaxed);
     while (holders > 0) {
@@ -45,8 +44,7 @@ public:
     return close_unless_needed();
   }
 
-  // Keeps the file open, once it is, until the last claim has ended: by then its name may belong to another file. Opens
-  // nothing itself.
+  // Keeps the file open, once it is, until the last claim has ended: by then its name may belong to another file.
   void claim() noexcept {
     const std::lock_guard<std::mutex> lock(mutex_);
     ++claims_;
