@@ -10,9 +10,8 @@
 
 namespace nvme_ops {
 
-// A bounded queue of requests in the kernel, used by one thread at a time. Once open it never throws and never
-// allocates: every request it took is answered by exactly one completion, even if the queue fails. A forked child must
-// neither use nor destroy its parent's queue.
+// A bounded queue of requests, for one thread at a time. Once open it neither throws nor allocates: it answers every
+// request that it took once, even if it fails. A forked child must not use or destroy its parent's.
 class Queue {
 public:
   Queue() = default;

@@ -156,8 +156,7 @@ CuFileDriver::CuFileDriver(CuFileApi api) : api_(std::move(api)) {
     raise(cannot_work("/proc/modules is missing, and cuFile would wait for it for ever; fix: a kernel with modules"));
   }
   const NoLogFile no_log_file;
-  // In compatibility mode cuFile accepts any file and does not say that it goes through host memory. Without it a file
-  // that cannot go directly is refused, and our own path serves it.
+  // In compatibility mode cuFile goes through host memory without saying so; else it refuses, and our path serves.
   const bool strict = api_.set_flag_parameter != nullptr && api_.set_flag_parameter(kAllowCompatible, false).code == 0;
   const Clock::time_point deadline = Clock::now() + opening_patience(api_);
   int code = open_driver(deadline);

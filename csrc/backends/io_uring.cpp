@@ -1,5 +1,4 @@
-// io_uring through the kernel's own header: nothing to install. Requests gather in the submission ring and enter the
-// kernel together with the wait for completions, so a full queue costs one system call per batch.
+// io_uring through the kernel's own header. Requests enter the kernel with the wait: one system call per batch.
 #include "backends/registry.h"
 #include "base/error.h"
 

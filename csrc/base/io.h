@@ -15,8 +15,7 @@ constexpr const char* name_of(Op op) {
   return op == Op::Read ? "read" : "write";
 }
 
-// How urgent a transfer is. Demand: somebody waits for it. Prefetch: somebody will wait for it soon. Writeback: nobody
-// waits, but memory is held until it ends. Background: it may take its time.
+// Demand: somebody waits; Prefetch: will wait soon. Writeback: it holds memory. Background: it may take its time.
 enum class Priority : std::uint8_t { Demand, Prefetch, Writeback, Background };
 inline constexpr std::size_t kPriorities = 4;
 

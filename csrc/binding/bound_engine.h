@@ -57,7 +57,6 @@ public:
     }
   }
 
-  const EngineOptions& options() const { return options_; }
   Engine& engine() { return *running().engine; }
 
   // What an engine that learns chooses for a transfer, and measures; empty for others.

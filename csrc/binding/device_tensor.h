@@ -1,5 +1,4 @@
-// Tensors on an accelerator and the path open to all of them: chunks pass through page-locked memory while storage and
-// copies overlap. Uses only torch's device-generic interfaces, so no CUDA header is needed.
+// Tensors on an accelerator and the path open to all: page-locked chunks, with torch's device-generic interfaces.
 #pragma once
 
 #include <cstddef>

@@ -9,9 +9,8 @@
 
 namespace nvme_ops {
 
-// The bytes stay in place until the last reference is released, which needs the GIL. If they are CPU memory managed by
-// torch, the storage may be resized meanwhile, and the bytes are freed at the end; otherwise torch reports resizing as
-// an error. `tensor` is any with this storage; `pooled`: its memory is from the buffer pool.
+// The bytes stay in place until the last reference is released, with the GIL. If torch manages them, the storage may be
+// resized meanwhile; otherwise torch reports that as an error. `pooled`: they are from the buffer pool.
 std::shared_ptr<void> hold_bytes(const c10::Storage& storage, PyObject* tensor, bool pooled);
 
 // Returns whether torch allocated the bytes, and can resize the storage: the buffer pool's cannot be.

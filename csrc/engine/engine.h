@@ -23,13 +23,11 @@ public:
   explicit Engine(const EngineOptions& options);
   ~Engine();  // finishes submitted jobs. Never call it in a forked child, which lacks the lanes' threads
 
-  // Runs a job on this thread, with one lane; returns when it has ended. If another thread is doing so, the job goes to
-  // the lane threads. Throws IoError (Interrupted) if interrupted; nothing is in flight then either. `interrupted` may
-  // fork: the child gets an IoError, and the job goes on in the parent only.
+  // Runs a job on this thread, or, if another one is doing so, on the lane threads; returns when it has ended. Throws
+  // IoError if interrupted. `interrupted` may fork: the child gets an IoError, the job goes on in the parent.
   void run(const std::shared_ptr<Job>& job, const Interrupted& interrupted);
 
-  // Starts a job on the lane threads and returns. If the system allows fewer threads than lanes, those there are do the
-  // work; if it allows none, this thread does it before returning.
+  // Starts a job on the lane threads and returns. If no thread can be started, this one does it before returning.
   void submit(const std::shared_ptr<Job>& job);
 
   // Returns the lanes for a cached read into an accelerator, which is faster than one processor copies; 0: as usual.
@@ -59,8 +57,7 @@ private:
   std::size_t next_ = 0;  // where the next job's first share goes
 };
 
-// Waits for the job to end; if `interrupted` returns true, stops the job, waits for what is in flight and throws
-// IoError. As for Engine::run, `interrupted` may fork.
+// Waits for the job to end; an interruption stops it and throws IoError. As for Engine::run, `interrupted` may fork.
 void wait(Job& job, const Interrupted& interrupted);
 
 Failure interrupted_failure();

@@ -68,9 +68,8 @@ public:
   // From now on what is known is used and nothing is learned.
   void freeze() { frozen_ = true; }
 
-  // Returns what to use for a transfer; ignores `kind.cached`. Every choice is given back by note() or lose().
-  // One that will not be `measured` uses what is known, and takes no other tool's turn. Frozen, the choice depends on
-  // the class alone, not on the transfers before.
+  // Returns what to use for a transfer; ignores `kind.cached`. Every choice is given back by note() or lose(). One that
+  // will not be `measured` takes no other tool's turn. Frozen, it depends on the class alone.
   Choice choose(TransferClass kind, bool measured = true);
   // Records what so many bytes cost, in seconds; `cached`: the page cache had most of them.
   void note(const Choice& choice, std::uint64_t bytes, bool cached, double cost);

@@ -32,8 +32,8 @@ public:
   // Opens the same file again, to read it back.
   std::unique_ptr<File> reader(Cache cache) const;
 
-  // Checks that `bytes` at `offset` can be transferred: reads must lie inside the file. `whole`: a write that makes the
-  // file exactly that long. Growth is preallocated, so that writes need not take turns extending the file.
+  // Checks that reads lie inside the file, and preallocates growth, so that writes need not take turns extending it.
+  // `whole`: a write that makes the file exactly that long.
   void prepare(Op op, std::uint64_t offset, std::uint64_t bytes, bool whole);
 
   // Notes that the file has been open for a while: its size may have changed since it was last checked.
@@ -99,8 +99,7 @@ void check_range(std::uint64_t offset, std::uint64_t bytes);
 
 std::uint64_t page_size();
 
-// Returns how many pages of a file's range are in the page cache; 0 bytes mean up to its end. Nothing if the kernel
-// does not tell: before Linux 6.5, or for a file that this user neither owns nor may write.
+// Returns how many pages of a file's range are in the page cache, if the kernel tells; 0 bytes: to its end.
 std::optional<std::uint64_t> cached_pages(int fd, std::uint64_t offset, std::uint64_t bytes);
 
 }  // namespace nvme_ops

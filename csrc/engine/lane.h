@@ -39,9 +39,8 @@ public:
   void add(Shares shares) noexcept { planner_.add(std::move(shares)); }
   bool busy() const { return planner_.busy(); }
 
-  // Plans and submits what fits, then collects completions, waiting at most `timeout` if there is nothing else to do.
-  // Returns false if the wait brought nothing: a good moment to check for signals. `blocking`: the thread that drives
-  // the lane has no other work, so it may serve a lone small request itself.
+  // Plans and submits what fits, then collects completions, waiting at most `timeout`. Returns false if that brought
+  // nothing: look for signals. `blocking`: the thread has no other work, so it may serve a lone small request itself.
   bool step(std::chrono::milliseconds timeout, bool blocking = false) noexcept;
 
   // Releases the staging memory. Call when nothing is in flight.

@@ -1,5 +1,5 @@
-// A file of a job. It is open while somebody moves its data: the first one that needs it opens it, the last one closes
-// it. So submitting never waits for a file system, and a job of many files has only those open that it works on.
+// A file of a job, open while somebody moves its data: submitting never waits for a file system, and of many files only
+// those are open that are worked on.
 #pragma once
 
 #include <atomic>

@@ -23,8 +23,7 @@ struct Share {
   void release_files() noexcept;
 };
 
-// Returns at most `lanes` shares of nearly equal size that cover the job exactly once, empty extents included. They
-// meet at multiples of kMaxEdge in the file, so that no two share an edge() of it.
+// Returns at most `lanes` shares of nearly equal size that cover the job once and meet at multiples of kMaxEdge.
 std::vector<Share> split(const std::shared_ptr<Job>& job, std::size_t lanes);
 
 enum class Route : std::uint8_t {

@@ -8,8 +8,8 @@
 
 namespace nvme_ops {
 
-// Compares every extent's memory with its file, read by another route than before: directly after a write, through the
-// page cache after a read. The caller holds the files. Throws IoError: Mismatch with the first difference's offset.
+// Compares every extent's memory with its file, read by another route than before: directly after a write. The caller
+// holds the files. Throws IoError: Mismatch with the first difference's offset.
 void validate(Engine& engine, const Job& job, const Interrupted& interrupted);
 
 // Reads `bytes` of an open file at `offset` into `scratch` and compares them with what is `expected`. Throws the same.
