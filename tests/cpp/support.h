@@ -91,6 +91,12 @@ inline void write_file(const std::string& path, const Bytes& data) {
   if (!file) throw std::runtime_error("cannot write " + path);
 }
 
+// Returns the path of a file with these contents.
+inline std::string stored(const std::string& name, const Bytes& data) {
+  write_file(directory() / name, data);
+  return directory() / name;
+}
+
 inline Bytes read_file(const std::string& path) {
   Bytes data(std::filesystem::file_size(path));
   std::ifstream file(path, std::ios::binary);

@@ -145,8 +145,7 @@ TEST(an_engine_may_not_come_to_be) {
 }
 
 TEST(validation) {
-  const std::string path = directory() / "validated";
-  support::write_file(path, data());
+  const std::string path = stored("validated", data());
   const Backend& backend = *support::usable_backends().back();
   with_each_allocation_failing("validation", [&](long number) {
     Engine engine(support::engine_options(backend));

@@ -55,9 +55,8 @@ bool ring_registers_buffers() {
 
 TEST(a_registered_buffer_serves_and_can_be_refused) {
   on_every_backend([](const Backend& backend) {
-    const std::string path = directory() / "registered";
     const Bytes data = pattern(kBlock, 1);
-    support::write_file(path, data);
+    const std::string path = stored("registered", data);
     const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     std::byte* const memory = BufferPool::instance().allocate(kHugePage);
     {
@@ -79,8 +78,7 @@ TEST(a_registered_buffer_serves_and_can_be_refused) {
 
 TEST(errors_and_ends_come_as_results) {
   on_every_backend([](const Backend& backend) {
-    const std::string path = directory() / "short";
-    support::write_file(path, pattern(100, 1));
+    const std::string path = stored("short", pattern(100, 1));
     const UniqueFd fd(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     const UniqueFd folder(::open((directory() / ".").c_str(), O_RDONLY | O_CLOEXEC));
     const Memory memory(kBlock);
@@ -110,8 +108,7 @@ TEST(requests_are_served_where_no_thread_can_be_started) {
   pthread_getattr_default_np(&huge);
   pthread_attr_setstacksize(&huge, std::size_t{1} << 47);
   CHECK_EQUAL(pthread_setattr_default_np(&huge), 0);
-  const std::string path = directory() / "alone";
-  support::write_file(path, pattern(100, 1));
+  const std::string path = stored("alone", pattern(100, 1));
   const UniqueFd fd(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
   const Memory memory(kBlock);
   const auto queue = kThreads.open({4, 0, false});

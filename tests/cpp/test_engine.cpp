@@ -75,9 +75,8 @@ TEST(threads_share_an_engine) {
 }
 
 TEST(an_interruption_stops_a_call_and_leaves_the_engine_usable) {
-  const std::string path = directory() / "interrupted";
   const Bytes data = pattern(8 << 20, 1);
-  support::write_file(path, data);
+  const std::string path = stored("interrupted", data);
   support::evict(path);
   for (const bool all_lanes : {false, true}) {
     const check::Context context(all_lanes ? "on the lanes" : "on the caller's thread");
@@ -107,9 +106,8 @@ TEST(an_interruption_stops_a_call_and_leaves_the_engine_usable) {
 }
 
 TEST(a_lone_small_request_takes_no_queue) {
-  const std::string path = directory() / "alone";
   const Bytes data = pattern(4096, 1);
-  support::write_file(path, data);
+  const std::string path = stored("alone", data);
   for (const bool allowed : {true, false}) {
     fake::Script& script = fake::new_script();
     script.may_be_bypassed = allowed;
@@ -147,9 +145,8 @@ TEST(all_lanes_together_keep_to_the_staging_memory_of_their_engine) {
 }
 
 TEST(a_backend_that_cannot_open_is_passed_over) {
-  const std::string path = directory() / "fallback";
   const Bytes data = pattern(100000, 1);
-  support::write_file(path, data);
+  const std::string path = stored("fallback", data);
   fake::Script& script = fake::new_script();
   script.before_open = [] { fake::raise(EMFILE, "opening a queue"); };
   const Memory target(data.size(), 8);
@@ -179,9 +176,8 @@ TEST(many_jobs_survive_a_ring_taken_away) {
     check::skipped("io_uring: " + probe(kIoUring).reason);
     return;
   }
-  const std::string path = directory() / "many";
   const Bytes data = pattern(300000, 1);
-  support::write_file(path, data);
+  const std::string path = stored("many", data);
   for (const bool single_submit : {false, true}) {
     const check::Context context(single_submit ? "single_submit" : "batches");
     EngineOptions options = engine_options(kIoUring, 16384, 32, 1);
@@ -212,9 +208,8 @@ TEST(many_jobs_survive_a_ring_taken_away) {
 
 TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {
   on_every_backend([](const Backend& backend) {
-    const std::string path = directory() / "cached";
     const Bytes data = pattern(kDividedBytes + 1, 1);
-    support::write_file(path, data);
+    const std::string path = stored("cached", data);
     const Memory first(data.size()), second(data.size(), 8);
     std::vector<std::shared_ptr<Job>> jobs;
     for (const Memory* memory : {&first, &second}) {
@@ -235,9 +230,8 @@ TEST(a_large_cached_read_is_divided_and_ends_before_the_engine) {
 }
 
 TEST(an_interrupted_read_has_ended_on_both_of_its_lanes) {
-  const std::string path = directory() / "cached";
   const Bytes data = pattern(kDividedBytes, 1);
-  support::write_file(path, data);
+  const std::string path = stored("cached", data);
   const Memory first(data.size()), second(data.size());
   EngineOptions options = engine_options(*support::usable_backends().front(), 1 << 20, 8);
   options.automatic = true;

@@ -72,8 +72,7 @@ extern "C" int ftruncate(int fd, off_t length) noexcept {
 
 // Whoever extends the file between its size being read and its being cut to that size would lose what was written.
 TEST(what_could_not_be_allocated_cuts_no_file_that_others_have_open) {
-  const std::string path = directory() / "shared";
-  support::write_file(path, pattern(5000, 1));
+  const std::string path = stored("shared", pattern(5000, 1));
   const auto other = File::open(path, Op::Write, Cache::Auto);
   for (const int error : {EOPNOTSUPP, ENOSYS, EINTR, EPERM, EINVAL, ENOSPC, EDQUOT}) {
     const auto file = File::open(path, Op::Write, Cache::Auto);
@@ -102,8 +101,7 @@ TEST(blocks_are_given_back_where_nobody_else_has_the_file_open) {
 }
 
 TEST(a_lease_is_waited_for) {
-  const std::string path = directory() / "leased";
-  support::write_file(path, pattern(10, 1));
+  const std::string path = stored("leased", pattern(10, 1));
   const UniqueFd holder(::open(path.c_str(), O_WRONLY | O_CLOEXEC));
   ::fcntl(holder.get(), F_SETSIG, SIGURG);
   CHECK(::fcntl(holder.get(), F_SETLEASE, F_WRLCK) == 0, "a lease of a file that nobody else has open");
@@ -116,8 +114,7 @@ TEST(a_lease_is_waited_for) {
 }
 
 TEST(a_container_without_statx_has_files_too) {
-  const std::string path = directory() / "old container";
-  support::write_file(path, pattern(5000, 1));
+  const std::string path = stored("old container", pattern(5000, 1));
   const auto known = File::open(path, Op::Write, Cache::Auto);
   no_statx = true;
   const auto file = File::open(path, Op::Write, Cache::Auto);
@@ -162,8 +159,7 @@ TEST(files_of_two_devices_are_two) {
 }
 
 TEST(a_descriptor_is_used_only_as_it_was_opened) {
-  const std::string path = directory() / "descriptor";
-  support::write_file(path, pattern(10, 1));
+  const std::string path = stored("descriptor", pattern(10, 1));
   for (const Op op : {Op::Read, Op::Write}) {
     const UniqueFd fd(::open(path.c_str(), (op == Op::Read ? O_WRONLY : O_RDONLY) | O_CLOEXEC));
     const auto failure = check::failure_of([&] { File::adopt(fd.get(), op, Cache::Auto, 7); });
@@ -172,8 +168,7 @@ TEST(a_descriptor_is_used_only_as_it_was_opened) {
 }
 
 TEST(growing_cutting_and_holes) {
-  const std::string path = directory() / "grown";
-  support::write_file(path, pattern(1000, 1));
+  const std::string path = stored("grown", pattern(1000, 1));
   File::open(path, Op::Write, Cache::Auto)->prepare(Op::Write, 100, 10, false);
   CHECK_EQUAL(size_of(path), std::uint64_t{1000});
   File::open(path, Op::Write, Cache::Auto)->prepare(Op::Write, 0, 10, true);

@@ -261,25 +261,6 @@ TEST(areas_share_a_budget_beyond_their_first_chunk) {
   release(third, last);
 }
 
-TEST(threads_never_exceed_the_budget_together) {
-  const auto budget = budget_of(2);
-  std::atomic<std::size_t> held{0};
-  std::vector<std::thread> threads;
-  for (int i = 0; i < 4; ++i) {
-    threads.emplace_back([&] {
-      for (int round = 0; round < 50; ++round) {
-        StagingArea area(budget);
-        const auto blocks = fill(area, kChunk);
-        const std::size_t now = held.fetch_add(blocks.size()) + blocks.size();
-        CHECK(!blocks.empty() && now <= 4 + 2, "a chunk for each of 4 and 2 more, got " << now);
-        held.fetch_sub(blocks.size());
-        release(area, blocks);
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-}
-
 TEST(memory_that_could_not_be_had_is_not_charged) {
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
   check::skipped("sanitizers need the address space that this test takes away");

@@ -44,17 +44,6 @@ TEST(listeners_are_told_once_before_or_after) {
   CHECK_FAILURE(outcome.failure(), System, EIO, "an operation");
 }
 
-TEST(listeners_added_while_it_settles_are_not_lost) {
-  for (int round = 0; round < 500; ++round) {
-    Outcome outcome;
-    std::atomic<int> told{0};
-    std::thread settles([&] { outcome.succeed(1); });
-    for (int i = 0; i < 3; ++i) outcome.then([&] { ++told; });
-    settles.join();
-    CHECK_EQUAL(told.load(), 3);
-  }
-}
-
 TEST(the_first_failure_counts) {
   Job job(Op::Read, {});
   job.expect_shares(2);

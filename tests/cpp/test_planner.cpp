@@ -253,9 +253,8 @@ TEST(half_of_a_large_read_that_is_cached_is_given_to_another_lane) {
 
 TEST(small_reads_in_a_row_go_through_the_page_cache) {
   if (!cache_decides()) return;
-  const std::string path = directory() / "row";
   const Bytes data = support::pattern(16 * kBlock, 5);
-  support::write_file(path, data);
+  const std::string path = stored("row", data);
   struct Case {
     const char* name;
     std::vector<std::uint64_t> offsets;
