@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import multiprocessing
 import os
 import random
@@ -14,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 
-import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.measure.files import cached_share
 from tests.conftest import KIB, MIB, HandleFactory, pattern, store
@@ -89,72 +87,6 @@ def uncached(path: Path, data: torch.Tensor) -> Path:
     if cached_share(str(store(path, data)), len(data)) != 0:
         pytest.skip("what is in the page cache cannot be told, or not be changed, here")
     return path
-
-
-def test_a_large_read_that_is_cached_has_a_second_lane(folder: Path) -> None:
-    """Whether it fills one tensor or many. The first lane of a blocking call is its caller's thread."""
-    data, back = pattern(LARGE + 5 * MIB), pattern(LARGE + 5 * MIB, 1)  # memory that has its pages
-    path = uncached(folder / "file", data)
-    parts = list(back.split(3 * MIB + 77))
-    offsets = range(0, len(data), 3 * MIB + 77)
-    for size, cached, lanes, threads in (
-        (len(data), False, None, 0),
-        (len(data), True, None, 1),
-        (LARGE, True, 1, 0),
-        (LARGE - 1, True, None, 0),
-    ):
-        if cached:
-            path.read_bytes()
-        before = set(os.listdir("/proc/self/task"))
-        with aio_handle(intra_op_parallelism=lanes) as handle:
-            handle.sync_pread(back[:size].zero_(), path)
-            assert len(set(os.listdir("/proc/self/task")) - before) == threads
-            assert handle.statistics().cached_bytes == size * cached
-            assert torch.equal(back[:size], data[:size])
-            if lanes is None and size == len(data):
-                assert handle.submit_preadv(parts, path, offsets).result() == len(data)
-                assert torch.equal(back, data)
-
-
-def test_small_reads_in_a_row_go_through_the_page_cache(folder: Path) -> None:
-    data, back = pattern(MIB), torch.zeros(4096, dtype=torch.uint8)
-    for opened in (False, True):
-        path = uncached(folder / "file", data)
-        with nvme_ops.open(path, "rb") as file, aio_handle() as handle:
-            for index in (9, 40, 41, 20, 60):  # nothing in a row
-                handle.sync_pread(back, file if opened else path, index * 4096)
-            assert handle.statistics().cached_bytes == 0
-            for index in range(100, 110):
-                handle.sync_pread(back, file if opened else path, index * 4096)
-                assert torch.equal(back, data[index * 4096 :][:4096])
-            assert handle.statistics().cached_bytes == 8 * 4096  # from the third on
-
-
-def test_a_file_partly_in_the_cache(make_handle: HandleFactory, folder: Path) -> None:
-    data = pattern(4 * MIB + 99)
-    for cache in MODES:
-        path = store(folder / cache, data)
-        fd = os.open(path, os.O_RDWR)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
-        for offset in (0, 70_000, MIB, MIB + 4096, 3 * MIB + 1, 4 * MIB):
-            os.pread(fd, 4096, offset)
-        os.pwrite(fd, data[2 * MIB : 2 * MIB + 5].numpy().tobytes(), 2 * MIB)  # one dirty page
-        os.close(fd)
-        for lanes in (3, 1):
-            back = torch.zeros_like(data)
-            make_handle(cache=cache, block_size=65536, intra_op_parallelism=lanes).sync_pread(back, path)
-            assert torch.equal(back, data)
-
-
-def test_the_cache_sees_what_was_written_past_it(folder: Path) -> None:
-    path = store(folder / "file", pattern(MIB, 1))
-    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as view:
-        assert view[:] == pattern(MIB, 1).numpy().tobytes()  # all cached
-        for i, cache in enumerate(MODES):
-            for size, offset in [(MIB, 0), (4096, 4096), (100_000, 333), (1, 5000), (512, 512)]:
-                data = pattern(size, i + 10)
-                aio_handle(cache=cache).sync_pwrite(data, path, offset)
-                assert view[offset : offset + size] == data.numpy().tobytes()
 
 
 def test_only_buffered_reads_fill_the_cache(make_handle: HandleFactory, folder: Path) -> None:

@@ -41,11 +41,8 @@ def failing(handle: aio_handle, folder: Path) -> Any:
 def test_result_is_the_bytes_moved(handle: aio_handle, folder: Path) -> None:
     data, path = pattern(300_001), folder / "file"
     written = handle.submit_pwrite(data, path)
-    assert isinstance(written, IoFuture)
     assert written.result() == written.result(0) == len(data)
-    assert written.done()
-    assert not written.running()
-    assert written.exception() is None
+    assert (written.done(), written.running(), written.exception()) == (True, False, None)
     back = torch.zeros(100_000, dtype=torch.uint8)
     future = handle.submit_pread(tensor=back, file=path, file_offset=7)
     handle.async_pread(back[:10], path)

@@ -54,25 +54,12 @@ def test_files_named_several_times(handle: aio_handle, folder: Path) -> None:
     fd = os.open(path, os.O_RDONLY)
     backs, offsets = torch.zeros(6, 1000, dtype=torch.uint8), [0, 10, 50_000, 99_000, 3, 4]
     files: list[Any] = [path, other, path, str(path), os.fsencode(other), fd]
-    assert handle.submit_preadv(backs, files, offsets).result() == 6000
+    assert handle.submit_preadv(backs, files, torch.tensor(offsets)).result() == 6000
     os.close(fd)
     assert same(backs, [pattern(100_000, int(i in (1, 4)))[at : at + 1000] for i, at in enumerate(offsets)])
     for nothing, at in (([], []), (torch.zeros(0, 10), []), (torch.zeros(3, 0), [0, 1, 100])):
         assert handle.submit_preadv(nothing, path, at).result() == 0
     assert handle.submit_pwritev([], []).result() == 0
-
-
-def test_rows_and_a_tensor_of_offsets(folder: Path) -> None:
-    handle, rows, width = aio_handle(intra_op_parallelism=2), 500, 1024
-    data = pattern(rows * width).view(rows, width)
-    path, order = store(folder / "file", data.view(-1)), torch.randperm(rows)
-    for dtype in (torch.int64, torch.int32):
-        back = torch.zeros(rows, width, dtype=torch.uint8)
-        assert handle.submit_preadv(back, path, (order * width).to(dtype)).result() == rows * width
-        assert torch.equal(back, data[order])
-    shaped = torch.zeros(rows, 4, 8, 8, dtype=torch.float32)
-    handle.submit_preadv(shaped[: rows // 2], str(path), range(0, rows // 2 * width, width)).result()
-    assert torch.equal(shaped[: rows // 2].view(rows // 2, -1).view(torch.uint8), data[: rows // 2])
 
 
 def test_arguments_that_do_not_fit(folder: Path) -> None:

@@ -19,30 +19,6 @@ THREADS = 6
 pytestmark = pytest.mark.usefixtures("eager_switches")
 
 
-def test_one_handle(make_handle: HandleFactory, folder: Path) -> None:
-    """Each thread gets its own failures and bytes."""
-    handle = make_handle(block_size=65536, queue_depth=8, intra_op_parallelism=3)
-
-    def work(index: int) -> None:
-        for i in range(4):
-            size = 1 + (index * 77_777 + i * 33_333) % 500_000
-            data, path = pattern(size, index), folder / str(index)
-            back = torch.zeros_like(data)
-            assert handle.sync_pwrite(data, path) == 1
-            assert handle.sync_pread(back, path) == 1
-            assert torch.equal(back, data)
-            if index % 2:
-                with pytest.raises(FileNotFoundError):
-                    handle.sync_pread(back, folder / "nosuch")
-            handle.read(back.zero_(), path, i % 2 == 0)
-            assert torch.equal(back, data)
-            assert handle.submit_pread(back.zero_(), path).result() == size
-            assert torch.equal(back, data)
-
-    in_threads(work, THREADS)
-    assert handle.wait() == 0
-
-
 def test_asynchronous_calls_are_counted_once_and_have_ended(make_handle: HandleFactory, folder: Path) -> None:
     """Whoever waits, the counts add up to the calls, and all that a thread started before its wait has ended."""
     handle, rounds = make_handle(block_size=65536, queue_depth=4, cache="direct"), 20
@@ -74,10 +50,8 @@ CALLS: dict[str, Callable[[aio_handle, torch.Tensor, Path], object]] = {
 @pytest.mark.parametrize("call", CALLS)
 def test_python_goes_on_while_a_call_blocks(folder: Path, call: str) -> None:
     """Another thread counts; holding the interpreter's lock would stop it from the call's start to its end."""
-    handle = aio_handle(block_size=4096, queue_depth=1, cache="direct")
-    path, target = folder / "file", torch.ones(16 * MIB, dtype=torch.uint8)
-    with path.open("wb") as file:
-        file.truncate(len(target))
+    handle, target = aio_handle(block_size=4096, queue_depth=1, cache="direct"), torch.ones(16 * MIB, dtype=torch.uint8)
+    path = store(folder / "file", torch.zeros_like(target))
     counted, ended = 0, threading.Event()
 
     def count() -> None:
@@ -99,20 +73,12 @@ def test_python_goes_on_while_a_call_blocks(folder: Path, call: str) -> None:
 # Interruption
 
 
-class InterruptionError(Exception):
-    pass
-
-
-def interrupt(*_: object) -> None:
-    raise InterruptionError
-
-
 @pytest.mark.usefixtures("no_collection")
 def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: Path) -> None:
     handle, data = make_handle(block_size=65536, queue_depth=2, cache="direct"), pattern(MIB)
     path, end = store(folder / "file", data), time.monotonic() + 0.4
     rounds = interruptions = 0
-    before = signal.signal(signal.SIGALRM, interrupt)
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
     while rounds < 200 and time.monotonic() < end:
         rounds += 1
         backs = [torch.zeros_like(data) for _ in range(3)]
@@ -124,7 +90,7 @@ def test_no_interruption_loses_an_operation(make_handle: HandleFactory, folder: 
                 started += 1
             counted = handle.wait()
             signal.setitimer(signal.ITIMER_REAL, 0)
-        except InterruptionError:
+        except KeyboardInterrupt:
             interruptions += 1
             again = handle.wait()
         # An exception may come between the call's return and the caller's next step: its last result is lost then.

@@ -74,23 +74,6 @@ def test_offsets_beyond_32_bits(make_handle: HandleFactory, folder: Path) -> Non
     assert torch.equal(back, torch.cat([torch.zeros(10, dtype=torch.uint8), data]))
 
 
-def test_more_than_2_gib_at_once(folder: Path) -> None:
-    """A sparse file with marks on both sides of 2 GiB, in one request as large as the system allows."""
-    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 8 * GIB:
-        pytest.skip("less than 8 GiB of free memory")
-    path, size, mark = folder / "sparse", 2 * GIB + 64 * MIB + 13, pattern(100_000)
-    handle = aio_handle(block_size=1 << 40)
-    places = [0, 2 * GIB - 50_000, size - len(mark)]
-    with path.open("wb") as file:
-        file.truncate(size)
-    for place in places:
-        handle.sync_pwrite(mark, path, place)
-    buffer = handle.new_cpu_locked_tensor(size, mark)
-    assert handle.submit_pread(buffer, path).result() == size
-    assert all(torch.equal(buffer[place : place + len(mark)], mark) for place in places)
-    assert not buffer[len(mark) : places[1] : 4096].any()
-
-
 def test_without_an_offset_every_write_makes_the_whole_file(handle: aio_handle, folder: Path) -> None:
     path = store(folder / "file", pattern(100))
     writes: list[Callable[[torch.Tensor], object]] = [
@@ -103,17 +86,6 @@ def test_without_an_offset_every_write_makes_the_whole_file(handle: aio_handle, 
     for size, write in enumerate(writes):
         write(pattern(50 - size))
         assert torch.equal(contents(path), pattern(50 - size))
-
-
-def test_handles_write_their_parts_of_one_file(make_handle: HandleFactory, folder: Path) -> None:
-    """DeepNVMe's partitioned tensors: the parts meet inside a sector, and all are under way at once."""
-    data, path = pattern(4_000_007), folder / "file"
-    parts = data.split(500_003)
-    handles = [make_handle(block_size=BLOCK, intra_op_parallelism=2) for _ in parts]
-    for number, (handle, part) in enumerate(zip(handles, parts, strict=True)):
-        handle.async_pwrite(part, path, number * 500_003)
-    assert {handle.wait() for handle in handles} == {1}
-    assert torch.equal(contents(path), data)
 
 
 def test_buffers_beside_tensors(handle: aio_handle, folder: Path) -> None:

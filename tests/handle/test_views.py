@@ -11,26 +11,9 @@ import torch
 from nvme_ops import aio_handle
 from tests.conftest import contents, pattern, store
 
-DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
-PLAIN = [dtype for dtype in DTYPES if not str(dtype).startswith(("torch.q", "torch.bits", "torch.int", "torch.uint"))]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
-SHAPE = (33, 17)
-
 
 def file_of(path: Path, like: torch.Tensor) -> torch.Tensor:
     return contents(path).clone().view(like.dtype).view(like.shape)
-
-
-def test_dtypes(folder: Path) -> None:
-    handle, path = aio_handle(), folder / "file"
-    for dtype in (*PLAIN, *INTEGERS):
-        raw = pattern(SHAPE[0] * SHAPE[1] * dtype.itemsize)
-        raw = raw % 2 if dtype == torch.bool else raw
-        handle.sync_pwrite(raw.view(dtype).view(SHAPE), path)
-        assert torch.equal(contents(path), raw), dtype
-        back = torch.empty(SHAPE, dtype=dtype)
-        handle.sync_pread(back, path)
-        assert torch.equal(back.view(-1).view(torch.uint8), raw), dtype
 
 
 SOURCES: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
@@ -66,16 +49,6 @@ def test_a_source_may_have_gaps_and_a_destination_not(folder: Path) -> None:
         handle.sync_pread(data.conj(), path)
 
 
-def test_contiguous_whatever_the_strides_of_single_elements(folder: Path) -> None:
-    handle, path, target, scalar = aio_handle(), folder / "file", torch.zeros(5, 1000), torch.tensor(0.0)
-    handle.sync_pwrite(torch.arange(1000.0), path)
-    for view in (target[2:3].t().t(), target[3].as_strided((1, 1000, 1), (7, 1, 5))):
-        handle.sync_pread(view, path)
-        assert torch.equal(view.reshape(-1), torch.arange(1000.0))
-    handle.sync_pread(scalar, path, 4)
-    assert scalar.item() == 1.0
-
-
 def test_autograd_sees_that_a_read_changes_the_tensor(folder: Path) -> None:
     handle, path, values = aio_handle(), folder / "file", torch.rand(1000)
     handle.sync_pwrite(values, path)
@@ -93,23 +66,10 @@ def test_autograd_sees_that_a_read_changes_the_tensor(folder: Path) -> None:
     handle.sync_pwrite(leaf * 2, path)  # with a grad_fn
     loss.backward()
     assert leaf.grad is not None
-
-
-def test_parameters_subclasses_and_inference_tensors(folder: Path) -> None:
-    class Marked(torch.Tensor):
-        pass
-
-    handle, path, values = aio_handle(), folder / "file", torch.rand(100)
-    handle.sync_pwrite(torch.nn.Parameter(values), path)
     with torch.inference_mode():
-        inside = torch.zeros(100)
-        handle.sync_pread(inside, path)
-        assert torch.equal(inside, values)
-        handle.sync_pwrite(inside, path)
-    for target in (torch.nn.Parameter(torch.zeros(100)), torch.zeros(100).as_subclass(Marked), inside):
-        handle.sync_pread(target, path)
-        assert torch.equal(target, values)
-        handle.sync_pwrite(target, path)
+        inside = torch.zeros(1000)  # has no version to be counted up
+    handle.sync_pread(inside, path)
+    assert torch.equal(inside, values * 2)
 
 
 def test_tensors_without_memory_are_refused(folder: Path) -> None:
