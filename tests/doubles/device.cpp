@@ -133,6 +133,7 @@ struct Stream {
 
   void wait_for(Lock& lock, std::uint64_t position) {
     if (is_timed()) {
+      queued_more.notify_one();  // this may have been queued before time was kept
       ended.wait(lock, [&] { return done >= position; });
     } else {
       run(position);
@@ -231,11 +232,23 @@ std::optional<Kind> kind_of(const void* pointer) {
   return static_cast<const char*>(pointer) < start + block.bytes ? std::optional(block.kind) : std::nullopt;
 }
 
+// What was freed in time, by size: memory with pages, as a device has.
+std::multimap<std::size_t, void*>& spare = *new std::multimap<std::size_t, void*>;
+
 void* allocate(Kind kind, std::size_t bytes) {
-  void* const memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
-  if (memory == nullptr) throw std::bad_alloc();
-  std::memset(memory, kUnwritten, bytes);
-  const Lock lock(mutex);
+  Lock lock(mutex);
+  const auto found = is_timed() ? spare.find(bytes) : spare.end();
+  void* memory = nullptr;
+  if (found != spare.end()) {
+    memory = found->second;
+    spare.erase(found);
+  } else {
+    lock.unlock();
+    memory = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+    if (memory == nullptr) throw std::bad_alloc();
+    std::memset(memory, kUnwritten, bytes);
+    lock.lock();
+  }
   blocks[static_cast<const char*>(memory)] = {kind, bytes};
   ++state.blocks.at(kind);
   return memory;
@@ -258,7 +271,11 @@ void release(Kind kind, void* memory) {
   }
   blocks.erase(found);
   --state.blocks.at(kind);
-  std::free(memory);
+  if (is_timed()) {
+    spare.emplace(bytes, memory);
+  } else {
+    std::free(memory);
+  }
 }
 
 template <Kind kind>
