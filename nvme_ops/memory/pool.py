@@ -153,6 +153,10 @@ class Pool(Tracked):
 
     _waits_for_copies = True  # before page-locked memory is leased again
 
+    def _most(self) -> int:
+        """Returns the most bytes of page-locked pieces, those that are free included."""
+        return self._budget
+
     def __init__(self, budget: int | str, *, pinned: bool = False) -> None:
         self._budget = bytes_of("budget", budget)
         self._pinned = pinned and can_pin()
@@ -284,7 +288,7 @@ class Pool(Tracked):
         owner: Any = None  # freed with the last tensor over the memory, which ``_leased`` notices
         if self._pieces:
             with self._lock:
-                owner, unfitting = reuse(self._pieces, mine.charge, self._budget - self._in_use)
+                owner, unfitting = reuse(self._pieces, mine.charge, self._most() - self._in_use)
             unfitting.clear()  # without the lock, as it may take a while
         with self._lock:
             # memory cached for reuse must not come on top of the budget
@@ -324,12 +328,23 @@ class Pool(Tracked):
 
 
 class AwaitedPool(Pool):
-    """One of page-locked memory that is freed only when its copies have ended: leasing it waits for no accelerator."""
+    """One of page-locked memory that is freed only when its copies have ended: leasing it waits for no accelerator.
+
+    Pieces of sizes that are no longer needed have at most as much memory as was ever in use at once.
+    """
 
     _waits_for_copies = False
 
     def __init__(self, budget: int) -> None:
         super().__init__(budget, pinned=True)
+
+    def _most(self) -> int:
+        return min(self._budget, 2 * self._peak)
+
+    def has_piece(self, charge: int) -> bool:
+        """Returns whether memory of this size is there already."""
+        with self._lock:
+            return any(piece.nbytes == charge and piece.user() is None for piece in self._pieces)
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from nvme_ops.base.lifetime import forkable_lock
+from nvme_ops.base.limits import free_memory
 from nvme_ops.base.settings import PAGE
 from nvme_ops.memory.holes import Holes
 from nvme_ops.memory.pool import AwaitedPool, Held, Pool, charge_of
@@ -258,8 +259,8 @@ class HostTier(Tier):
 class PooledTier(Tier):
     """Page-locked memory of the host, from which an accelerator copies at full speed: each part is a piece of its own.
 
-    It is registered when it is first needed, and reused for parts of the same size. Whoever frees a part has waited for
-    the copies from and to it.
+    It is registered when it is first needed, and reused for parts of the same size. An eighth of what the machine has
+    now is left to others, whatever the budget is. Whoever frees a part has waited for the copies from and to it.
 
     Args:
         nbytes: as above.
@@ -267,11 +268,15 @@ class PooledTier(Tier):
 
     def __init__(self, nbytes: int) -> None:
         super().__init__(nbytes, torch.device("cpu"))
-        self._pool = AwaitedPool(max(1, nbytes))
+        self._pool, self._spare = AwaitedPool(max(1, nbytes)), free_memory() // 8
 
     def _reserve(self, size: int, share: Share, at_end: bool) -> int | None:
-        has_room = charge_of(size) <= self._pool.budget - self._pool.bytes_in_use
-        return super()._reserve(size, share, at_end) if has_room else None
+        charge = charge_of(size)
+        if charge > self._pool.budget - self._pool.bytes_in_use:
+            return None
+        if not self._pool.has_piece(charge) and free_memory() - charge < self._spare:
+            return None
+        return super()._reserve(size, share, at_end)
 
     def _part(self, start: int, nbytes: int) -> Made:
         del start

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nvme_ops import FormatError
+from nvme_ops.memory import tier
 from nvme_ops.offload import from_pretrained, stream_weights
 from tests.conftest import KIB, MIB, in_threads
 from tests.device.kinds import Simulated, on_a_gpu, on_simulated
@@ -111,6 +112,24 @@ def test_threads_share_the_copies(device: Simulated, folder: Path) -> None:
                 assert torch.equal(streamed(inputs(device)).cpu(), wanted)
 
         in_threads(run, 3)
+
+
+@on_simulated
+def test_a_machine_whose_memory_others_fill(device: Simulated, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is there stays and is used; the rest is read as if there were no more, ahead of its use."""
+    model, free = layers(32).requires_grad_(False), iter(range(8 * MIB, 0, -512 * KIB))
+    wanted = copy.deepcopy(model)(inputs(device).cpu())
+    monkeypatch.setattr(tier, "free_memory", lambda: next(free, 0))
+    with device.computing(), opened(device, folder, 64 * MIB, model) as streamed:
+        with pytest.warns(RuntimeWarning, match="other programs use the host's memory"):
+            streamed(inputs(device))
+        for _ in range(3):
+            before = streamed.stats()
+            assert torch.equal(streamed(inputs(device)).cpu(), wanted)
+        stats = streamed.stats()
+        assert stats.bytes_read > before.bytes_read
+        assert stats.bytes_from_host > before.bytes_from_host
+        assert stats.bytes_on_demand - before.bytes_on_demand < MIB
 
 
 @on_simulated

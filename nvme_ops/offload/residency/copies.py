@@ -42,13 +42,17 @@ class Copy(QueuedWork):
         self._failure: BaseException | None = None
 
     def begin(self, to: torch.Tensor, source: torch.Tensor) -> None:
-        """Starts to copy."""
+        """Starts to copy. If that fails, nothing of it goes on."""
         self._is_begun = True
-        self._stream.wait_event(self._owners_work)
-        module: Any = torch.get_device_module(self._stream.device)
-        with getattr(module, "stream", lambda stream: stream)(self._stream):
-            to.copy_(source, non_blocking=True)
-        self._event = self._stream.record_event()
+        try:
+            self._stream.wait_event(self._owners_work)
+            module: Any = torch.get_device_module(self._stream.device)
+            with getattr(module, "stream", lambda stream: stream)(self._stream):
+                to.copy_(source, non_blocking=True)
+            self._event = self._stream.record_event()
+        except BaseException:
+            self.wait(None)
+            raise
 
     def future(self, *tensors: torch.Tensor) -> IoFuture:
         """Returns this as a transfer, which keeps tensors alive until it is known to have ended."""
@@ -69,13 +73,13 @@ class Copy(QueuedWork):
 
     def done(self) -> bool:
         """Returns whether it is over, or was never begun."""
-        if self._is_begun and not self._event.query():
+        if self._is_begun and (self._event is self._owners_work or not self._event.query()):
             return False
         self._tensors = ()
         return True
 
     def wait(self, seconds: float | None) -> bool:
-        """Waits until it is over, also if ``begin`` has failed; returns False if ``seconds`` passed first."""
+        """Waits until it is over; returns False if ``seconds`` passed first."""
         if seconds is not None:
             deadline = time.monotonic() + seconds
             while not self.done():
@@ -89,6 +93,7 @@ class Copy(QueuedWork):
                 self._event.synchronize() if has_event else self._stream.synchronize()
             except RuntimeError as error:  # a device that has failed copies nothing more
                 self._failure = error.with_traceback(None)
+            self._is_begun = False
         self._tensors = ()
         return True
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterable
 
 import torch
 
+from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
 from nvme_ops.memory.tier import PooledTier
@@ -15,6 +17,8 @@ from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.placement import IN_FLIGHT
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
+
+_FULL = "other programs use the host's memory: weights have {} of it, and more are read from storage"
 
 
 class HostCopies(Policy[FileEntry]):
@@ -38,7 +42,6 @@ class HostCopies(Policy[FileEntry]):
         self._stream = new_stream(device)
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
         self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
-
         self._residency.join(self)
 
     def keep(self, entries: Collection[FileEntry]) -> None:
@@ -49,6 +52,11 @@ class HostCopies(Policy[FileEntry]):
             staying = set(kept.values())
             for copy in [copy for copy in self.present if copy not in staying]:
                 self._residency.evict(self, copy)
+
+    def entries(self) -> set[FileEntry]:
+        """Returns the entries that are here, or on their way."""
+        with self.lock:
+            return {entry for entry, copy in self._copies.items() if copy.values is not None}
 
     def is_awaited(self, entry: FileEntry) -> bool:
         """Returns whether an entry is on its way here: ``bring`` would wait for it."""
@@ -63,9 +71,23 @@ class HostCopies(Policy[FileEntry]):
             room = 2 * IN_FLIGHT - sum(copy.nbytes for copy in self.present if copy.is_arriving())
             for entry in entries:
                 if (copy := self._copies.get(entry)) is not None and copy.values is None:
-                    if room <= 0 or not self._residency.begin(self, copy, Priority.PREFETCH):
+                    if room <= 0 or not self._begin(entry, copy, Priority.PREFETCH):
                         return
                     room -= copy.nbytes
+
+    def _begin(self, entry: FileEntry, copy: FileEntry, priority: Priority) -> bool:
+        """Starts to read a copy; if the machine has no memory for it, there will be no more of them."""
+        if copy.values is not None or self._residency.begin(self, copy, priority):
+            return True
+        if not self._copying_away():
+            self._copies.pop(entry, None)
+            self.share.nbytes = self.share.bytes_in_use
+            warnings.warn(_FULL.format(size_words(self.share.nbytes)), RuntimeWarning, stacklevel=1)
+        return False
+
+    def _copying_away(self) -> bool:
+        """Returns whether copies that are no longer kept will leave memory to others."""
+        return len(self.present) > sum(copy.values is not None for copy in self._copies.values())
 
     def bring(self, entry: FileEntry) -> None:
         """Waits until an entry that is to be here has arrived. Raises what ``Residency.fetch`` does."""
@@ -73,7 +95,7 @@ class HostCopies(Policy[FileEntry]):
         if copy is None or (copy.values is not None and copy.arrival is None):
             return
         with self.lock:
-            begun = copy.values is not None or self._residency.begin(self, copy, Priority.DEMAND)
+            begun = self._begin(entry, copy, Priority.DEMAND)
         if begun:
             self._residency.fetch(self, copy, copy)
 
@@ -121,4 +143,4 @@ class HostCopies(Policy[FileEntry]):
 
     def out_of_memory(self, entry: FileEntry) -> MemoryError:
         """Returns the error to raise when no memory has become free for a copy."""
-        return MemoryError(f"no host memory for a copy of {entry.nbytes} bytes")
+        return MemoryError(f"no host memory for a weight of {size_words(entry.nbytes)}")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import accumulate
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from nvme_ops.base.settings import PAGE
 
 Weight = TypeVar("Weight")  # anything hashable that identifies a weight
 
+STAYED = 1.25  #: times the uses of others that a weight counts which has stayed until now
 IN_FLIGHT = 32 << 20  #: bytes on their way that keep a device busy
 _RARE = 64  # weights used this many times less often than the most used one are not kept
 _LATENCY = 256 << 10  # bytes that a device could read in the time that one more request costs
@@ -43,7 +44,9 @@ def placement(weights: Sequence[tuple[Weight, float, int]], memory: int) -> set[
     return max(choices, key=lambda choice: choice[0], default=(0, set[Weight]()))[1]
 
 
-def placements(weights: Sequence[tuple[Weight, float, int]], memory: int, host: int) -> tuple[set[Weight], set[Weight]]:
+def placements(
+    weights: Sequence[tuple[Weight, float, int]], memory: int, host: int, in_host: Container[Any] = ()
+) -> tuple[set[Weight], set[Weight]]:
     """Returns the weights to keep in the memory that computes, see ``placement``, and those to keep in host memory.
 
     All others come from storage, by way of the same bus as those in host memory: so the fewer the better, however fast
@@ -53,9 +56,15 @@ def placements(weights: Sequence[tuple[Weight, float, int]], memory: int, host: 
         weights: as above.
         memory: bytes where it computes.
         host: bytes of host memory beside that.
+        in_host: those that are there now, and rather stay.
     """
     kept = placement(weights, memory)
-    return kept, worth_keeping([weight for weight in weights if weight[0] not in kept], host) if host else set()
+    below = [
+        (weight, uses * (STAYED if weight in in_host else 1.0), nbytes)
+        for weight, uses, nbytes in weights
+        if weight not in kept
+    ]
+    return kept, worth_keeping(below, host) if host else set()
 
 
 def worth_keeping(weights: Sequence[tuple[Weight, float, int]], capacity: int) -> set[Weight]:

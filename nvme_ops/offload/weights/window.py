@@ -18,7 +18,7 @@ from nvme_ops.offload.experts.experts import Experts, ExpertStats
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.host_copies import HostCopies
 from nvme_ops.offload.residency.order import Order
-from nvme_ops.offload.residency.placement import placements
+from nvme_ops.offload.residency.placement import STAYED, placements
 from nvme_ops.offload.residency.policy import Policy
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.storage.source import FileExtent, Source, submit_reads
@@ -27,7 +27,6 @@ from nvme_ops.storage.source import FileExtent, Source, submit_reads
 MANY_ROWS = 4
 # How often reading ahead is planned while the memory is used once: planning looks at every weight that fits.
 _PLANS = 64
-_STAYED = 1.25  # times the uses of others that a weight counts which has stayed until now
 
 
 @dataclass(repr=False)
@@ -309,11 +308,12 @@ class Window(Policy[_Weight]):
         """Chooses which weights stay, rather those that have stayed, or many would be read at each change."""
         stayed = {weight for weight in self._keep if weight.memory is None or self.share.is_inside(weight.memory)}
         weights = [
-            (weight, uses * (_STAYED if weight in stayed else 1.0), weight.room)
+            (weight, uses * (STAYED if weight in stayed else 1.0), weight.room)
             for weight, uses in self._counts
             if uses > 0
         ]
-        self._keep, below = placements(weights, self.share.nbytes, self.host_bytes)
+        in_host = () if self._host is None else self._host.entries()
+        self._keep, below = placements(weights, self.share.nbytes, self.host_bytes, in_host)
         if self._host is not None:
             self._host.keep(below)
         self._complete = len(self._keep) == len(weights) and self._keep <= self.present.keys()
