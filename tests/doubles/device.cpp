@@ -132,12 +132,9 @@ struct Stream {
   }
 
   void wait_for(Lock& lock, std::uint64_t position) {
-    if (is_timed()) {
-      queued_more.notify_one();  // this may have been queued before time was kept
-      ended.wait(lock, [&] { return done >= position; });
-    } else {
-      run(position);
-    }
+    if (is_timed()) queued_more.notify_one();  // this may have been queued before time was kept
+    while (is_timed() && done < position) ended.wait_for(lock, std::chrono::milliseconds(10));
+    run(position);  // and time may have ended meanwhile
     const bool failed = failed_at != 0 && failed_at <= position;
     if (failed) failed_at = 0;
     TORCH_CHECK(!failed, "a copy failed on the private device");
