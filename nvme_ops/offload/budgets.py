@@ -12,7 +12,6 @@ from nvme_ops.base.limits import free_memory, lockable_memory
 from nvme_ops.base.text import bytes_of, size_words
 from nvme_ops.offload.memory import Memory, budget_of
 
-_HEADROOM = 8  # "auto" leaves so many parts of what is free, one each, to the rest of the program
 _AUTO = "auto"
 
 Size = int | str | None
@@ -73,7 +72,7 @@ def budgets_of(
             raise TypeError("host_budget= and memory_budget= are the same on the CPU: give one of them")
         given = memory_budget if host_budget is None else host_budget
         if given == _AUTO:
-            given = free_memory() * (_HEADROOM - 1) // _HEADROOM
+            given = _less_an_eighth(free_memory())
         return Budgets(budget_of(given, memory, default, least))
     if device_budget is not None and memory_budget is not None:
         raise TypeError("device_budget= and memory_budget= are the same on an accelerator: give one of them")
@@ -88,8 +87,8 @@ def host_bytes(host_budget: Size) -> int:
 
     ``"auto"``, and None, is what is free less an eighth.
     """
-    free = free_memory() * (_HEADROOM - 1) // _HEADROOM
-    limit, locked = min(free, lockable_memory()), lockable_memory()
+    free, locked = _less_an_eighth(free_memory()), lockable_memory()
+    limit = min(free, locked)
     if host_budget is None or host_budget == _AUTO:
         return limit
     nbytes = bytes_of("host_budget", host_budget, least=0)
@@ -116,7 +115,12 @@ def _free_on(device: torch.device) -> int:
     module: Any = torch.get_device_module(device)
     if not hasattr(module, "mem_get_info"):
         raise TypeError(f"{device} does not say how much of its memory is free: give device_budget=")
-    return int(module.mem_get_info(device)[0]) * (_HEADROOM - 1) // _HEADROOM
+    return _less_an_eighth(int(module.mem_get_info(device)[0]))
+
+
+def _less_an_eighth(free: int) -> int:
+    """Returns what "auto" takes of what is free: the rest of the program needs memory, too."""
+    return free * 7 // 8
 
 
 def _of_max_memory(device: torch.device, max_memory: Mapping[int | str, int | str]) -> tuple[Size, Size]:

@@ -13,7 +13,7 @@ import torch
 from nvme_ops import FormatError
 from nvme_ops.memory import tier
 from nvme_ops.offload import from_pretrained, stream_weights
-from tests.conftest import KIB, MIB, in_threads
+from tests.conftest import KIB, MIB, in_child, in_threads
 from tests.device.kinds import Simulated, on_a_gpu, on_simulated
 from tests.offload.llama import saved_llama
 from tests.offload.models import Tied, layers, nbytes
@@ -130,6 +130,22 @@ def test_a_machine_whose_memory_others_fill(device: Simulated, folder: Path, mon
         assert stats.bytes_read > before.bytes_read
         assert stats.bytes_from_host > before.bytes_from_host
         assert stats.bytes_on_demand - before.bytes_on_demand < MIB
+
+
+@on_simulated
+def test_a_forked_child_is_refused_and_its_parent_goes_on(device: Simulated, folder: Path) -> None:
+    model = layers(32).requires_grad_(False)
+    wanted = copy.deepcopy(model)(inputs(device).cpu())
+    with device.computing(), opened(device, folder, 64 * MIB, model) as streamed:
+        given = inputs(device)
+        streamed(given)
+
+        def use() -> None:
+            with pytest.raises(RuntimeError, match="parent process"):
+                streamed(given)
+
+        in_child(use)
+        assert torch.equal(streamed(given).cpu(), wanted)
 
 
 @on_simulated
