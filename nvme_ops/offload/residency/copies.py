@@ -51,6 +51,9 @@ class Copy(QueuedWork):
                 to.copy_(source, non_blocking=True)
             self._event = self._stream.record_event()
         except BaseException:
+            if current_stream(self._stream.device) != self._owner:  # Ctrl-C came as the block ended
+                owner: Any = getattr(torch, "accelerator", None) or torch.get_device_module(self._stream.device)
+                owner.set_stream(self._owner)
             self.wait(None)
             raise
 
