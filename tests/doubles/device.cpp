@@ -120,6 +120,18 @@ struct Stream {
     }
   }
 
+  // Returns whether what is queued here from now on runs after a position of another stream.
+  bool waits_for(const Stream& other, std::uint64_t position) const { return waits_for(other, position, queued); }
+
+  bool waits_for(const Stream& other, std::uint64_t position, std::uint64_t before) const {
+    std::uint64_t at = done;
+    return std::any_of(queue.begin(), queue.end(), [&](const Work& work) {
+      const auto& [stream, wanted] = work.wait;
+      return ++at <= before && stream != nullptr &&
+             ((stream == &other && wanted >= position) || stream->waits_for(other, position, wanted));
+    });
+  }
+
   void run_next() {
     const Work work = queue.front();
     queue.pop_front();
@@ -150,6 +162,7 @@ struct Device {
 struct Block {
   Kind kind;
   std::size_t bytes;
+  Stream* stream;  // in whose order it is reused
 };
 
 std::array<Device, kDevices>& devices = *new std::array<Device, kDevices>;
@@ -220,6 +233,11 @@ Stream& stream_of(const c10::Stream& stream) {
   return streams.at(static_cast<std::size_t>(stream.id()));
 }
 
+Stream& current_stream() {
+  const auto device = static_cast<std::size_t>(current.device);
+  return devices.at(device).streams.at(static_cast<std::size_t>(current.streams.at(device)));
+}
+
 // Memory
 
 std::optional<Kind> kind_of(const void* pointer) {
@@ -246,7 +264,7 @@ void* allocate(Kind kind, std::size_t bytes) {
     std::memset(memory, kUnwritten, bytes);
     lock.lock();
   }
-  blocks[static_cast<const char*>(memory)] = {kind, bytes};
+  blocks[static_cast<const char*>(memory)] = {kind, bytes, &current_stream()};
   ++state.blocks.at(kind);
   return memory;
 }
@@ -259,11 +277,18 @@ void release(Kind kind, void* memory) {
   const std::size_t bytes = found->second.bytes;
   for (Device& device : devices) {
     for (Stream& stream : device.streams) {
+      std::uint64_t position = stream.done, last = 0;  // of a copy that the order of reuse follows
       for (auto& [copy, wait, fails, engine, moved, ends] : stream.queue) {
+        ++position;
         if (!overlap(memory, bytes, copy.to, copy.bytes) && !overlap(memory, bytes, copy.from, copy.bytes)) continue;
+        if (kind == kDevice && found->second.stream->waits_for(stream, position)) {
+          last = position;
+          continue;
+        }
         violation("memory is freed that a queued copy uses");
         copy.bytes = 0;  // to run it would crash
       }
+      if (last != 0 && !is_timed()) stream.run(last);  // else nobody reuses the memory before
     }
   }
   blocks.erase(found);
