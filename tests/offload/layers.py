@@ -10,8 +10,10 @@ import torch
 
 from nvme_ops import aio_handle
 from nvme_ops.filesystem.publication import open_to_read
-from nvme_ops.memory.tier import tier_on
-from nvme_ops.offload.experts.experts import Experts, experts_of
+from nvme_ops.memory.tier import PooledTier, tier_on
+from nvme_ops.offload.experts.expert import experts_of
+from nvme_ops.offload.experts.experts import Experts
+from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.grouped import _as_they_arrive
 from nvme_ops.storage.source import FileExtent, Source, WeightFile
@@ -22,9 +24,18 @@ SIZE = 2 * HALF
 
 
 class Layers:
-    """Layers of experts of two parts, neighbours in a file."""
+    """Layers of experts of two parts, neighbours in a file; on a device with room for some, and below it for others."""
 
-    def __init__(self, folder: Path, layers: int, count: int, room: int, handle: Any = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        layers: int,
+        count: int,
+        room: int,
+        handle: Any = None,
+        device: torch.device | None = None,
+        below: int = 0,
+    ) -> None:
         self.path, self.data = folder / "experts", pattern(layers * count * SIZE)
         self.path.write_bytes(self.data.numpy().tobytes())
         file = WeightFile(open_to_read(str(self.path)), str(self.path), handle or aio_handle())
@@ -32,8 +43,11 @@ class Layers:
         parts = [Source([FileExtent(file, start, HALF)], torch.uint8, (HALF,)) for start in starts]
         pairs = list(zip(parts[::2], parts[1::2], strict=True))
         self.sources = [pairs[layer * count : (layer + 1) * count] for layer in range(layers)]
-        cpu = torch.device("cpu")
-        self.experts = Experts(Residency(), tier_on(cpu, room * SIZE).share(), experts_of(self.sources, cpu))
+        device = device or torch.device("cpu")
+        host = HostExperts(device, PooledTier(below * SIZE).share()) if below else None
+        self.experts = Experts(
+            Residency(), tier_on(device, room * SIZE).share(), experts_of(self.sources, device), host
+        )
 
     def use(self, layer: int, chosen: Iterable[int], tokens: int = 1) -> int:
         """Computes with experts as they arrive; returns how many that has read."""
@@ -42,7 +56,7 @@ class Layers:
         for number in _as_they_arrive(self.experts, layer, numbers):
             for source in self.sources[layer][number]:
                 start = source.extents[0].start
-                assert torch.equal(self.experts.fetch(source), self.data[start : start + HALF])
+                assert torch.equal(self.experts.fetch(source).cpu(), self.data[start : start + HALF])
         return (self.experts.stats().bytes_read - before) // SIZE
 
     def held(self, layer: int) -> set[int]:

@@ -71,6 +71,14 @@ def test_what_a_step_reads_and_placement(given_sizes: Sizes, batch: int, read: f
     assert step_bytes(given_sizes, batch) == pytest.approx((read, kept, 0))
 
 
+@pytest.mark.parametrize(("host", "in_memory"), [(0, 20), (20, 40), (60, 80)])
+def test_experts_in_host_memory_come_from_there(host: int, in_memory: int) -> None:
+    """What is read is that of as much memory in one; the rest of what is missing where it computes is copied."""
+    moved = step_bytes(replace(mixture(20 * MB, 40 * MB), host=host * MB), 1)
+    assert moved.read == mixture(in_memory * MB).experts.hits_and_read(1)[1]
+    assert moved.read + moved.from_host == mixture(20 * MB).experts.hits_and_read(1)[1]
+
+
 def test_a_step_takes_as_long_as_the_longer_of_reading_and_computing() -> None:
     slow = estimate(sizes(80 * MB, cache=1000, working=100, logits=7), RATES, Computing(0.5, 1.0), 4, 10, 20)
     assert (slow.cache_bytes, slow.beside_bytes) == (4 * 30 * 1000, 4 * 30 * 1000 + 4 * (10 * 100 + 7))

@@ -7,32 +7,32 @@ are missing are read together.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
-import math
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
+from nvme_ops.io.future import IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.io.tensors import DEVICE_ALIGNMENT
 from nvme_ops.memory.tier import Share
+from nvme_ops.offload.experts.expert import Expert
 from nvme_ops.offload.experts.guesses import LayerGuesses, Trial
-from nvme_ops.offload.residency.files import FileEntry, ModelFiles
+from nvme_ops.offload.experts.host_experts import HostExperts
+from nvme_ops.offload.residency.copies import Copy
+from nvme_ops.offload.residency.entry import current_stream
+from nvme_ops.offload.residency.files import ModelFiles
 from nvme_ops.offload.residency.policy import Policy, Stats
 from nvme_ops.offload.residency.residency import Residency
-from nvme_ops.storage.source import FileExtent, Source
+from nvme_ops.storage.source import Source
 
-#: Tokens after which a use counts half. Experts differ in how often they are used, and topics change slowly.
-_HALF_LIFE = 128
-_DECAY = 0.5 ** (1 / _HALF_LIFE)
 _ALL_USED = 8  # passes that use all experts, one after the other, until a list of modules is taken for no mixture
 #: Blocks in flight, of 1 MiB. A device serves all that are in flight together, and those of the last expert would keep
 #: back the first; four reach its rate.
@@ -50,35 +50,6 @@ class ExpertStats(Stats):
     guesses_wrong: int = 0
     bytes_guessed_right: int = 0
     bytes_guessed_wrong: int = 0
-
-
-class Expert(FileEntry):
-    """All weights of one expert, which are used together, in one piece of memory.
-
-    Args:
-        group: the index of its layer.
-        sources: its weights.
-        device: where they are used.
-    """
-
-    guessed: int | None = None  #: the quarter of the guess by which it was read, until that is settled
-    _count = 0.0  # of uses; older ones count less
-    _at = 0.0  # the time of the group when they were counted
-    worth = -math.inf  #: orders experts by their uses; the order stays the same while time passes
-    offered = 0  #: the number under which it was last offered to leave memory
-
-    def __init__(self, group: int, sources: Sequence[Source], device: torch.device) -> None:
-        self.group = group
-        reads, self.places, nbytes = _layout(sources, device)
-        super().__init__(reads, nbytes)
-
-    def note_use(self, tokens: int, among: int, now: float) -> None:
-        """Counts a use by ``tokens`` of ``among`` tokens, the last of them at ``now``, in tokens."""
-        # as many uses as ``among`` tokens that came one by one would have made
-        made = tokens / among * (1 - _DECAY**among) / (1 - _DECAY)
-        self._count = self._count * _DECAY ** (now - self._at) + made
-        self._at = now
-        self.worth = math.log2(self._count) + now / _HALF_LIFE
 
 
 class _Uses:
@@ -122,6 +93,7 @@ class Experts(Policy[Expert]):
         residency: may be shared.
         share: memory where they are used, at least for the largest expert.
         groups: the experts of each layer, in the order of use.
+        host: has those that leave an accelerator.
     """
 
     patience = 60.0
@@ -130,10 +102,14 @@ class Experts(Policy[Expert]):
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
     counts: ExpertStats
 
-    def __init__(self, residency: Residency, share: Share, groups: Sequence[Sequence[Expert]]) -> None:
-        self._residency = residency
-        super().__init__(residency.lock, share, ModelFiles(), ExpertStats())
+    def __init__(
+        self, residency: Residency, share: Share, groups: Sequence[Sequence[Expert]], host: HostExperts | None = None
+    ) -> None:
+        self._residency, self.host = residency, host
+        super().__init__(residency.lock, share, host or ModelFiles(), ExpertStats())
         self.groups = groups
+        self._largest = max(expert.nbytes for group in groups for expert in group)
+        self._sinking = deque[tuple[Copy, torch.Tensor]]()  # memory that has been given up, but for these copies
         self._of = {source: expert for group in groups for expert in group for source in expert.places}
         self._layers = [_Layer() for _ in groups]
         self.guessing = True
@@ -259,13 +235,40 @@ class Experts(Policy[Expert]):
     def stats(self) -> ExpertStats:
         """Returns what was used and read so far."""
         with self.lock:
-            return replace(self.counts, peak_bytes=self.share.peak)
+            stats = replace(self.counts, peak_bytes=self.share.peak)
+            if (host := self.host) is not None:
+                stats.bytes_in_host, stats.bytes_to_host = host.share.bytes_in_use, host.counts.bytes_to_host
+                stats.bytes_from_host = host.counts.bytes_from_host
+            return stats
 
     # The policy
 
     def allocate(self, entry: Expert) -> torch.Tensor | None:
         """Returns memory apart from that of other weights."""
-        return self.share.allocate(entry.nbytes, at_end=True)
+        while (memory := self.share.allocate(entry.nbytes, at_end=True)) is None and self._sinking:
+            self._end_sinking()
+        if self.host is not None:
+            entry.stream = current_stream(self.share.device)
+        return memory
+
+    def _end_sinking(self) -> None:
+        """Frees the memory of the expert that began to sink first: the current stream waits for its copy."""
+        copying, _ = self._sinking[0]
+        copying.before(self.share.device)
+        copying.release()
+        self._sinking.popleft()
+
+    def give_back(self) -> None:
+        """Frees the memory of experts that sink."""
+        while self._sinking:
+            self._end_sinking()
+
+    def _sink_ahead(self) -> None:
+        """Has memory for one more expert, so that the next one need not wait until another one has sunk."""
+        if self.host is not None:
+            needed = self._largest - sum(memory.nbytes for _, memory in self._sinking)
+            if self.share.nbytes - self.share.bytes_in_use < needed:
+                self._residency.make_room(self, needed, 0)
 
     def note_use(self, use: Expert) -> None:
         """Records a use, and reads what the thread uses next."""
@@ -318,6 +321,7 @@ class Experts(Policy[Expert]):
                     return
                 expert.guessed = quarter
             uses.unread.pop()
+        self._sink_ahead()
 
     def _note_pass(self, uses: _Uses, group: int, tokens: int) -> None:
         """Counts, at its first layer, how long the step before took, if it had as many tokens."""
@@ -405,8 +409,24 @@ class Experts(Policy[Expert]):
             yield from [expert for expert in last if expert.values is not None]
 
     def note_eviction(self, entry: Expert) -> None:
-        """Counts a guess that was in vain."""
+        """Counts a guess that was in vain, and has an expert sink that is complete."""
         self._refute(entry)
+        memory, arrival = entry.memory, entry.arrival
+        if self.host is None or memory is None or (arrival is not None and not _has_arrived(arrival)):
+            return
+        with contextlib.suppress(RuntimeError):  # else it is read again
+            if (copying := self.host.sink(entry)) is not None:
+                if entry.stream == current_stream(memory.device):
+                    self._sinking.append((copying, memory))
+                else:
+                    copying.wait(None)
+
+    def close(self) -> None:
+        """Closes the experts in host memory, too. See ``Policy.close``."""
+        super().close()
+        if self.host is not None and self._is_ours():
+            self.host.close()  # waits for what sinks
+            self._sinking.clear()
 
     def out_of_memory(self, entry: Expert) -> MemoryError:
         """Returns an error that says what others have."""
@@ -416,68 +436,11 @@ class Experts(Policy[Expert]):
         )
 
 
+def _has_arrived(transfer: IoFuture) -> bool:
+    return transfer.done() and transfer.exception() is None
+
+
 @functools.cache
 def handle_in_order() -> aio_handle:
     """Returns a handle, one for the whole process, by which what was requested first arrives first."""
     return aio_handle(queue_depth=_IN_FLIGHT)
-
-
-def experts_of(groups: Sequence[Sequence[Sequence[Source]]], device: torch.device) -> list[list[Expert]]:
-    """Returns experts: for each layer, for each of its experts, their weights."""
-    return [[Expert(number, sources, device) for sources in group] for number, group in enumerate(groups)]
-
-
-def _layout(
-    sources: Sequence[Source], device: torch.device
-) -> tuple[list[tuple[FileExtent, int]], dict[Source, int], int]:
-    """Returns the reads that fill the memory of an expert, at which byte each source begins, and the bytes in all.
-
-    Whole pages are read, which needs no copy, and sources that follow each other in a file by one read.
-    """
-    reads: list[tuple[FileExtent, int]] = []
-    places: dict[Source, int] = {}
-    nbytes = 0
-    for run in _runs(sources, device):
-        first = run[0].extents[0]
-        if len(run[0].extents) > 1 or not _is_aligned(run[0], device):
-            reads += [(extent, nbytes + at) for extent, at in run[0].placed()]
-            places[run[0]] = nbytes
-            nbytes += -(-run[0].nbytes // PAGE) * PAGE
-            continue
-        skipped = first.start % PAGE
-        length = skipped + sum(source.nbytes for source in run)
-        start, room = first.start - skipped, -(-length // PAGE) * PAGE
-        reads.append((FileExtent(first.file, start, min(first.file.size - start, room)), nbytes))
-        at = nbytes + skipped
-        for source in run:
-            places[source] = at
-            at += source.nbytes
-        nbytes += room
-    return reads, places, nbytes
-
-
-def _runs(sources: Sequence[Source], device: torch.device) -> Iterable[list[Source]]:
-    """Yields sources that follow each other in a file together, and the others alone."""
-    run: list[Source] = []
-    for source in sorted(sources, key=lambda source: (source.extents[0].file.path, source.extents[0].start)):
-        if run and _follows(run[-1], source) and _is_aligned(source, device) and _is_aligned(run[-1], device):
-            run.append(source)
-            continue
-        if run:
-            yield run
-        run = [source]
-    if run:
-        yield run
-
-
-def _follows(one: Source, other: Source) -> bool:
-    if len(one.extents) > 1 or len(other.extents) > 1:
-        return False
-    (file, start, nbytes), after = one.extents[0], other.extents[0]
-    return after.file is file and after.start == start + nbytes
-
-
-def _is_aligned(source: Source, device: torch.device) -> bool:
-    """Returns whether a tensor may begin at the same byte of a page as in its file."""
-    alignment = source.dtype.itemsize if device.type == "cpu" else DEVICE_ALIGNMENT
-    return source.extents[0].start % PAGE % alignment == 0

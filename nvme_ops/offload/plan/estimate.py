@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
 from nvme_ops.base.text import columns_text, rate_words, rounded, seconds_words, share_words, size_words
@@ -46,10 +46,10 @@ class Mixture:
     experts: int = 0  #: in all layers
     used_per_token: int = 0
     bytes: int = 0  #: of all experts
-    memory: int = 0  #: bytes for experts alone
+    memory: int = 0  #: bytes for experts alone, where it computes
 
     def hits_and_read(self, tokens: int) -> tuple[float, int]:
-        """Returns the share of the experts in use that are in memory, and the bytes that a step of tokens reads."""
+        """Returns the share of the experts in use that are in memory, and the bytes of others in a step of tokens."""
         in_use = 1 - (1 - self.used_per_token / max(1, self.experts)) ** tokens
         kept = min(1.0, self.memory / max(1, self.bytes))
         hits = kept * (1 - in_use * (1 - kept))  # what a step reads takes the place of some before their turn
@@ -132,7 +132,7 @@ class StepBytes(NamedTuple):
 
     read: int  #: from storage
     kept: int  #: of weights, but experts, that stay where it computes
-    from_host: int  #: of those that stay in host memory
+    from_host: int  #: of those that come from host memory
 
 
 def step_bytes(sizes: Sizes, tokens: int) -> StepBytes:
@@ -141,8 +141,9 @@ def step_bytes(sizes: Sizes, tokens: int) -> StepBytes:
     stay = placements(weights, sizes.memory - sizes.experts.memory, sizes.host)
     kept, in_host = (sum(sizes.streamed[number] for number in numbers) for numbers in stay)
     from_tables = sum(nbytes * (tokens if MANY_ROWS * tokens <= rows else rows) for rows, nbytes in sizes.tables)
-    others = from_tables + sizes.experts.hits_and_read(tokens)[1]
-    return StepBytes(sum(sizes.streamed) - kept - in_host + others, kept, in_host)
+    missing = sizes.experts.hits_and_read(tokens)[1]
+    read = replace(sizes.experts, memory=sizes.experts.memory + sizes.host - in_host).hits_and_read(tokens)[1]
+    return StepBytes(sum(sizes.streamed) - kept - in_host + from_tables + read, kept, in_host + missing - read)
 
 
 def estimate(
@@ -287,7 +288,8 @@ def inference_text(plan: Mapping[str, Any]) -> str:
         lines.append(
             f"{experts['experts']} experts, {experts['used_per_token']} used per token; memory for experts "
             f"{size_words(experts['memory'])}, which has {share_words(experts['share_of_hits'])} of those used: "
-            f"{size_words(experts['bytes_per_token'])} read per token, less if some are used more than others"
+            f"{size_words(experts['bytes_per_token'])} {'brought there' if plan['host_memory'] else 'read'} per token, "
+            "less if some are used more than others"
         )
     if batches := plan["batches"]:
         lines += ["", _batches(batches), "", "tokens/s with the weights in", _places(plan, batches)]

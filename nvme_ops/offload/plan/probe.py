@@ -26,7 +26,7 @@ from nvme_ops.base.text import MIB, size_words
 from nvme_ops.io.arguments import cache_mode
 from nvme_ops.io.future import InFlight, IoFuture
 from nvme_ops.io.handle import aio_handle
-from nvme_ops.offload.experts.experts import experts_of
+from nvme_ops.offload.experts.expert import experts_of
 from nvme_ops.offload.plan.estimate import Computing, Mixture, Rates, Sizes, TrainedModel
 from nvme_ops.offload.weights.derived import plain_class
 from nvme_ops.offload.weights.generation import decoder_config

@@ -10,12 +10,12 @@ import torch
 from nvme_ops.base.text import size_words
 from nvme_ops.io.engine import Priority
 from nvme_ops.io.future import IoFuture
-from nvme_ops.memory.tier import PooledTier
+from nvme_ops.memory.tier import Share
 from nvme_ops.offload.residency.copies import Copy, new_stream
 from nvme_ops.offload.residency.entry import tensors_over
 from nvme_ops.offload.residency.files import FileEntry, ModelFiles
 from nvme_ops.offload.residency.placement import IN_FLIGHT
-from nvme_ops.offload.residency.policy import Policy, Stats
+from nvme_ops.offload.residency.policy import Policy, Read, Stats
 from nvme_ops.offload.residency.residency import Residency
 
 _FULL = "other programs use the host's memory: weights have {} of it, and more are read from storage"
@@ -29,16 +29,16 @@ class HostCopies(Policy[FileEntry]):
 
     Args:
         device: the accelerator.
-        nbytes: of host memory.
+        share: host memory.
     """
 
     name = "host copies"
     _closed_error = "the weights of this model were closed"
     _forked_error = "these weights are streamed by the parent process: load the model in this one"
 
-    def __init__(self, device: torch.device, nbytes: int) -> None:
-        self._residency = Residency()
-        super().__init__(self._residency.lock, PooledTier(nbytes).share(), ModelFiles(), Stats())
+    def __init__(self, device: torch.device, share: Share) -> None:
+        self._residency, self._files = Residency(), ModelFiles()
+        super().__init__(self._residency.lock, share, self._files, Stats())
         self._stream = new_stream(device)
         self._copies: dict[FileEntry, FileEntry] = {}  # by the entry on the accelerator: those that are kept
         self._copying: dict[FileEntry, Copy] = {}  # the last one from each to the accelerator
@@ -101,13 +101,11 @@ class HostCopies(Policy[FileEntry]):
 
     # The backing of what is on the accelerator
 
-    def read(
-        self, entry: FileEntry, memory: torch.Tensor, priority: Priority
-    ) -> tuple[torch.Tensor, IoFuture | None, int]:
+    def read(self, entry: FileEntry, memory: torch.Tensor, priority: Priority) -> Read:
         """Starts to fill an entry's memory on the accelerator, from here or from its files; see ``Backing``."""
         copy = self._copies.get(entry)
         if copy is None or copy.values is None or copy.is_arriving() or not self._has_arrived(copy):
-            return self.backing.read(entry, memory, priority)  # type: ignore[no-any-return]
+            return self._files.read(entry, memory, priority)
         values = entry.over(memory)
         entry.own_tensors = tensors_over(values)
         entry.queued = self._copying[copy] = copying = Copy(self._stream)

@@ -17,11 +17,13 @@ from nvme_ops.base.settings import PAGE
 from nvme_ops.base.text import least_words, size_words
 from nvme_ops.io.file import shared_handle
 from nvme_ops.lazy.offloaded import OffloadedTensor
-from nvme_ops.memory.tier import in_pages, tier_on
+from nvme_ops.memory.tier import PooledTier, in_pages, tier_on
 from nvme_ops.offload.budgets import Budgets
-from nvme_ops.offload.experts.experts import Experts, experts_of, handle_in_order
+from nvme_ops.offload.experts.expert import experts_of
+from nvme_ops.offload.experts.experts import Experts, handle_in_order
+from nvme_ops.offload.experts.host_experts import HostExperts
 from nvme_ops.offload.residency.host_copies import HostCopies
-from nvme_ops.offload.residency.placement import kept_from_the_start, share_of_experts
+from nvme_ops.offload.residency.placement import kept_from_the_start, placement, share_of_experts
 from nvme_ops.offload.residency.residency import Residency
 from nvme_ops.offload.weights.derived import Derived, derive
 from nvme_ops.offload.weights.routing import groups_of, is_packed, route
@@ -258,7 +260,14 @@ def stream(
         for file in files:
             if file.handle is shared_handle():
                 file.handle = handle_in_order()
-    host = HostCopies(device, budgets.host) if budgets.host and not fits else None
+    host, host_experts = None, None
+    if budgets.host and not fits:
+        host_tier = PooledTier(budgets.host)
+        stay = placement([(source, 1.0, source.room) for source in foreseen], left)
+        host = HostCopies(device, host_tier.share())
+        if share:  # what every token uses comes first
+            below = min(budgets.host, sum(source.room for source in foreseen if source not in stay))
+            host.share.nbytes, host_experts = below, HostExperts(device, host_tier.share(budgets.host - below))
     if host is None and (not fits or memory is not None):
         cache = PageCache(sum(file.size for file in files))
         for file in files:
@@ -273,7 +282,7 @@ def stream(
         residency, shares = memory.residency, (memory.share(device), memory.share(device))
         taken = in_pages(beside + total_small + expanding)
         lent = [memory.lend(taken)] if taken else []
-    experts = Experts(residency, shares[1], routed) if share else None
+    experts = Experts(residency, shares[1], routed, host_experts) if share else None
     window = Window(residency, shares[0], foreseen, expanding, experts, packed, share_for, host)
     if memory is not None:
         smallest = max(expert_sizes, default=0) if share else 0

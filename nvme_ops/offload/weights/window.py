@@ -189,6 +189,8 @@ class Window(Policy[_Weight]):
             self.share.nbytes, self.experts = self.nbytes, None
             experts.close()
             _add(self.counts, experts.stats())
+            if self._host is not None and experts.host is not None:
+                self._host.share.nbytes += experts.host.share.nbytes
 
     def _weight(self, source: Source) -> _Weight:
         return self._weights.get(source) or self._weights.setdefault(source, _Weight(source, self.share.device))

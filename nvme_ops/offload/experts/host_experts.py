@@ -1,0 +1,133 @@
+"""``HostExperts``: experts that have left an accelerator, in host memory until they are used again."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+
+import torch
+
+from nvme_ops.io.engine import Priority
+from nvme_ops.memory.tier import Share
+from nvme_ops.offload.experts.expert import Expert
+from nvme_ops.offload.residency.copies import Copy, new_stream
+from nvme_ops.offload.residency.entry import tensors_over
+from nvme_ops.offload.residency.files import FileEntry
+from nvme_ops.offload.residency.host_copies import HostCopies
+from nvme_ops.offload.residency.policy import Read
+
+
+class _Sunk(FileEntry):
+    """An expert in host memory."""
+
+    def __init__(self, expert: Expert) -> None:
+        super().__init__(expert.reads, expert.nbytes)
+        self.expert, self.worth = expert, expert.worth
+
+
+class _Accelerator:
+    """The backing of what sinks: it comes from the accelerator."""
+
+    def __init__(self, device: torch.device, copying: dict[FileEntry, Copy]) -> None:
+        self._stream, self._copying = new_stream(device), copying
+
+    def read(self, sunk: _Sunk, memory: torch.Tensor, priority: Priority) -> Read:
+        """Starts to copy an expert to host memory, after what computes it."""
+        del priority
+        values, source = memory.detach(), sunk.expert.memory
+        sunk.own_tensors = tensors_over(values)
+        if source is None:
+            raise RuntimeError("an expert has left the accelerator before it could sink")
+        if (queued := sunk.expert.queued) is not None:
+            queued.before(self._stream.device)
+        self._copying[sunk] = copying = Copy(self._stream)
+        copying.begin(memory, source)
+        return values, None, 0
+
+
+class HostExperts(HostCopies):
+    """Experts sink here from an accelerator if they are worth more than others here, and rise from here.
+
+    One that has risen has its copy here until another one needs the memory, so that it may leave the accelerator again
+    without being copied; those copies leave first.
+
+    Args:
+        device: the accelerator.
+        share: host memory.
+    """
+
+    name = "experts in host memory"
+
+    def __init__(self, device: torch.device, share: Share) -> None:
+        super().__init__(device, share)
+        self.backing = _Accelerator(device, self._copying)
+        self._risen: dict[FileEntry, None] = {}  # here and on the accelerator, those that rose first in front
+        self._order: list[tuple[float, int, _Sunk]] = []  # a heap; stale where an expert has risen or left
+        self._sunk = 0
+        self._worth = 0.0  # of what sinks now
+
+    def sink(self, expert: Expert) -> Copy | None:
+        """Takes over an expert that leaves the accelerator; returns the copy that still uses its memory there, if any.
+
+        It may be dropped instead, if there is no memory for it here. Raises RuntimeError if the copy cannot be queued.
+        """
+        with self.lock:
+            sunk = self._copies.get(expert)
+            if not isinstance(sunk, _Sunk):
+                sunk, self._worth = _Sunk(expert), expert.worth
+                try:
+                    if not self._residency.begin(self, sunk, Priority.DEMAND):
+                        return None
+                except BaseException:
+                    self.discard(sunk)  # waits for what was queued
+                    raise
+                self._copies[expert] = sunk
+                self.counts.bytes_to_host += expert.nbytes
+            sunk.worth, self._sunk = expert.worth, self._sunk + 1
+            self._risen.pop(sunk, None)
+            if len(self._order) > 4 * len(self.present) + 64:
+                self._order = [item for item in self._order if self._is_only_here(item)]
+                heapq.heapify(self._order)
+            heapq.heappush(self._order, (sunk.worth, self._sunk, sunk))
+            copying = self._copying.get(sunk)
+            return None if copying is None or copying.done() else copying
+
+    def read(self, entry: FileEntry, memory: torch.Tensor, priority: Priority) -> Read:
+        """Starts to fill an expert's memory on the accelerator, from here or from its files; see ``Backing``."""
+        with self.lock:
+            if (sunk := self._copies.get(entry)) is not None and (copying := self._copying.get(sunk)) is not None:
+                copying.before(memory.device)  # it may be sinking still
+            read = super().read(entry, memory, priority)
+            if sunk is not None:
+                self._risen[sunk] = None
+        return read
+
+    # The policy
+
+    def victims(self, after: int) -> Iterator[FileEntry]:
+        """Yields the copies of those that have risen, then experts that are worth less than the one that sinks now.
+
+        A copy from which the accelerator still reads is waited for if it reads from another one after that.
+        """
+        del after
+        rising = [sunk for sunk in self._risen if self._is_copied(sunk)]
+        yield from [sunk for sunk in self._risen if sunk not in rising]
+        yield from rising[:-1]
+        while self._order:
+            worth, _, sunk = item = self._order[0]
+            if self._is_only_here(item):
+                if worth >= self._worth or self._is_copied(sunk):
+                    return
+                yield sunk
+            heapq.heappop(self._order)
+
+    def _is_only_here(self, item: tuple[float, int, _Sunk]) -> bool:
+        worth, _, sunk = item
+        return sunk.values is not None and sunk not in self._risen and worth == sunk.worth
+
+    def discard(self, entry: FileEntry) -> None:
+        """Drops an expert."""
+        super().discard(entry)
+        self._risen.pop(entry, None)
+        if isinstance(entry, _Sunk) and self._copies.get(entry.expert) is entry:
+            del self._copies[entry.expert]

@@ -1,0 +1,183 @@
+"""Experts that sink from an accelerator to host memory and rise again: what is read, copied and held, in any order."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from nvme_ops.memory import tier
+from nvme_ops.offload import from_pretrained, stream_weights
+from tests.conftest import MIB, in_child, in_threads
+from tests.device.kinds import Simulated, on_simulated
+from tests.offload.layers import SIZE, Layers
+from tests.offload.models import mixture, nbytes, saved
+
+ROOM, COUNT, CHOSEN = 40, 64, 4
+Steps = Sequence[tuple[int, list[int]]]
+
+
+def steps(count: int = 80, seed: int = 0) -> Steps:
+    """Experts that two layers choose, each as likely as all others: what was used lately says nothing."""
+    rng = random.Random(seed)
+    return [(step % 2, rng.sample(range(COUNT), CHOSEN)) for step in range(count)]
+
+
+def lru(steps: Steps, room: int, below: int) -> tuple[int, int]:
+    """Counts what two LRUs read from storage and copy if no expert is in both."""
+    above, under = OrderedDict[tuple[int, int], None](), OrderedDict[tuple[int, int], None]()
+    read = copied = 0
+    for layer, chosen in steps:
+        for expert in [(layer, number) for number in chosen]:
+            if expert not in above:
+                read += expert not in under
+                copied += 1
+                under.pop(expert, None)
+            above[expert] = None
+            above.move_to_end(expert)
+            if len(above) > room:
+                under[above.popitem(last=False)[0]] = None
+                copied += 1
+            if len(under) > below:
+                under.popitem(last=False)
+    return read, copied
+
+
+def opened(device: Simulated, folder: Path, below: int, **options: Any) -> Layers:
+    return Layers(folder, 2, COUNT, ROOM, device=device.device(), below=below, **options)
+
+
+@on_simulated
+@pytest.mark.parametrize("below", [8, 40, 60])
+def test_no_more_is_moved_than_by_two_exclusive_lrus(device: Simulated, folder: Path, below: int) -> None:
+    layers, chosen = opened(device, folder, below), steps(200)
+    with device.computing():
+        for step in chosen:
+            layers.use(*step)
+    stats = layers.experts.stats()
+    read, copied = lru(chosen, ROOM, below)
+    assert stats.bytes_read <= 1.05 * read * SIZE
+    assert stats.bytes_read + stats.bytes_from_host + stats.bytes_to_host <= 1.05 * copied * SIZE
+    assert stats.peak_bytes <= ROOM * SIZE
+    assert SIZE * (below - 1) < stats.bytes_in_host <= SIZE * below
+    layers.experts.close()
+
+
+@on_simulated
+@pytest.mark.parametrize("seeds", [4, pytest.param(100, marks=pytest.mark.nightly)])
+def test_experts_are_right_in_any_order_of_work(device: Simulated, folder: Path, seeds: int) -> None:
+    layers = opened(device, folder, 50)
+    with device.computing():
+        for seed in range(seeds):
+            with device.in_random_order(seed), device.on():
+                for step in steps(seed=seed):
+                    layers.use(*step)
+    layers.experts.close()
+
+
+@on_simulated
+@pytest.mark.parametrize("name", ["Qwen3Moe", "Mixtral"])
+def test_tokens_are_those_on_the_cpu(device: Simulated, folder: Path, name: str) -> None:
+    path, kind = saved(folder, name)
+    plain = kind.from_pretrained(path, experts_implementation="eager").eval()
+    tokens = torch.tensor([[1, 2, 3]])
+    usual: Any = {"max_new_tokens": 6, "do_sample": False}
+    wanted = plain.generate(tokens, **usual)
+    budgets: Any = {"device_budget": nbytes(plain) // 2, "host_budget": nbytes(plain) // 8}
+    for seed in (None, 0, 1):
+        order = device.computing() if seed is None else device.in_random_order(seed)
+        with device.computing(), order, from_pretrained(path, device=device.device(), **budgets) as model:
+            for _ in range(2):
+                assert torch.equal(model.generate(device.tensor(tokens), **usual).cpu(), wanted)
+            stats = model.stats()
+        assert stats.bytes_from_host > 0
+        assert stats.peak_bytes <= budgets["device_budget"]
+        assert stats.bytes_in_host <= budgets["host_budget"]
+
+
+@on_simulated
+def test_threads_with_streams_of_their_own(device: Simulated, folder: Path) -> None:
+    layers = opened(device, folder, 50)
+
+    def run(number: int) -> None:
+        with device.on():
+            for step in steps(seed=number):
+                layers.use(*step)
+
+    with device.computing():
+        in_threads(run, 3)
+    assert layers.experts.stats().bytes_from_host > 0
+    layers.experts.close()
+
+
+@on_simulated
+@pytest.mark.parametrize("what", ["queue", "record"])
+def test_an_expert_whose_copy_is_refused_is_read_again(device: Simulated, folder: Path, what: str) -> None:
+    layers, done, events = opened(device, folder, 50), 0, device.now.events
+    with device.computing():
+        for number, step in enumerate(steps(200)):
+            with contextlib.suppress(RuntimeError):  # where it is the copy to the accelerator: an error of its step
+                with device.failing(what, skipped=number % 6) if number % 4 else device.computing():
+                    layers.use(*step)
+                done += 1
+    stats = layers.experts.stats()
+    assert done > 100
+    assert stats.bytes_from_host > 0
+    layers.experts.close()
+    if what == "record":
+        device.now.events = events  # torch never frees those that were not recorded
+
+
+@on_simulated
+def test_a_machine_whose_memory_others_fill(device: Simulated, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is worth more takes the place of what has sunk; nothing more is taken from the system."""
+    layers = opened(device, folder, 60)
+    share: Any = layers.experts.host and layers.experts.host.share
+    monkeypatch.setattr(tier, "free_memory", lambda: MIB - share.in_use)
+    share._tier._spare = MIB - 30 * SIZE
+    with device.computing():
+        for step in steps(200):
+            layers.use(*step)
+    stats = layers.experts.stats()
+    assert 28 * SIZE < stats.bytes_in_host <= 30 * SIZE
+    assert stats.bytes_from_host > 0
+    layers.experts.close()
+
+
+@on_simulated
+def test_modules_that_are_all_used_are_streamed_in_the_same_memory(device: Simulated, folder: Path) -> None:
+    model, given = mixture("list"), torch.randn(64, 64)
+    wanted = copy.deepcopy(model)(given)
+    budgets: Any = {"device_budget": nbytes(model) // 2, "host_budget": "2M"}
+    with device.computing(), stream_weights(model, folder, device=device.device(), **budgets) as streamed:
+        for _ in range(12):
+            assert torch.equal(streamed(device.tensor(given)).cpu(), wanted)
+        assert streamed._nvme_window.experts is None
+        before = streamed.stats()
+        streamed(device.tensor(given))
+        assert streamed.stats().bytes_read == before.bytes_read, "all others have room in host memory"
+
+
+@on_simulated
+def test_a_forked_child_is_refused_and_its_parent_goes_on(device: Simulated, folder: Path) -> None:
+    layers = opened(device, folder, 50)
+    with device.computing():
+        for step in steps():
+            layers.use(*step)
+
+        def use() -> None:
+            with pytest.raises(RuntimeError, match="parent process"):
+                layers.use(0, [1])
+            layers.experts.close()
+
+        in_child(use)
+        for step in steps(seed=1):
+            layers.use(*step)
+    layers.experts.close()
